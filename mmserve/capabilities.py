@@ -1,4 +1,4 @@
-"""What one model can do here, with this server's settings: told to clients, and asked of every request at once."""
+"""What one model can do here, with this server's settings: reported to clients, and checked for every request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mmserve.models.template_options import template_options
 from mmserve.prune import pruner_of, pruners_for
 from mmserve.tools.formats import format_in
 
-#: Tokens of an answer where a request does not say how many.
+#: Tokens of an answer where a request sets no limit.
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -233,6 +233,6 @@ def _chat_template(model: Model) -> str:
 
 
 def rows_apart(engine: EngineConfig) -> bool:
-    """Whether rows that a pass of decode runs beside each other have no say in what each of them looks at, or in which
-    of them are kept whole: only then is a row of a draft, or of forced text, what it is by itself but for last bits."""
+    """Whether the rows of one pass of decode have no effect on what each other attends to, or on which of them are kept
+    whole: only then has a row of a draft, or of forced text, the result that it has alone, up to rounding."""
     return not (engine.sparse_decode in ("quest", "random") or engine.kv_kept)

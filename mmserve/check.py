@@ -139,7 +139,7 @@ def _bind(host: str, port: int) -> None:
 
 
 def _in_date(server: ServerConfig) -> None:
-    """Raise ``ConfigError`` where the server's certificate is out of date: a client that trusts it says so."""
+    """Raise ``ConfigError`` where the server's certificate is out of date: a client that trusts it reports that."""
     try:
         serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         serving.load_cert_chain(server.tls_certificate, server.tls_key, password="")

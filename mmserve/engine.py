@@ -19,30 +19,25 @@ from typing import Any, cast
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.constraint import CheckedConstraint
 from mmserve.core.encoded import Encoded
-from mmserve.core.events import Admitted, Delta
+from mmserve.core.events import Admitted
 from mmserve.core.handover import ROLES, Handover
 from mmserve.core.info import ModelInfo
 from mmserve.core.plan import Budgets, Served
-from mmserve.core.request import TERMINAL, Request, RequestId, Stage
+from mmserve.core.request import Request, RequestId, Stage
 from mmserve.core.stats import Pass, Stats
 from mmserve.decode.schedulers import Discrete
-from mmserve.encode.decoding import Decoders
-from mmserve.errors import (
-    Cancelled,
-    ConfigError,
-    Internal,
-    MMServeError,
-    Unavailable,
-)
+from mmserve.encode.decoders import Decoders
+from mmserve.errors import Cancelled, ConfigError, Internal, MMServeError, Unavailable
 from mmserve.kept import Kept
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
-from mmserve.live import LiveRequests, typed
+from mmserve.live import LiveRequests
 from mmserve.migration import Migration
 from mmserve.models.adapters import Adapters
 from mmserve.models.base import Model
+from mmserve.outcomes import StageOutcomes
 from mmserve.prefixes import Prefixes
-from mmserve.request_state import ClientSink, RequestGroup, RequestState, Sink, open_group, pass_size
+from mmserve.request_state import ClientSink, RequestState, Sink, open_group, pass_size
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import EncodedPrompt, Stages
 from mmserve.tiers.caches import Caches
@@ -101,8 +96,11 @@ class Engine:
             self.stages.page_bytes,
         )
         self._migration = Migration(self._live, self.stages, self._pool, config)
+        self._outcomes = StageOutcomes(
+            self._live, self._queue, self._pool, self._prefixes, self._migration, self.stages, config
+        )
         self._workers = Workers(config)
-        self.passes: deque[Pass] = deque(maxlen=256)  # the latest, until whoever is interested takes them
+        self.passes: deque[Pass] = deque(maxlen=256)  # the latest, until they are taken
         self._served: Mapping[str, Served] = {}  # by each stage's queue
         self._now = 0.0  # virtual time of decode
         self._stopping = False
@@ -171,7 +169,7 @@ class Engine:
         state = self._migration.state_of(handover, sink)
         with self._queue.lock:
             self._queue.adopt(request, state.due)
-            self._inbox.put(lambda: self._arrive(state, handover))
+            self._inbox.put(lambda: self._outcomes.adopted(state, handover))
 
     def serve_roles(self, roles: Iterable[str], save_every: int = 0) -> None:
         """Do these of ``encode``, ``prefill`` and ``decode`` from now on, by default all: a request whose next stage
@@ -204,7 +202,7 @@ class Engine:
         """Refuse new requests, wait for the live ones; after ``timeout`` seconds fail what is left.
 
         Returns whether all of them ended by themselves. Questions of open sessions are then still accepted, until
-        ``stop``: whoever drains the sessions ends them.
+        ``stop``: they end with their sessions.
         """
         queue = self._queue
         with queue.lock:
@@ -217,7 +215,7 @@ class Engine:
             self._inbox.put(
                 lambda: self._live.fail_all(Unavailable("the server shut down before the request finished"))
             )
-            self.stages.close()  # else a process that stands still holds its request, and this, for a minute
+            self.stages.close()  # else a child process that makes no progress would hold its request for a minute
             queue.idle.wait()
         return in_time
 
@@ -355,7 +353,7 @@ class Engine:
         overlaps = "prefill" in self._migration.roles
 
         def tell(prompt: EncodedPrompt | None, rows: int) -> None:
-            self._inbox.put(lambda: self._arrived(state, prompt, rows))
+            self._inbox.put(lambda: self._outcomes.rows_read(state, prompt, rows))
 
         return lambda: self.stages.load([state.request], state.group.cancellation, tell if overlaps else None)
 
@@ -382,7 +380,7 @@ class Engine:
         return lambda: run(lambda: self.stages.decode(requests))
 
     def _report(self, name: str, own: bool, states: list[RequestState], outcomes: list[Any], seconds: float) -> None:
-        """A stage's batch is done: advance each of its requests, or end it. ``own``: as of ``Workers.run``."""
+        """Apply the outcomes of a stage's batch to its requests. ``own``: as of ``Workers.run``."""
         self._workers.ended(name, own)
         if (size := pass_size(name, states, outcomes)) > 0:
             self.passes.append(Pass(name, size, seconds))
@@ -390,122 +388,4 @@ class Engine:
             state.holds -= 1
         for state, outcome in zip(states, outcomes, strict=True):
             state.run[name] += seconds
-            if state.stage in TERMINAL:
-                continue  # another sample of the same batch failed, and with it this one
-            if state.aborted:
-                if not state.in_flight:
-                    self._live.end_failed(state)
-            elif isinstance(outcome, BaseException):
-                self._live.fail(state, typed(outcome, state))
-            elif name == "decode":
-                try:
-                    self._stepped(state, outcome)
-                except Exception as error:  # noqa: BLE001 - a bug with one request's result ends that request only
-                    self._live.fail(state, typed(error, state))
-            elif name == "constrain":
-                self._live.advance(state, Stage.CONSTRAINED)
-            elif isinstance(outcome, EncodedPrompt) and name != "load":
-                self._encoded(state, outcome)
-            elif name == "load":
-                self._loaded(state, outcome)
-            else:
-                self._prefilled(state, outcome)
-
-    def _encoded(self, state: RequestState, prompt: EncodedPrompt) -> None:
-        """A prompt is what it will be, or the decoder looks at it first: then it comes here again, from prefill."""
-        state.usage, state.keys, state.looks = prompt.usage, prompt.keys, prompt.looks
-        if (refusal := state.too_large(self.config)) is not None:
-            self._live.fail(state, refusal)
-            return
-        self._live.advance(state, Stage.ENCODED)
-        if not prompt.looks:
-            self._live.split(state)
-        for each in list(state.group.members):
-            self._leave_if_due(each)
-        self._fetch(state.group)
-
-    def _arrive(self, state: RequestState, handover: Handover) -> None:
-        self._migration.arrive(state, handover)
-        self._fetch(state.group)
-
-    def _fetch(self, group: RequestGroup) -> None:
-        """Look for what the page pool lacks of the prompts that are prefilled here next."""
-        for state in group.members:
-            if state.stage is Stage.ENCODED and state.prefilled is None:
-                self._prefixes.fetch(state)
-
-    def _arrived(self, state: RequestState, prompt: EncodedPrompt | None, rows: int) -> None:
-        """While a clip is read its prompt is known, and so many rows of it are final: it can be prefilled so far."""
-        if state.aborted or state.stage in TERMINAL:
-            return
-        state.final = rows
-        if prompt is not None:
-            state.usage, state.keys = prompt.usage, prompt.keys
-            for stage in (Stage.LOADED, Stage.ENCODING, Stage.ENCODED):
-                self._live.advance(state, stage)
-
-    def _loaded(self, state: RequestState, outcome: EncodedPrompt | None) -> None:
-        """All media of a request are read. One that is prefilled meanwhile is encoded, too, unless it was not as
-        foreseen: then it begins anew from here."""
-        if state.final is None:
-            self._live.advance(state, Stage.LOADED)
-        elif outcome is None:
-            state.again = True
-            self._begin_again(state)
-        else:
-            state.final, state.keys = None, outcome.keys
-            state.pages = replace(state.pages, keys=outcome.keys)
-
-    def _begin_again(self, state: RequestState) -> None:
-        if state.in_flight:
-            return  # prefill has it, and comes here with its report
-        self.stages.forget_prefill(state.request.id)
-        self._pool.release(state.pages.ids)
-        state.pages, state.keys, state.prefilled = PageTable(), (), None
-        state.final, state.again = None, False
-        self._live.advance(state, Stage.LOADED)
-
-    def _prefilled(self, state: RequestState, run: int | None) -> None:
-        """So many positions have been run, or all: the pages they fill are there for others, too."""
-        state.pages.publish(self._pool, None if run is None else run // self.config.page_size)
-        self._prefixes.published(state)
-        restored = self.stages.prefilling.restored.pop(state.request.id, 0)
-        if restored:
-            found = (state.pages.shared + restored) * self.config.page_size
-            state.usage = replace(state.usage, cached_tokens=found)
-        if run is None and self.stages.model.spec.renoising is None:
-            state.reach("draft")
-            state.rows = 0  # its first step has its candidates already
-        state.prefilled, state.turn = run, self._now  # a newcomer to decode begins at its clock
-        self._live.advance(state, Stage.PREFILLED if run is None else Stage.ENCODED)
-        if state.again:
-            self._begin_again(state)
-        else:
-            self._leave_if_due(state)
-
-    def _leave_if_due(self, state: RequestState) -> None:
-        if self._migration.leaves(state):
-            self._migration.leave(state)
-
-    def _stepped(self, state: RequestState, outcome: Any) -> None:
-        wanted = state.request.streaming
-        state.stepped(outcome)
-        if outcome.snapshot is not None:
-            state.group.sink(replace(outcome.snapshot, sample=state.sample))
-        if outcome.draft is not None:
-            state.group.sink(replace(outcome.draft, sample=state.sample))
-        if outcome.delta and wanted.deltas:
-            state.group.sink(Delta(outcome.delta, state.sample))
-        state.rows = outcome.rows
-        if outcome.reason is None:
-            if outcome.pages is not None:
-                state.pages = state.pages.trimmed(self._pool, outcome.pages)
-            self._live.advance(state, Stage.READY)
-            self._migration.stepped(state)
-            return
-        answer = self.stages.finished(state.request.id)
-        self._live.advance(state, Stage.FINISHED)
-        event = state.finished(outcome.reason, answer, time.monotonic())
-        self._queue.served(state.work, event.times.total / 1000)
-        self._live.release(state)
-        state.group.sink(event)
+            self._outcomes.apply(name, state, outcome, self._now)

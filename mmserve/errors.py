@@ -88,7 +88,7 @@ class Unimplemented(MMServeError):
 
 
 class ResourceExhausted(MMServeError):
-    """A queue, store or budget is full; ``retry_after`` says when to try again (seconds)."""
+    """A queue, store or budget is full; ``retry_after``: seconds until the next attempt."""
 
     code = "RESOURCE_EXHAUSTED"
 

@@ -80,13 +80,13 @@ class LiveRequests:
             self.fail(state, error)
 
     def recover(self, error: MMServeError) -> None:
-        """After a bug in the engine itself nothing is known of anybody's state: every request ends with ``error``."""
+        """End every request with ``error``: after a bug in the engine itself no request's state is known."""
         for state in self:
-            told, state.group.failed = state.aborted, True
+            aborted, state.group.failed = state.aborted, True
             state.group.cancellation.cancel(error)
             if not state.in_flight:  # else its worker's report ends it
                 self.end_failed(state)
-            if not told:
+            if not aborted:
                 state.group.sink(Failed(error))
 
     def cancel(self, request: RequestId, error: MMServeError) -> None:

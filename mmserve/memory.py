@@ -16,7 +16,7 @@ _library = ctypes.CDLL(None)
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now; 0 where the system does not say."""
+    """Bytes of memory that this process has now; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE
     except OSError:

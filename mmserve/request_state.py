@@ -105,7 +105,7 @@ class RequestState:
 
     @property
     def samples(self) -> int:
-        """Samples that it stands for."""
+        """Samples that it represents."""
         return self.request.sampling.n
 
     @property
@@ -134,7 +134,7 @@ class RequestState:
         return InvalidArgument.of("diffusion.cfg_scale", why)
 
     def entry(self, page_size: int, frames_per_video: int, prefill_tokens: int, now: float) -> Entry:
-        """What the scheduler sees; a video counts as its frames, as far as the request says.
+        """What the scheduler sees; a video counts as its frames, as far as the request has it.
 
         ``now`` is on the monotonic clock (seconds).
         """

@@ -18,7 +18,7 @@ from mmserve.schedule.fair import guaranteed
 class WaitingQueue:
     """Counts of the samples that wait and of those that have not ended.
 
-    ``take`` is called with ``lock`` held; the other methods take it where they need it. ``refusal`` says why new
+    ``take`` is called with ``lock`` held; the other methods take it where they need it. ``refusal``: why new
     requests are refused; "" = they are not. ``draining``: whether questions of open sessions are taken all the same.
     """
 

@@ -56,7 +56,7 @@ class Workers:
     def run(self, name: str, job: Callable[[bool], None], within: int) -> None:
         """Give the stage ``name`` a job, with so many rows ``within`` its pass from now on; ``ended`` must follow.
 
-        ``job`` is told whether the pass is its own, or one under way that it runs within.
+        ``job`` is called with whether the pass is its own, or one under way that it runs within.
         """
         own = not self._busy[name]
         self._within[name] = within

@@ -24,7 +24,7 @@ from mmserve.core.decisions import CHOICE, YES_NO, Decision, questions_text
 from mmserve.core.request import Amount, Policy, Request, Vision
 from mmserve.decode.policies import Offered
 from mmserve.decoders import decoder_for
-from mmserve.encode.decoding import InPlace
+from mmserve.encode.decoders import InPlace
 from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, EncoderOnly, LoadedModel, Model

@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import mmserve
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.grammar import grammar_of
-from mmserve.constraint.compile.vocabulary import BYTES, TokenTable, trie_of
+from mmserve.constraint.compile.wire import BYTES, TokenTable
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.core.constraint import ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema
@@ -26,7 +26,7 @@ STRICT = ConstraintMode.STRICT
 
 @cache
 def byte_trie() -> Any:
-    return trie_of(BYTES)
+    return BYTES.trie()
 
 
 @cache

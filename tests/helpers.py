@@ -20,7 +20,8 @@ from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder
 from mmserve.models.decoder_config import DecoderConfig
-from mmserve.models.vision import LlavaVision, mlp_projector
+from mmserve.models.projectors import mlp_projector
+from mmserve.models.vision import LlavaVision
 from mmserve.reference.tokenizer import EOS, EOT, IMAGE, MASK, train_tokenizer
 
 HIDDEN = 64

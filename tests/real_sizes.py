@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from mmserve.models.checkpoint import INDEX, write_json
-from mmserve.models.vision import mlp_projector
+from mmserve.models.projectors import mlp_projector
 
 #: So many that what a product with the output layer takes for itself is small beside the weights.
 LAYERS = 4

@@ -21,7 +21,7 @@ from mmserve_kernels.dispatch import OPS
 
 
 def rows(only: str | None = None, *, one: bool = False) -> Iterator[dict[str, object]]:
-    """One record a variant and target; ``fits`` says that nothing is spilled and shared memory suffices.
+    """One record a variant and target; ``fits``: nothing is spilled and shared memory suffices.
 
     ``only``: those of one op; ``one``: the first variant of each op for each target.
     """

@@ -1,7 +1,7 @@
 """How fast ``cached_attention`` is with other block sizes than its table's, on the GPU that is there.
 
 ``python kernels/bench/tilings.py`` prints one JSON object a line: the table's sizes first, then each of them changed
-alone, for every shape of a batch. Which sizes are best is for ``cached_attention/tiles.py`` to say: they set the order
+alone, for every shape of a batch. The best sizes are chosen in ``cached_attention/tiles.py``: they set the order
 of additions, so all batches must have the same ones.
 """
 

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: asked once, when a model or its K/V store is built, and told.
+"""The choice of an op's implementation: made once, when a model or its K/V store is built, and logged.
 
 An op ``NAME`` is a function of that name in ``kernel.py`` (Triton, on GPUs) and in ``reference.py`` (plain PyTorch: the
 specification) of its package, and, where plain is too slow to serve with, in ``cpu.py`` (PyTorch, tuned for a CPU), all
@@ -64,7 +64,7 @@ def pick(
     over ``quantized`` pages or plain ones.
 
     On a GPU that is the kernel; where it cannot take what it is asked for, PyTorch's operations run on that GPU and a
-    warning says why. ``ValueError`` for an op that does not exist.
+    warning has the reason. ``ValueError`` for an op that does not exist.
     """
     if op not in OPS:
         raise ValueError(f"no op is called {op!r}; there are {', '.join(sorted(OPS))}")

@@ -81,7 +81,7 @@ def few_rows(x: Tensor, blocks: np.ndarray, part: int, columns: int) -> Tensor:
 def part_of(packed: Tensor, blocks: np.ndarray, width: int, columns: int) -> int | None:
     """The part with which the loop has the bits of oneDNN's own product of many rows; None: with none of them.
 
-    oneDNN says neither how its weights lie nor how it sums, so both are found out on the weights themselves.
+    oneDNN reports neither the layout of its weights nor its order of summation: both are measured on the weights.
     """
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(16, width, generator=draw)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.vocabulary import Lexicon
 from mmserve.constraint.search.witness import Witness
 from mmserve.constraint.session.choice import known_tokens
 from mmserve.constraint.session.session import Session
@@ -60,7 +60,7 @@ class Copyist:
 
 
 def observed(session: Session, canvas: Canvas, top: TopK) -> Candidates:
-    """The candidates of a pass whose logits say what ``top`` says of masked positions, and nothing of other tokens;
+    """The candidates of a pass whose logits are those of ``top`` at masked positions, and -inf for other tokens;
     ``session`` observes them."""
     logits = torch.full((len(top.positions), len(session.answer.lexicon.spelled)), -torch.inf)
     logits.scatter_(1, torch.from_numpy(top.tokens), torch.from_numpy(top.log_probabilities))

@@ -121,8 +121,8 @@ def _long_context(rng: random.Random) -> tuple[str, None]:
     """Scenes in words, of about ``CONTEXT_TOKENS`` tokens: one of the bundled tokenizer is some five characters."""
     text = ""
     while len(text) < 5 * CONTEXT_TOKENS:
-        told: Described = draw_described(rng)
-        text += f"{told.text} "
+        described: Described = draw_described(rng)
+        text += f"{described.text} "
     return text, None
 
 

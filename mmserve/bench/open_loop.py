@@ -23,7 +23,7 @@ ANSWERED, LOST = "answered", "lost"
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: its kind, its prompt and media, how it is asked, and what tells whether its answer is right."""
+    """One request: its kind, its prompt and media, how it is asked, and the check of its answer."""
 
     kind: str
     prompt: str

@@ -205,7 +205,7 @@ class _Logits:
 
     @torch.inference_mode()
     def of(self, one: Item, setting: Setting) -> Tensor:
-        """``[answer + 1, V]``: what is said of each token of the right answer, and of its end, where there is room."""
+        """``[answer + 1, V]``: the logits of each token of the right answer, and of its end, where there is room."""
         model, spec = self._model, self._model.spec
         request = Request(
             id="logits",

@@ -24,8 +24,8 @@ from mmserve.bench.resumed import Kept
 from mmserve.bench.suite_counts import Counts, Found
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.document import Orders
-from mmserve.constraint.compile.process import Compiler
-from mmserve.constraint.compile.vocabulary import BYTES, trie_of
+from mmserve.constraint.compile.service import Compiler
+from mmserve.constraint.compile.wire import BYTES
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import COMPILE_SECONDS, PARSER_LIMITS
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, SchemaOption
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     settings["schema_options"] = sorted(arguments.schema_option)
     kept = Kept(arguments.resume, "schemas", settings, ("suite", "name"))
     counts: dict[str, Counts] = {}
-    compiler, trie, shown = Compiler(BYTES, COMPILE_SECONDS), trie_of(BYTES), time.monotonic()
+    compiler, trie, shown = Compiler(BYTES, COMPILE_SECONDS), BYTES.trie(), time.monotonic()
     try:
         for number, case in enumerate(cases):
             if time.monotonic() - shown > _EVERY:
@@ -141,19 +141,19 @@ def _drawn(start: Any, number: int, chance: random.Random) -> list[bytes]:
     """Up to ``number`` random answers of a grammar; those that grow too long are left out."""
     answers = []
     for _ in range(number):
-        at, said = start.deep_copy(), bytearray()
-        while len(said) < _LONGEST:
+        at, text = start.deep_copy(), bytearray()
+        while len(text) < _LONGEST:
             mask = at.compute_bitmask()
             if at.is_error():
                 break
             allowed = [token for token in range(257) if mask[token >> 3] >> (token & 7) & 1]
             if BYTES.end in allowed and (len(allowed) == 1 or chance.random() < 0.3):
-                answers.append(bytes(said))
+                answers.append(bytes(text))
                 break
             allowed = [token for token in allowed if token != BYTES.end]
-            usual = [token for token in allowed if token in (_LAST if len(said) > _CLOSING else _USUAL)]
+            usual = [token for token in allowed if token in (_LAST if len(text) > _CLOSING else _USUAL)]
             choice = usual if usual and chance.random() < 0.8 else allowed
             if not choice or not at.consume_token(token := chance.choice(choice)):
                 break
-            said.append(token)
+            text.append(token)
     return answers

@@ -119,7 +119,7 @@ def paced(rounds: int, progress: Callable[[str], None]) -> Iterator[int]:
     """Numbers of so many ``rounds``, from 1, after one of number 0 that is not to be counted.
 
     None begins that would end after ``SECONDS`` by the average so far, once there have been ``FEWEST``. So one
-    measurement takes longer only where ``FEWEST + 1`` rounds do, which is said when one has been run.
+    measurement takes longer only where ``FEWEST + 1`` rounds do, which is logged after the first.
     """
     begun, shown = time.monotonic(), 0.0
     for number in range(rounds + 1):

@@ -18,14 +18,12 @@ from llguidance import LLParserLimits
 
 from mmserve.bench.copyist import Copyist, decode, written
 from mmserve.bench.schemas import SCHEMAS, Wanted
-from mmserve.constraint.admission import SharedParserStates
 from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.search.first_witness import find_first
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
-from mmserve.constraint.search.parser_states import ParserStateCache
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.parser_states import ParserStateCache, SharedParserStates
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import start_witness
 from mmserve.constraint.session.answer import ConstrainedAnswer
 from mmserve.constraint.session.session import Session

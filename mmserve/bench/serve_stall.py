@@ -121,7 +121,7 @@ class _Stream(threading.Thread):
                         if self._stop_asked.is_set():
                             return
             raise RuntimeError(f"a stream of {_STREAM_TOKENS} tokens ended before the prompt was answered")
-        except Exception as error:  # noqa: BLE001 - told by the main thread
+        except Exception as error:  # noqa: BLE001 - reported by the main thread
             self.error = error
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mmserve.core.decisions import Scaling
 
-#: Equal bins of the probability of the most probable answer, and the smallest probability that is told from 0.
+#: Equal bins of the probability of the most probable answer, and the smallest probability that is distinguished from 0.
 BINS = 15
 SMALLEST = 1e-12
 #: Fewest questions of a kind that a scaling is fitted to, and the range of its numbers.

@@ -19,7 +19,7 @@ from mmserve.reference.scenes import Scene
 
 #: Questions of one prompt about a scene, in turn.
 ROUND = (4, 1, 8, 2, 12, 6)
-#: Of these one is about a scene that is told in words.
+#: Of these one is about a scene described in words.
 TOLD = 5
 _KEYS = {"text", "images", "questions"}
 _QUESTION_KEYS = {"type", "text", "instructions", "options", "low", "high", "answer"}
@@ -84,7 +84,7 @@ def ask(client: Client, item: Item, model: str, order: Sequence[int] | None = No
 def judged(
     client: Client, items: Sequence[Item], model: str, calibration: Calibration, report: Callable[[str], None]
 ) -> Iterator[Judged]:
-    """What the model says of each question, without the ``calibration`` that its server has."""
+    """The model's decision on each question, without the ``calibration`` that its server has."""
     for index, item in enumerate(items):
         if index % 20 == 0:
             report(f"{index} of {len(items)} prompts")

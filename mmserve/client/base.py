@@ -26,7 +26,7 @@ from mmserve.v1 import (
 )
 from mmserve.wire.status import from_rpc_error, from_server
 
-#: How often a server is asked whether it is ready, and how long it may take to say so (seconds).
+#: How often a server is asked whether it is ready, and how long its reply may take (seconds).
 POLL_SECONDS = 0.1
 _CHECK_SECONDS = 5.0
 #: How often a connection that fails is looked at for a mistake about TLS (seconds).

@@ -168,7 +168,7 @@ class Client(Base):
         return to_decisions(self._unary(lambda **how: stub(message, **how), timeout))
 
     def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:
-        """Store an image or a video on the server; its media id can stand for it in ``images`` or ``videos``."""
+        """Store an image or a video on the server; its media id can replace it in ``images`` or ``videos``."""
         content = file_bytes(data, "data")
         stub = self._open(grpc).media.UploadMedia
         return str(self._unary(lambda **how: stub(chunks(content), **how), timeout).media_id)

@@ -51,7 +51,7 @@ def call_metadata(token: str | None, label: str | None = None) -> list[tuple[str
 
 
 def _trace_context() -> list[tuple[str, str]]:
-    """What tells a server which trace the caller's active span of OpenTelemetry belongs to; nothing without one.
+    """The trace context of the caller's active OpenTelemetry span, as metadata; empty without one.
 
     A program that has one has imported OpenTelemetry; the client itself does not need it.
     """

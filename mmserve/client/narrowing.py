@@ -31,7 +31,7 @@ def narrowed(root: Schema) -> Schema:
 class _Narrowing:
     def __init__(self, root: Schema) -> None:
         self._definitions: Mapping[str, Any] = root.get("$defs", {})
-        self._tags: dict[str, set[str]] = {}  # definition to the members that tell it from others
+        self._tags: dict[str, set[str]] = {}  # by definition: the members that distinguish it
         self._find_tags(root)
 
     def schema(self, node: Any) -> Any:

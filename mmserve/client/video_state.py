@@ -72,7 +72,7 @@ class SessionState:
     def __init__(self, config: pb.ConfigureSession) -> None:
         self._config = config
         self.configured: pb.SessionConfigured | None = None
-        self.closed = False  # the server has said so
+        self.closed = False  # closed by the server
         self.error: MMServeError | None = None  # why nothing more can be had
         self.going_away: tuple[float, str] | None = None  # seconds that were left when it was announced, and why
         self.failures: deque[PushFailed] = deque(maxlen=_FAILURES)
@@ -89,7 +89,7 @@ class SessionState:
         self._credit_pushes = self._credit_bytes = 0
         self._requests: deque[pb.SessionRequest] = deque()  # those that are not acknowledged
         self._next = 0  # index of the next one to send on this connection
-        self._may_send = False  # the connection has said what it has
+        self._may_send = False  # the connection has sent its state
         self.closing = False
 
     @property

@@ -33,7 +33,7 @@ class ModelConfig:
         "", meaning="file of `mmserve tune --out`; empty = policy.json beside the checkpoint, if any; 'off' = none"
     )
     positions: int = value(0, at_least(0), "of a sequence; 0 = the checkpoint's; more than those need rope_scaling")
-    rope_scaling: str = value("", meaning="'ntk' or 'yarn': how positions past the checkpoint's are told apart")
+    rope_scaling: str = value("", meaning="'ntk' or 'yarn': how positions are extended beyond the checkpoint's")
     unused_tensors: tuple[str, ...] = value(
         (), meaning="tensors of the checkpoint that the model does not need, with * and ?; others are errors"
     )

@@ -62,7 +62,7 @@ class ServerConfig:
     load_reserve_bytes: int = value(256 << 20, at_least(0), "memory that stays free when ModelService loads a model")
     otlp_endpoint: str = value(
         "",
-        meaning="OTLP receiver of traces, http://HOST:4317 (extra mmserve[otel]); empty = as OTEL_… variables say",
+        meaning="OTLP receiver of traces, http://HOST:4317 (extra mmserve[otel]); empty = from the OTEL_… variables",
     )
     access_log: bool = value(True, meaning="write a line to the log for each call, but for health checks that succeed")
 

@@ -7,10 +7,8 @@ other request waits for it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,17 +16,16 @@ from dataclasses import dataclass, replace
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer
 
+from mmserve.constraint.compile.document import meant
 from mmserve.constraint.compile.service import Grammars
-from mmserve.constraint.compile.vocabulary import TokenTable
+from mmserve.constraint.compile.wire import TokenTable
 from mmserve.constraint.limits import LARGE_BYTES, PARSER_LIMITS
 from mmserve.constraint.search import first_witness
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
-from mmserve.constraint.search.parser_states import ParserStateCache
-from mmserve.constraint.search.vocabulary import Vocabulary, spell
+from mmserve.constraint.search.parser_states import SharedParserStates
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary, spell
 from mmserve.constraint.search.witness import Infeasible, Witness, fitting, start_witness
-from mmserve.constraint.session.answer import ConstrainedAnswer, splitter
-from mmserve.constraint.session.judge import judge_of
+from mmserve.constraint.session.answer import ConstrainedAnswer, Judge, judge_of, splitter
 from mmserve.constraint.session.sampling import PrefixNode, SampleState
 from mmserve.constraint.session.session import Session
 from mmserve.constraint.session.template import (
@@ -40,13 +37,21 @@ from mmserve.constraint.session.template import (
     side_by_side,
     spelling,
 )
-from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Hole, Regex, Template
-from mmserve.errors import InvalidArgument, MMServeError, Unavailable, Unimplemented
+from mmserve.core.constraint import (
+    CheckedConstraint,
+    ConstraintSampling,
+    ConstraintSpec,
+    Hole,
+    JsonSchema,
+    Regex,
+    Template,
+)
+from mmserve.errors import FailedPrecondition, InvalidArgument, MMServeError, Unavailable, Unimplemented
 from mmserve.models.base import EncoderModel
 
 logger = logging.getLogger("mmserve.decode")
 
-#: What a hole without a constraint holds.
+#: The constraint of a hole without one.
 ANYTHING = Regex(r"[\s\S]*")
 
 #: Bytes of grammars up to which each sample of a request has parsers of its own: compiling more takes too long, and as
@@ -56,7 +61,7 @@ _APART = 100_000
 
 @dataclass(frozen=True)
 class _Language:
-    """What the constraints of one model share; made with the first of them."""
+    """What the constraints of one model share; built with the first of them."""
 
     vocabulary: Vocabulary
     lexicon: Lexicon
@@ -64,11 +69,11 @@ class _Language:
     grammars: Grammars
     tokenizer: Tokenizer
     large: threading.Lock  # held while a large grammar is compiled: one at a time, so that a processor stays free
-    ends: tuple[int, int]  # the token that ends an answer, and the one that fills a canvas after it
+    ends: tuple[int, int]  # the token that ends an answer, and the padding token after it
     cache: str = ""  # the tenants' part of the caches
 
     def opened(self, spec: ConstraintSpec, budget: int, field: str) -> OpenedHole:
-        """The grammar of ``spec`` and the first witness of ``budget`` positions; ``field`` is what names the budget."""
+        """The grammar of ``spec`` and its first witness of ``budget`` positions; ``field`` names the budget."""
         grammar, found = self.grammars.first(spec, budget, self.cache)
         judge = judge_of(spec, exact=grammar.exact)
         with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
@@ -79,7 +84,7 @@ class _Language:
         return OpenedHole(compiled, witness, grammar.warnings, judge, grammar.longest)
 
     def filled(self, hole: Hole) -> OpenedHole:
-        """A template's hole."""
+        """The grammar and first witness of a template's hole."""
         return self.opened(ConstraintSpec(hole.kind or ANYTHING, hole.mode), hole.max_tokens, "max_tokens")
 
     def spelling(self, text: str) -> list[int]:
@@ -89,8 +94,10 @@ class _Language:
 
 @contextmanager
 def failures(why: str, field: str) -> Iterator[None]:
-    """Failures of a grammar that passed the probe, as the request's error; ``why`` has fields for the number of
-    tokens that are needed and for what needs them."""
+    """Turn failures of a grammar that passed the probe into the request's error.
+
+    ``why``: a format string with two fields, the number of tokens needed and what needs them.
+    """
     try:
         yield
     except Infeasible as error:
@@ -145,7 +152,7 @@ class Admission:
         if isinstance(spec.kind, Template):
             return self._template(language, spec.kind, budget)
         whole = language.opened(spec, budget, "sampling.max_new_tokens")
-        if spec.sampling is not ConstraintSampling.MASK:  # a draw is from what the model says beside open positions
+        if spec.sampling is not ConstraintSampling.MASK:  # draws condition on open positions
             sampled = SampleState(
                 PrefixNode() if spec.sampling is ConstraintSampling.ASAP else None, speculates=speculates
             )
@@ -174,21 +181,39 @@ class Admission:
         return TemplateAnswer.of(side_by_side(parts, budget, language.ends), language.lexicon, warnings, judges)
 
     def _reach(self, opened: OpenedHole, size: int) -> int:
-        """Of ``size`` positions of a canvas, those that an answer may come to: after them padding stands from the
-        start. That takes nothing from anybody: no other token could stand there, in whichever tokens an answer is
-        spelled. A next-token model has seen none of it, and canvases of random tokens are padded by their own rule."""
+        """How many of ``size`` positions of a canvas an answer can reach; the rest is padding from the first step on.
+
+        No tokenization of a valid answer is longer, so no answer is lost. Next-token models have no canvas after the
+        frontier, and canvases of random tokens have their own padding."""
         spec = self._model.spec
         if opened.longest is None or spec.causal or spec.renoising is not None:
             return size
         return min(size, max(opened.longest, opened.witness.length, 1))
 
+    def check(self, spec: ConstraintSpec, budget: int, cache: str = "", answer: str | None = None) -> CheckedConstraint:
+        """Check that answers of ``budget`` tokens can obey ``spec``, and ``answer`` against its JSON schema.
+
+        ``cache``: as of ``admit``. Raises as ``admit``, and ``InvalidArgument`` for an ``answer`` where ``spec`` is no
+        JSON schema.
+        """
+        [session] = self.admit(spec, budget, cache=cache)
+        wrong: FailedPrecondition | None = None
+        if answer is not None:
+            if not isinstance(spec.kind, JsonSchema):
+                raise InvalidArgument.of("answer", "can be checked against a JSON schema only")
+            try:
+                Judge(meant(spec.kind)).check(answer)
+            except FailedPrecondition as error:
+                wrong = error.with_traceback(None)
+        return CheckedConstraint(session.warnings, wrong)
+
     def warm(self) -> None:
-        """Make ready now what the first constraint would wait for; for a model without constraints, nothing."""
-        with contextlib.suppress(Unimplemented, Unavailable):  # whoever asks is told
+        """Build now what the first constraint would wait for; does nothing for a model without constraints."""
+        with contextlib.suppress(Unimplemented, Unavailable):  # the request that needs it gets the error
             self._made()
 
     def close(self) -> None:
-        """End the processes that compile; nothing is admitted any more."""
+        """End the compiling processes; every later call of ``admit`` raises ``Unavailable``."""
         with self._lock:
             self._closed = True
             if self._language is not None:
@@ -204,8 +229,8 @@ class Admission:
 
 
 def spelled_vocabulary(model: EncoderModel) -> Vocabulary:
-    """The tokens that constraints of ``model`` are over. Raises ``Unimplemented`` where it is not known what they
-    spell."""
+    """The vocabulary of ``model`` for its constraints. Raises ``Unimplemented`` where the bytes of tokens are
+    unknown."""
     tokenizer, spec = model.tokenizer.backend_tokenizer, model.spec
     size = model.vocab_size
     try:
@@ -227,38 +252,3 @@ def _language(model: EncoderModel) -> _Language:
     grammars = Grammars(table, program=first_witness.__name__)
     states = SharedParserStates(lexicon)
     return _Language(vocabulary, lexicon, states, grammars, tokenizer, threading.Lock(), ends)
-
-
-#: Bytes that the states of all grammars may take together, those of requests under way aside.
-LIMIT = 64 << 20
-#: Bytes that any grammar counts for, and those for each byte of its text: its parser. Measured, and rounded up.
-_GRAMMAR, _BYTE = 400_000, 50
-
-
-class SharedParserStates:
-    """The states of grammars over one vocabulary, of those asked for last; may be called from any thread."""
-
-    def __init__(self, lexicon: Lexicon, limit: int = LIMIT) -> None:
-        self._lexicon, self._limit = lexicon, limit
-        self._states: OrderedDict[tuple[str, bytes], tuple[ParserStateCache, int]] = (
-            OrderedDict()
-        )  # and bytes of its parser
-        self._lock = threading.Lock()
-
-    def of(self, grammar: Grammar, cache: str = "") -> ParserStateCache:
-        """The states of ``grammar``, the same for each request of the tenants of ``cache`` while they are kept."""
-        key = cache, hashlib.sha256(grammar.source.encode()).digest()
-        with self._lock:
-            if key not in self._states:
-                parsers = 2 * (_GRAMMAR + _BYTE * len(grammar.source))  # one of them is no request's
-                states = ParserStateCache(self._lexicon, grammar.classes, lambda: grammar.apart().start())
-                self._states[key] = states, parsers
-            self._states.move_to_end(key)
-            while len(self._states) > 1 and self.used > self._limit:
-                self._states.popitem(last=False)
-            return self._states[key][0]
-
-    @property
-    def used(self) -> int:
-        """About so many bytes are kept."""
-        return sum(parser + states.size for states, parser in self._states.values())

@@ -1,4 +1,4 @@
-"""What is wrong with a constraint or was changed in it: data, the error it becomes, and warnings."""
+"""Findings about a constraint: reasons for a refusal, keywords left out of its grammar, and warnings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finding:
 
 
 class Refused(Exception):
-    """A constraint that no grammar is made of; ``findings`` say why, at least one."""
+    """A constraint that was refused; ``findings`` are the reasons, one at least."""
 
     def __init__(self, *findings: Finding) -> None:
         super().__init__("; ".join(map(str, findings)))
@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 def child(pointer: str, *steps: str | int) -> str:
-    """``pointer`` and ``steps`` further down."""
+    """The JSON Pointer of ``steps`` below ``pointer``."""
     return pointer + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
 
 
@@ -51,10 +51,10 @@ def _fragment(pointer: str) -> str:
 
 @dataclass
 class Notes:
-    """Collected while one constraint is rewritten."""
+    """Findings of one constraint while it is rewritten."""
 
     loose: list[Finding] = field(default_factory=list)  # not enforced; the grammar is wider than the constraint
-    warnings: list[Finding] = field(default_factory=list)  # enforced or meaningless, but worth saying
+    warnings: list[Finding] = field(default_factory=list)  # enforced, or without effect; reported to the client
 
     def cannot(self, pointer: str, keyword: str, reason: str) -> None:
         """``keyword`` of the schema at ``pointer`` is left out of the grammar."""

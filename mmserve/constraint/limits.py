@@ -1,4 +1,4 @@
-"""How large a constraint may be, and how much work it may make: the numbers, in one place."""
+"""Limits on the size of a constraint, and on the time and memory of compiling and searching it."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ SMALLEST = 1e-12  # bounds are written out in digits, never with an exponent
 MAX_MULTIPLE = 10_000  # an automaton has one state a remainder: 10,000 compile in 0.1 s, 100,000 in 2 s
 MAX_SCHEMAS = 50_000  # subschemas after rewriting: cases multiply
 
-QUICK_SECONDS = 0.25  # of processor time, after which a constraint lets those pass that take less
+QUICK_SECONDS = 0.25  # of processor time, after which a constraint waits until faster ones are done
 LARGE_BYTES = 20_000  # of a grammar, from which on it is known to take long: some four microseconds each
-COMPILE_SECONDS = 2.0  # of a child process' processor time: a busy machine refuses nothing that an idle one takes
-SEARCH_SECONDS = 2.0  # of a child process' processor time, for the first answer under a grammar
+COMPILE_SECONDS = 2.0  # of a child's processor time: load on the machine changes no outcome
+SEARCH_SECONDS = 2.0  # of a child's processor time, for the first answer under a grammar
 KILL_SECONDS = 1.0  # of processor time, after which a search that does not stop by itself is ended with its process
-ANSWER_SECONDS = 60.0  # by the clock, for a child process that stands still
+ANSWER_SECONDS = 60.0  # of wall time, for a child process that makes no progress
 WAITING = 128  # constraints of one model that wait for a child process or for a lock, each on a thread
-CHILDREN = 2  # processes that compile, side by side; to start one costs about what the slowest constraint may cost
+CHILDREN = 2  # child processes; starting one costs about as much as the slowest constraint
 CHILD_BYTES = 1 << 30  # address space of a child process
-IDLE_BYTES = 64 << 20  # that a child process may have taken beside its vocabulary, and go on
+IDLE_BYTES = 64 << 20  # besides its vocabulary, above which a child process is replaced
 START_SECONDS = 60.0  # for a child process to start and to read its vocabulary
 CACHE_BYTES = 32 << 20
 CLOSES = 1024  # grammars whose first answers are kept: a few tokens each, at worst some thousands
 LATE_SECONDS = 60.0  # that the result of a search ended by its time limit is kept: the next one would take as long
-FAR_TOKENS = 1000  # that any answer is known to need: where there is less room, none is looked for
-REPLY_BYTES = 8 << 20  # of a grammar as it comes back
-FINDING_CHARS = 1000  # of each text that says what is wrong with a constraint; schemas have names of any length
+FAR_TOKENS = 1000  # where every answer needs more, and more than the budget, none is searched
+REPLY_BYTES = 8 << 20  # of a reply with a grammar
+FINDING_CHARS = 1000  # of each text of a finding: schemas have names of any length
 
-WALKS = 4  # random ways through a grammar before it is trusted
+WALKS = 4  # random walks through a grammar in its probe
 WALK_TOKENS = 48
 WALK_SECONDS = 0.5  # of processor time; no further walk after that
 STEP_SECONDS = 0.25  # of processor time, for the mask of one token
 
-#: What a matcher over a grammar may spend, in llguidance's own units; half to a tenth of its defaults. The child
-#: process proves a grammar under these, so whoever builds its matcher must build it with the same.
+#: Limits of a parser, in llguidance's own units; half to a tenth of its defaults. The child process probes a grammar
+#: under these limits, so every matcher of the grammar must be built with them.
 PARSER_LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,

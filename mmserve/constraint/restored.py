@@ -1,4 +1,4 @@
-"""Sessions of constrained requests to plain data and back: grammars are compiled again, and led to their places."""
+"""Sessions of constrained requests as plain data and back: grammars are compiled again, their matchers advanced."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from llguidance import LLParserLimits
 
-from mmserve.constraint.admission import ANYTHING, SharedParserStates, spelled_vocabulary
+from mmserve.constraint.admission import ANYTHING, spelled_vocabulary
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.search.concatenation import BoundedHole, Concatenation
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Constraint, Grammar
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.parser_states import SharedParserStates
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Outcome, Witness
-from mmserve.constraint.session.answer import ConstrainedAnswer, splitter
-from mmserve.constraint.session.judge import Judge, judge_of
+from mmserve.constraint.session.answer import ConstrainedAnswer, Judge, judge_of, splitter
 from mmserve.constraint.session.meter import Meter
 from mmserve.constraint.session.sampling import SampledRun, SampleState, Visit
 from mmserve.constraint.session.session import Observed, Session
@@ -60,7 +59,7 @@ class Restorer:
         self._made: tuple[Vocabulary, Lexicon, SharedParserStates] | None = None
 
     def restored(self, request: Request, state: ConstraintState) -> Session:
-        """The request's session as ``state`` has it, with parsers of its own; takes as long as compiling."""
+        """The request's session at ``state``, with parsers of its own; takes as long as compiling."""
         assert request.constraint is not None
         with self._lock:
             if self._made is None:
@@ -127,7 +126,7 @@ class _Restoring:
         return made
 
     def witness(self, state: WitnessState, *, broken: bool = False) -> Witness:
-        """The witness; a parser that has failed is not led anywhere: it is not asked any more."""
+        """The witness; the matcher of a parser that has failed (``broken``) is not advanced, since it is not used."""
         language, shared = self.language(state.language)
         matcher = language.start()
         if not broken:
@@ -155,7 +154,7 @@ class _Restoring:
         return Concatenation(state.texts, holes, self.vocabulary), None
 
     def ranked(self, state: RankedState | RunState, witness: Witness) -> Ranked | SampledRun:
-        """What the pass under way says, whose tokens are not yet final."""
+        """The observation of the current pass, whose tokens are not yet final."""
         if isinstance(state, RankedState):
             top = TopK(state.positions, state.tokens, state.log_probabilities)
             return Ranked(top, state.plain, state.own, state.kept)

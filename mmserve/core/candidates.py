@@ -31,7 +31,7 @@ class Alternatives:
 
 @dataclass(frozen=True)
 class Candidates:
-    """One proposed token for each masked position that was asked for, and what the model's logits say of it.
+    """One proposed token for each masked position that was asked for, and its scores by the model's logits.
 
     ``gap`` and ``entropy`` are None where no policy in use reads them (``commit.base.Commit.reads``), ``alternatives``
     where the request asks for none.

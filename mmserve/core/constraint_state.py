@@ -34,7 +34,7 @@ class WitnessState:
 
 @dataclass(frozen=True)
 class RankedState:
-    """What a pass says of each position: as ``Ranked``."""
+    """The top-K tokens of each position of a pass, as ``Ranked``."""
 
     positions: np.ndarray  # int64 [n]
     tokens: np.ndarray  # int64 [n, K]
@@ -90,7 +90,7 @@ class MeterState:
 class ConstraintState:
     """One request's constraint: as ``Constrained``; with ``gaps``, of a template whose holes are filled side by side.
 
-    Who judges the finished answer follows from the request; ``judged`` and ``judged_holes`` say whether anybody does.
+    The validator of the finished answer follows from the request; ``judged`` and ``judged_holes``: whether it has one.
     """
 
     witness: WitnessState

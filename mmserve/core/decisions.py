@@ -105,7 +105,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Decided:
-    """What a model says of one question: ``log_probabilities`` of its answers (natural, over the whole vocabulary,
+    """A model's scores for one question: ``log_probabilities`` of its answers (natural, over the whole vocabulary,
     before any scaling), calibrated ``probabilities``, which sum to 1, and the ``mass``: the probability of the whole
     vocabulary that the answers had together."""
 

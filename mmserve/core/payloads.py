@@ -95,7 +95,7 @@ class TextState:
 class CanvasPayload:
     """Decode → decode: a canvas between two steps.
 
-    ``step``: of a canvas of random tokens, what its latest step said.
+    ``step``: of a canvas of random tokens, the result of its latest step.
     """
 
     prefilled: PrefilledPayload

@@ -216,7 +216,7 @@ class Streaming:
 
     @property
     def records(self) -> bool:
-        """Whether what the model says of each position is kept, and not only of those that become final."""
+        """Whether the candidates of every position are kept, and not only of those that become final."""
         return self.drafts or (self.tokens and self.alternatives > 0)
 
 

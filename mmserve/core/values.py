@@ -53,7 +53,7 @@ def at_most_bytes(most: int) -> Range:
 
 
 def one_of(*known: Any, words: str = "") -> Range:
-    """One of ``known``; ``words`` where their list does not say enough."""
+    """One of ``known``; ``words`` where their list is not clear enough."""
     return Range(words or f"one of {', '.join(map(repr, known))}", lambda v: v in known)
 
 

@@ -18,7 +18,7 @@ _DIGITS = 4
 
 
 def record_for(streaming: Streaming, positions: int) -> CanvasRecord | None:
-    """What a request keeps of what the model says of so many positions; None where it asks for none of it."""
+    """The record of the candidates of so many positions that a request keeps; None where it asks for none."""
     return CanvasRecord.nothing(positions, streaming.alternatives) if streaming.records else None
 
 

@@ -1,4 +1,4 @@
-"""What a step tells of a request: new text and why it ended, a snapshot of its canvas, and in the end its answer."""
+"""The events of a request after a step: new text, its finish reason, a snapshot of its canvas, and its answer."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Pass:
     embeddings: Tensor  # [N, D]
     rows: np.ndarray  # int64 positions to run, ascending
     targets: np.ndarray  # int64 positions to propose a token for, ascending
-    wanted: np.ndarray  # int64 rows whose logits tell of the targets: the same, or those left of them
+    wanted: np.ndarray  # int64 rows whose logits predict the targets: the same, or those left of them
     visible: int  # positions, from the left, that have had K/V once this pass has run
     deep: DeepStack | None = None
     evicted: int = 0  # of those, before the rows, that were dropped: what follows lies so far further left

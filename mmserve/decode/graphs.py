@@ -93,7 +93,7 @@ def obstacle(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | 
 
 def graphs_for(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | None = None) -> Graphs | None:
     """The graphs of a model's decode steps, None where there is an ``obstacle``; the log and ``store.kernels`` (as
-    ``decode_step``) say which."""
+    ``decode_step``) select which."""
     reason = obstacle(model, store, setting, sparse)
     store.kernels["decode_step"] = "eager" if reason else "cuda_graphs"
     if reason:
@@ -256,7 +256,7 @@ class CudaCapture:
         """Begin anew: a pool whose recording broke off takes no other. Graphs that share it keep it.
 
         PyTorch before 2.12 leaves the allocator recording then (pytorch/pytorch#180395), and it would neither free
-        cached memory nor begin another; where it does not, or did not begin, it says so.
+        cached memory nor begin another; where it does not, or did not begin, it returns that.
         """
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device_index(), self._pool)

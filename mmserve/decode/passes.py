@@ -36,7 +36,7 @@ class Passes:
 
         Chunks end with a page and with a block: which rows of a page are run together must not depend on where the
         first one began, and a block sees all of itself. So a chunk of whole blocks may be longer than ``chunk``.
-        Of a guided request whose first pages come from the prefix cache, the masks that stand for those are run first,
+        Of a guided request whose first pages come from the prefix cache, the masks in place of those are run first,
         by themselves.
         """
         if p.guidance is not None and p.lacks_masks:
@@ -112,7 +112,7 @@ class Passes:
     ) -> Pass:
         """What to run for the open positions of the block, or of the canvas if ``commit`` looks at all of it.
 
-        The rows that tell of them are run too. Where attention ends at a row, or at its block, what stands right of
+        The rows that predict them are run too. Where attention ends at a row, or at its block, what stands right of
         that is of no use yet. ``drafted``: what is drafted for this pass; None = that is the policy's to do.
         """
         spec = self.model.spec

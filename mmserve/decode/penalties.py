@@ -11,7 +11,7 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 
-#: Penalised logits stay within this: far more than any model says, and far from the end of fp32.
+#: Penalised logits stay within this: far above the logits of any model, and far from the end of fp32.
 _LARGEST = 1e30
 
 

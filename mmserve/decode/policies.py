@@ -26,7 +26,7 @@ from mmserve.models.commit_filter import CommitFilter
 class Offered:
     """What a model, and the server it is served by, offer to the policies that have a field of that name.
 
-    ``spell`` says what tokens read: without it a policy that looks for text can be made, but not asked.
+    ``spell`` gives the text of tokens: without it a policy that looks for text can be made, but not asked.
     """
 
     spell: Callable[[np.ndarray], str] | None = None

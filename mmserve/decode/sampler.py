@@ -117,7 +117,7 @@ def judged_mask(spec: ModelSpec) -> int | None:
 
 
 def described(logits: Tensor, positions: np.ndarray, tokens: Tensor) -> Candidates:
-    """Candidates of ``tokens`` (int64 ``[n]``) for ``positions``, and what ``logits`` (fp32 ``[n, V]``) say of them."""
+    """Candidates of ``tokens`` (int64 ``[n]``) for ``positions``, with their scores by ``logits`` (fp32 ``[n, V]``)."""
     confidence, _gap, _entropy = _figures(logits, tokens, None, frozenset())
     assert confidence is not None
     return Candidates(positions, tokens.cpu().numpy(), confidence.cpu().numpy(), None, None)

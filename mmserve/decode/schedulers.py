@@ -41,7 +41,7 @@ class Discrete:
     numbers: Mapping[str, Any]
     takes: frozenset[str]  # parameters of ``step``
     edits: bool  # whether it replaces tokens that are committed
-    steps: int  # denoising steps a block, where a request says nothing of them
+    steps: int  # denoising steps a block, where a request does not set them
     remembers: bool  # whether it keeps something between the steps of a canvas without masks
 
     def serves(self, *, renoises: bool) -> bool:
@@ -90,7 +90,7 @@ class Discrete:
 
 
 def load_schedulers(configs: Iterable[SchedulerConfig]) -> dict[str, Discrete]:
-    """The schedulers by name, each tried once; ``ConfigError`` says what is wrong with one."""
+    """The schedulers by name, each tried once; raises ``ConfigError`` for a wrong one."""
     return {config.name: _load(config) for config in configs}
 
 
@@ -120,7 +120,7 @@ def _load(config: SchedulerConfig) -> Discrete:
 
 
 def _find(name: str, where: str) -> type[Any]:
-    """The class that ``name`` stands for: one of diffusers, or with its module in front any other one."""
+    """The class named ``name``: one of diffusers, or with its module in front any other one."""
     module, _, kind = name.rpartition(".")
     try:
         found = getattr(import_module(module or "diffusers"), kind)
@@ -135,7 +135,7 @@ def _find(name: str, where: str) -> type[Any]:
 
 
 def _edits(scheduler: Any) -> bool:
-    """Whether committed tokens may be replaced: diffusers' schedulers say so by a positive threshold."""
+    """Whether committed tokens may be replaced: diffusers' schedulers mark that by a positive threshold."""
     return bool((getattr(scheduler.config, "editing_threshold", None) or 0) > 0)
 
 

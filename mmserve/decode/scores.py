@@ -31,7 +31,7 @@ _SEED_MIX, _STEP_MIX, _ROW_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D04
 def scores_for(model: LoadedModel, store: KVStore) -> Scores | None:
     """The kernel for logits of ``model``; None where there is none to run, and the sampler goes step by step.
 
-    ``store.kernels`` says which.
+    ``store.kernels`` selects which.
     """
     op = pick("commit_scores", store.device, model.dtype)
     store.kernels[op.op] = op.path

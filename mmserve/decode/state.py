@@ -80,7 +80,7 @@ class Live(Protocol):
 
     @property
     def record(self) -> CanvasRecord | None:
-        """What the model said last of each position; None where the request asks for none of it."""
+        """The latest candidates of each position; None where the request asks for none."""
         ...
 
     @property
@@ -174,7 +174,7 @@ class Decoding:
     forwards: int = 1
     edits: int = 0  # committed tokens that were replaced
     fresh: tuple[np.ndarray, np.ndarray] | None = None  # positions and tokens whose embeddings are not yet in place
-    record: CanvasRecord | None = None  # what the model said last of each position, where the request asks for it
+    record: CanvasRecord | None = None  # the latest candidates of each position, where the request asks for them
 
     @property
     def canvas(self) -> Canvas:

@@ -155,7 +155,7 @@ class Child(ChildProcess):
                         return
         except (InvalidArgument, _Failed):
             return
-        except BaseException as error:  # it has not said that it is done, so it is not used again
+        except BaseException as error:  # it has not reported the end of its work, so it is not used again
             self.end()
             if not isinstance(error, ChildExited):
                 raise

@@ -1,6 +1,6 @@
-"""Where media files are decoded: in the caller's thread, or in a pool of processes with budgets.
+"""A pool of processes that decodes media files within budgets of time and memory.
 
-A pool takes turns between those who ask: who has many files to decode holds up no other by more than one of them.
+The pool takes turns between its callers: a caller with many files delays another by at most one of them.
 """
 
 from __future__ import annotations
@@ -13,118 +13,32 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from mmserve.config import MediaConfig
 from mmserve.core.child_process import ChildExited
 from mmserve.encode.child import Child, Pictures, Planned
+from mmserve.encode.decoders import Check, T, Work
 from mmserve.encode.handover import Handover
-from mmserve.encode.media import decode_image, named
-from mmserve.encode.sampling import Sampled, packed, unpacked
-from mmserve.encode.segments import Segment, collected, read_segment
-from mmserve.encode.video import clip_frames
-from mmserve.encode.wire import MediaFile, Piece, PieceRead
+from mmserve.encode.media import named
+from mmserve.encode.sampling import Sampled
+from mmserve.encode.wire import MediaFile
 from mmserve.encode.worker import late
 from mmserve.errors import InvalidArgument, ResourceExhausted, Unavailable
 from mmserve.priority import lower_priority
 
-T = TypeVar("T")
-Check = Callable[[], None]
-Decode = Callable[[MediaFile], Pictures]
-#: What is done with a file's pixels, which are counted as held until it returns.
-Work = Callable[[Decode], T]
-
-#: Processes that are asked to decode one file, where the ones before were killed.
+#: Processes tried for one file, where the ones before were killed.
 _ASKED = 3
-#: That a decoded pixel takes: pillow keeps RGB in 32 bits.
+#: Bytes of a decoded pixel: pillow keeps RGB in 32 bits.
 _PIXEL_BYTES = 4
 #: Decoded bytes after which memory is given back to the system, once nothing is decoded any more.
 _TRIM_BYTES = 16 << 20
 
 
-class Decoders(Protocol):
-    """Runs work on media files."""
-
-    def map(self, works: Sequence[Work[T]], check: Check) -> Generator[T, None, None]:
-        """Results in order. ``check`` is called often, from any thread, and raises to end all of the work."""
-        ...
-
-    def chunks(
-        self, file: MediaFile, size: int, make: Callable[[list[Sampled]], T], check: Check
-    ) -> Generator[Planned | T, None, None]:
-        """What ``make`` makes of every ``size`` frames of a clip, while those after them are decoded; at most a few
-        wait. Before them, which frames there will be. ``check`` as for ``map``."""
-        ...
-
-    def open(self) -> None:
-        """Count one more user."""
-        ...
-
-    def close(self) -> None:
-        """Count one user less; the last one's end what runs, and the threads."""
-        ...
-
-
-class InPlace:
-    """Decodes in the caller's thread, one file after another, within the limits of sizes alone."""
-
-    def __init__(self, limits: MediaConfig) -> None:
-        self._limits = limits
-
-    def map(self, works: Sequence[Work[T]], check: Check) -> Generator[T, None, None]:
-        for work in works:
-            check()
-            yield work(self._decode)
-
-    def chunks(
-        self, file: MediaFile, size: int, make: Callable[[list[Sampled]], T], check: Check
-    ) -> Generator[Planned | T, None, None]:
-        plans: list[Planned] = []
-        frames: list[Sampled] = []
-
-        def plan(seconds: Sequence[float] | None, length: float) -> None:
-            plans.append(Planned(None if seconds is None else tuple(seconds), length))
-
-        for frame in clip_frames(file, self._limits, plan=plan):
-            yield from plans
-            plans.clear()
-            check()
-            frames.append(frame)
-            if len(frames) == size:
-                yield make(frames)
-                frames = []
-        if frames:
-            yield make(frames)
-
-    def open(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-    def _decode(self, file: MediaFile) -> Pictures:
-        if file.piece is not None:
-            return _read_piece(file, file.piece, self._limits)
-        if not file.clip:
-            return Pictures((decode_image(file.data, self._limits, field=file.name),), (0.0,))
-        frames, length = collected(clip_frames(file, self._limits))
-        details = tuple(frame.detail for frame in frames)
-        times = tuple(f.seconds for f in frames)
-        return Pictures(tuple(f.image for f in frames), times, details=details, length=length)
-
-
-def _read_piece(file: MediaFile, piece: Piece, limits: MediaConfig) -> Pictures:
-    sampler = unpacked(piece.sampler)
-    segment = Segment(file.data[piece.init_bytes :], file.data[: piece.init_bytes])
-    frames, end = collected(read_segment(segment, limits, begin=piece.begin, sampler=sampler, field=file.name))
-    read = PieceRead(tuple(frame.detail for frame in frames), end, packed(sampler))
-    return Pictures(tuple(frame.image for frame in frames), tuple(frame.seconds for frame in frames), read)
-
-
 class Budget:
-    """At most ``limit`` bytes held at a time; who asks for many waits for them before those who ask later."""
+    """At most ``limit`` bytes held at a time; requests are served in order, so that a large one is not starved."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -207,7 +121,9 @@ class DecodePool:
         self._limits = limits
         self.budget = Budget(limits.decode_bytes)
         self._changed = threading.Condition()
-        self._queues: OrderedDict[object, deque[Callable[[], None]]] = OrderedDict()  # whose turn is next comes first
+        self._queues: OrderedDict[object, deque[Callable[[], None]]] = (
+            OrderedDict()
+        )  # by caller; the next to be served is first
         self._threads: list[threading.Thread] = []
         self._working = self._held = 0  # threads at work; bytes that were decoded since memory was given back
         self._away = 0  # threads whose file waits for the tower

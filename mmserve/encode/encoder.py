@@ -14,15 +14,17 @@ from torch import Tensor
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.cached import Label
-from mmserve.core.encoded import Encoded, Span
+from mmserve.core.encoded import Encoded
 from mmserve.core.payloads import VisualPayload
 from mmserve.core.request import ImagePart, Message, Part, PixelRange, Request, TextPart, VideoPart
 from mmserve.core.tools import Tool
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
-from mmserve.encode.decoding import Check, Decoders
+from mmserve.encode.decoders import Check, Decoders
 from mmserve.encode.lengths import check_length
-from mmserve.encode.visual import Loaded, Media, Viewer, Visual
+from mmserve.encode.rows import Rows, grids_of, places_of, spans_of, text_rows
+from mmserve.encode.visual import Loaded, Media, Viewer
+from mmserve.encode.visual_tokens import Visual
 from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import EncoderModel
@@ -31,24 +33,6 @@ from mmserve.models.picture import VisionEncoder
 from mmserve.prune import pruner_of
 from mmserve.prune.base import judged_by_decoder
 from mmserve.tiers.caches import Caches
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """A piece of a prompt: ids, where each stood in it before pruning, and which of them are visual.
-
-    Where positions have several axes, places are ``[axes, rows]``, and places are counted by them instead of rows.
-    """
-
-    ids: np.ndarray  # int64 [rows]
-    places: np.ndarray  # int64 [rows]
-    span: int  # from where it begins to where the next piece does
-    pruned: int  # rows that are gone
-    visual: np.ndarray  # bool [rows]
-    grid: np.ndarray  # int64 [rows]: which grid (an image, a frame) each is a patch of; -1 = of none
-    features: Tensor | None  # [visual rows, D]; None for text
-    beside: Tensor | None = None  # the same by the companion's tower, where the request's policy asks for it
-    clip: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,7 +197,7 @@ class Encoder:
             f"the model {name!r} or its companion {companion.spec.name!r}, which {policy!r} needs, takes no {what}"
         )
 
-    def _rows(self, item: Media, seen: Visual) -> _Rows:
+    def _rows(self, item: Media, seen: Visual) -> Rows:
         """The rows of an image or a clip: what is left of its visual tokens, and the text between them."""
         placeholder = self.model.spec.video_id if item.clip else self.model.spec.image_id
         assert placeholder is not None
@@ -226,7 +210,7 @@ class Encoder:
         if seen.where is not None:
             places, span = seen.where[:, places], int(seen.where[0, -1])
         pruned = len(seen.ids_R) - len(ids)
-        return _Rows(ids, places, span, pruned, visual, grid, seen.tokens_KD, seen.beside_KD, item.clip)
+        return Rows(ids, places, span, pruned, visual, grid, seen.tokens_KD, seen.beside_KD, item.clip)
 
     def _splice(self, request: Request, ids: np.ndarray, media: list[tuple[Media, Visual]]) -> Encoded:
         """The prompt, with the rows of an image or video in the place of each placeholder."""
@@ -234,7 +218,7 @@ class Encoder:
         images, videos = (
             [self._rows(item, seen) for item, seen in media if item.clip is clip] for clip in (False, True)
         )
-        waiting: dict[int, Iterator[_Rows]] = {}
+        waiting: dict[int, Iterator[Rows]] = {}
         for placeholder, kind, one, rows in (
             (spec.image_id, "image", "an image", images),
             (spec.video_id, "video", "a video", videos),
@@ -249,12 +233,12 @@ class Encoder:
                 waiting[placeholder] = iter(rows)
         if (~np.isin(ids, list(waiting)) & (ids >= self.model.vocab_size)).any():
             raise InvalidArgument.of("messages", "the text holds a placeholder of media that this model does not take")
-        pieces: list[_Rows] = []
+        pieces: list[Rows] = []
         start = 0
         for place in np.flatnonzero(np.isin(ids, list(waiting))):
-            pieces += [_text_rows(ids[start:place]), next(waiting[int(ids[place])])]
+            pieces += [text_rows(ids[start:place]), next(waiting[int(ids[place])])]
             start = int(place) + 1
-        pieces.append(_text_rows(ids[start:]))
+        pieces.append(text_rows(ids[start:]))
         spliced = np.concatenate([piece.ids for piece in pieces])
         if len(spliced) < max(m.spec.logit_shift for m in self._models(request)):
             raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
@@ -270,10 +254,10 @@ class Encoder:
             visual,
             torch.cat(features) if features else None,
             torch.cat(beside) if beside else None,
-            _places(pieces, starts),
+            places_of(pieces, starts),
             sum(piece.pruned for piece in pieces),
-            _spans(pieces, starts),
-            _grids(pieces) if looks else (),
+            spans_of(pieces, starts),
+            grids_of(pieces) if looks else (),
         )
 
     def _prompt(self, request: Request) -> np.ndarray:
@@ -340,43 +324,6 @@ def _left_out(request: Request, kind: str, one: str) -> InvalidArgument:
             return InvalidArgument.of(f"{path}.{kind}", f"{where}: put it into a message of the user")
     return InvalidArgument.of(
         "messages", f"the model's chat format leaves out {one}: put it into a message of the user"
-    )
-
-
-def _text_rows(ids: np.ndarray) -> _Rows:
-    count = len(ids)
-    return _Rows(ids, np.arange(count), count, 0, np.zeros(count, dtype=bool), np.full(count, -1), None)
-
-
-def _places(pieces: list[_Rows], starts: list[int]) -> np.ndarray | None:
-    """The position of each row, and of the answer's begin, as ``Canvas.create`` takes them; None = the row's index.
-
-    ``starts``: where each piece begins, and the answer.
-    """
-    if not any(piece.pruned or piece.places.ndim > 1 for piece in pieces):
-        return None
-    parts = [start + piece.places for start, piece in zip(starts, pieces, strict=False)]
-    axes = np.broadcast_shapes(*(part.shape[:-1] for part in parts))
-    return np.concatenate([np.broadcast_to(p, (*axes, p.shape[-1])) for p in (*parts, np.array(starts[-1:]))], axis=-1)
-
-
-def _spans(pieces: list[_Rows], starts: list[int]) -> tuple[Span, ...]:
-    """Where each image and clip is. ``starts``: the places where the pieces begin."""
-    rows = np.cumsum([0, *(len(piece.ids) for piece in pieces)]).tolist()
-    return tuple(
-        Span(row, row + len(piece.ids), place, piece.clip)
-        for row, place, piece in zip(rows, starts, pieces, strict=False)
-        if piece.features is not None
-    )
-
-
-def _grids(pieces: list[_Rows]) -> tuple[tuple[np.ndarray, ...], ...]:
-    """Of each image and clip, the rows of the prompt that are the patches of each of its grids."""
-    starts = np.cumsum([0, *(len(piece.ids) for piece in pieces)])
-    return tuple(
-        tuple(start + np.flatnonzero(piece.grid == i) for i in range(int(piece.grid.max()) + 1))
-        for start, piece in zip(starts, pieces, strict=False)
-        if piece.features is not None
     )
 
 

@@ -13,22 +13,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from mmserve.config import MediaConfig
 from mmserve.core.cached import Label
 from mmserve.core.request import Amount, PixelRange, VideoSampling
-from mmserve.encode.decoding import Check, Decode, Decoders, InPlace
+from mmserve.encode.decoders import Check, Decode, Decoders, InPlace
 from mmserve.encode.places import axis_places
 from mmserve.encode.slow_fast import DETAILS, chosen_frames, compacted, detailed_grids, details_of, fewest_pieces
+from mmserve.encode.visual_tokens import Visual, are_pixels, fitting, grid_of, pruned
 from mmserve.encode.watching import VISUAL, Look, Watching, clip_file, ids_of, prepared_clip
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import EncoderModel
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
-from mmserve.prune.base import Evidence, Plan, Pruner
+from mmserve.prune.base import Evidence, Pruner
 from mmserve.tiers.caches import Caches
 from mmserve.tiers.keys import digest, media_digest, settings_digest, software, weights_digest
 from mmserve.tiers.memory import Entry, Labels
@@ -48,18 +47,6 @@ class Media:
     cache: str = ""  # the part of the caches that its tenant uses
     pixels: tuple[PixelRange, PixelRange] | None = None  # of images and of videos; None = the checkpoint's own
     sampling: VideoSampling | None = None  # which frames of a clip; None = by the model's own settings
-
-
-@dataclass(frozen=True)
-class Visual:
-    """The visual tokens of one image or clip, as the cache has them: not to be changed."""
-
-    tokens_KD: Tensor
-    ids_R: np.ndarray  # int64: the row before pruning, ``VISUAL`` for each visual token
-    places: np.ndarray  # int64, ascending: which rows pruning left, all text among them
-    grid_K: np.ndarray  # int64: which grid of patches a token is of; -1 = none, such as a class token or a separator
-    beside_KD: Tensor | None  # the companion's, in the same places
-    where: np.ndarray | None  # int64 [axes, R + 1], see ``axis_places``; None where positions have one axis
 
 
 @dataclass(frozen=True)
@@ -314,7 +301,7 @@ class Viewer:
                         self._see_ahead(loaded, i, check)
             return made
 
-        lease = self.cache.pixels.lease(keys, make, _are_pixels, check)
+        lease = self.cache.pixels.lease(keys, make, are_pixels, check)
         found: dict[int, list[Prepared]] = defaultdict(list)
         for (i, _eye), entry in zip(asked, loaded._held.enter_context(lease), strict=True):
             found[i].append(entry)
@@ -380,7 +367,7 @@ class Viewer:
         tokens, chosen = pruned(own, plans)
         left = ids != VISUAL
         left[(ids == VISUAL).nonzero().flatten()[chosen]] = True
-        entry = {"tokens": tokens, "ids": ids, "places": left.nonzero().flatten(), "grid": _grid_of(own)[chosen]}
+        entry = {"tokens": tokens, "ids": ids, "places": left.nonzero().flatten(), "grid": grid_of(own)[chosen]}
         if self._axes > 1:
             assert own.coordinates is not None
             entry["where"] = axis_places(ids == VISUAL, own.coordinates)
@@ -389,40 +376,6 @@ class Viewer:
                 raise FailedPrecondition("the model and its companion make different numbers of visual tokens of this")
             entry["beside"] = pruned(pictures[1], plans)[0]
         return entry
-
-
-def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]], *, axes: int = 1) -> bool:
-    """Whether ``entry`` has all that a ``Visual`` has, each of the right type and size and in range.
-
-    ``kinds``: type and width of the tokens of each model that looked; ``axes`` of a position.
-    """
-    token_names = ("tokens", "beside")[: len(kinds)]
-    if set(entry) != {"ids", "places", "grid", *token_names, *(["where"] if axes > 1 else [])}:
-        return False
-    ids, places, grid = entry["ids"], entry["places"], entry["grid"]
-    if any(t.dtype != torch.int64 or t.dim() != 1 for t in (ids, places, grid)) or bool((ids < VISUAL).any()):
-        return False
-    if axes > 1 and not _are_places(entry["where"], axes, len(ids)):
-        return False
-    if bool(((places < 0) | (places >= len(ids))).any()) or bool((places.diff() <= 0).any()):
-        return False
-    left = ids[places]
-    kept = int((left == VISUAL).sum())
-    if len(left) - kept != int((ids != VISUAL).sum()):
-        return False
-    if grid.shape != (kept,) or bool((grid < -1).any()):
-        return False
-    tokens = [entry[name] for name in token_names]
-    return all(t.dtype == dtype and t.shape == (kept, width) for t, (dtype, width) in zip(tokens, kinds, strict=True))
-
-
-def _are_places(where: Tensor, axes: int, rows: int) -> bool:
-    return where.dtype == torch.int64 and where.shape == (axes, rows + 1) and not bool((where < 0).any())
-
-
-def _are_pixels(_i: int, entry: Entry) -> bool:
-    pixels = entry.get("pixels")
-    return pixels is not None and pixels.dtype == torch.float32
 
 
 def _needs(item: Media) -> frozenset[Evidence]:
@@ -438,29 +391,3 @@ def _detailed(picture: Picture, prepared: Prepared, vision: VisionEncoder) -> Pi
     if DETAILS not in prepared:
         return picture
     return compacted(picture, detailed_grids(prepared[DETAILS], vision.frames_per_grid))
-
-
-def _grid_of(picture: Picture) -> Tensor:
-    """Which grid each token of a picture is a patch of (int64 ``[n]``); -1 = of none."""
-    of = torch.full((len(picture.tokens),), -1)
-    for i, grid in enumerate(picture.grids):
-        of[grid.patches] = i
-    return of
-
-
-def pruned(picture: Picture, plans: Sequence[Plan] | None) -> tuple[Tensor, Tensor]:
-    """The tokens ``[k, D]`` that are left of a picture, and which they were (int64 ``[k]``, on the CPU)."""
-    tokens = picture.tokens
-    if plans is None:
-        return tokens, torch.arange(len(tokens))
-    rest = torch.ones(len(tokens), dtype=torch.bool)
-    left: list[Tensor] = []
-    chosen: list[Tensor] = []
-    for grid, plan in zip(picture.grids, plans, strict=True):
-        rest[grid.patches] = False
-        left.append(plan.apply(tokens[grid.patches.to(tokens.device)]))
-        chosen.append(grid.patches[plan.places.cpu()])
-    others = rest.nonzero().flatten()
-    places = torch.cat([*chosen, others])
-    order = places.argsort()
-    return torch.cat([*left, tokens[others.to(tokens.device)]])[order.to(tokens.device)], places[order]

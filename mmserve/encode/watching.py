@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmserve.core.request import VideoSampling
 from mmserve.encode.child import Planned
-from mmserve.encode.decoding import Check, Decoders
+from mmserve.encode.decoders import Check, Decoders
 from mmserve.encode.sampling import Sampled
 from mmserve.encode.slow_fast import chosen_frames, compacted, detailed_grids, details_of
 from mmserve.encode.wire import MediaFile

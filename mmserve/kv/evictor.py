@@ -150,9 +150,9 @@ class Evictor:
         return summed_LH.unflatten(1, (self._heads, -1)).sum(-1).T
 
     def evict(self, policy: Reduction, state: EvictionState, pages: np.ndarray, positions: int, place: int) -> int:
-        """Drop what the policy says now of ``positions`` held; how many are left.
+        """Drop those of ``positions`` held that the policy selects now; how many are left.
 
-        ``place``: where the next token stands for the rotary embedding. Layer by layer: what failed can be repeated.
+        ``place``: the next token's position for the rotary embedding. Layer by layer: what failed can be repeated.
         """
         held = self._held(state, positions)
         count = policy.target(held)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 class PagePool:
     """A fixed number of pages with reference counts, and a cache of those that hold a known prefix.
 
-    A page is handed out blank by ``allocate``, and may then be published under a key that says all its K/V depends on
+    A page is handed out blank by ``allocate``, and may then be published under a key of all that its K/V depends on
     (``kv.prefix``). ``share`` hands it to others as well. A published page that nobody references is kept, and is
     blank again when room is needed: least recently used first, and of one request's pages the last first, for without
     the pages before it a page is of no use. Pages are shared in whole units of ``unit`` pages.

@@ -34,7 +34,7 @@ def page_keys(
 
     ``ids`` int64 ``[prompt]``; ``features`` uint8 ``[visual tokens, bytes]`` stand at ``visual_rows`` (int64,
     ascending); ``places`` (int64 ``[prompt]`` or longer, or such a row an axis of position) are where the positions
-    stand for the rotary embedding, None = where they are. Text stands at the same place on every axis, so its pages
+    are for the rotary embedding, None = their indices. Text has the same position on every axis, so its pages
     are shared by prompts with images and without.
     Only prompts of one ``cache`` share pages: that of their tenants.
     Attention ends with the row's block of ``block`` positions, counted from 0. Left out are pages that

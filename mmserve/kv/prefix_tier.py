@@ -1,6 +1,6 @@
 """Pages of prompts' beginnings beyond the page pool: copied out when the pool needs them, brought back for a hit.
 
-LMCache (arXiv 2510.09665) does the same for vLLM. Here an entry is one page: under a key that says all that its K/V
+LMCache (arXiv 2510.09665) does the same for vLLM. Here an entry is one page: under a key of all that its K/V
 depend on (``kv.prefix``), and what they were computed by (``fingerprint``). A copy has the bits that were computed.
 """
 

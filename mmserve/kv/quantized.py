@@ -67,7 +67,7 @@ class QuantizedStore(KVStore):
         return self._moved(name, held, pages)
 
     def _moved(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
-        """``held``; where it says which salient tokens are whose, those ``pages`` farther."""
+        """``held``; its page numbers of salient tokens shifted by ``pages``."""
         if not name.startswith("kept_at"):
             return held
         return torch.where(held < 0, held, held + pages[:, None] * self._kept).to(held.dtype)

@@ -43,7 +43,7 @@ class View:
 
 Builder = Callable[[View], Tensor]
 #: Builders by their name in the configuration; to add one: an estimate, and a line here. Where an estimate differs from
-#: the method that it is named after, its docstring says how. ``random`` and ``oracle``, which takes more time than it
+#: the method that it is named after, see its docstring. ``random`` and ``oracle``, which takes more time than it
 #: saves, are there to be compared with.
 PREFILL: dict[str, Builder] = {
     "vertical_slash": lambda view: estimates.by_lines(view.q_RHK, view.keys(), view.rows),

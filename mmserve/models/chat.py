@@ -105,8 +105,8 @@ def prompt_ids(
     control token (``models.user_text``).
 
     ``special_tokens``: those of the tokenizer go around a text that does not begin with its start of text already, as
-    transformers' processors have it. Raises ``InvalidArgument`` where the template refuses the chat, for its order of
-    roles, say.
+    transformers' processors have it. Raises ``InvalidArgument`` where the template refuses the chat, for example for
+    its order of roles.
     """
 
     def render(messages: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:

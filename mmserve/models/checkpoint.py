@@ -77,7 +77,7 @@ class Weights:
     """The tensors of a directory's safetensors by name, opened lazily and remembered as read.
 
     ``file`` is what it is called where it is one file. ``config`` is the checkpoint's: where it names a quantisation, a
-    weight goes by the name that it has in a plain checkpoint, and ``form`` says what it is made from. Raises
+    weight goes by the name that it has in a plain checkpoint, and ``form``: what it is made from. Raises
     ``ConfigError`` where the directory has none, a shard is missing, or a file is not safetensors.
     """
 

@@ -56,8 +56,10 @@ def _answer_tokens(tokenizer: PreTrainedTokenizerBase, question: Decision, index
         found = tuple(ids[0] for ids in encoded if len(ids) == 1)
         if len(found) == len(encoded) == len(set(found)):
             return found
-    said = ", ".join(question.answers)
-    raise InvalidArgument.of(f"questions[{index}]", f"the model's tokenizer does not have one token for each of {said}")
+    answers = ", ".join(question.answers)
+    raise InvalidArgument.of(
+        f"questions[{index}]", f"the model's tokenizer does not have one token for each of {answers}"
+    )
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

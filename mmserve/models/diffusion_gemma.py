@@ -29,7 +29,7 @@ from mmserve.models.keys import Keys
 #: Of ``generation_config.json``, where it has no value (``_get_default_generation_params`` in transformers).
 _STEPS, _BOUND, _T_MAX, _T_MIN, _STABLE, _CONFIDENT = 48, 0.1, 0.8, 0.4, 1, 0.005
 
-#: Canvases of a pass: each has a row of logits for every position, and what the step before said besides.
+#: Canvases of a pass: each has a row of logits for every position, and the result of the step before besides.
 _AT_ONCE = 8
 
 
@@ -88,7 +88,7 @@ class GemmaCanvas(nn.Module):
         self.set_row_floor(1)
 
     def products(self) -> Products:
-        """The linear layers that canvases run through, the experts, and the embedding of what the step before said."""
+        """The linear layers that canvases run through, the experts, and the embedding of the previous step's result."""
         found: dict[tuple[int, int], Callable[[Tensor], Tensor]] = {}
         embed = self.network.model.decoder.embed_tokens.weight
         found[embed.shape[0], embed.shape[1]] = lambda x: x @ embed

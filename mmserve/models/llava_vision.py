@@ -23,8 +23,9 @@ from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
 from mmserve.models.keys import Keys
 from mmserve.models.nested import UNREADABLE, read_processor, several
 from mmserve.models.processors import of_frames, video_settings
+from mmserve.models.projectors import NewlineProjector, mlp_projector
 from mmserve.models.towers import KINDS, load_tower
-from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, mlp_projector
+from mmserve.models.vision import LlavaVision, VideoSettings
 
 #: Image processors of towers, as ``image_processor_type`` names them, without its endings.
 _PROCESSORS = {

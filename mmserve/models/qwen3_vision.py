@@ -20,7 +20,7 @@ class Qwen3Vision(QwenVision):
         return torch.cat([made.pooler_output, *made.deepstack_features], dim=-1)
 
     def stream_time(self, number: int, seconds: float) -> int:
-        return 0  # it is told in words
+        return 0  # it is written as text
 
     def _picture(self, tiles: list[Tile], seconds: Tensor | None) -> Picture:
         """In a clip each frame of patches is enclosed in tokens of its own, after a label of the middle of its time."""

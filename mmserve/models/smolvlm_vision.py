@@ -53,7 +53,7 @@ _ONES = [
     "nineteen",
 ]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-#: Frames of a clip that can be said in words.
+#: Frames of a clip that can be numbered in words.
 MOST_FRAMES = 999
 
 

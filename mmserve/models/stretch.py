@@ -1,6 +1,6 @@
 """Sequences longer than a checkpoint was made for: its rotary embedding is changed when it is loaded.
 
-What is told apart at the trained positions is told apart over more of them: by a larger base (NTK-aware scaling, for
+What is distinct at the trained positions stays distinct over more of them: by a larger base (NTK-aware scaling, for
 LLaDA in LongLLaDA, arXiv 2506.14429), or by YaRN (arXiv 2309.00071).
 """
 

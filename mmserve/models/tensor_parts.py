@@ -21,8 +21,8 @@ class Rows:
 class Slab:
     """One expert's weights within those of all ``experts``: from row ``start`` on of ``[experts, total, in]``.
 
-    Or from column ``start`` on of ``[experts, in, total]``: which of the two, the tensor's shape tells. Where both fit,
-    it is the first, as transformers has it.
+    Or from column ``start`` on of ``[experts, in, total]``: the tensor's shape decides. Where both fit, it is the
+    first, as in transformers.
     """
 
     name: str

@@ -33,14 +33,8 @@ from mmserve.models.checkpoint import Checkpoint, Target, Weights, read_json
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, projector_tensor
 from mmserve.models.processors import IMAGES, image_settings
-from mmserve.models.vision import (
-    LlavaVision,
-    NewlineProjector,
-    PooledProjector,
-    VideoSettings,
-    mlp_projector,
-    pooled_side,
-)
+from mmserve.models.projectors import NewlineProjector, PooledProjector, mlp_projector, pooled_side
+from mmserve.models.vision import LlavaVision, VideoSettings
 
 _log = logging.getLogger(__name__)
 

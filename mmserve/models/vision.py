@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
 
 from mmserve.models.anyres import Anyres
@@ -25,6 +24,13 @@ from mmserve.models.picture import (
     check_padded,
     check_shape,
     joined,
+)
+from mmserve.models.projectors import (
+    NewlineProjector,
+    pool_grid,
+    pooled_evidence,
+    pooled_side,
+    separated,
 )
 from mmserve.prune.base import Evidence, Look
 
@@ -51,30 +57,6 @@ class VideoSettings:
     newline: str = "one_token"
     time: str = ""
     features: bool = False
-
-
-class NewlineProjector(nn.Module):
-    """A projector that ends every image in LLaVA's ``image_newline``: ``[B, N, C]`` to ``[B, N + 1, D]``."""
-
-    def __init__(self, projector: nn.Module, newline: Tensor) -> None:
-        super().__init__()
-        self.projector = projector
-        self.newline = nn.Parameter(newline, requires_grad=False)
-
-    def forward(self, features: Tensor) -> Tensor:
-        tokens = self.projector(features)
-        return torch.cat([tokens, self.newline.to(tokens.dtype).expand(len(tokens), 1, -1)], dim=1)
-
-
-class PooledProjector(nn.Module):
-    """A projector whose tokens are pooled over squares of ``stride`` by ``mode``: ``[B, N, C]`` to ``[B, n, D]``."""
-
-    def __init__(self, projector: nn.Module, stride: int, mode: str) -> None:
-        super().__init__()
-        self.projector, self.stride, self.mode = projector, stride, mode
-
-    def forward(self, features: Tensor) -> Tensor:
-        return pool_grid(self.projector(features), self.stride, self.mode).flatten(1, 2)
 
 
 class LlavaVision(VisionEncoder):
@@ -193,7 +175,7 @@ class LlavaVision(VisionEncoder):
             return [self._see_clip(one, wanted) for one in batch]
         features, seen = self._look(torch.cat([one["pixels"] for one in batch]), wanted)
         if self.pool is not None:
-            seen = {kind: _pooled(values, *self.pool) for kind, values in seen.items()}
+            seen = {kind: pooled_evidence(values, *self.pool) for kind, values in seen.items()}
         if self.anyres is None:
             return [joined([tile]) for tile in self._images(features, seen)]
         pictures, start = [], 0
@@ -277,7 +259,7 @@ class LlavaVision(VisionEncoder):
         side = pooled_side(self._side, self.video.stride, self.video.mode)
         newline = torch.empty(0) if isinstance(self.projector, NewlineProjector) else None
         blanks = torch.empty(frames, side, side, 0)
-        return [len(tokens) for tokens in _separate(blanks, newline, self.video.newline)]
+        return [len(tokens) for tokens in separated(blanks, newline, self.video.newline)]
 
     def _images(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
         tokens = self.projector(features)
@@ -302,8 +284,8 @@ class LlavaVision(VisionEncoder):
         else:
             grid_FHWD = pool_grid(project(features), video.stride, video.mode)
         position = "no_token" if self._newline_at_end else video.newline
-        tokens = _separate(grid_FHWD, None if newline is None else newline.to(grid_FHWD.dtype), position)
-        pooled = {kind: _pooled(values, video.stride, video.mode) for kind, values in seen.items()}
+        tokens = separated(grid_FHWD, None if newline is None else newline.to(grid_FHWD.dtype), position)
+        pooled = {kind: pooled_evidence(values, video.stride, video.mode) for kind, values in seen.items()}
         _frames, rows, columns, _width = grid_FHWD.shape
         patches = torch.arange(rows * columns)
         if newline is not None and video.newline == "grid":
@@ -353,64 +335,8 @@ def _pixels(processor: Any, image: Image.Image) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(pixels, dtype=np.float32))
 
 
-def pooled_side(side: int, stride: int, mode: str) -> int:
-    """Rows, and columns, that ``pool_grid`` leaves of ``side``."""
-    return -(-side // stride) if mode == "bilinear" else side // stride
-
-
-def pool_grid(tokens: Tensor, stride: int, mode: str) -> Tensor:
-    """Pool ``tokens [F, side * side, D]`` over their grid, as LLaVA-NeXT's ``get_2dPool``: ``[F, rows, columns, D]``.
-
-    ``average`` and ``max`` over squares of ``stride``, leaving out what is over at the right and bottom;
-    ``bilinear`` interpolates at the centres of ``ceil(side / stride)`` equal squares.
-    """
-    frames, count, width = tokens.shape
-    side = int(count**0.5)
-    grid_FDHW = tokens.view(frames, side, side, width).permute(0, 3, 1, 2)
-    if mode == "average":
-        pooled = F.avg_pool2d(grid_FDHW, stride)
-    elif mode == "max":
-        pooled = F.max_pool2d(grid_FDHW, stride)
-    else:
-        size = pooled_side(side, stride, mode)
-        pooled = F.interpolate(grid_FDHW, size=(size, size), mode="bilinear")
-    return pooled.permute(0, 2, 3, 1)
-
-
-def _pooled(values: Tensor, stride: int, mode: str) -> Tensor:
-    """Evidence ``[F, side * side]`` or ``[F, side * side, C]``, pooled over the grid as tokens are."""
-    wide = values if values.dim() == 3 else values[..., None]
-    pooled = pool_grid(wide, stride, mode).flatten(1, 2)
-    return pooled if values.dim() == 3 else pooled[..., 0]
-
-
 def describe_processor(processor: Any) -> dict[str, Any]:
     """The settings of a processor of transformers, or of one around another, as plain values."""
     inner = getattr(processor, "processor", None)
     values = describe_processor(inner) if inner is not None else dict(processor.to_dict())
     return {"class": type(processor).__name__, "settings": values}
-
-
-def _separate(grid_FHWD: Tensor, newline: Tensor | None, position: str) -> list[Tensor]:
-    """The tokens ``[n, D]`` of each frame, with the separator ``newline [D]`` where ``position`` puts it."""
-    frames, rows, _columns, width = grid_FHWD.shape
-    if newline is None or position == "no_token":
-        return list(grid_FHWD.flatten(1, 2))
-    if position == "grid":
-        return list(torch.cat([grid_FHWD, newline.expand(frames, rows, 1, width)], dim=2).flatten(1, 2))
-    tokens = list(grid_FHWD.flatten(1, 2))
-    ends = range(frames) if position == "frame" else [frames - 1]
-    for i in ends:
-        tokens[i] = torch.cat([tokens[i], newline[None]])
-    return tokens
-
-
-def mlp_projector(kind: str, vision_size: int, hidden_size: int) -> nn.Sequential:
-    """LLaVA's projector ``linear`` or ``mlpNx_gelu`` from the tower's feature size to the decoder's hidden size."""
-    if kind == "linear":
-        return nn.Sequential(nn.Linear(vision_size, hidden_size))
-    depth = int(kind.removeprefix("mlp").removesuffix("x_gelu"))
-    layers: list[nn.Module] = [nn.Linear(vision_size, hidden_size)]
-    for _ in range(depth - 1):
-        layers += [nn.GELU(), nn.Linear(hidden_size, hidden_size)]
-    return nn.Sequential(*layers)

@@ -28,7 +28,7 @@ class Call:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     started: float = field(default_factory=time.monotonic)
-    headers: Mapping[str, str] = field(default_factory=dict)  # those that say which trace it belongs to
+    headers: Mapping[str, str] = field(default_factory=dict)  # those of its trace context
     trace_id: str = ""  # of its request, where that is traced, …
     span_id: str = ""  # … and of the span of the whole request, both in hexadecimal
 

@@ -133,7 +133,7 @@ class ObservedTransport:
 
 
 class RequestTrace:
-    """The trace of one request, from its arrival to its end. The engine's thread and the front's tell it."""
+    """The trace of one request, from its arrival to its end. Written by the engine's thread and the front's."""
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self._tracer, self._span = tracer, span
@@ -148,7 +148,7 @@ class RequestTrace:
         propagate.inject(self.carrier, self._within)
 
     def accepted(self, request: Request) -> None:
-        """The request is what its client's message says; it waits from now on."""
+        """The request is parsed from its client's message; it waits from now on."""
         self._span.update_name(f"chat {request.model}")
         self._span.set_attributes(_asked(request))
         self._several = request.sampling.n > 1

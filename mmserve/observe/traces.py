@@ -80,7 +80,7 @@ def configure(endpoint: str = "") -> Callable[[], None]:
 
 
 def carried(headers: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Those of a call's ``headers``, or metadata, that say which trace it belongs to."""
+    """Those of a call's ``headers``, or metadata, of the trace context."""
     return {} if _recorder is None else _recorder.carried(headers)
 
 
@@ -116,7 +116,7 @@ def _exporter(endpoint: str) -> Any:
 
 
 def _resource() -> Any:
-    """This process, as traces name it: what the environment says of it, and else ``mmserve``."""
+    """This process, as traces name it: from the environment variables, and else ``mmserve``."""
     from opentelemetry.sdk.resources import Resource
 
     found = Resource.create({"service.version": mmserve.__version__, "service.instance.id": uuid.uuid4().hex})

@@ -26,7 +26,7 @@ from mmserve.core.cancellation import Cancellation
 from mmserve.core.encoded import Encoded
 from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Diffusion, ImagePart, Message, Request, Sampling, Streaming, TextPart
-from mmserve.encode.decoding import InPlace
+from mmserve.encode.decoders import InPlace
 from mmserve.errors import ConfigError
 from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable

@@ -21,7 +21,7 @@ from mmserve.plan.workload import Kind, Targets, Workload
 PRECISION = 0.02
 #: A run of finitely many requests may go a little faster than what its workers can do for good.
 _ABOVE = 1.5
-#: Below this share of what the workers could do, a layout is said to keep the targets at no rate.
+#: Below this share of what the workers could do, a layout counts as one that keeps the targets at no rate.
 _LEAST = 1e-3
 
 

@@ -27,7 +27,7 @@ class Simulation:
 
     ``cores``: of the one host that all workers are on, beside ``background`` threads of others; None = each worker has
     a device of its own. ``loaders``: files that are decoded at once beside the workers; 0 = encode workers do that
-    within their passes. ``enough`` is told of each request that ended, and ends the run where it is true; ``audit`` is
+    within their passes. ``enough`` is called with each ended request, and ends the run where it is true; ``audit`` is
     called after every event, for tests.
     """
 

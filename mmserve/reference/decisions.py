@@ -33,7 +33,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Described:
-    """A scene that is told in words, without its picture."""
+    """A scene described in words, without its picture."""
 
     scene: Scene
 

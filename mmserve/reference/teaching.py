@@ -124,7 +124,7 @@ def window_labels(
     """Labels ``[carriers + visual tokens of all frames, 5]`` of a window of a stream; carriers are taught nothing.
 
     Four are those of ``change_labels`` for each clip by itself: ``clips`` and ``times`` are what its frames show and
-    the seconds said in front of them. The fifth is how many frames of its clip are in front of the token's: ``ages``
+    the seconds written before them. The fifth is how many frames of its clip are in front of the token's: ``ages``
     is that of each clip's first frame here, None where the window does not show it.
     """
     labels = [torch.full((carriers, 5), UNTAUGHT)]

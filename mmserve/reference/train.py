@@ -246,11 +246,15 @@ class Run:
         if not path.exists():
             raise SystemExit(f"{path} is not there: name the folder of a run that was trained before, or of a model")
         state = torch.load(path, weights_only=True, map_location=self.device)
+        goes_on = state["recipe"].get("rank", 0) > 0  # with the adapter of that run, which has the same rank
+        if goes_on:
+            self._add_adapter()
         self.model.load_state_dict(state["average"])
         self.average.load_state_dict(state["average"])
         self.heads.load_state_dict(state["heads"])
         self.before = {key: state.get(key) for key in ("recipe", "done", "seconds", "machine", "before")}
-        self._add_adapter()
+        if not goes_on:
+            self._add_adapter()
 
     def _add_adapter(self) -> None:
         """Beside the weights that it is for, which are there now; nothing for other recipes."""

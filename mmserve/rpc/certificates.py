@@ -57,7 +57,7 @@ def _configuration(config: ServerConfig) -> tuple[Any, bool]:
     """What gRPC takes, and whether clients must have a certificate. No error contains anything of the key."""
     certificate, key = _pem("tls_certificate", config.tls_certificate), _pem("tls_key", config.tls_key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:  # gRPC itself would say no more than that the port cannot be bound
+    try:  # gRPC itself would only report that the port cannot be bound
         context.load_cert_chain(config.tls_certificate, config.tls_key, password="")
     except ssl.SSLError as error:
         raise ConfigError(

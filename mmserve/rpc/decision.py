@@ -94,7 +94,7 @@ class Deciding:
         return _Asked(engine, request, ids, questions)
 
     async def _answers(self, asked: _Asked, watch: Watch) -> list[Finished]:
-        """What the model says of all questions: of a prompt each, the first is answered before the others, which then
+        """The model's decisions on all questions: of a prompt each, the first is answered before the others, which then
         find what they share with it in the prefix cache, and are run together."""
         if asked.engine.info.decisions == "together":
             return [await _finished(asked.engine, asked.request, watch)]

@@ -30,7 +30,7 @@ def wrong_quality(diffusion: pb.DiffusionParams) -> Iterator[tuple[str, str]]:
     if named:
         yield path, f"must not be set with a policy that is named, as {' and '.join(named)} here: choose one way"
     if diffusion.HasField("steps") and (wanted != "quality" or diffusion.quality != pb.QUALITY_EXACT):
-        yield path, "must be QUALITY_EXACT, or not be set, with steps, which say how many tokens a step commits"
+        yield path, "must be QUALITY_EXACT, or not be set, with steps, which set how many tokens a step commits"
 
 
 #: Commit policies that need no more steps than they are given.

@@ -1,8 +1,8 @@
 """Images and videos by URL: fetched from hosts that the configuration lists, within bounds, on the event loop.
 
 A host's name is resolved once, its addresses are checked, and the connection is made to one of those: a name that
-resolves to something else a moment later changes nothing. Redirects are checked like the URL itself. What a host says
-about the kind of a file is not looked at; the decoder is given bytes.
+resolves to something else a moment later changes nothing. Redirects are checked like the URL itself. The content type
+that a host reports is ignored; the decoder is given bytes.
 """
 
 from __future__ import annotations

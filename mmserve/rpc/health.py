@@ -31,7 +31,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self._closed = False
 
     def set(self, status: int) -> None:
-        """Change the state and tell every watcher."""
+        """Change the state and notify every watcher."""
         self._status = status
         self._wake()
 

@@ -83,7 +83,7 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
 
 @asynccontextmanager
 async def kept_up() -> AsyncIterator[Callable[[int], None]]:
-    """Around the reading of an upload: gives the function to tell how many bytes came.
+    """Around the reading of an upload: gives the function that reports how many bytes came.
 
     Raises ``DeadlineExceeded`` where they come too slowly.
     """

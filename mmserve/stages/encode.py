@@ -7,7 +7,6 @@ from contextlib import closing
 
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.constraint.admission import Admission
-from mmserve.constraint.checking import checked
 from mmserve.constraint.session.session import Session
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import CheckedConstraint
@@ -17,7 +16,7 @@ from mmserve.core.request import Request, RequestId, TextPart, VideoPart
 from mmserve.core.samples import samples
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
-from mmserve.encode.decoding import Decoders
+from mmserve.encode.decoders import Decoders
 from mmserve.encode.encoder import Encoder, LoadedPrompt
 from mmserve.models.base import EncoderModel
 from mmserve.observe import calls
@@ -61,7 +60,7 @@ class EncodeStage:
         self._given[request] = prompt
 
     def constrain(self, batch: list[Request]) -> list[BaseException | None]:
-        """Make each request's constraint ready, or say why it cannot be kept."""
+        """Compile each request's constraint: None for each, or the error."""
         with stage_pass("constraint", batch):
             return run_isolated(self._admit, batch)
 
@@ -72,16 +71,17 @@ class EncodeStage:
         """
         assert request.constraint is not None, "there is nothing to check"
         most = request.sampling.max_new_tokens
-        return checked(self.admission, request.constraint, most, request.tenant.cache, answer)
+        return self.admission.check(request.constraint, most, request.tenant.cache, answer)
 
     def load(
         self, batch: list[Request], cancellation: Cancellation, tell: Tell | None = None
     ) -> list[EncodedPrompt | BaseException | None]:
         """Read the media of a request, which ``cancellation`` ends between two frames.
 
-        The prompt of a next-token model with a long clip may be prefilled meanwhile: then ``tell`` is told of it first,
-        and later of how many of its rows are final. Such a request is encoded in the end, and its prompt returned; None
-        where it is only loaded, in spite of what was told. Without ``tell``, nothing is prefilled meanwhile.
+        The prompt of a next-token model with a long clip may be prefilled meanwhile: then ``tell`` is called with its
+        outline first, and later with the number of its rows that are final. Such a request is encoded in the end, and
+        its prompt returned; None where it is only loaded, in spite of those calls. Without ``tell``, nothing is
+        prefilled meanwhile.
         """
 
         def load(requests: list[Request]) -> list[EncodedPrompt | None]:

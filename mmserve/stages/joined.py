@@ -25,7 +25,8 @@ from mmserve.decode.policies import Offered
 from mmserve.decode.schedulers import Discrete
 from mmserve.decode.state import Answer, Stepped
 from mmserve.decoders import decoder_for
-from mmserve.encode.decoding import DecodePool, Decoders
+from mmserve.encode.decoders import Decoders
+from mmserve.encode.decoding import DecodePool
 from mmserve.errors import InvalidArgument
 from mmserve.kv.prefix_tier import PrefixTier, fingerprint
 from mmserve.kv.store import KVStore
@@ -107,7 +108,7 @@ class Stages:
         return replace(request, sampling=replace(request.sampling, max_new_tokens=size))
 
     def check(self, request: Request) -> None:
-        """Refuse at once what no stage could do, as ``Capabilities.check`` says."""
+        """Refuse at once what no stage could do, as ``Capabilities.check`` does."""
         self.capabilities.check(request)
 
     def give(self, request: RequestId, prompt: Encoded) -> None:

@@ -64,7 +64,7 @@ class PrefillStage:
         """Prefill each request into its pages, a long prompt by a chunk.
 
         None = done; a number = so many positions have been run, and some of the prompt is left. An ``EncodedPrompt``:
-        the decoder has looked at a prompt that said so, no page was used, and this is what is left of it.
+        the decoder has looked at a prompt with ``looks``, no page was used, and this is what is left of it.
         """
         with stage_pass("prefill", [request for request, _pages in batch]):
             return self._prefilled(batch)

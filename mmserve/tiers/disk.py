@@ -223,7 +223,7 @@ class DiskCache:
                 os.close(opened)
                 opened = -1
             except OSError:
-                pass  # no locks here: ``_alone`` has logged it
+                pass  # no locks here: logged by ``_alone``
             self._noticed()
         try:
             yield partial if opened >= 0 else None

@@ -1,4 +1,4 @@
-"""The events of an answer that may call tools: text and calls told apart."""
+"""The events of an answer that may call tools: text and calls separated."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from mmserve.transfer.tensor_file import TensorFile, read
 
 _HEAD = struct.Struct("<4sIQQ40x")
 _MAGIC = b"MMST"
-#: Bytes of the head that say something.
+#: Bytes of the head in use.
 _USED = struct.calcsize("<4sIQQ")
 #: The version of the layout of bytes; each kind of payload has one of its own (``Kinds.versions``).
 LAYOUT = 2
@@ -83,7 +83,7 @@ class Kinds:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise TransferError(f"the fields of a payload of kind {name!r} cannot be read: {error!r}") from error
         if type(payload).__name__ != name:
-            raise TransferError(f"a payload is said to be {name!r} and holds {type(payload).__name__!r}")
+            raise TransferError(f"a payload is labelled {name!r} and holds {type(payload).__name__!r}")
         return payload
 
     def _plain(self, value: Any, tensors: dict[str, Tensor]) -> Any:

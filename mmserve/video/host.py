@@ -13,7 +13,7 @@ import torch
 
 from mmserve.config import Config, VideoConfig
 from mmserve.core.info import ModelInfo
-from mmserve.encode.decoding import Decoders
+from mmserve.encode.decoders import Decoders
 from mmserve.encode.sampling import Sampler
 from mmserve.engine import Engine
 from mmserve.errors import Unimplemented

@@ -17,7 +17,7 @@ from mmserve.core.request import Amount, Request, TextPart
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.encode.embedding import embedded
 from mmserve.encode.slow_fast import compacted
-from mmserve.encode.visual import pruned
+from mmserve.encode.visual_tokens import pruned
 from mmserve.encode.watching import VISUAL, ids_of
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.reuse import reuse_of
@@ -136,7 +136,7 @@ def see(model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, am
     seen = Seen(frames[-1].seconds, clip.tokens, whole.tokens)
     detail, axes = any(frame.detail for frame in frames), axes_of(model)
     if not detail:
-        # Where rows and columns are places, the token has that of the middle, and the text around it tells the time.
+        # Where rows and columns are places, the token has that of the middle, and the text around it has the time.
         mean = Picture(clip.tokens.mean(0, keepdim=True), (), (1,))
         clip, pruner = compacted(clip, [False] * len(clip.grids)) if axes else mean, None
     plans = None

@@ -47,7 +47,7 @@ def going_on(
         return int(places[-1]) + 1 + laid_out(*rows)
     last = len(visual) - int(np.argmin(visual[::-1])) if not visual.all() else 0  # the first row of the last run
     if not visual[-1]:
-        last = len(visual) - 1  # of text, one row tells all
+        last = len(visual) - 1  # of text, one row is enough
     together = laid_out(
         np.concatenate([visual[last:], rows[0]]), np.concatenate([coordinates[:, last:], rows[1]], axis=1)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mmserve.encode.containers import needs_init
-from mmserve.encode.decoding import Decoders
+from mmserve.encode.decoders import Decoders
 from mmserve.encode.sampling import Sampler
 from mmserve.encode.segments import Segment, decode_segment
 from mmserve.encode.wire import MediaFile

@@ -52,7 +52,7 @@ class StandingQuestion:
 class Judged:
     """A typed answer. ``probabilities``: of each choice, summing to 1; ``mass``: what the model gives to all of them.
 
-    Where ``mass`` is small, the model would rather say something else, and the probabilities mean little.
+    Where ``mass`` is small, the model would rather answer something else, and the probabilities mean little.
     """
 
     choices: tuple[str, ...]
@@ -222,7 +222,7 @@ class Standing:
         values = [dict(zip(t, row[t].tolist(), strict=True)) for t, row in zip(tokens, log_p, strict=True)]
         found = choices.probabilities(values)
         mass = sum(found)
-        equal = 1 / len(found)  # where even the mass is below what can be told from 0
+        equal = 1 / len(found)  # where even the mass is below what can be distinguished from 0
         return Judged(question.choices, tuple(p / mass if mass else equal for p in found), min(1.0, mass))
 
     def _tokenised(self, question: StandingQuestion) -> _Prompt:

@@ -13,7 +13,7 @@ from helpers import picture
 from mmserve.assembly import BackgroundServer
 from mmserve.client import Blend, Client
 from mmserve.config import ModelConfig
-from mmserve.constraint.compile.process import Compiler
+from mmserve.constraint.compile.service import Compiler
 from mmserve.constraint.compile.wire import CompileReply
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.core.request import ImagePart, Message, TextPart

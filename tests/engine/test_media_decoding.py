@@ -24,7 +24,8 @@ from mmserve.bench.hostile_media import black_clip, large_png
 from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.request import Message, Stage, TextPart, VideoPart
 from mmserve.encode.child import Child, Pictures
-from mmserve.encode.decoding import PROCESSES, Decode, DecodePool, InPlace
+from mmserve.encode.decoders import Decode, InPlace
+from mmserve.encode.decoding import PROCESSES, DecodePool
 from mmserve.encode.visual import Media, Viewer
 from mmserve.encode.watch import Unwatched
 from mmserve.encode.wire import MediaFile, rows_of_band

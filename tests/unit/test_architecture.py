@@ -42,6 +42,7 @@ FLOORS = (
         "live",
         "migration",
         "needs",
+        "outcomes",
         "prefixes",
         "request_state",
         "waiting",

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from harness import PATIENCE, eventually
 
-from mmserve.constraint.compile import process
+from mmserve.constraint.compile import wire
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.process import Child, Compiler
-from mmserve.constraint.compile.vocabulary import BYTES
+from mmserve.constraint.compile.service import Compiler
+from mmserve.constraint.compile.wire import BYTES, Child
 from mmserve.constraint.findings import Refused
 from mmserve.core.constraint import Choice, ConstraintKind, ConstraintSpec, JsonSchema, Regex
 from mmserve.errors import Unavailable
@@ -151,7 +151,7 @@ def test_a_child_that_stands_still_is_replaced_by_one_that_stood_by() -> None:
         second, first = standing_by(compiler), compiler.pid
         assert first is not None and first != second
         os.kill(first, signal.SIGSTOP)
-        with pytest.raises(Unavailable, match=r"said nothing for 1 s.*try again"):  # not the constraint's fault
+        with pytest.raises(Unavailable, match=r"sent nothing for 1 s.*try again"):  # not the constraint's fault
             compiler.compile(spec(Regex("b")))
         assert not Path(f"/proc/{first}").exists()
         assert compiler.pid == second, "it had read the vocabulary already"
@@ -195,14 +195,14 @@ def test_too_long_an_answer_is_the_constraints_fault_and_asked_for_once(
 ) -> None:
     compiler.compile(spec(Regex("a")))
     second = standing_by(compiler)
-    monkeypatch.setattr(process, "REPLY_BYTES", 10)  # of the server: its child knows nothing of that
+    monkeypatch.setattr(wire, "REPLY_BYTES", 10)  # of the server: its child knows nothing of that
     outcome, _ = compiler.compile(spec(Regex("b")))
     assert isinstance(outcome, Refused) and "bytes; make it smaller" in str(outcome)
     assert compiler.pid == second, "one child was lost to it"
 
 
 def test_a_child_that_has_taken_much_memory_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "IDLE_BYTES", 4 << 20)
+    monkeypatch.setattr(wire, "IDLE_BYTES", 4 << 20)
     large = spec(JsonSchema(json.dumps({"properties": {f"p{i}": {"pattern": f"a{{{i}}}b"} for i in range(500)}})))
     with closing(Compiler(BYTES, 20.0)) as compiler:
         compiler.compile(spec(Regex("a")))
@@ -216,8 +216,8 @@ def test_a_child_that_has_taken_much_memory_does_not_stay(monkeypatch: pytest.Mo
 
 SERVER = """
 import sys, threading, time
-from mmserve.constraint.compile.process import Compiler
-from mmserve.constraint.compile.vocabulary import BYTES
+from mmserve.constraint.compile.service import Compiler
+from mmserve.constraint.compile.wire import BYTES
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 
 compiler = Compiler(BYTES, 1.0)

@@ -15,13 +15,12 @@ from llguidance import LLMatcher, LLParserLimits
 from mmserve.bench.search import made_up
 from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.search import local_search, shortest_completion
+from mmserve.constraint.search import shortest_completion
 from mmserve.constraint.search.completion import Work, completes, walk
 from mmserve.constraint.search.first_witness import find_first
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar, GrammarMatcher
 from mmserve.constraint.search.shortest_completion import Effort, find_completion, quick_completion
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 
 TOY = [b"a", b"b", b"ab", b"bba", b"-", b""]
@@ -184,7 +183,7 @@ def test_cover_of_bytes_that_no_token_has() -> None:
 
 
 def test_a_cover_is_its_askers_own_and_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmserve.constraint.search.lexicon._KNOWN", 3)
+    monkeypatch.setattr("mmserve.constraint.search.vocabulary._KNOWN", 3)
     lexicon = Lexicon.of(TOY)
     texts = [bytes(letters) for n in (1, 2, 3) for letters in product(b"ab", repeat=n)]
     first = [lexicon.cover(text) for text in texts]
@@ -197,10 +196,11 @@ def test_a_cover_is_its_askers_own_and_few_are_remembered(monkeypatch: pytest.Mo
 def test_a_refusal_is_no_more_work_than_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short constraint can ask for a long answer: whoever sends it must not keep all others waiting."""
     searches: list[int] = []
+    original = shortest_completion.shorten
 
     def shorten(*args: Any, **options: Any) -> list[int]:
         searches.append(1)
-        return local_search.shorten(*args, **options)
+        return original(*args, **options)
 
     monkeypatch.setattr(shortest_completion, "shorten", shorten)
     close = find_first(Grammar("start: /[a-d]{60}/", BYTES), Lexicon.of(BYTES.token_bytes), 8).close(8)

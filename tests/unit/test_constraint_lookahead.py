@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 from grammars import grammar
 
-from mmserve.constraint.search import lookahead
+from mmserve.constraint.search import feasibility
 from mmserve.constraint.search.beam import Beam
+from mmserve.constraint.search.feasibility import LookaheadBound, SearchTimeout, look_ahead
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.lexicon import Lexicon
-from mmserve.constraint.search.lookahead import LookaheadBound, SearchTimeout, look_ahead
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.parser_states import ParserState, ParserStateCache
 from mmserve.constraint.search.prefix_equivalence import prefix_classes
 from mmserve.constraint.search.shortest_completion import find_completion
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Outcome, Witness, follow, improve, start_witness
 from mmserve.core.constraint import JsonSchema
 
@@ -131,7 +130,7 @@ def test_tokens_left_out_where_there_are_many_make_no_difference(
     constraint = made(schema)
 
     def needed(wide: int) -> int:
-        monkeypatch.setattr(lookahead, "_WIDE", wide)
+        monkeypatch.setattr(feasibility, "_WIDE", wide)
         states, root = fresh(constraint)
         return LookaheadBound(root, 60, states, always).least(root)
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mmserve.constraint.compile import charsets
 from mmserve.constraint.compile.derivatives import all_but, complement, matches
-from mmserve.constraint.compile.pattern import BadPattern, searched, whole
+from mmserve.constraint.compile.expression import BadPattern
+from mmserve.constraint.compile.pattern import searched, whole
 from mmserve.constraint.findings import Refused
 from mmserve.core.constraint import Choice, Gbnf, Lark, Regex
 

@@ -15,14 +15,13 @@ import pytest
 from grammars import grammar, schema_matcher, sentence
 from schema_zoo import Schema, of, zoo
 
-from mmserve.constraint.compile.pattern import BadPattern
+from mmserve.constraint.compile.expression import BadPattern
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.search.completion import completes
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses, prefix_classes
 from mmserve.constraint.search.shortest_completion import Effort, find_completion
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Infeasible, admit
 from mmserve.core.constraint import Choice, JsonSchema, Lark, Regex
 

@@ -15,10 +15,8 @@ from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint.compile import service, worker
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.process import Compiler
-from mmserve.constraint.compile.service import Firsts, Grammars, Outcomes, key_of
-from mmserve.constraint.compile.vocabulary import BYTES, TokenTable, trie_of
-from mmserve.constraint.compile.wire import CompileReply, FirstAnswers
+from mmserve.constraint.compile.service import Compiler, Firsts, Grammars, Outcomes, key_of
+from mmserve.constraint.compile.wire import BYTES, CompileReply, FirstAnswers, TokenTable
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.search import first_witness as first
@@ -55,7 +53,7 @@ def test_a_grammar_too_long_to_be_sent_is_refused_before_it_is_compiled(monkeypa
     monkeypatch.setattr(worker, "REPLY_BYTES", 3000)
     for text in ("a", "\u00e9"):  # one byte, and six where it is sent
         asked = spec(JsonSchema(json.dumps({"const": text * 1000})))
-        outcome, broken = worker._outcome(asked, trie_of(BYTES))
+        outcome, broken = worker._outcome(asked, BYTES.trie())
         assert isinstance(outcome, Grammar) == (text == "a") and not broken
     assert "becomes a grammar of more than 3000 bytes; make it smaller" in str(outcome)
 
@@ -210,7 +208,7 @@ def test_grammars_are_proved_with_the_models_own_tokens() -> None:
             made.grammar(spec(JsonSchema('{"type":"string","pattern":"^\\\\u0001$"}')))
     finally:
         made.close()
-    at = LLMatcher(trie_of(vocabulary), text, limits=LLParserLimits(**PARSER_LIMITS))
+    at = LLMatcher(vocabulary.trie(), text, limits=LLParserLimits(**PARSER_LIMITS))
     written = bundled_tokenizer().encode('{"shape": "circle", "n": 3}', add_special_tokens=False)
     assert at.consume_tokens(written) and at.is_accepting()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from grammars import accepts, enforced, schema_matcher
 
-from mmserve.constraint.compile.resources import located, resolved
+from mmserve.constraint.compile.references import located, resolved
 from mmserve.constraint.findings import Refused
 
 DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{n}/schema#" for n in (4, 7))

@@ -16,10 +16,9 @@ import pytest
 from mmserve.bench.copyist import blank, observed
 from mmserve.constraint.search.beam import Beam
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.parser_states import ParserStateCache
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Infeasible, Witness, admit, improve
 from mmserve.constraint.session.answer import ConstrainedAnswer
 from mmserve.constraint.session.choice import known_tokens

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint.compile.attempts import Grammar, attempts, widened
 from mmserve.constraint.compile.service import Grammars
-from mmserve.constraint.compile.vocabulary import BYTES
+from mmserve.constraint.compile.wire import BYTES
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema

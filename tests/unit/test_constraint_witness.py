@@ -23,10 +23,9 @@ from mmserve.constraint.compile.wire import FirstAnswers
 from mmserve.constraint.search.completion import completes
 from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.shortest_completion import Effort, find_completion
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import (
     Infeasible,
     Outcome,

@@ -14,7 +14,8 @@ from mmserve_kernels import dispatch
 from mmserve.models import scores
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES, ShownLayer, class_row, column_means
 from mmserve.models.picture import Tile
-from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, pool_grid
+from mmserve.models.projectors import NewlineProjector, pool_grid
+from mmserve.models.vision import LlavaVision, VideoSettings
 from mmserve.prune.base import Evidence
 
 EVERYTHING = OF_CLASS | OF_PATCHES

@@ -24,7 +24,8 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Message, Request, TextPart, VideoPart, VideoSampling, Vision
 from mmserve.encode import encoder
 from mmserve.encode.arriving import Arriving
-from mmserve.encode.decoding import DecodePool, Decoders, InPlace
+from mmserve.encode.decoders import Decoders, InPlace
+from mmserve.encode.decoding import DecodePool
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.slow_fast import compacted
 from mmserve.encode.visual import Viewer

@@ -14,10 +14,10 @@ from grammars import accepts, bundled_vocabulary, grammar, matcher
 from llguidance import LLParserLimits
 
 from mmserve.constraint.admission import failures
-from mmserve.constraint.compile.common import COMMON
 from mmserve.constraint.compile.derivation import derivations
 from mmserve.constraint.compile.gbnf import read_gbnf
 from mmserve.constraint.compile.pattern import whole
+from mmserve.constraint.compile.terminals import COMMON
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import MAX_CHOICE_BYTES, PARSER_LIMITS
 from mmserve.constraint.search import matcher as engine

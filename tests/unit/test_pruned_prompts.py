@@ -39,8 +39,9 @@ from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.chat import VIDEO
 from mmserve.models.family import check_vocabulary
 from mmserve.models.picture import CannotPrepare
+from mmserve.models.projectors import NewlineProjector
 from mmserve.models.towers import PaddedProcessor
-from mmserve.models.vision import LlavaVision, NewlineProjector
+from mmserve.models.vision import LlavaVision
 from mmserve.prune import pruners_for
 from mmserve.tiers.caches import Caches
 

@@ -16,7 +16,8 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from mmserve.core.request import Amount
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES
-from mmserve.models.vision import LlavaVision, mlp_projector
+from mmserve.models.projectors import mlp_projector
+from mmserve.models.vision import LlavaVision
 from mmserve.prune.base import Evidence, Look, Part, Plan
 from mmserve.prune.hired import Hired
 from mmserve.prune.mustdrop import MustDrop

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmserve.config import MediaConfig
-from mmserve.encode.decoding import DecodePool, Decoders, InPlace
+from mmserve.encode.decoders import Decoders, InPlace
+from mmserve.encode.decoding import DecodePool
 from mmserve.encode.sampling import FixedRate, Sampled, Sampler
 from mmserve.encode.segments import Read, Segment, collected, decode_segment, read_segment
 from mmserve.errors import InvalidArgument

@@ -14,9 +14,8 @@ from test_constraint_toy import Wanted
 from mmserve.bench.copyist import blank, observed
 from mmserve.constraint.search.concatenation import BoundedHole, Concatenation
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Infeasible, admit
 from mmserve.constraint.session.answer import ConstrainedAnswer
 from mmserve.constraint.session.session import Session

@@ -21,7 +21,8 @@ from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import decode_video
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import LoadedModel
-from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, pool_grid, pooled_side
+from mmserve.models.projectors import NewlineProjector, pool_grid, pooled_side
+from mmserve.models.vision import LlavaVision, VideoSettings
 
 FILE = clip(frames=40, gop=30)
 

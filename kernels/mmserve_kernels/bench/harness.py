@@ -89,9 +89,9 @@ def assert_near(actual: Tensor, exact: Tensor, dtype: torch.dtype, scale: float 
 def measure(op: str, case: Case, on: Device, rounds: int) -> dict[str, Any]:
     """Figures of one case: medians and quartiles of ``rounds``, times in microseconds.
 
-    No figure is given of a wrong result, the op's own or that of something beside it: the row says what is wrong.
+    No figure is given of a wrong result, the op's own or that of something beside it: the row has the error.
     ``times_X``: how many times longer the op takes than X, in the same round. ``bound``: what it can take no less
-    time for, to ``copy`` its bytes or its ``matrix`` products; far below 1, that share says that something else bounds
+    time for, to ``copy`` its bytes or its ``matrix`` products; far below 1, something else bounds
     it.
     """
     row: dict[str, Any] = {

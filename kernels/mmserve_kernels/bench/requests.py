@@ -139,7 +139,7 @@ class FlexAttention:
 
     @classmethod
     def over(cls, requests: Requests, *, compiled: bool = True) -> FlexAttention:
-        """Of ``requests``; without ``compiled`` it is not worth timing, and says only whether this is right."""
+        """Of ``requests``; without ``compiled`` it is not worth timing, and only checks the result."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         ragged, device = requests.ragged, requests.q_THK.device
@@ -181,7 +181,7 @@ class FlexAttention:
         )
         size = (q_block, kv_block)
         made = BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=size, mask_mod=seen, seq_lengths=(rows, length))
-        # A GPU's kernel takes tiles of 128 unless told that blocks are smaller.
+        # A GPU's kernel takes tiles of 128 unless the blocks are smaller.
         small = {} if mask_ABC.device.type == "cpu" else {"BLOCK_M": q_block, "BLOCK_N": kv_block}
         return cls._made(requests, made, compiled, small)
 

@@ -30,7 +30,7 @@ class Ragged:
 
     Rows are laid request after request; ``row_counts[r]`` of them belong to request r, whose ``kv_lengths[r]``
     positions fill the pages ``page_tables[r]`` (int64 ``[ceil(kv_length / S)]``) in order. ``slots`` (int64 ``[T]``)
-    says where each row's own key and value belong: page × S + offset. ``kv_limit`` (int64 ``[T]``) bounds what a
+    gives the slot of each row's own key and value: page × S + offset. ``kv_limit`` (int64 ``[T]``) bounds what a
     row may look at: positions below its limit; None = all of its request.
     """
 

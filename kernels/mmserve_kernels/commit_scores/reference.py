@@ -23,8 +23,8 @@ def commit_scores(
 ) -> CommitScores:
     """The best tokens, log-probabilities, gap, entropy and a drawn token of each row of logits (fp32, fp16 or bf16).
 
-    ``banned`` (int64 ``[b]``, ids of the vocabulary) may stand in no row; ``allowed`` (int32 ``[n, ceil(V / 32)]``, bit
-    i of word j for token 32 j + i) says what may stand in each. Probabilities are among what is left. A logit that is
+    ``banned`` (int64 ``[b]``, ids of the vocabulary) are in no row; ``allowed`` (int32 ``[n, ceil(V / 32)]``, bit
+    i of word j for token 32 j + i): tokens allowed in each. Probabilities are among what is left. A logit that is
     no number is one of -inf, and +inf the largest number. A row is drawn by Gumbel-max with noise of its seed and the
     token's id (``noise.py``): the token is the same on every device that is given the same logits. Nothing of a row
     depends on the others.

@@ -40,7 +40,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class CommitScores:
-    """What logits say of each row. Where a row has no token left, the id is -1 and its log-probability -inf."""
+    """The candidate of each row of logits. Where a row has no token left, the id is -1 and its log-probability -inf."""
 
     ids: Tensor  # int64 [n, k], best first; equals by id
     log_probs: Tensor  # fp32 [n, k]

@@ -29,7 +29,7 @@ def _to_e4m3(x):
 
 @triton.jit
 def _from_e4m3(bits):
-    """fp32 numbers of E4M3 bits (uint8): as fp16 the same bits say 2^-8 of the number."""
+    """fp32 numbers of E4M3 bits (uint8): as fp16 the same bits are 2^-8 times the number."""
     wide = bits.to(tl.uint16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0

@@ -33,7 +33,7 @@ class QuantizedPages:
 
     @property
     def shape(self) -> torch.Size:
-        """``[P, S, G, K]`` of the pages that these stand for."""
+        """``[P, S, G, K]`` of the pages that these encode."""
         return torch.Size((*self.codes.shape[:3], self.codes.shape[3] * (2 if self.kind == "int4" else 1)))
 
     @property

@@ -47,7 +47,7 @@ def _divisor(scale: Tensor) -> Tensor:
 
 
 def dequantize(pages: QuantizedPages) -> Tensor:
-    """What ``pages`` stand for, fp32 ``[P, S, G, K]``."""
+    """The values that ``pages`` encode, fp32 ``[P, S, G, K]``."""
     if pages.kind == "fp8":
         x = pages.codes.view(torch.float8_e4m3fn).float()
     elif pages.kind == "int4":

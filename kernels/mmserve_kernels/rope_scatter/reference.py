@@ -22,7 +22,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def by_axis(table_A1W: Tensor, axes: Tensor) -> Tensor:
     """One table ``[..., 1, W]`` of several, ``[A, ..., 1, W]``, one an axis of position (M-RoPE, arXiv 2409.12191).
 
-    ``axes`` (int64 ``[W/2]``) says which axis turns each frequency. In Qwen2-VL they are runs,
+    ``axes`` (int64 ``[W/2]``) has the axis of each frequency. In Qwen2-VL they are runs,
     ``torch.arange(3).repeat_interleave(torch.tensor([16, 24, 24]))``.
     """
     index = axes.repeat(2).expand(1, *table_A1W.shape[1:])

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmserve_kernels.attention_scores.reference import weights
 from mmserve_kernels.sparse_attention.rows import Rows, sink_and_window
 
-#: Rows that stand for all of them: of a causal prompt the last ones (MInference).
+#: Rows sampled for the estimate: of a causal prompt the last ones (MInference).
 PROBES = 64
 #: How much of CritiPrefill's estimate is that of the layer before.
 _BEFORE = 0.25
@@ -26,7 +26,7 @@ def densest(estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: flo
     """Boolean mask ``[A, B, C]`` of the blocks with the largest estimates: at most ``density`` of those that a block of
     rows sees, rounded up, and the fewest that hold ``mass`` of its estimate (1 = no bound), but ``least`` of them.
 
-    Nothing but the estimate says which: of few blocks, one that is always there takes the place of a better one. Only
+    The estimate alone selects them: of few blocks, one that is always there takes the place of a better one. Only
     where some row would see none of them, the first block is there too, which every row sees.
     """
     visible = rows.visible()
@@ -89,9 +89,9 @@ def by_means(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, divergence: float = 0.
     weights_HRL, _positions = _probed(q_RHK, k_LGK, rows, probes)
     means_CGK = _means(k_LGK, rows.kv_block)
     estimate_HBC = _estimate(_means(q_RHK, rows.q_block), means_CGK, rows.visible())
-    said = estimate_HBC[:, probes // rows.q_block].mean(1)
+    estimated = estimate_HBC[:, probes // rows.q_block].mean(1)
     true = _padded_blocks(weights_HRL.mean(1), rows.kv_block).sum(-1)
-    trusted = _jensen_shannon(said, true).sqrt() < divergence
+    trusted = _jensen_shannon(estimated, true).sqrt() < divergence
     return torch.where(trusted[:, None, None], estimate_HBC, by_lines(q_RHK, k_LGK, rows))
 
 

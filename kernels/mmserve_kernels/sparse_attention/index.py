@@ -16,7 +16,7 @@ class BlockIndex:
 
     A request's rows are cut every ``q_block`` from its first row on, its positions every ``kv_block`` from position 0
     on. Block b of rows (counted over all requests) of index head a looks at ``blocks[starts[i] : starts[i + 1]]``,
-    ascending, where i = a · B + b and B is the number of all blocks of rows. ``heads``: index heads, A; each stands for
+    ascending, where i = a · B + b and B is the number of all blocks of rows. ``heads``: index heads, A; each serves
     as many neighbouring query heads, which share a key/value head. ``starts`` int32 ``[A · B + 1]``, ``blocks`` int32.
     """
 

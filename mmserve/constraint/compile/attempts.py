@@ -14,10 +14,10 @@ from typing import Any
 
 import jsonschema_rs
 
-from mmserve.constraint.compile import longest, shortest, unordered
+from mmserve.constraint.compile import unordered
 from mmserve.constraint.compile.derivation import Sketch
-from mmserve.constraint.compile.document import canonical
-from mmserve.constraint.compile.options import read
+from mmserve.constraint.compile.document import canonical, read
+from mmserve.constraint.compile.lengths import longest_document, shortest_document
 from mmserve.constraint.compile.schema import Rewritten, rewrite
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.core.constraint import ConstraintMode, JsonSchema, SchemaOption
@@ -31,11 +31,11 @@ _ONES = ("items", "additionalProperties")
 def widened(schema: Any) -> Iterator[tuple[Any, str]]:
     """Schemas that accept all that ``schema`` does, the narrowest first, and what each leaves out; any JSON is last."""
     single = _everywhere(schema, _first_of_all)
-    yield single, "what several schemas say together is not enforced, only what the first one does"
+    yield single, "where several schemas apply together, only the first is enforced"
     plain = _everywhere(single, _without_text)
     yield plain, "nor are patterns, formats and lengths of strings"
     for depth in _DEPTHS:
-        yield _cut(plain, depth), f"nor is what stands more than {depth} levels deep"
+        yield _cut(plain, depth), f"nor is anything more than {depth} levels deep"
     yield True, "any JSON is taken"
 
 
@@ -70,10 +70,10 @@ def _first_of_all(schema: dict[str, Any]) -> dict[str, Any]:
         if keyword in schema:
             return {keyword: schema[keyword]} | kept
     parts = [part for part in schema.get("allOf", ()) if isinstance(part, dict)]
-    return (_first_of_all(max(parts, key=_says)) if parts else {}) | kept
+    return (_first_of_all(max(parts, key=_specificity)) if parts else {}) | kept
 
 
-def _says(schema: dict[str, Any]) -> int:
+def _specificity(schema: dict[str, Any]) -> int:
     """How specific a schema is: of several, the one that constrains a value's structure most is kept."""
     if schema.keys() & {"properties", "items", "enum", "prefixItems"}:
         return 2
@@ -142,18 +142,17 @@ _DONE = {
 
 #: Keywords that cannot be enforced directly, but maybe in the canonical form. What readers differ about, such as
 #: references and patterns, is not among them: that form would decide it in one way.
-_SAID_OTHERWISE = frozenset({"not", "oneOf", "if", "contains", "maxContains", "uniqueItems", "propertyNames"})
-_SAID_OTHERWISE |= {"minProperties", "maxProperties", "minimum", "maximum", "multipleOf"}
+_CANONICALIZED = frozenset({"not", "oneOf", "if", "contains", "maxContains", "uniqueItems", "propertyNames"})
+_CANONICALIZED |= {"minProperties", "maxProperties", "minimum", "maximum", "multipleOf"}
 
 
 @dataclass(frozen=True)
 class Grammar:
     """``text`` is what llguidance's ``LLMatcher`` takes, under ``limits.PARSER_LIMITS``.
 
-    ``exact`` is False where finished answers must still be checked against the constraint itself: only in the modes
-    ``validate`` (the engine must check) and ``lenient`` (nobody does). ``warnings`` are for the client. ``longest``:
-    no sentence has more bytes; None where no bound is known. ``shortest``: none has fewer. ``sketch``: a sentence of a
-    context-free grammar.
+    ``exact`` is False where finished answers must still be validated against the constraint itself: in the mode
+    ``validate``, and in ``lenient``, which leaves them unchecked. ``longest`` and ``shortest`` bound the bytes of every
+    sentence; None = unbounded. ``sketch``: a sentence of a context-free grammar. ``warnings`` are for the client.
     """
 
     text: str
@@ -185,12 +184,12 @@ def _attempts(root: Any, mode: ConstraintMode, layout: Layout) -> Iterator[Gramm
     except Refused as refused:
         refusal = refused
     if plain is not None and not plain.loose:
-        yield from _grammars(layout, plain.schema, _told(plain.warnings))
+        yield from _grammars(layout, plain.schema, _lines(plain.warnings))
     other = (
-        _canonical(root, layout) if plain is not None and {f.keyword for f in plain.loose} <= _SAID_OTHERWISE else None
+        _canonical(root, layout) if plain is not None and {f.keyword for f in plain.loose} <= _CANONICALIZED else None
     )
     if other is not None:
-        yield from _grammars(layout, other.schema, _told(other.warnings, " of the canonical form"))
+        yield from _grammars(layout, other.schema, _lines(other.warnings, " of the canonical form"))
     if strict:
         if refusal is not None:
             raise refusal
@@ -223,13 +222,13 @@ def _wider(root: Any, mode: ConstraintMode, refusal: Refused | None, layout: Lay
         raise refusal
     done = _DONE[mode]
     loose = _rewritten(root, layout, strict=False)
-    warnings = [f"{f.pointer}: {f.keyword} {done}: {f.reason}" for f in loose.loose] + _told(loose.warnings)
+    warnings = [f"{f.pointer}: {f.keyword} {done}: {f.reason}" for f in loose.loose] + _lines(loose.warnings)
     yield from _grammars(layout, loose.schema, warnings, exact=False)
     left: list[str] = []
     for schema, without in widened(loose.schema):
         left.append(without)
-        said = f": the schema is more than the grammar engine can take; the rest {done}: {', '.join(left)}"
-        yield from _grammars(layout, schema, [said, *warnings], exact=False)
+        warning = f": the schema is more than the grammar engine can take; the rest {done}: {', '.join(left)}"
+        yield from _grammars(layout, schema, [warning, *warnings], exact=False)
 
 
 def _well_formed(root: Any) -> bool:
@@ -239,7 +238,7 @@ def _well_formed(root: Any) -> bool:
         return True  # of an unknown dialect
 
 
-def _told(findings: Iterable[Finding], where: str = "") -> list[str]:
+def _lines(findings: Iterable[Finding], where: str = "") -> list[str]:
     return [f"{f.pointer}{where}: {f.keyword} {f.reason}" for f in findings]
 
 
@@ -261,27 +260,27 @@ def _grammars(layout: Layout, schema: Any, warnings: list[str], *, exact: bool =
         yield _grammar(layout, schema, warnings, exact=exact)
         return
     text, kept = unordered.written(schema, layout.engine, any_order=True)
-    told = [f": members of objects {why} come in the order of the schema" for why in kept]
-    yield _with_bounds(_spoken(text, layout, schema), layout, schema, [*warnings, *told], exact=exact)
-    told = [": members come in the order of the schema: the grammar engine takes no other"]
-    yield _grammar(replace(layout, any_order=False), schema, [*warnings, *told], exact=exact)
+    notes = [f": members of objects {why} come in the order of the schema" for why in kept]
+    yield _with_bounds(_with_documents(text, layout, schema), layout, schema, [*warnings, *notes], exact=exact)
+    notes = [": members come in the order of the schema: the grammar engine takes no other"]
+    yield _grammar(replace(layout, any_order=False), schema, [*warnings, *notes], exact=exact)
 
 
 def _grammar(layout: Layout, schema: Any, warnings: list[str], *, exact: bool = True) -> Grammar:
     if unordered.distinct_within(schema):
         text, _kept = unordered.written(schema, layout.engine, any_order=False)
-        return _with_bounds(_spoken(text, layout, schema), layout, schema, warnings, exact=exact)
+        return _with_bounds(_with_documents(text, layout, schema), layout, schema, warnings, exact=exact)
     body = {} if schema is True else schema
     text = json.dumps({"grammars": [{"json_schema": {**body, "x-guidance": layout.engine}}]}, ensure_ascii=False)
     return _with_bounds(text, layout, schema, warnings, exact=exact)
 
 
-def _spoken(text: str, layout: Layout, schema: Any) -> str:
+def _with_documents(text: str, layout: Layout, schema: Any) -> str:
     """The Lark grammar ``text`` of the documents under ``schema``, which ``prefix_equivalence`` reads beside it."""
     documents = {**({} if schema is True else schema), "x-guidance": layout.engine}
     return json.dumps({"grammars": [{"lark_grammar": text, "documents": documents}]}, ensure_ascii=False)
 
 
 def _with_bounds(text: str, layout: Layout, schema: Any, warnings: list[str], *, exact: bool) -> Grammar:
-    most = inf if layout.white_space else longest.of_schema(schema)
-    return Grammar(text, exact, tuple(warnings), None if most == inf else int(most), shortest.of_schema(schema))
+    most = inf if layout.white_space else longest_document(schema)
+    return Grammar(text, exact, tuple(warnings), None if most == inf else int(most), shortest_document(schema))

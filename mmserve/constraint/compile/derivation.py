@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from mmserve.constraint.compile.charsets import Ranges
-from mmserve.constraint.compile.pattern import Chars, Group, Item, Repeat
+from mmserve.constraint.compile.expression import Chars, Group, Item, Repeat
 from mmserve.constraint.compile.syntax import (
     Both,
     Either,
@@ -40,7 +40,7 @@ _PLAIN = "a1A0bxnzX2-_. "
 class Sketch:
     """A shortest sentence, word by word; None where a word's text has to be looked for.
 
-    ``gap``: a shortest text of what may stand between words; None where nothing may.
+    ``gap``: a shortest text of what is skipped between words; None where nothing is.
     """
 
     words: tuple[str | None, ...]

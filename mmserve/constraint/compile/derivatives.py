@@ -14,7 +14,8 @@ from itertools import islice
 
 from mmserve.constraint.compile import charsets
 from mmserve.constraint.compile.charsets import Ranges
-from mmserve.constraint.compile.pattern import BadPattern, Chars, Group, Item, Repeat, parsed
+from mmserve.constraint.compile.expression import BadPattern, Chars, Group, Item, Repeat
+from mmserve.constraint.compile.pattern import parsed
 
 #: Items that are still to be matched, one after another.
 Row = tuple[Item, ...]
@@ -61,7 +62,7 @@ class Automaton:
         found = self._moves[state].get(kind)
         if found is None:
             try:
-                found = self._behind(state, kind, ord(char))
+                found = self._next_state(state, kind, ord(char))
             except BadPattern:
                 found = _TOO_MANY
             self._moves[state][kind] = found
@@ -73,7 +74,7 @@ class Automaton:
         """Whether nothing more need follow."""
         return state != DEAD and any(self._nullable[row] for row in self._states[state])
 
-    def _behind(self, state: int, kind: int, code: int) -> int:
+    def _next_state(self, state: int, kind: int, code: int) -> int:
         rows = frozenset().union(*(self._derived(row, kind, code) for row in self._states[state]))
         if len(rows) > _MOST_ROWS:
             raise BadPattern(_WAYS)
@@ -85,18 +86,18 @@ class Automaton:
             self._moves.append({})
         return found
 
-    def _row(self, items: Row, behind: int) -> int:
-        """The number of the row of ``items`` and that of number ``behind``."""
+    def _row(self, items: Row, rest: int) -> int:
+        """The number of the row of ``items`` followed by the row of number ``rest``."""
         for item in reversed(items):
-            key = item, behind
+            key = item, rest
             found = self._number.get(key)
             if found is None:
                 found = self._number[key] = len(self._rows)
                 self._rows.append(key)
-                self._nullable.append(self._nullable[behind] and _nullable(item))
+                self._nullable.append(self._nullable[rest] and _nullable(item))
                 self._left.append({})
-            behind = found
-        return behind
+            rest = found
+        return rest
 
     def _derived(self, row: int, kind: int, code: int) -> frozenset[int]:
         """The rows left of one after the character ``code``."""
@@ -104,9 +105,9 @@ class Automaton:
         if found is None:
             left, at = set[int](), row
             while at != _NOTHING:
-                item, behind = self._rows[at]
-                left.update(self._row(begun, behind) for begun in self._ways(item, kind, code))
-                at = behind if _nullable(item) else _NOTHING
+                item, rest = self._rows[at]
+                left.update(self._row(begun, rest) for begun in self._ways(item, kind, code))
+                at = rest if _nullable(item) else _NOTHING
             if len(left) > _MOST_ROWS:
                 raise BadPattern(_WAYS)
             found = self._left[row][kind] = frozenset(left)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from mmserve.constraint.compile.charsets import Ranges, complement, single, union
-from mmserve.constraint.compile.pattern import Chars
+from mmserve.constraint.compile.expression import Chars
 from mmserve.constraint.compile.syntax import (
     EMPTY,
     Definition,

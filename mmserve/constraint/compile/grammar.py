@@ -7,29 +7,41 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import inf
+from typing import Any
 
-from mmserve.constraint.compile import longest, one_of, shortest
+from llguidance import LLMatcher, LLParserLimits
+
+from mmserve.constraint.compile import one_of
 from mmserve.constraint.compile.attempts import JSON_LAYOUT, Grammar, attempts, widest
 from mmserve.constraint.compile.derivation import Derivations, Sketch, derivations, least_of, shortest_of
 from mmserve.constraint.compile.document import read_schema
+from mmserve.constraint.compile.expression import BadPattern, Item, literal, text_of
 from mmserve.constraint.compile.gbnf import read_gbnf
 from mmserve.constraint.compile.lark import Schemas, read_lark
-from mmserve.constraint.compile.lazy import settled
-from mmserve.constraint.compile.pattern import BadPattern, Item, literal, matched, text_of
-from mmserve.constraint.compile.probe import takes
+from mmserve.constraint.compile.lengths import longest_match, shortest_document, shortest_match
+from mmserve.constraint.compile.pattern import matched
 from mmserve.constraint.compile.schema import rewrite
 from mmserve.constraint.compile.syntax import Json, Syntax, refs_of, regular, written
+from mmserve.constraint.compile.terminals import settled
+from mmserve.constraint.compile.wire import BYTES
 from mmserve.constraint.findings import Finding, Refused, child
-from mmserve.constraint.limits import LARGE_BYTES, MAX_CHOICE_BYTES, MAX_CHOICES, MAX_GRAMMAR_BYTES
+from mmserve.constraint.limits import (
+    LARGE_BYTES,
+    MAX_CHOICE_BYTES,
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    PARSER_LIMITS,
+)
 from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex, Template
 
 
 def grammar_of(spec: ConstraintSpec) -> Grammar:
     """The grammar of ``spec``. Raises ``Refused``.
 
-    Time and memory grow with the constraint; run it where that harms nobody (``compile.worker``). Nothing is
-    remembered of a constraint: the time that one takes would tell a tenant what another has asked for.
+    Time and memory grow with the constraint; run it in a child process (``compile.worker``). Nothing is cached between
+    constraints: the time of one would leak to a tenant what another has asked for.
     """
     return next(grammars_of(spec))
 
@@ -55,7 +67,7 @@ def _of(spec: ConstraintSpec) -> Grammar:
     match spec.kind:
         case Regex(pattern):
             expression = _regex_item("regex", pattern)
-            most, least = _bytes(longest.of_expression(expression)), shortest.of_expression(expression)
+            most, least = _bytes(longest_match(expression)), shortest_match(expression)
             return Grammar(_of_expression(text_of(expression)), True, (), most, least, sketch_of(expression))
         case Choice(options):
             text = _of_expression(_alternatives(options))
@@ -81,7 +93,7 @@ def kind_of(spec: ConstraintSpec) -> str:
 def _of_grammar(read: Read) -> Grammar:
     if read.expression is None:
         return Grammar(read.text, True, read.warnings, shortest=read.least, sketch=read.sketch)
-    most = _bytes(longest.of_expression(read.expression))
+    most = _bytes(longest_match(read.expression))
     return Grammar(_of_expression(text_of(read.expression)), True, read.warnings, most, read.least, read.sketch)
 
 
@@ -92,7 +104,7 @@ def _inline(text: str, mode: ConstraintMode) -> tuple[Json, tuple[Finding, ...]]
         raise Refused(*rewritten.loose)
     schema = {} if rewritten.schema is True else rewritten.schema
     laid_out = json.dumps({**schema, "x-guidance": JSON_LAYOUT}, ensure_ascii=False)
-    return Json(laid_out, shortest.of_schema(rewritten.schema)), (*rewritten.loose, *rewritten.warnings)
+    return Json(laid_out, shortest_document(rewritten.schema)), (*rewritten.loose, *rewritten.warnings)
 
 
 def _bytes(bound: float) -> int | None:
@@ -175,11 +187,11 @@ def _read(syntax: Syntax, kind: str) -> Read:
     words = regular(syntax)
     expression = words.get(syntax.start)
     sketch = _sketch(known)
-    text = "" if expression is not None else _spoken(syntax, words, sketch)
+    text = "" if expression is not None else _text_of(syntax, words, sketch)
     return Read(text, expression, known.least, sketch, syntax.warnings)
 
 
-def _spoken(syntax: Syntax, words: dict[str, Item], sketch: Sketch | None) -> str:
+def _text_of(syntax: Syntax, words: dict[str, Item], sketch: Sketch | None) -> str:
     """The text of ``syntax`` under which the engine takes ``sketch``, if there is one."""
     text = written(syntax, words)
     sentence = None if sketch is None or syntax.skipped or None in sketch.words else "".join(map(str, sketch.words))
@@ -239,3 +251,15 @@ def _sketch(known: Derivations) -> Sketch | None:
     gaps = [text for node in known.syntax.skipped if isinstance(text := known.text(node), str) and text]
     gap = min(gaps, key=lambda text: (len(text), text != " "), default=None)
     return Sketch(tuple(piece if isinstance(piece, str) else None for piece in pieces), gap)
+
+
+def takes(text: str, sentence: str) -> bool:
+    """Whether ``sentence`` is one of the grammar ``text``."""
+    matcher = LLMatcher(_bytewise(), text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+    tokens = list(sentence.encode())
+    return not matcher.is_error() and matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@cache
+def _bytewise() -> Any:
+    return BYTES.trie()

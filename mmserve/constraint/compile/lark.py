@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mmserve.constraint.compile.charsets import single, union
-from mmserve.constraint.compile.common import COMMON
-from mmserve.constraint.compile.pattern import BadPattern, Chars, literal_of, terminal
+from mmserve.constraint.compile.expression import BadPattern, Chars, literal_of
+from mmserve.constraint.compile.pattern import terminal
 from mmserve.constraint.compile.syntax import (
     EMPTY,
     Both,
@@ -32,6 +32,7 @@ from mmserve.constraint.compile.syntax import (
     Syntax,
     Times,
 )
+from mmserve.constraint.compile.terminals import COMMON
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.constraint.limits import MAX_DEPTH, MAX_REPEAT
 

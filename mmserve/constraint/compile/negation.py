@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 
 from mmserve.constraint.compile.derivatives import all_but
 from mmserve.constraint.compile.derivatives import complement as without
-from mmserve.constraint.compile.draft import modern
-from mmserve.constraint.compile.pattern import BadPattern, searched
-from mmserve.constraint.compile.shapes import (
+from mmserve.constraint.compile.expression import BadPattern
+from mmserve.constraint.compile.keywords import (
     ALL,
     ANNOTATIONS,
     distinct,
     finite,
     is_number,
     misshapen,
+    modern,
     names_of,
     type_of,
 )
+from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.limits import MAX_INTEGER, MAX_REPEAT
 
 _MOST_EXCLUDED = 200  # strings an automaton excludes at once
@@ -52,8 +53,8 @@ class Scope:
 def complement(node: Any, scope: Scope, pointer: str, within: frozenset[str] = ALL) -> Any | None:
     """A schema valid for exactly the values that ``node`` is not valid for, or None where none is known.
 
-    Only values of the types ``within`` (of ``types_of``) count; what is said of others is arbitrary. ``pointer``
-    is where ``node`` stands, for refusals of what is malformed in it.
+    Only values of the types ``within`` (of ``types_of``) count; the result for others is arbitrary. ``pointer`` is that
+    of ``node``, for refusals of malformed keywords.
     """
     found = negation(node, scope, pointer, within)
     return found.schema if found.exact else None
@@ -66,8 +67,8 @@ def negation(node: Any, scope: Scope, pointer: str, within: frozenset[str] = ALL
     node = modern(node, scope.draft, pointer)
     if depth == 0 or any(misshapen(node, pointer)):
         return UNKNOWN
-    said = [(keyword, value) for keyword, value in node.items() if keyword not in ANNOTATIONS]
-    return _any(_of_keyword(keyword, value, scope, pointer, within, depth) for keyword, value in said)
+    constraining = [(keyword, value) for keyword, value in node.items() if keyword not in ANNOTATIONS]
+    return _any(_of_keyword(keyword, value, scope, pointer, within, depth) for keyword, value in constraining)
 
 
 def either(schemas: Sequence[Any]) -> Any:
@@ -166,7 +167,7 @@ def _other_name(names: Any, scope: Scope, pointer: str, depth: int) -> Any | Non
 
 def _of_bound(keyword: str, value: Any) -> Any | None:
     if is_number(value) and abs(value) > (MAX_INTEGER if "imum" in keyword else MAX_REPEAT - 1):
-        return None  # what is beyond such a bound cannot be told apart, or does not come
+        return None  # beyond such a bound numbers are not exact, and no answer is so long
     match keyword:
         case "minimum":
             return {"type": "number", "exclusiveMaximum": value}
@@ -186,7 +187,9 @@ def _of_bound(keyword: str, value: Any) -> Any | None:
 
 
 def _other_types(given: list[str], within: frozenset[str]) -> Negation:
-    fractions = "integer" in given and "number" not in given and "number" in within  # no keyword says just those
+    fractions = (
+        "integer" in given and "number" not in given and "number" in within
+    )  # no keyword selects fractions alone
     rest = within - set(given) - ({"integer"} if "number" in given else {"number"} if fractions else set())
     return Negation({"type": names_of(rest)} if rest else False, not fractions)
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from mmserve.constraint.compile import derivatives
 from mmserve.constraint.compile.derivatives import disjoint, matches
+from mmserve.constraint.compile.expression import BadPattern
+from mmserve.constraint.compile.keywords import ALL, finite, is_number, key, misshapen, names_of, types_of
 from mmserve.constraint.compile.negation import Scope, either, negation
-from mmserve.constraint.compile.pattern import BadPattern, searched
-from mmserve.constraint.compile.shapes import ALL, finite, is_number, key, misshapen, names_of, types_of
+from mmserve.constraint.compile.pattern import searched
 
 _DEPTH = 8  # nested schemas and references looked through
 _MOST_TEXTS = 64  # strings that are looked at one by one
@@ -48,12 +49,12 @@ class _Means(NamedTuple):
 def exclude(one: Any, other: Any, scope: Scope, effort: Effort) -> bool:
     """True only if no value is valid under both.
 
-    Strings are looked into only where nothing else tells the two apart, and no further than ``effort`` allows.
+    Strings are compared only where nothing else distinguishes the two, and as far as ``effort`` allows.
     """
     return any(_exclude(one, other, _Means(scope, each), _DEPTH) for each in (None, effort))
 
 
-def said(node: Any, draft: int) -> Any:
+def effective(node: Any, draft: int) -> Any:
     """``node`` without what its draft ignores: the siblings of a reference."""
     return {"$ref": node["$ref"]} if draft <= 7 and isinstance(node, dict) and "$ref" in node else node
 
@@ -61,7 +62,7 @@ def said(node: Any, draft: int) -> Any:
 def _exclude(one: Any, other: Any, means: _Means, depth: int) -> bool:
     if one is False or other is False:
         return True
-    one, other = said(one, means.scope.draft), said(other, means.scope.draft)
+    one, other = effective(one, means.scope.draft), effective(other, means.scope.draft)
     if depth == 0 or not _is_read(one) or not _is_read(other):
         return False
     for first, second in ((one, other), (other, one)):
@@ -76,7 +77,7 @@ def _exclude(one: Any, other: Any, means: _Means, depth: int) -> bool:
 
 
 def _is_read(node: Any) -> bool:
-    """Whether ``node`` says something, in the shape it must have."""
+    """Whether ``node`` is a well-formed schema with keywords."""
     return isinstance(node, dict) and not any(misshapen(node, ""))
 
 
@@ -188,8 +189,8 @@ def _below(one: Any, other: Any) -> bool:
     return is_number(open_high) and any(is_number(x) and open_high <= x for x in (low, open_low))
 
 
-_MOST_SPLIT = 4  # branches that are told apart by all that the others do not hold for
-_MOST_CASES = 64  # of a branch, told apart so
+_MOST_SPLIT = 4  # branches that are separated by all cases in which the others do not hold
+_MOST_CASES = 64  # of a branch so separated
 _MOST_BRANCHES = 40
 _NEGATED_DEPTH = 4  # schemas within schemas that are negated
 _MOST_PARTS = 16  # alternatives to another branch that are looked at
@@ -213,11 +214,11 @@ class Together(NamedTuple):
 
 
 def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: frozenset[str] = ALL) -> Apart | Together:
-    """How each of ``branches`` is told from the others, or two of them that nothing is known to tell apart.
+    """Schemas that separate each of ``branches`` from the others, or two branches that nothing known separates.
 
     Only values of the types ``within`` (of ``types_of``) count. ``effort`` is what is left to the document's proofs.
     """
-    branches = [_typed(said(branch, scope.draft), scope, within) for branch in branches]
+    branches = [_typed(effective(branch, scope.draft), scope, within) for branch in branches]
     meeting = [list[int]() for _ in branches]
     for i, j in combinations(range(len(branches)), 2):
         if not exclude(branches[i], branches[j], scope, effort):
@@ -317,5 +318,5 @@ def _resolved(node: Any, scope: Scope) -> Any:
     for _ in range(_NEGATED_DEPTH):
         if not isinstance(node, dict) or "$ref" not in node or (len(node) > 1 and scope.draft > 7):
             break
-        node = said(scope.resolve(node["$ref"]), scope.draft)
+        node = effective(scope.resolve(node["$ref"]), scope.draft)
     return node

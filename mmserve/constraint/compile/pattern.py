@@ -1,8 +1,8 @@
 """Regular expressions of users, read as ECMAScript and written again in the part of Rust's syntax that has one meaning.
 
 The two dialects differ in what ``\\d``, ``\\w``, ``\\s``, ``.`` and ``$`` match, and llguidance searches or matches
-depending on where a pattern stands. So every class is written out as ranges, and anchors are gone: what comes out is
-always matched against the whole string. Look-around and back-references are no regular language's: they are refused.
+depending on the keyword of a pattern. So every class is written out as ranges, and anchors are removed: the result is
+always matched against the whole string. Look-around and back-references are not regular and are refused.
 Beside ECMAScript's syntax, that of Python and Rust is read where it can mean nothing else: ``(?P<name>…)``,
 ``\\p{…}``, and the flags ``i`` (letters in either case), ``s`` (``.`` is any character) and ``u`` (no effect), as
 ``(?i)`` up to the end of a group or as ``(?i:…)``.
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from mmserve.constraint.compile import charsets
 from mmserve.constraint.compile.charsets import Ranges
+from mmserve.constraint.compile.expression import Anchor, BadPattern, Chars, Group, Item, Repeat, size_of, text_of
 from mmserve.constraint.limits import MAX_DEPTH, MAX_REGEX_BYTES, MAX_REPEAT
 
 _ANY = r"(?s:.)*"
@@ -23,61 +23,6 @@ _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
 _FLAGGED = re.compile(r"([a-zA-Z]*)(?:-([a-zA-Z]+))?([:)])")
 _PROPERTY = 60  # characters of the name of a Unicode property, at most
 _SYNTAX = frozenset("^$\\.*+?()[]{}|/-")
-
-
-class BadPattern(ValueError):
-    """A pattern that is malformed, or outside what a grammar can enforce; the message says where and why."""
-
-
-def _hashed(item: Item) -> int:
-    """As of any frozen dataclass, but found once: what is left of an expression is mostly what it was before."""
-    parts = vars(item)
-    found: int | None = parts.get("hash")
-    if found is None:
-        found = parts["hash"] = hash((type(item), *parts.values()))
-    return found
-
-
-@dataclass(frozen=True)
-class Chars:
-    """One character of a set."""
-
-    ranges: Ranges
-
-    __hash__ = _hashed
-
-
-@dataclass(frozen=True)
-class Anchor:
-    """``^`` or ``$``."""
-
-    sign: str
-
-    __hash__ = _hashed
-
-
-@dataclass(frozen=True)
-class Group:
-    """Alternatives, each a row of items."""
-
-    branches: tuple[tuple[Item, ...], ...]
-
-    __hash__ = _hashed
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """``item`` from ``low`` to ``high`` times; None = without end. ``lazy`` is of a lexer's concern alone."""
-
-    item: Item
-    low: int
-    high: int | None
-    lazy: bool = False
-
-    __hash__ = _hashed
-
-
-Item = Chars | Anchor | Group | Repeat
 
 
 def whole(pattern: str) -> str:
@@ -108,17 +53,6 @@ def terminal(pattern: str, flags: str = "") -> Group:
 def searched(pattern: str) -> str:
     """The expression that matches every string in which ``pattern`` is found somewhere. Raises ``BadPattern``."""
     return _alternatives(parsed(pattern), search=True)
-
-
-def literal(text: str) -> str:
-    """The expression that matches ``text`` and nothing else."""
-    return "".join(charsets.text_of(charsets.single(ord(char))) for char in text)
-
-
-def literal_of(text: str, *, folded: bool = False) -> Group:
-    """The parts of the expression that matches ``text``, or, if ``folded``, ``text`` in either case."""
-    sets = (charsets.single(ord(char)) for char in text)
-    return Group((tuple(Chars(charsets.folded(each) if folded else each) for each in sets),))
 
 
 def parsed(pattern: str, flags: frozenset[str] = frozenset()) -> Group:
@@ -177,28 +111,6 @@ def _branch(branch: tuple[Item, ...], *, search: bool) -> str:
         return _alternatives(inner[0], search=False)
     body = "".join(text_of(item) for item in inner)
     return f"{'' if started or not search else _ANY}{body}{'' if ended or not search else _ANY}"
-
-
-def text_of(item: Item) -> str:
-    """The expression that ``item`` is. Raises ``BadPattern`` for anchors."""
-    match item:
-        case Chars(ranges):
-            return charsets.text_of(ranges)
-        case Group(branches):
-            return "(?:" + "|".join("".join(map(text_of, branch)) for branch in branches) + ")"
-        case Repeat(inner, low, high):
-            return f"(?:{text_of(inner)}){{{low},{'' if high is None else high}}}"
-    raise BadPattern("'^' and '$' may stand only at the beginning and at the end of an alternative")
-
-
-def size_of(item: Item) -> int:
-    """Characters of ``item``, repetitions written out as often as they must be."""
-    match item:
-        case Group(branches):
-            return sum(size_of(inner) for branch in branches for inner in branch)
-        case Repeat(inner, low, high):
-            return size_of(inner) * max(1, low if high is None else high)
-    return 1
 
 
 #: Flags that are supported, and those that have no effect on what is matched.

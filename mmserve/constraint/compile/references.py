@@ -1,23 +1,291 @@
-"""``$ref`` within one document, by JSON Pointer; and schemas that refer to themselves without end.
+"""References of a schema document, all rewritten as JSON Pointers into it, and their targets.
 
-A schema that needs itself forever has no finite value: a decoder that enters it never leaves.
+JSON Schema 2020-12, sections 8.2 and 9.2: ``$id`` makes a schema a resource with a URI of its own, against which its
+references are resolved; ``$anchor`` names a schema within its resource. Older drafts use ``id`` and ``$id: "#name"``.
+URIs are resolved and normalised (RFC 3986, 5.2 and 6.2), so that equal texts are equal URIs. ``located`` rewrites
+references by URI, anchor or dynamic anchor; ``References`` looks up the targets of JSON Pointers.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from mmserve.constraint.compile.shapes import is_schema, names_of, types_of
+from mmserve.constraint.compile.keywords import dialect, is_schema
 from mmserve.constraint.findings import Refused, child
 
 _MOST_REFERENCES = 2_000
+#: The URI of a document without one of its own.
+NOWHERE = "json-schema:///"
+_CHARACTERS = re.compile(r"(?:[A-Za-z0-9._~:/?@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
+_PARTS = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):)?(?://([^/?]*))?([^?]*)(\?.*)?")
+_PORTS = {"http": "80", "https": "443"}
+#: Keywords whose value is a schema, an array of schemas, or an object of schemas.
+ONE = frozenset({"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"})
+ONE |= {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
+ROW = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+#: The first draft of those keywords that draft 4 lacks.
+_SINCE = {"if": 7, "then": 7, "else": 7, "$defs": 2019, "contentSchema": 2019, "dependentSchemas": 2019}
+_SINCE |= {"unevaluatedItems": 2019, "unevaluatedProperties": 2019, "prefixItems": 2020}
+#: URIs of meta-schemas, which no document may claim.
+_META = re.compile(r"https?://json-schema\.org/draft[-/]")
+
+
+def resolved(base: str | None, reference: str) -> str | None:
+    """The URI that ``reference``, which has no fragment, means at ``base`` (a result of this, or ``NOWHERE``).
+
+    None where there is none: ``reference`` is no URI reference (addresses in brackets are not read either), or it is
+    relative to what has no hierarchy, such as a URN, or to None.
+    """
+    if not _CHARACTERS.fullmatch(reference) or (found := _PARTS.fullmatch(reference)) is None:
+        return None
+    scheme, host, path, query = found.groups()
+    if scheme is None:
+        above = _PARTS.fullmatch(base) if base is not None else None
+        if above is None or above[2] is None or ":" in path.split("/")[0]:
+            return None
+        scheme = above[1]
+        if host is None:
+            host = above[2]
+            if not path:
+                path, query = above[3], query if query is not None else above[4]
+            elif not path.startswith("/"):
+                path = (above[3] or "/").rpartition("/")[0] + "/" + path
+    scheme, path = scheme.lower(), _plain(path)
+    if host is None:
+        return f"{scheme}:{path}{_plain(query or '')}" if not path.startswith("/") else None
+    return f"{scheme}://{_host(scheme, host)}{_without_dots(path or '/')}{_plain(query or '')}"
+
+
+def _host(scheme: str, text: str) -> str:
+    user, at, place = text.rpartition("@")
+    name, _, port = place.partition(":")
+    shown = f":{port}" if port and port != _PORTS.get(scheme) else ""
+    return _plain(user) + at + _plain(_plain(name).lower()) + shown
+
+
+def _plain(text: str) -> str:
+    """``text`` without escapes that are not needed, and others in upper case."""
+
+    def one(escape: re.Match[str]) -> str:
+        char = chr(int(escape[1], 16))
+        return char if char.isascii() and (char.isalnum() or char in "-._~") else escape[0].upper()
+
+    return re.sub(r"%([0-9A-Fa-f]{2})", one, text)
+
+
+def _without_dots(path: str) -> str:
+    steps: list[str] = []
+    parts = path.split("/")[1:]
+    for i, step in enumerate(parts):
+        if step == "..":
+            del steps[-1:]
+        elif step != ".":
+            steps.append(step)
+        if step in (".", "..") and i == len(parts) - 1:
+            steps.append("")
+    return "/" + "/".join(steps)
+
+
+class _Place(NamedTuple):
+    node: dict[str, Any]
+    pointer: str
+    base: str | None  # the URI of its resource, if that is one
+    root: str  # the pointer of its resource
+
+
+def located(root: Any) -> Any:
+    """``root`` (of ``read_schema``) with every reference that leads to a schema in it as a JSON Pointer.
+
+    Others stay as they are, and so does whatever would mean something else in the place of a schema that is referred
+    to: what has a dialect of its own, and dynamic references that several anchors may answer. Raises ``Refused`` for an
+    unknown dialect, and for a reference that depends on a URI that two schemas claim.
+    """
+    draft = dialect(root)
+    places = list(_places(root, draft))
+    if not any(_needs_rewriting(place, draft) for place in places):
+        return root
+    names = _Names(places, draft)
+    return _rewritten(root, {place.pointer: names.own(place) for place in places}, "")
+
+
+def obscure(root: Any) -> frozenset[str]:
+    """The pointers of objects at which no keyword has schemas, and that have a URI of their own or lie below one.
+
+    Readers differ about the base of references there, so none may lead there.
+    """
+    draft = dialect(root)
+    return frozenset(_obscure(root, draft, {place.pointer: place.root for place in _places(root, draft)}, "", False))
+
+
+def _obscure(node: Any, draft: int, roots: dict[str, str], pointer: str, named: bool) -> Iterator[str]:
+    if isinstance(node, dict):
+        if pointer in roots:
+            named = roots[pointer] != ""
+        elif named := named or _is_named(node, draft):
+            yield pointer
+        for name, value in node.items():
+            yield from _obscure(value, draft, roots, child(pointer, name), named)
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _obscure(value, draft, roots, child(pointer, i), named)
+
+
+def _identity(draft: int) -> str:
+    return "id" if draft == 4 else "$id"
+
+
+def _is_named(node: dict[str, Any], draft: int) -> bool:
+    return isinstance(node.get(_identity(draft)), str)
+
+
+def _names_within(node: Any, draft: int) -> bool:
+    if isinstance(node, list):
+        return any(_names_within(each, draft) for each in node)
+    if not isinstance(node, dict):
+        return False
+    return _is_named(node, draft) or any(_names_within(each, draft) for each in node.values())
+
+
+def _needs_rewriting(place: _Place, draft: int) -> bool:
+    """Whether a schema refers to something other than by a JSON Pointer into the root, or has a name."""
+    node = place.node
+    reference = node.get("$ref", "#")
+    pointed = not isinstance(reference, str) or reference == "#" or reference.startswith("#/")
+    named = bool(place.pointer) and not {"$id", _identity(draft)}.isdisjoint(node)
+    return not pointed or named or place.root != "" or not {"$dynamicRef", "$recursiveRef"}.isdisjoint(node)
+
+
+class _Names:
+    """The schemas of a document by URI and anchor; None where several schemas claim one."""
+
+    def __init__(self, places: list[_Place], draft: int) -> None:
+        self._draft, self._dialect = draft, places[0].node.get("$schema")
+        self._resources: dict[str, str] = {}
+        self._claimed: dict[str, Refused] = {}  # URIs of several schemas: no reference may depend on which one is meant
+        self._anchors: dict[tuple[str, str], str | None] = {}
+        self._dynamic: dict[str, list[str]] = {}
+        self._roots = {place.pointer: place.root for place in places}
+        self._recursive = any(place.node.get("$recursiveAnchor") is True for place in places)
+        for place in places:
+            if place.pointer == place.root and place.base is not None:
+                self._found(place, place.base)
+            for name in _anchors(place.node, draft):
+                _claim(self._anchors, (place.root, name), place.pointer)
+            if draft == 2020 and isinstance(dynamic := place.node.get("$dynamicAnchor"), str):
+                self._dynamic.setdefault(dynamic, []).append(place.pointer)
+
+    def _found(self, place: _Place, uri: str) -> None:
+        keyword = _identity(self._draft)
+        if place.pointer and _META.match(uri):
+            raise Refused.at(child(place.pointer, keyword), keyword, "must not be the URI of a meta-schema")
+        if self._resources.setdefault(uri, place.pointer) != place.pointer:
+            refusal = Refused.at(child(place.pointer, keyword), keyword, "is another schema's URI too")
+            self._claimed.setdefault(uri, refusal)
+
+    def own(self, place: _Place) -> dict[str, Any]:
+        """Members of ``place`` that become others; None for one that goes."""
+        node, made = place.node, dict[str, Any]()
+        reference = node.get("$ref")
+        if isinstance(reference, str) and (target := self._target(reference, place)) is not None:
+            made["$ref"] = "#" + _quoted(target)
+        dynamic = self._static(place)
+        if dynamic is not None and reference is None:
+            made |= {"$ref": "#" + _quoted(dynamic[1]), dynamic[0]: None}
+        if place.pointer and node.get("$schema", self._dialect) == self._dialect:
+            made |= {name: None for name in {"$id", _identity(self._draft)} if isinstance(node.get(name), str)}
+        return made
+
+    def _static(self, place: _Place) -> tuple[str, str] | None:
+        """A dynamic reference of ``place`` that only one schema can answer, and the pointer of that."""
+        if self._draft == 2020 and isinstance(reference := place.node.get("$dynamicRef"), str):
+            target = self._target(reference, place)
+            name = unquote(reference.partition("#")[2])
+            dynamic = self._dynamic.get(name, [])
+            if target is not None and (target not in dynamic or len(dynamic) == 1):
+                return "$dynamicRef", target
+        if self._draft == 2019 and place.node.get("$recursiveRef") == "#" and not self._recursive:
+            return "$recursiveRef", place.root
+        return None
+
+    def _target(self, reference: str, place: _Place) -> str | None:
+        """The pointer that ``reference`` means in ``place``, if it leads to somewhere in the document."""
+        uri, _, fragment = reference.partition("#")
+        name = unquote(fragment)
+        at = resolved(place.base, uri) if uri else place.base
+        if at in self._claimed:
+            raise self._claimed[at]
+        root = place.root if not uri else None if at is None else self._resources.get(at)
+        if root is None:
+            return None
+        if not name or name.startswith("/"):
+            return root + name
+        return self._anchors.get((root, name))
+
+
+def _places(node: Any, draft: int, pointer: str = "", base: str | None = NOWHERE, root: str = "") -> Iterator[_Place]:
+    """``node`` and the schemas in it, where keywords have them."""
+    if not isinstance(node, dict):
+        return
+    identity = node.get(_identity(draft))
+    if isinstance(identity, str) and not (draft <= 7 and "$ref" in node):
+        uri = identity.partition("#")[0]
+        if uri:
+            base, root = resolved(base, uri), pointer
+    yield _Place(node, pointer, base, root)
+    for keyword, value in node.items():
+        at = child(pointer, keyword)
+        if draft < _SINCE.get(keyword, 0) and (root or _names_within(value, draft)):
+            continue
+        if keyword in ONE and is_schema(value):
+            yield from _places(value, draft, at, base, root)
+        elif keyword in ROW and isinstance(value, list):
+            for i, inner in enumerate(value):
+                yield from _places(inner, draft, child(at, i), base, root)
+        elif keyword in NAMED and isinstance(value, dict) and not _is_named(value, draft):
+            for name, inner in value.items():
+                yield from _places(inner, draft, child(at, name), base, root)
+
+
+def _anchors(node: dict[str, Any], draft: int) -> Iterator[str]:
+    """The names that ``node`` has within its resource."""
+    if draft <= 7:
+        identity = node.get(_identity(draft))
+        if isinstance(identity, str) and identity.startswith("#") and "$ref" not in node:
+            yield unquote(identity[1:])
+        return
+    for keyword in ("$anchor", "$dynamicAnchor"):
+        if isinstance(name := node.get(keyword), str) and (keyword == "$anchor" or draft == 2020):
+            yield name
+
+
+def _claim(names: dict[Any, str | None], name: Any, pointer: str) -> None:
+    names[name] = None if name in names and names[name] != pointer else pointer
+
+
+def _quoted(pointer: str) -> str:
+    return pointer.replace("%", "%25")
+
+
+def _rewritten(node: Any, changes: dict[str, dict[str, Any]], pointer: str) -> Any:
+    """``node`` with ``changes`` to its members, by the pointers of schemas."""
+    if isinstance(node, list):
+        return [_rewritten(inner, changes, child(pointer, i)) for i, inner in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    own = changes.get(pointer, {})
+    kept = {name: value for name, value in node.items() if name not in own}
+    made = {name: _rewritten(value, changes, child(pointer, name)) for name, value in kept.items()}
+    return made | {name: value for name, value in own.items() if value is not None}
 
 
 class References:
-    """The targets of references, by name; each is named once and can be rewritten when it is first met.
+    """The targets of references; each gets one name, and is rewritten when it is first referred to.
 
-    ``barred`` are JSON Pointers that no reference may lead to (``resources.obscure``).
+    ``barred`` are JSON Pointers that no reference may lead to (``obscure``).
     """
 
     def __init__(self, root: Any, barred: frozenset[str] = frozenset()) -> None:
@@ -25,7 +293,7 @@ class References:
         self._names: dict[str, str] = {}
 
     def name(self, reference: str, pointer: str) -> str:
-        """A name for the target of ``reference``, which stands at ``pointer``. Raises ``Refused``."""
+        """A name for the target of ``reference``, found at ``pointer``. Raises ``Refused``."""
         target = self.target(reference, pointer)
         self._checked(target, reference, pointer)
         if len(self._names) >= _MOST_REFERENCES:
@@ -68,81 +336,3 @@ class References:
             reason = f"{reference[:100]!r} crosses what is no schema, near a name: put it into $defs"
             raise Refused.at(child(pointer, "$ref"), "$ref", reason)
         return found
-
-
-_PREFIX = "#/$defs/"
-
-
-def without_endless(schema: Any, definitions: dict[str, Any]) -> Any:
-    """``schema`` with ``definitions`` as its ``$defs``, every reference to one without a finite value made false.
-
-    Both are as ``mmserve.constraint.compile.schema`` writes them. Raises ``Refused`` where nothing is left.
-    """
-    ending: set[str] = set()
-    while grown := {name for name in definitions if name not in ending and _ends(definitions[name], ending)}:
-        ending |= grown
-    if not _ends(schema, ending):
-        reason = "has no value" if _ends(schema, set(definitions)) is False else "every value would be infinitely deep"
-        raise Refused.at("", "schema", reason)
-    if not definitions:
-        return schema
-    endless = frozenset(definitions) - ending
-    kept = {name: _pruned(each, endless) for name, each in definitions.items() if name in ending}
-    pruned = _pruned(schema, endless)
-    if not isinstance(pruned, dict) or not kept:
-        return pruned
-    return {**pruned, "$defs": kept}
-
-
-def _ends(schema: Any, ending: set[str]) -> bool:
-    """Whether ``schema`` may have a finite value, given the definitions that have one; false only if it has none."""
-    if isinstance(schema, bool):
-        return schema
-    if "$ref" in schema and schema["$ref"].removeprefix(_PREFIX) not in ending:
-        return False
-    if not all(_ends(part, ending) for part in schema.get("allOf", ())):
-        return False
-    if "anyOf" in schema and not any(_ends(part, ending) for part in schema["anyOf"]):
-        return False
-    kinds = set(names_of(types_of(schema)))
-    if "object" in kinds and not _object_ends(schema, ending):
-        kinds.discard("object")
-    if "array" in kinds and not _array_ends(schema, ending):
-        kinds.discard("array")
-    return bool(kinds)
-
-
-def _object_ends(schema: dict[str, Any], ending: set[str]) -> bool:
-    properties = schema.get("properties", {})
-    open_to_others = bool(schema.get("patternProperties")) or _ends(schema.get("additionalProperties", True), ending)
-    for name in schema.get("required", ()):
-        if not (_ends(properties[name], ending) if name in properties else open_to_others):
-            return False
-    return True
-
-
-def _array_ends(schema: dict[str, Any], ending: set[str]) -> bool:
-    least = schema.get("minItems", 0)
-    prefix = schema.get("prefixItems", [])
-    if not all(_ends(item, ending) for item in prefix[:least]):
-        return False
-    return least <= len(prefix) or _ends(schema.get("items", True), ending)
-
-
-def _pruned(schema: Any, endless: frozenset[str]) -> Any:
-    """``schema`` with references to ``endless`` definitions made false."""
-    if isinstance(schema, bool):
-        return schema
-    if "$ref" in schema and schema["$ref"].removeprefix(_PREFIX) in endless:
-        return False
-    result = dict(schema)
-    for keyword in ("properties", "patternProperties"):
-        if keyword in result:
-            result[keyword] = {name: _pruned(each, endless) for name, each in result[keyword].items()}
-    for keyword in ("allOf", "anyOf", "prefixItems"):
-        if keyword in result:
-            result[keyword] = [_pruned(each, endless) for each in result[keyword]]
-    for keyword in ("items", "additionalProperties"):
-        if keyword in result:
-            result[keyword] = _pruned(result[keyword], endless)
-    return result

@@ -16,8 +16,9 @@ from math import inf, lcm, nextafter
 from typing import Any
 
 from mmserve.constraint.compile import charsets
-from mmserve.constraint.compile.pattern import BadPattern, searched, whole
-from mmserve.constraint.compile.shapes import types_of
+from mmserve.constraint.compile.expression import BadPattern
+from mmserve.constraint.compile.keywords import types_of
+from mmserve.constraint.compile.pattern import searched, whole
 from mmserve.constraint.findings import Notes
 from mmserve.constraint.limits import DIGITS, LARGEST, MAX_INTEGER, MAX_MULTIPLE, MAX_REPEAT, SMALLEST
 
@@ -72,7 +73,7 @@ _GROUP = "[0-9A-Fa-f]{1,4}"
 
 
 def _ipv6() -> str:
-    """Eight groups, or fewer around one ``::`` that stands for at least one."""
+    """Eight groups, or fewer around one ``::`` in place of at least one."""
     forms = [f"{_GROUP}(?::{_GROUP}){{7}}"]
     for before in range(8):
         left = f"{_GROUP}(?::{_GROUP}){{{before - 1}}}" if before else ""
@@ -124,7 +125,7 @@ FORMATS: dict[str, str] = {
     "float": _DECIMAL,
     "double": _DECIMAL,
 }
-#: What formats say of numbers: the least and the greatest; None for those that every number is of.
+#: The range of numbers of each numeric format; None = every number.
 NUMBERS: dict[str, tuple[int, int] | None] = {
     "int32": (-(2**31), 2**31 - 1),
     "int64": (-(2**63), 2**63 - 1),
@@ -132,7 +133,7 @@ NUMBERS: dict[str, tuple[int, int] | None] = {
     "double": None,
     "utc-millisec": None,
 }
-#: Formats that say how to show a text and nothing about it.
+#: Formats that only concern the display of a text.
 HINTS = frozenset({"password"})
 
 
@@ -145,7 +146,7 @@ _WRITABLE = charsets.union(((0x08, 0x0A), (0x0C, 0x0D)), ((0x20, 0x10FFFF),))
 
 
 def string_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
-    """What ``node`` says of strings, as schemas that all hold; each has at most one pattern."""
+    """The string keywords of ``node`` as schemas that all hold; each has at most one pattern."""
     lengths: Schema = {name: min(node[name], MAX_REPEAT) for name in ("minLength", "maxLength") if name in node}
     parts = [lengths] if lengths else []
     if "pattern" in node:
@@ -168,7 +169,7 @@ def _format_parts(name: str, pointer: str, notes: Notes) -> list[Schema]:
 
 
 def _content_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
-    """What ``node`` says of text that strings encode; ``draft.modern`` leaves it only where that is judged."""
+    """The content keywords of ``node``; ``keywords.modern`` removes them in drafts where they are annotations."""
     if node.get("contentMediaType") == "application/json":
         notes.cannot(pointer, "contentMediaType", "documents within strings cannot be enforced")
     encoding = node.get("contentEncoding")
@@ -197,7 +198,7 @@ def _code(text: str) -> int:
 
 
 def number_part(node: Schema, pointer: str, notes: Notes, *, exponents: bool = False) -> Schema:
-    """What ``node`` says of numbers, with inclusive bounds of few digits only.
+    """The number keywords of ``node``, with inclusive bounds of few digits only.
 
     llguidance accepts 1 where ``exclusiveMinimum`` is 1 and ``maximum`` 1.25; 0.10000000000000001 where
     ``exclusiveMinimum`` is 0.1, which every reader takes for 0.1; and reads bounds of more than 15 digits as their
@@ -241,7 +242,7 @@ def number_part(node: Schema, pointer: str, notes: Notes, *, exponents: bool = F
 
 
 def _exact(bounds: Schema, pointer: str, notes: Notes) -> Schema:
-    """``bounds`` of numbers that need not be integers: of those, llguidance tells no two apart that are one double."""
+    """``bounds`` of numbers that need not be integers: llguidance treats two that are one double as equal."""
     found = dict(bounds)
     for bound, sign in (("minimum", -1), ("maximum", 1)):
         if abs(found.get(bound, 0)) > MAX_INTEGER:

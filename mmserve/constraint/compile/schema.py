@@ -11,20 +11,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.constraint.compile import arrays, objects, one_of, scalars, unordered
-from mmserve.constraint.compile.draft import dialect, modern
+from mmserve.constraint.compile import containers, one_of, scalars, unordered
+from mmserve.constraint.compile.finite import with_finite_numbers, without_endless
+from mmserve.constraint.compile.keywords import (
+    ALL,
+    IN_PLACE,
+    KNOWN,
+    dialect,
+    finite,
+    misshapen,
+    modern,
+    names_of,
+    types_of,
+    writable,
+)
 from mmserve.constraint.compile.negation import Scope, both, complement, either
 from mmserve.constraint.compile.one_of import Effort
-from mmserve.constraint.compile.openings import with_finite_numbers
-from mmserve.constraint.compile.references import References, without_endless
-from mmserve.constraint.compile.resources import located, obscure
-from mmserve.constraint.compile.shapes import ALL, IN_PLACE, KNOWN, finite, misshapen, names_of, types_of, writable
+from mmserve.constraint.compile.references import References, located, obscure
 from mmserve.constraint.findings import Finding, Notes, Refused, child
 from mmserve.constraint.limits import MAX_REPEAT, MAX_SCHEMAS
 
 Schema = dict[str, Any]
 _Makers = tuple[Callable[["_Rewriter", Schema, str], Iterator[Any]], ...]
-_WHOLE = frozenset({"anyOf", "allOf", "$ref", "enum", "const", "type"})  # say something about values of every type
+_WHOLE = frozenset({"anyOf", "allOf", "$ref", "enum", "const", "type"})  # constrain values of every type
 
 
 @dataclass(frozen=True)
@@ -105,8 +114,8 @@ class _Rewriter:
         if wrong := list(misshapen(node, pointer)):
             raise Refused(*wrong)
         self._warn_of_unknown(node, pointer)
-        node = objects.evaluated(node, pointer, self._notes)
-        node = objects.named(node, pointer, self._notes, self._scope(pointer).resolve)
+        node = containers.unevaluated(node, pointer, self._notes)
+        node = containers.property_names(node, pointer, self._notes, self._scope(pointer).resolve)
         own = [part for make in self._OWN for part in make(self, node, pointer)]
         applied = [part for make in self._APPLIED for part in make(self, node, pointer)]
         kinds = types_of({"type": node["type"]}) if "type" in node else ALL
@@ -120,7 +129,7 @@ class _Rewriter:
             self._notes.warn(pointer, "required", "repeats names; each counts once")
         if self._draft == 4 and pointer and isinstance(node.get("id"), str):
             raise Refused.at(
-                child(pointer, "id"), "id", "must stand where keywords have schemas: put it into definitions"
+                child(pointer, "id"), "id", "must be in a schema that a keyword has: put it into definitions"
             )
         if "$id" in node and pointer:
             raise Refused.at(
@@ -130,7 +139,7 @@ class _Rewriter:
             if keyword in node:
                 self._notes.cannot(pointer, keyword, "more than one schema may answer it, or none; use $ref")
 
-    # Each maker says what some keywords of a node mean, as schemas that all hold.
+    # Each maker yields the meaning of some keywords of a node as schemas that all hold.
 
     def _constants(self, node: Schema, pointer: str) -> Iterator[Any]:
         for keyword in {"enum", "const"} & set(node):
@@ -159,19 +168,19 @@ class _Rewriter:
             part["prefixItems"] = [self._schema(item, child(at, i)) for i, item in enumerate(node["prefixItems"])]
         if "items" in node:
             part["items"] = self._schema(node["items"], child(pointer, "items"))
-        if rows := arrays.rows(node, self._scope(pointer), pointer, self._notes):
+        if rows := containers.contains_cases(node, self._scope(pointer), pointer, self._notes):
             yield self._if_type("array", node, either([self._schema(row, child(pointer, "contains")) for row in rows]))
-        if node.get("uniqueItems") and not arrays.is_trivial(node):
+        if node.get("uniqueItems") and not containers.is_trivial(node):
             yield from self._unique(node, part, pointer)
         yield part
 
     def _unique(self, node: Schema, part: Schema, pointer: str) -> Iterator[Any]:
         """``uniqueItems``: nothing, all arrays that there are, or items that come once in ``part``."""
         scope = self._scope(pointer)
-        if arrays.apart(node, scope):
+        if containers.items_differ(node, scope):
             return
-        values = arrays.of_items(node, scope)
-        every = None if values is None else arrays.all_arrays(node, values)
+        values = containers.item_values(node, scope)
+        every = None if values is None else containers.all_arrays(node, values)
         if every is not None:
             yield self._if_type("array", node, {"enum": every} if every else False)
         elif self._distinct and values is not None and len(values) <= unordered.MOST and all(map(writable, values)):
@@ -193,13 +202,13 @@ class _Rewriter:
             part["additionalProperties"] = rest
         if node.get("required"):
             part["required"] = list(dict.fromkeys(node["required"]))
-        counts, cases = objects.counted(node, pointer, self._notes)
+        counts, cases = containers.property_counts(node, pointer, self._notes)
         yield part | counts
         for case in cases:
             yield self._if_type("object", node, self._schema(case, pointer))
 
     def _patterns(self, patterns: Schema, pointer: str) -> Schema:
-        found = objects.pattern_keys(patterns, pointer, self._notes)
+        found = containers.pattern_keys(patterns, pointer, self._notes)
         if found is None:
             return {}
         at = child(pointer, "patternProperties")
@@ -281,7 +290,7 @@ def _joined(kinds: frozenset[str] | None, own: list[Any], applied: list[Any]) ->
     """One schema of its ``own`` keywords and what is ``applied`` beside them.
 
     What is applied stays in ``allOf``: ``items`` and ``additionalProperties`` mean something else beside keywords that
-    they did not stand beside.
+    were in another schema.
     """
     if any(part is False for part in (*own, *applied)) or kinds == frozenset():
         return False

@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmserve.constraint.compile import pattern
 from mmserve.constraint.compile.charsets import single
-from mmserve.constraint.compile.pattern import Chars, Group, Item, Repeat
+from mmserve.constraint.compile.expression import Chars, Group, Item, Repeat, size_of, text_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Literal:
 class Matching:
     """A text that an expression without anchors matches whole."""
 
-    item: pattern.Item
+    item: Item
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Definition:
 class Syntax:
     """A grammar. Names of ``terminals`` are those of single words of a lexer: nothing is skipped within them.
 
-    ``skipped``: what may stand between the words of a text without being a part of any rule.
+    ``skipped``: what is ignored between the words of a text.
     """
 
     start: str
@@ -138,7 +137,7 @@ def refs_of(node: Node) -> Iterator[Ref]:
         stack += parts_of(node)
 
 
-def item_of(node: Node, known: dict[str, Any]) -> pattern.Item:
+def item_of(node: Node, known: dict[str, Any]) -> Item:
     """``node`` as one expression. ``known``: expressions of the names that it refers to. ``ValueError`` where it has a
     part that no expression of this package has."""
     match node:
@@ -155,7 +154,7 @@ def item_of(node: Node, known: dict[str, Any]) -> pattern.Item:
         case Either(options):
             return Group(tuple((item_of(option, known),) for option in options))
         case Times(part, low, high):
-            return pattern.Repeat(item_of(part, known), low, high)
+            return Repeat(item_of(part, known), low, high)
     raise ValueError(type(node).__name__)
 
 
@@ -182,7 +181,7 @@ def _size(node: Node, sizes: dict[str, int]) -> int:
         case Literal(text):
             return len(text)
         case Matching(item):
-            return pattern.size_of(item)
+            return size_of(item)
         case Ref(name) if name in sizes:
             return sizes[name]
         case Row(parts) | Either(parts):
@@ -209,8 +208,11 @@ def _inner_first(names: dict[str, Definition]) -> list[str]:
 
 
 def written(syntax: Syntax, words: dict[str, Item], *, finely: bool = False) -> str:
-    """The text of ``syntax`` for llguidance. ``words``: what is one word, as ``regular`` says; none is, but for what
-    has no other form, if every character is to be one (``finely``)."""
+    """The text of ``syntax`` for llguidance.
+
+    ``words``: the expressions that are one word (of ``regular``). ``finely``: every character is a word, except in
+    terminals with ``&`` or ``~``.
+    """
     whole = {name for name, each in syntax.terminals.items() if not finely or _opaque(each.node)}
     whole |= set() if finely else set(words)
     names = {name: f"{'W' if name in whole else 'r'}{n}" for n, name in enumerate(syntax.names)}
@@ -218,7 +220,7 @@ def written(syntax: Syntax, words: dict[str, Item], *, finely: bool = False) -> 
     lines = list[str]()
     for name in _reached(syntax, set() if finely else set(words)):
         if not finely and name in words and name != syntax.start:
-            lines.append(f"{names[name]}: /{pattern.text_of(words[name])}/")
+            lines.append(f"{names[name]}: /{text_of(words[name])}/")
         else:
             lines.append(f"{names[name]}: {_text(syntax.names[name].node, names, finely and name not in whole)}")
     lines += [f"%ignore {_text(node, names, False)}" for node in syntax.skipped]
@@ -248,7 +250,7 @@ def _text(node: Node, names: dict[str, str], finely: bool) -> str:
         case Literal(text):
             return " ".join(map(_quoted, text)) if finely and text else _quoted(text)
         case Matching(item):
-            return _item(item) if finely else f"/{pattern.text_of(item)}/"
+            return _item(item) if finely else f"/{text_of(item)}/"
         case Ref(name):
             return names[name]
         case Row(parts):
@@ -273,7 +275,7 @@ def _item(item: Item) -> str:
             return "(" + " | ".join(rows) + ")"
         case Repeat(part, low, high):
             return _times(_item(part), low, high)
-    return f"/{pattern.text_of(item)}/"
+    return f"/{text_of(item)}/"
 
 
 def _times(part: str, low: int, high: int | None) -> str:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mmserve.constraint.compile.derivatives import all_but
+from mmserve.constraint.compile.keywords import names_of, types_of, writable
 from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.compile.scalars import anchored
-from mmserve.constraint.compile.shapes import names_of, types_of, writable
 
 Schema = dict[str, Any]
 #: Bits of a rule's number that are used: members in any order, and different items of an array.
@@ -27,7 +27,7 @@ _WITHIN_ROWS = ("anyOf", "allOf", "prefixItems")
 
 
 class Unplaced(Exception):
-    """An array of distinct items stands where it cannot be written, such as beside other schemas of the same array."""
+    """An array of distinct items that cannot be written, such as one with other schemas of the same array."""
 
 
 def distinct_within(schema: Any) -> bool:
@@ -92,7 +92,7 @@ class _Writer:
         return "\n".join([f"start: {start}", *signs, *self._lines]) + "\n"
 
     def _is_more(self, schema: Any) -> bool:
-        """Whether llguidance's own schemas cannot say all of ``schema``."""
+        """Whether llguidance's own schemas cannot express all of ``schema``."""
         if not isinstance(schema, dict) or "enum" in schema:
             return False
         if schema.get(DISTINCT) or (self._any_order and self._varies(schema)):

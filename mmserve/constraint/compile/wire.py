@@ -1,20 +1,75 @@
-"""Messages between the server and its child processes: JSON after its length, over pipes.
+"""The protocol between the server and its child processes: JSON after its length, over pipes.
 
-A reply holds a constraint's grammar and the shortest answers that were found under it.
+A reply has a constraint's grammar and the shortest answers that were found under it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.derivation import Sketch
-from mmserve.constraint.compile.vocabulary import TokenTable
 from mmserve.constraint.findings import Finding, Refused
-from mmserve.constraint.limits import FINDING_CHARS
+from mmserve.constraint.limits import (
+    FINDING_CHARS,
+    IDLE_BYTES,
+    REPLY_BYTES,
+    START_SECONDS,
+)
+from mmserve.core.child_process import ChildProcess
 from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
+
+_LONGEST_TOKEN = 32  # bytes; llguidance panics at much longer ones while it builds its trie
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """A model's tokens as plain data."""
+
+    tokens: tuple[bytes, ...]  # of each id; empty for ids without text
+    end: int  # the id that ends an answer
+    ends: tuple[int, ...] = ()  # all ids that do, where there are several
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all fields, in hexadecimal."""
+        digest = hashlib.sha256(str([self.end, *self.ends]).encode())
+        for token in self.tokens:
+            digest.update(len(token).to_bytes(4, "big") + token)
+        return digest.hexdigest()
+
+    def trie(self) -> Any:
+        """llguidance's ``LLTokenizer``; it never allows tokens of more than 32 bytes."""
+        from llguidance import LLTokenizer, TokenizerWrapper  # only the child process needs it
+
+        return LLTokenizer(TokenizerWrapper(_Tokens(self)))
+
+
+#: One token for each byte, and an end token.
+BYTES = TokenTable((*(bytes([code]) for code in range(256)), b""), end=256)
+
+
+class _Tokens:
+    """A tokenizer in the form that llguidance's ``TokenizerWrapper`` takes."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: TokenTable) -> None:
+        self.eos_token_id = vocabulary.end
+        self.tokens: Sequence[bytes] = [
+            b"\xff<end>" if index == vocabulary.end else token if len(token) <= _LONGEST_TOKEN else b""
+            for index, token in enumerate(vocabulary.tokens)
+        ]
+        self.special_token_ids = [vocabulary.end]
+        self._ids = {token: index for index, token in enumerate(self.tokens) if len(token) == 1}
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        return [self._ids[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self._ids]
 
 
 @dataclass(frozen=True)
@@ -40,7 +95,7 @@ class FirstAnswers:
     late: bool = False  # a search was ended before it was over
 
     def covers(self, budget: int) -> bool:
-        """Whether this says what an answer of ``budget`` tokens may be."""
+        """Whether this result decides if an answer fits ``budget`` tokens."""
         fits = self.near is not None and (self.near.exact or len(self.near.tokens) <= budget)
         return fits or self.asked or self.hopeless(budget)
 
@@ -58,8 +113,7 @@ class FirstAnswers:
 
 @dataclass(frozen=True)
 class CompileReply:
-    """A grammar, or why there is none; its first answer, where it was asked for; and whether the same would come of
-    the same question again."""
+    """A grammar or a refusal; the first answers, where a budget was given; and whether the outcome is reproducible."""
 
     outcome: Grammar | Refused
     first: FirstAnswers | None = None
@@ -67,7 +121,7 @@ class CompileReply:
 
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (JsonSchema, Regex, Choice, Lark, Gbnf)}
-MOST_FINDINGS = 100  # of a constraint, that are told
+MOST_FINDINGS = 100  # of a constraint, that a reply has
 HEADER = 8  # bytes of a message's length, big-endian
 
 
@@ -119,10 +173,10 @@ def to_spec(message: Any) -> ConstraintSpec:
 
 
 def from_outcome(outcome: Grammar | Refused) -> Any:
-    """A grammar or a refusal as JSON; what it says of the constraint is cut to what can be read."""
+    """A grammar or a refusal as JSON; the texts of findings and warnings are truncated."""
     if isinstance(outcome, Refused):
-        told = [[f.pointer, f.keyword, f.reason] for f in outcome.findings[:MOST_FINDINGS]]
-        return {"refused": [[_cut(text) for text in finding] for finding in told]}
+        shown = [[f.pointer, f.keyword, f.reason] for f in outcome.findings[:MOST_FINDINGS]]
+        return {"refused": [[_cut(text) for text in finding] for finding in shown]}
     warnings = [_cut(warning) for warning in outcome.warnings[:MOST_FINDINGS]]
     return {
         "text": outcome.text,
@@ -169,3 +223,44 @@ def to_begun(message: Any) -> CompileReply:
 
 def _cut(text: str) -> str:
     return text if len(text) <= FINDING_CHARS else f"{text[: FINDING_CHARS - 1]}…"
+
+
+#: The program that compiles without searching.
+PROGRAM = "mmserve.constraint.compile.worker"
+
+
+class ReplyTooLong(Exception):
+    """A reply of more bytes than the limit."""
+
+
+class Child(ChildProcess):
+    """``program``, a module that runs ``compile.worker.serve``, in a process of its own.
+
+    A question may take it ``seconds`` of processor time. Should its owner be gone, it ends after twice ``patience``
+    seconds by the clock at the latest.
+    """
+
+    def __init__(self, seconds: float, patience: float, program: str = PROGRAM) -> None:
+        super().__init__(program, str(seconds), str(2 * patience), str(IDLE_BYTES))
+
+    def read(self, vocabulary: TokenTable) -> None:
+        """Send ``vocabulary``, the first message. Raises ``TimeoutError`` or ``ChildExited``."""
+        self.ask(from_vocabulary(vocabulary), START_SECONDS)
+
+    def ask(self, message: Any, seconds: float) -> Any:
+        """The answer to ``message``; the child is of no more use where there is none.
+
+        Raises ``TimeoutError`` after ``seconds`` by the clock, ``ChildExited`` where the child ends,
+        ``ReplyTooLong`` for a reply above the limit.
+        """
+        deadline = time.monotonic() + seconds
+
+        def check() -> None:
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+
+        self._write(packed(message), check)
+        size = int.from_bytes(self._read(HEADER, check), "big")
+        if size > 2 * REPLY_BYTES:
+            raise ReplyTooLong
+        return unpacked(self._read(size, check))

@@ -1,38 +1,47 @@
-"""The child process in which constraints become grammars: whatever happens to it, the server goes on.
+"""The child process in which constraints become grammars: each is compiled and probed; no failure reaches the server.
 
-Run as ``python -m PROGRAM SECONDS PATIENCE BYTES``, where ``PROGRAM`` is this module, or one that also looks for first
-answers; imports no torch. It reads a vocabulary, answers ``ready``, and then answers constraints, one after another,
-until its input ends. More than ``SECONDS`` of processor time for a grammar end it by SIGPROF, more than ``PATIENCE``
-seconds by the clock by SIGALRM. A search is ended by an exception after ``limits.SEARCH_SECONDS``, and so is a question
-after the seconds that it says are ``quick``: the answer is then that it is ``slow``. The process ends after an answer
-that is ``last``: when it can no longer be trusted, or has taken more than ``BYTES`` beside the vocabulary.
+Run as ``python -m PROGRAM SECONDS PATIENCE BYTES``, where ``PROGRAM`` is this module, or one that also searches first
+answers; imports no torch. It reads a vocabulary, replies ``ready``, and then answers constraints, one after another,
+until its input ends. A grammar that takes more than ``SECONDS`` of processor time ends the process by SIGPROF, one that
+takes more than ``PATIENCE`` seconds of wall time by SIGALRM. A search is ended by an exception after
+``limits.SEARCH_SECONDS``, and a question after its ``quick`` seconds: the reply is then ``slow``. The process ends
+after a reply that is ``last``: when it can no longer be trusted, or has taken more than ``BYTES`` besides the
+vocabulary.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from types import FrameType
 from typing import Any, Protocol
 
+from llguidance import LLMatcher, LLParserLimits
+
 from mmserve.constraint.compile import wire
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.grammar import grammars_of, kind_of
-from mmserve.constraint.compile.vocabulary import TokenTable, trie_of
-from mmserve.constraint.compile.wire import FirstAnswers
+from mmserve.constraint.compile.wire import FirstAnswers, TokenTable
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import (
     CHILD_BYTES,
     FAR_TOKENS,
     KILL_SECONDS,
     LARGE_BYTES,
+    PARSER_LIMITS,
     REPLY_BYTES,
     SEARCH_SECONDS,
+    STEP_SECONDS,
+    WALK_SECONDS,
+    WALK_TOKENS,
+    WALKS,
 )
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.memory import resident, trim
@@ -58,7 +67,7 @@ class Compiling:
     """The program that compiles, and looks for no answers."""
 
     def __init__(self, vocabulary: TokenTable) -> None:
-        self.trie = trie_of(vocabulary)
+        self.trie = vocabulary.trie()
         self.longest = max(map(len, vocabulary.tokens), default=1)
 
     def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
@@ -91,7 +100,7 @@ def serve(program: Callable[[TokenTable], Program]) -> None:
     begun = resident()
     while (message := wire.read(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        signal.setitimer(signal.ITIMER_REAL, patience)  # should the server die meanwhile: nobody would kill this
+        signal.setitimer(signal.ITIMER_REAL, patience)  # ends this process if the server is gone
         reply, broken = _answer(message, made)
         for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(timer, 0)
@@ -115,7 +124,7 @@ def _answer(message: Any, program: Program) -> tuple[dict[str, Any], bool]:
         return -(-grammar.shortest // program.longest)
 
     def rewritten(grammar: Grammar, index: int) -> None:
-        """Say at once what is known before anything is compiled."""
+        """Reply early with what is known before the grammar is compiled."""
         if budget is not None and least(grammar) > max(budget, FAR_TOKENS):
             raise _Known(
                 wire.from_outcome(grammar) | {"first": wire.from_first(FirstAnswers(least=least(grammar), late=True))}
@@ -170,23 +179,21 @@ def _outcome(
     """The first grammar of ``spec`` that is proved, or why there is none; and whether this process can no longer be
     trusted.
 
-    ``rewritten`` is told of each, and of its number, before it is compiled; ``known``: the grammar, as ``wire`` sends
-    it, if it was told. ``failed``: how many processes earlier questions about ``spec`` have ended.
+    Args:
+        rewritten: called with each grammar and its index before it is compiled.
+        known: the grammar that an earlier question has returned, as ``wire`` sends it.
+        failed: processes that earlier questions about ``spec`` have ended.
     """
-    from mmserve.constraint.compile.probe import prove
-
     kind = kind_of(spec)
     refused: Refused | None = None
     try:
         for index, grammar in _grammars(spec, known, failed):
             try:
                 if len(grammar.text) > REPLY_BYTES or len(json.dumps(grammar.text)) > REPLY_BYTES:
-                    why = (
-                        f"becomes a grammar of more than {REPLY_BYTES} bytes; make it smaller, or say less of it twice"
-                    )
+                    why = f"becomes a grammar of more than {REPLY_BYTES} bytes; make it smaller, or repeat less of it"
                     raise Refused.at("", kind, why)
                 rewritten(grammar, index)
-                prove(grammar.text, trie, kind, spoken=grammar.sketch is not None and kind in ("lark", "gbnf"))
+                probe(grammar.text, trie, kind, has_sentence=grammar.sketch is not None and kind in ("lark", "gbnf"))
             except Refused as refusal:
                 refused = refused or refusal
             else:
@@ -232,6 +239,66 @@ def _heed(*signals: signal.Signals) -> None:
 def _send(message: Any) -> None:
     sys.stdout.buffer.write(wire.packed(message))
     sys.stdout.buffer.flush()
+
+
+def probe(text: str, trie: Any, keyword: str, *, has_sentence: bool = False) -> None:
+    """Compile ``text`` and walk it.
+
+    Raises ``Refused`` for what llguidance rejects, what fails or is slow while it is decoded, and a grammar of which no
+    walk reaches an end, unless it is known to have a sentence. ``keyword`` names the constraint in the refusal.
+    """
+    matcher = LLMatcher(trie, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+    if matcher.is_error():
+        raise Refused.at("", keyword, _reason(matcher.get_error()))
+    chance = random.Random(0)  # the same grammar is always judged alike
+    began, ended = time.process_time(), 0
+    for _ in range(WALKS):
+        if _walk(matcher.deep_copy(), chance, keyword):
+            ended += 1
+        if time.process_time() - began > WALK_SECONDS:
+            break
+    if not ended and not has_sentence:
+        raise Refused.at("", keyword, "no answer was found: every way that was tried ends where nothing can follow")
+
+
+def _walk(matcher: Any, chance: random.Random, keyword: str) -> bool:
+    """Follow random tokens; False for a dead end. Raises ``Refused`` where the parser fails or a step is slow."""
+    for _ in range(WALK_TOKENS):
+        began = time.process_time()
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            if matcher.stop_reason() in ("NoExtension", "NoExtensionBias"):
+                return False
+            raise Refused.at("", keyword, _reason(matcher.get_error()))
+        if time.process_time() - began > STEP_SECONDS:
+            raise Refused.at("", keyword, f"needs more than {STEP_SECONDS} s for one token")
+        token = _drawn(mask, chance)
+        if token is None:
+            return matcher.is_accepting() or matcher.is_stopped()
+        if not matcher.consume_token(token):
+            raise Refused.at("", keyword, _reason(matcher.get_error()))
+        if matcher.is_stopped():
+            break
+    return True
+
+
+def _drawn(mask: bytes, chance: random.Random) -> int | None:
+    """One of the ids whose bits are set, first tried by chance; None where there is none."""
+    if not any(mask):
+        return None
+    for _ in range(64):
+        byte = chance.randrange(len(mask))
+        if mask[byte]:
+            break
+    else:
+        byte = chance.choice([index for index, bits in enumerate(mask) if bits])
+    return byte * 8 + chance.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
+
+
+def _reason(error: str) -> str:
+    """The first line of llguidance's message, without the grammar that it may quote."""
+    first = (error.strip().splitlines() or ["cannot be compiled"])[0][:300]
+    return "has no sentence" if first.startswith("NoExtension") else first
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from mmserve.constraint.search.closing import Closing
+from mmserve.constraint.search.feasibility import SPARE, Closing, LookaheadBound, SearchTimeout
 from mmserve.constraint.search.lattice import TokenLattice
-from mmserve.constraint.search.lookahead import SPARE, LookaheadBound, SearchTimeout
 from mmserve.constraint.search.parser_states import ParserState, ParserStateCache
 
 Timer = Callable[[], bool]  # whether the step has time left
@@ -90,7 +89,7 @@ def best_path(
     ``root`` is the state before the lattice's first position.
 
     Raises:
-        SearchTimeout: ``in_time`` said no; asked once a position.
+        SearchTimeout: ``in_time`` returned false; called once a position.
     """
     if lattice.stayed[0] >= lattice.most[0]:
         return Path(lattice.old_content, lattice.stayed[0])
@@ -178,19 +177,19 @@ class _Search:
         """The forks after a run of committed tokens from ``p`` on that may follow them and does not end them."""
         content, kept = self.lattice.content(run), dict[ParserState, _Fork]()
         for fork in forks:  # the best first
-            behind = self.cache.after_all(fork.state, content) if content else fork.state
-            if behind is None:
+            next_state = self.cache.after_all(fork.state, content) if content else fork.state
+            if next_state is None:
                 continue
             grown = fork
             for token in content:
-                grown = _Fork(fork.score, behind, grown, token, fork.on_witness)
+                grown = _Fork(fork.score, next_state, grown, token, fork.on_witness)
             if len(content) < len(run):
-                if behind.accepting and not fork.on_witness:
+                if next_state.accepting and not fork.on_witness:
                     self._found(grown, (), fork.score + self.lattice.ended[p + len(content)])
-            elif behind in kept:
-                kept[behind].on_witness |= fork.on_witness
+            elif next_state in kept:
+                kept[next_state].on_witness |= fork.on_witness
             else:
-                kept[behind] = grown
+                kept[next_state] = grown
         return list(kept.values())
 
     def _ended(self, fork: _Fork, p: int) -> None:
@@ -220,8 +219,8 @@ class _Search:
         lattice, beam, cache = self.lattice, self.beam, self.cache
         following = lattice.content(lattice.run[p + 1]) if p + 1 < lattice.size else []
         ahead = lattice.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(lattice.first_end, p + 1))]
-        behind = ahead or following
-        reach, least = len(behind), len(following)
+        expected = ahead or following
+        reach, least = len(expected), len(following)
         grown: list[_Grown] = []
         ranks: list[float] = []  # a heap of the best so far, as many as forks are kept
         most, options, floor, old = lattice.most[p + 1], lattice.options[p], lattice.floor[p], lattice.old[p]
@@ -258,7 +257,7 @@ class _Search:
                 followed = followed or token == old
                 if known.get(token, True) is None:
                     continue
-                far = cache.reach(fork.state, [token, *behind])
+                far = cache.reach(fork.state, [token, *expected])
                 if far > least and not self._ends_in_time(fork.state, token, p):
                     continue
                 if far <= reach:
@@ -278,15 +277,15 @@ class _Search:
         """Whether a way by ``token`` at ``p`` may come to its end within what is left, for all that is known."""
         if self.room is None:
             return True
-        behind = self.cache.after(state, token)
-        return behind is not None and self.room.fits(behind, p + 1)
+        next_state = self.cache.after(state, token)
+        return next_state is not None and self.room.fits(next_state, p + 1)
 
     def _others(self, state: ParserState, p: int) -> list[int]:
         """A token or two for a fork that none of the model's candidates may follow."""
         return self.closing.next_tokens(state) if self.room is None else self.room.ways(state, p, 2)
 
     def _kept(self, grown: list[_Grown], p: int) -> list[_Fork]:
-        """The first of the ways ``grown``, one a state: what the constraint cannot tell apart goes on in one way."""
+        """The best of ``grown`` for each state: of forks in equivalent states one is kept."""
         lattice, kept = self.lattice, dict[ParserState, _Fork]()
         most, old = lattice.most[p + 1], lattice.old[p]
         for _rank, score, fork, token, option in grown:

@@ -1,4 +1,4 @@
-"""Sets of tokens as bits, as parsers give them: uint32 words ``[⌈V / 32⌉]``, a word's lowest bit first."""
+"""Token bitmasks, as llguidance fills them: uint32 words ``[⌈V / 32⌉]``, the lowest bit of a word first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 #: Of each bit of a word.
 _BITS = tuple(np.uint32(1 << i) for i in range(32))
-#: Tokens that are put into a set one by one: numpy takes longer to begin.
+#: Number of tokens up to which a Python loop is faster than numpy.
 _FEW = 16
 
 

@@ -1,12 +1,11 @@
-"""Short completions of a text, searched by byte rather than by token: most allowed bytes are equivalent.
+"""Completions of a text: greedy walks and best-first search over bytes, and the exact search over tokens.
 
-``walk`` takes the first byte that closes something, everywhere; ``local_search.shorten`` shortens what it finds;
-``cheapest`` searches where a walk does not arrive. A completion is bytes, which ``Lexicon.cover`` spells in the fewest
-tokens.
+``walk`` takes the first byte that closes a JSON value at each state. ``cheapest`` is a best-first search, for texts
+that no walk completes. Both work on bytes, since most allowed bytes are equivalent; ``Lexicon.cover`` spells the result
+in the fewest tokens. ``exact_completion`` is a breadth-first search over tokens: its result has the least length.
 
-With classes of texts, a walk also leaves strings that few bytes do not end, such as those that must contain a given
-word. No parser reports which characters lead on, so the nearest end is searched over ASCII characters, from one of all
-states in which the same is left of every expression (``prefix_equivalence``).
+With prefix classes, a walk also leaves strings that no closer ends, such as those that must contain a given word: the
+nearest end is searched over ASCII characters, with one state per prefix class (``prefix_equivalence``).
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Matcher
 from mmserve.constraint.search.prefix_equivalence import PrefixClasses
+from mmserve.constraint.search.vocabulary import Lexicon
 
 #: What a search costs, in tokens that a parser reads (about 0.3 microseconds each): a copy of a parser, a mask of all
 #: tokens, and a byte of a text that is spelled in the fewest tokens. Measured, and rounded up.
@@ -29,9 +28,9 @@ FORK, MASK, BYTE = 16, 100, 8
 
 @dataclass
 class Work:
-    """What a search may still do: the same for the same text, whatever the clock says.
+    """The work that is left to a search; it does not depend on the clock, so that results are reproducible.
 
-    States of the parser alone bound no time: of a long text, a single one may be asked for all that is after it.
+    A limit on parser states alone bounds no time: at a single state of a long text, all the rest may be validated.
     """
 
     states: int
@@ -192,17 +191,67 @@ def _out_of_string(
         prefix_class, at, tokens = queue.popleft()
         for token in plain[at.among(plain)].tolist():
             try:
-                behind = classes.after(prefix_class, lexicon.text([token]))
+                next_class = classes.after(prefix_class, lexicon.text([token]))
             except ValueError:
                 continue
-            if behind in seen:
+            if next_class in seen:
                 continue
-            seen.add(behind)
+            seen.add(next_class)
             work.read(FORK)
             fork = after(at, [token])
             if fork is None:
                 continue
-            if fork.accepting or not classes.open(behind):
+            if fork.accepting or not classes.open(next_class):
                 return [*tokens, token]
-            queue.append((behind, fork, (*tokens, token)))
+            queue.append((next_class, fork, (*tokens, token)))
     return []
+
+
+def exact_completion(
+    matcher: Matcher,
+    lexicon: Lexicon,
+    classes: PrefixClasses,
+    most: int,
+    states: int,
+    bound: tuple[int, ...] | None = None,
+    *,
+    within: int | None = None,
+) -> tuple[tuple[int, ...] | None, int]:
+    """A completion of the least length, or None and a length below which there is none.
+
+    ``most`` tokens are tried, at ``states``; none farther on than would be shorter than the completion ``bound``, and
+    none longer than ``within`` tokens.
+    """
+    if matcher.accepting:
+        return (), 0
+    level: list[tuple[Hashable, Matcher, tuple[int, ...]]] = [(classes.start(), matcher, ())]
+    seen = {classes.start()}
+    depth = 0
+    while level:
+        if bound is not None and depth + 1 == len(bound):
+            return bound, depth + 1
+        if depth == within:
+            return None, depth + 1
+        reached = list[tuple[Hashable, Matcher, tuple[int, ...], list[int]]]()
+        for prefix_class, before, tokens in level:
+            at = after(before, tokens[-1:])
+            if at is None:  # the parser's limits: nothing is known beyond
+                return None, depth
+            allowed = at.allowed()
+            most -= len(allowed)
+            if most < 0:
+                return None, depth + 1
+            reached.append((prefix_class, at, tokens, allowed.tolist()))
+        level, depth = [], depth + 1
+        for prefix_class, at, tokens, follow in reached:
+            if len(seen) > states:
+                return None, depth
+            for token in follow:
+                grown = classes.after(prefix_class, lexicon.spelled[token])
+                if grown not in seen:
+                    seen.add(grown)
+                    level.append((grown, at, (*tokens, token)))
+        for _class_after, before, tokens in level:
+            if before.ends(tokens[-1:]):  # a fork for each would take ten times as long
+                return (tokens, depth) if completes(before, tokens[-1:]) else (None, depth)
+    return None, 0

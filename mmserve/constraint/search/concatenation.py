@@ -1,7 +1,7 @@
 """A template as one language, for next-token models: fixed texts with other languages between them.
 
-No token stands on both sides of a seam, and a hole ends where the text after it is first complete: each row of tokens
-is read in one way only, so that it is known which of them fill which hole.
+No token spans a seam, and a hole ends where the text after it is first complete: each token sequence has one reading,
+which assigns its tokens to the holes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Concatenation:
         return self.texts[state.number + 1] if state.number + 1 < len(self.texts) else b""
 
     def begun(self, state: ConcatenationState) -> tuple[tuple[int, int], ...]:
-        """The ways to continue that text: how many of its bytes are there, and the index of its first token."""
+        """The partial matches of that text: how many of its bytes are matched, and the index of the first token."""
         ended = state.hole is not None and state.hole.accepting and self.text(state)
         return (*state.texts, (0, state.tokens)) if ended else state.texts
 
@@ -78,7 +78,7 @@ class Concatenation:
             return None
         return state.hole
 
-    def behind(self, state: ConcatenationState, token: int) -> ConcatenationState | None:
+    def step(self, state: ConcatenationState, token: int) -> ConcatenationState | None:
         """The state after ``token``; None if it is not allowed."""
         spelled, text = self.vocabulary.token_bytes[token], self.text(state)
         if not spelled:
@@ -148,7 +148,7 @@ class ConcatenationMatcher:
             self.state = following
 
     def _step(self, state: ConcatenationState, token: int) -> ConcatenationState | None:
-        return self.language.behind(state, token) if 0 <= token < len(self.language.vocabulary.token_bytes) else None
+        return self.language.step(state, token) if 0 <= token < len(self.language.vocabulary.token_bytes) else None
 
     def allowed(self) -> np.ndarray:
         """Ids (int64, ascending) of all tokens allowed here."""

@@ -17,16 +17,14 @@ from llguidance import LLParserLimits
 
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.derivation import Sketch
-from mmserve.constraint.compile.vocabulary import TokenTable
-from mmserve.constraint.compile.wire import FirstAnswers
+from mmserve.constraint.compile.wire import FirstAnswers, TokenTable
 from mmserve.constraint.compile.worker import serve
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.search import matcher
 from mmserve.constraint.search.completion import FORK, MASK, Walk, Work, onward
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Matcher
 from mmserve.constraint.search.shortest_completion import find_completion
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 
 #: Words up to which gaps that are not needed are looked for.
 _WORDS = 200
@@ -37,21 +35,21 @@ _STEPS = 400
 def complete_sketch(matcher: Matcher, lexicon: Lexicon, sketch: Sketch, work: Work) -> Walk | None:
     """The completion that ``sketch`` is from ``matcher`` on; None where the parser does not take it."""
     count = len(sketch.words)
-    found = _spoken(matcher, lexicon, sketch, [False] * count, work)
+    found = _read_sketch(matcher, lexicon, sketch, [False] * count, work)
     if found is not None or sketch.gap is None:
         return found
     gaps = [state > 0 for state in range(count)]
-    found = _spoken(matcher, lexicon, sketch, gaps, work)
+    found = _read_sketch(matcher, lexicon, sketch, gaps, work)
     for state in range(1, count if count <= _WORDS and found is not None else 0):
         gaps[state] = False
-        shorter = _spoken(matcher, lexicon, sketch, gaps, work) if work.left else None
+        shorter = _read_sketch(matcher, lexicon, sketch, gaps, work) if work.left else None
         gaps[state] = shorter is None
         found = shorter or found
     return found
 
 
-def _spoken(matcher: Matcher, lexicon: Lexicon, sketch: Sketch, gaps: Sequence[bool], work: Work) -> Walk | None:
-    """``sketch`` with a gap before the words that ``gaps`` says, if that is a completion."""
+def _read_sketch(matcher: Matcher, lexicon: Lexicon, sketch: Sketch, gaps: Sequence[bool], work: Work) -> Walk | None:
+    """``sketch`` with a gap before the words that ``gaps`` marks, if that is a completion."""
     at, tokens, choices = matcher.fork(), list[int](), list[int]()
     work.read(FORK)
     texts = [
@@ -138,7 +136,7 @@ def find_first(
 ) -> FirstAnswers:
     """The shortest answers found under ``grammar``: by a long search only where ``budget`` asks for it.
 
-    ``closes`` is told what is known before that; ``sketch`` is a sentence, word by word, where one is known.
+    ``closes`` is called with the result so far before a long search; ``sketch``: a known sentence, word by word.
     """
     begun = None if sketch is None else complete_sketch(grammar.apart().start(), lexicon, sketch, Work(_SKETCHED))
     near = find_completion(grammar.start(), lexicon, classes=grammar.classes, room=_ENDLESS, begun=begun)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.vocabulary import Lexicon
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TokenLattice:
     end_score: list[float]  # log-probability of the end of text
     end_token: list[int]  # the end token that is most likely here
     first: list[int]  # the committed token or the most likely one
-    first_end: int  # of the first choices, how many stand before an end token
+    first_end: int  # number of first choices before the first end token
     ends_first: bool  # whether the first choices after that are all end tokens
     first_score: float
     most: list[float]  # [size + 1] upper bound of the score from here to the lattice's end

@@ -20,8 +20,8 @@ from mmserve.constraint.search.vocabulary import Vocabulary
 class Matcher(Protocol):
     """A state in a constraint's language: the tokens consumed so far, and what may follow them.
 
-    Only tokens with bytes are spoken of here. The end of text is no token of the language: it may stand where the
-    matcher is ``accepting``, and only more of it may follow.
+    It covers tokens with bytes only. The end of text is no token of the language: it is allowed where the matcher is
+    ``accepting``, and only end tokens may follow it.
     """
 
     def fork(self) -> Self:
@@ -67,7 +67,7 @@ class Matcher(Protocol):
 
 
 class Constraint(Protocol):
-    """A compiled constraint over one model's tokens; it holds no state of a request."""
+    """A compiled constraint over one model's tokens; it has no state of a request."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -88,7 +88,7 @@ class Constraint(Protocol):
         ...
 
     def apart(self) -> Self:
-        """The same constraint with a parser of its own: what is done with one takes nothing from the other's limits."""
+        """The same constraint with a parser of its own: the two share no parser limits."""
         ...
 
 
@@ -117,7 +117,7 @@ class Grammar:
         return len(self.source)
 
     def classes(self) -> PrefixClasses:
-        """Classes of the beginnings of texts that the grammar cannot tell apart."""
+        """Equivalence classes of prefixes under the grammar."""
         return prefix_classes(self.source)
 
     def start(self) -> GrammarMatcher:

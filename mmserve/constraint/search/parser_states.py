@@ -7,23 +7,27 @@ never its result, so all requests under a grammar may share it.
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.completion import after
-from mmserve.constraint.search.lexicon import Lexicon
-from mmserve.constraint.search.matcher import Matcher
+from mmserve.constraint.search.matcher import Grammar, Matcher
 from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses, Scalar
 from mmserve.constraint.search.shortest_completion import Effort, find_completion, quick_completion
-from mmserve.constraint.search.vocabulary import LONGEST
+from mmserve.constraint.search.vocabulary import LONGEST, Lexicon
 from mmserve.memory import resident
 
-#: Bytes that may be kept from one search to the next.
+#: Bytes of states that one grammar's cache keeps from one search to the next.
 LIMIT = 16 << 20
+#: Bytes that the caches of all grammars may take together; requests under way keep theirs beyond it.
+SHARED_LIMIT = 64 << 20
+#: Bytes of one grammar's parser: a constant, and a factor of the bytes of its text. Measured, and rounded up.
+_PARSER, _GRAMMAR_BYTE = 400_000, 50
 #: Bytes of a state, of each byte of text before it (a parser keeps up to 190 for each), and of a transition that was
 #: asked for, with what the parser's lexer has cached for it. Measured, and rounded up.
 _STATE, _BYTE, _WAY = 8_000, 200, 500
@@ -41,7 +45,8 @@ BLIND = Effort(exact_tokens=200, patient_tokens=0, states=60, alternatives=4)
 
 @dataclass(frozen=True, slots=True)
 class Representative:
-    """Represents a state in the lookahead bound (``lookahead``): the state itself, or all that are equivalent there."""
+    """The state that the lookahead bound (``feasibility.LookaheadBound``) measures: a state itself, or one for all
+    equivalent states."""
 
     key: Hashable
     next: tuple[ParserState, ...] | None  # one token later; None if unknown
@@ -110,7 +115,7 @@ class ParserStateCache:
         self._parsers: list[tuple[Matcher, list[int]]] = []
         #: Of the states within a string or number, by the result of ``inside``.
         self.representatives: dict[Hashable, Representative] = {}
-        self.ahead = False  # whether the start of the text was explored (``lookahead.look_ahead``)
+        self.ahead = False  # whether the start of the text was explored (``feasibility.look_ahead``)
         self.size = self._lexer  # bytes, approximately
 
     @property
@@ -248,28 +253,28 @@ class ParserStateCache:
             at = queue.popleft()
             forced = self.lexicon.cover(at.matcher.forced())
             for step in [forced] if forced else self._apart(at):
-                behind = self.after_all(at, step) if forced else self.after(at, step[0])
-                if behind is None or behind in ways:
+                next_state = self.after_all(at, step) if forced else self.after(at, step[0])
+                if next_state is None or next_state in ways:
                     continue
-                ways[behind] = (*ways[at], *step)
-                if behind.accepting:
-                    return ways[behind]
-                queue.append(behind)
+                ways[next_state] = (*ways[at], *step)
+                if next_state.accepting:
+                    return ways[next_state]
+                queue.append(next_state)
         return None
 
     def _apart(self, state: ParserState) -> list[list[int]]:
         """Closers allowed at ``state``, one for each class of texts after them."""
         closers, spelled = self.lexicon.closers, self.lexicon.spelled
         alike = None if state.prefix_class is None else self._classes.alike(state.prefix_class)
-        steps, told = dict[Hashable, list[int]](), set[int]()
+        steps, seen = dict[Hashable, list[int]](), set[int]()
         for token in closers[state.matcher.among(closers)].tolist():
             text = spelled[token]
             number = None if alike is None or len(text) > 1 else alike[text[0]]
-            if number in told:
+            if number in seen:
                 continue
             prefix_class = self._class_after(state.prefix_class, text)
             if prefix_class is not None and number is not None:
-                told.add(number)
+                seen.add(number)
             steps.setdefault(token if prefix_class is None else (prefix_class,), [token])
         return list(steps.values())
 
@@ -315,3 +320,31 @@ def _follows(matcher: Matcher) -> list[int]:
     """A token that is allowed, if there is one."""
     found: list[int] = bitmask.ids(matcher.mask())[:1].tolist()
     return found
+
+
+class SharedParserStates:
+    """The states of grammars over one vocabulary, of those asked for last; may be called from any thread."""
+
+    def __init__(self, lexicon: Lexicon, limit: int = SHARED_LIMIT) -> None:
+        self._lexicon, self._limit = lexicon, limit
+        #: The cache, and the bytes of its parsers.
+        self._states: OrderedDict[tuple[str, bytes], tuple[ParserStateCache, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, grammar: Grammar, cache: str = "") -> ParserStateCache:
+        """The states of ``grammar``, the same for each request of the tenants of ``cache`` while they are kept."""
+        key = cache, hashlib.sha256(grammar.source.encode()).digest()
+        with self._lock:
+            if key not in self._states:
+                parsers = 2 * (_PARSER + _GRAMMAR_BYTE * len(grammar.source))  # one of them is no request's
+                states = ParserStateCache(self._lexicon, grammar.classes, lambda: grammar.apart().start())
+                self._states[key] = states, parsers
+            self._states.move_to_end(key)
+            while len(self._states) > 1 and self.used > self._limit:
+                self._states.popitem(last=False)
+            return self._states[key][0]
+
+    @property
+    def used(self) -> int:
+        """About so many bytes are kept."""
+        return sum(parser + states.size for states, parser in self._states.values())

@@ -1,9 +1,9 @@
 """Prefix equivalence: two texts are equivalent if every continuation of one is a continuation of the other.
 
-A document under a schema is judged by the satisfaction of a few conditions on each string and number in it. So two
-beginnings are alike if they have the same structure, and strings and numbers that fare alike under every condition of
-the whole schema, wherever it stands. That is finer than what a parser could say, and it is sound: the search for the
-shortest answer (``search.shortest_completion``) goes on from one of those that are alike.
+Whether a document is valid under a schema depends on its structure and on a few conditions on each string and number in
+it. So two prefixes are equivalent if they have the same structure, and their strings and numbers satisfy the same
+conditions out of all of the schema's. That is finer than the equivalence of parser states, and sound: searches
+(``search.shortest_completion``) continue from one prefix of each class.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DistinctTexts:
 
 
 def prefix_classes(grammar: str) -> PrefixClasses:
-    """The classes of the beginnings of sentences of ``grammar`` (of ``constraint.grammar``)."""
+    """Prefix classes of the sentences of ``grammar`` (of ``compile.grammar``)."""
     if len(grammar) > _LONGEST:
         return DistinctTexts()
     try:
@@ -144,12 +144,12 @@ class Matches:
         """Nothing is known."""
 
 
-#: Where a beginning ends: the number of what is open around it (``_Open``), which of these it stands in, and the class
-#: of the scalar so far.
+#: The state at the end of a prefix: the number of its open containers (``_Open``), the kind of value it ends in, and
+#: the class of the scalar so far.
 _Place = tuple[int, int, int]
 _BETWEEN, _STRING, _NUMBER, _LITERAL = range(4)
-#: An open array or object: the number of what is open around it, its bracket, the number of what stood in it, the
-#: latest sign there, spaces aside, and whether a space is the last of all: once more follows, nothing asks for it.
+#: An open array or object: the number of the containers around it, its bracket, the number of its content so far, the
+#: latest sign in it, and whether a space is the last character.
 _Open = tuple[int, int, int, int, bool]
 
 
@@ -159,8 +159,8 @@ class Documents:
     def __init__(self, schema: Any) -> None:
         conditions = Conditions.of(schema)
         self._strings, self._numbers = Strings(conditions), Numbers(conditions)
-        # A value that is over is of no more interest, unless it tells which of several schemas is the one.
-        self._telling = any(
+        # The content of a complete value matters only where it decides which of several schemas applies.
+        self._distinguishing = any(
             "anyOf" in node or node.get(DISTINCT) or _nested(node.get("enum")) for node in nodes(schema)
         )
         self._places, self._opened, self._histories, self._literals = (_Numbered() for _ in range(4))
@@ -188,9 +188,9 @@ class Documents:
         return mode == _STRING
 
     def inside(self, prefix_class: int) -> tuple[Scalar, int] | None:
-        """As ``PrefixClasses.inside``: values of an object or array that say nothing about other values."""
+        """As ``PrefixClasses.inside``: values of an object or array that do not constrain other values."""
         around, mode, _scalar = self._places.keys[prefix_class]
-        if self._telling or mode not in (_STRING, _NUMBER):
+        if self._distinguishing or mode not in (_STRING, _NUMBER):
             return None
         if mode == _NUMBER:
             return Scalar.NUMBER, around
@@ -238,7 +238,7 @@ class Documents:
 
     def _valued(self, around: int, prefix_class: Hashable) -> int:
         """What is open after a value of class ``prefix_class``."""
-        return self._noted(around, ("value", prefix_class if self._telling else None), 0)
+        return self._noted(around, ("value", prefix_class if self._distinguishing else None), 0)
 
     def _noted(self, around: int, more: Hashable, sign: int) -> int:
         outer, bracket, history, _sign, _space = self._opened.keys[around]

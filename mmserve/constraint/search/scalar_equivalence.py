@@ -1,6 +1,6 @@
-"""What a schema says of strings and numbers, and the classes of those that fare alike under all of it.
+"""A schema's conditions on strings and numbers, and the equivalence classes of strings and numbers under them.
 
-Classes are numbers, made as they are asked for, and what is after a byte depends on the class alone: it is found once.
+Classes are numbered as they are reached. The class after a byte depends on the class before it alone, and is cached.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from mmserve.constraint.compile.derivatives import DEAD, Automaton
 
-#: What ``after`` says where a string or a number is over.
+#: Result of ``after`` at the end of a string or a number.
 OVER = -1
 
 _QUOTE = ord('"')
-_APART = frozenset(b'"\\')  # what does not stand for itself in a string
+_APART = frozenset(b'"\\')  # not literal in a JSON string
 _EACH = range(256)
 _NUMERIC = frozenset(b"0123456789+-.eE")
 _ESCAPES = {b"\\" + bytes([sign]): char for sign, char in zip(b'"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True)}
@@ -27,7 +27,7 @@ _ESCAPES = {b"\\" + bytes([sign]): char for sign, char in zip(b'"\\/bfnrt', '"\\
 
 @dataclass(frozen=True)
 class Conditions:
-    """Everything that a schema says of strings and numbers, wherever it says it."""
+    """All conditions of a schema on strings and numbers, of all its subschemas."""
 
     patterns: tuple[str, ...]
     lengths: tuple[int, ...]  # characters from which on a condition holds, or no longer holds; ascending
@@ -43,7 +43,7 @@ class Conditions:
         patterns, lengths, words = set[str](), set[int](), set[str]()
         bounds, numbers = set[tuple[str, str]](), set[str]()
         counted = False
-        for node in nodes(schema):  # a property may have a keyword's name: what it says then is of another type
+        for node in nodes(schema):  # a property may have a keyword's name: its value then has another type
             words.update(node.get("properties", ()), node.get("required", ()))
             patterns.update(node.get("patternProperties", ()))
             patterns.update(found for found in [node.get("pattern")] if isinstance(found, str))
@@ -78,7 +78,7 @@ class _String(NamedTuple):
 
 
 class Strings:
-    """Classes of strings that go on; 0 is that of the empty one. Bytes are what stands after the opening quote."""
+    """Classes of open strings, by their bytes after the opening quote; 0 is the class of the empty string."""
 
     def __init__(self, conditions: Conditions) -> None:
         self._conditions = conditions
@@ -87,7 +87,7 @@ class Strings:
         self._number: dict[_String, int] = {}
         self._strings: list[_String] = []
         self._moves: list[dict[int, int]] = []
-        self._told: list[Sequence[int]] = []  # bytes that one move stands for, by their numbers here
+        self._groups: list[Sequence[int]] = []  # by byte, the group of bytes with the same transition
         self._alike = _alike({bound for pattern in self._patterns for bound in pattern.bounds})
         begun = tuple((n, 0) for n in range(len(self._patterns)))
         self._of(_String("" if "" in conditions.prefixes else None, begun, 0, b""))
@@ -97,18 +97,18 @@ class Strings:
 
         Raises ``ValueError`` where it is unknown, or there is no such string.
         """
-        moves, told = self._moves[string], self._told[string][byte]
-        found = moves.get(told)
+        moves, group = self._moves[string], self._groups[string][byte]
+        found = moves.get(group)
         if found is None:
-            found = moves[told] = self._next(self._strings[string], byte)
+            found = moves[group] = self._next(self._strings[string], byte)
         return found
 
     def alike(self, string: int) -> Sequence[int]:
         """A number for each byte: those of one number lead from class ``string`` to one class."""
-        return self._told[string]
+        return self._groups[string]
 
     def closed(self, string: int) -> Hashable:
-        """What tells a string that is over from others."""
+        """The class of a closed string."""
         word, states, length, _tail = self._strings[string]
         ends = tuple(n for n, state in states if self._patterns[n].ends(state))
         return word if word in self._conditions.words else None, ends, bisect_right(self._conditions.lengths, length)
@@ -142,7 +142,7 @@ class Strings:
         if found == len(self._strings):
             self._strings.append(string)
             self._moves.append({})
-            self._told.append(_EACH if string.tail or string.word is not None else self._alike)
+            self._groups.append(_EACH if string.tail or string.word is not None else self._alike)
         return found
 
 
@@ -187,7 +187,7 @@ class Numbers:
 
 
 def _alike(bounds: set[int]) -> list[int]:
-    """A number for each byte, the same for signs that stand for themselves between two of ``bounds``."""
+    """A number for each byte, the same for literal characters between two of ``bounds``."""
     ordered = sorted(bounds)
     return [256 + bisect_right(ordered, i) if 0x20 <= i < 0x80 and i not in _APART else i for i in range(256)]
 
@@ -219,7 +219,7 @@ def _digits(number: float) -> tuple[str, str]:
 
 
 def _relation(digits: str, point: str, part: str, bound: tuple[str, str]) -> int:
-    """Where the digits so far stand to a bound's, as far as both have them: below, beside or above it."""
+    """-1, 0 or 1: the digits so far are below, equal to or above a bound's, as far as both have digits."""
     whole, rest = bound
     if not point:
         begun = whole[: len(digits)]

@@ -1,22 +1,35 @@
 """The shortest completion of a text, in tokens.
 
-The exact search tries every token that may follow, level by level, and goes on from one of the states that the
-constraint cannot tell apart (``prefix_equivalence``). It gives up when it has tried very many tokens; then the
-shortest completion that ``completion`` finds is an upper bound, and one that is known to exist.
+``find_completion`` runs the exact search first (``completion.exact_completion``). Where its work is exhausted, the
+shortest completion found over bytes is an upper bound that is known to exist; local search (``shorten``) shortens it by
+one change of a choice at a time. Long answers are repetitive: a state whose surrounding tokens were seen before is
+skipped, and a change that saves tokens is applied to all its occurrences at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from mmserve.constraint.compile.wire import Completion
-from mmserve.constraint.search.completion import Walk, Work, after, cheapest, completes, walk
-from mmserve.constraint.search.lexicon import Lexicon
-from mmserve.constraint.search.local_search import shorten
+from mmserve.constraint.search import bitmask
+from mmserve.constraint.search.completion import (
+    BYTE,
+    FORK,
+    MASK,
+    Walk,
+    Work,
+    after,
+    cheapest,
+    completes,
+    exact_completion,
+    onward,
+    walk,
+)
 from mmserve.constraint.search.matcher import Matcher
 from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
+from mmserve.constraint.search.vocabulary import Lexicon
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ def find_completion(
         begun: a completion that is known, which such a search makes shorter.
     """
     effort = effort or Effort()
-    exact, at_least = _by_tokens(
+    exact, at_least = exact_completion(
         matcher, lexicon, DistinctTexts(), effort.exact_tokens, effort.exact_tokens, within=within
     )
     if exact is not None:
@@ -67,7 +80,7 @@ def find_completion(
     if bound is not None and len(bound) <= max(at_least, room):
         return Completion(bound, len(bound) <= at_least)
     try:
-        exact, far = _by_tokens(matcher, lexicon, classes(), effort.patient_tokens, effort.patient_places, bound)
+        exact, far = exact_completion(matcher, lexicon, classes(), effort.patient_tokens, effort.patient_places, bound)
     except ValueError:  # too much for the classes
         far = at_least
     at_least = max(at_least, far)
@@ -91,7 +104,7 @@ def _bound(
     )
     if found is not None and completes(matcher, found):
         return tuple(found)
-    # a grammar that speaks of tokens rather than bytes may not take another spelling of the same text
+    # a grammar over tokens rather than bytes may not allow another tokenization of the same text
     return None if begun is None else begun.tokens
 
 
@@ -113,51 +126,259 @@ def _searched(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> list[int] |
     return None
 
 
-def _by_tokens(
-    matcher: Matcher,
-    lexicon: Lexicon,
-    classes: PrefixClasses,
-    most: int,
-    states: int,
-    bound: tuple[int, ...] | None = None,
-    *,
-    within: int | None = None,
-) -> tuple[tuple[int, ...] | None, int]:
-    """A completion of the least length, or None and a length below which there is none.
+#: Long tokens tried at a choice.
+_FILLERS = 3
+#: Tokens of the old completion that a detour may skip, and steps that it may take before it joins it again.
+_NEAR, _STEPS = 48, 12
+#: Tokens around a state by which similar states are found, and with which a joined completion is tested first.
+_AROUND = 16
+#: Tokens next to a change that may merge with it into longer ones.
+_SEAM = 6
 
-    ``most`` tokens are tried, at ``states``; none farther on than would be shorter than the completion ``bound``, and
-    none longer than ``within`` tokens.
+
+@dataclass(frozen=True)
+class _Detour:
+    """Tokens that replace those of a walk from a choice to ``end``."""
+
+    tokens: tuple[int, ...]
+    choices: tuple[int, ...]  # among them
+    end: int
+    saved: int  # tokens, one at least
+
+
+def shorten(begun: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, *, alternatives: int) -> list[int]:
+    """Fewest tokens found for ``begun``, or for a way that differs from it: its choices are gone through, first for
+    ways that soon join the old one again, then for any.
+
+    ``matcher``: where ``begun`` begins. ``alternatives``: tokens tried at a choice.
     """
-    if matcher.accepting:
-        return (), 0
-    level: list[tuple[Hashable, Matcher, tuple[int, ...]]] = [(classes.start(), matcher, ())]
-    seen = {classes.start()}
-    depth = 0
-    while level:
-        if bound is not None and depth + 1 == len(bound):
-            return bound, depth + 1
-        if depth == within:
-            return None, depth + 1
-        reached = list[tuple[Hashable, Matcher, tuple[int, ...], list[int]]]()
-        for prefix_class, before, tokens in level:
-            at = after(before, tokens[-1:])
-            if at is None:  # the parser's limits: nothing is known beyond
-                return None, depth
-            allowed = at.allowed()
-            most -= len(allowed)
-            if most < 0:
-                return None, depth + 1
-            reached.append((prefix_class, at, tokens, allowed.tolist()))
-        level, depth = [], depth + 1
-        for prefix_class, at, tokens, follow in reached:
-            if len(seen) > states:
-                return None, depth
-            for token in follow:
-                grown = classes.after(prefix_class, lexicon.spelled[token])
-                if grown not in seen:
-                    seen.add(grown)
-                    level.append((grown, at, (*tokens, token)))
-        for _class_after, before, tokens in level:
-            if before.ends(tokens[-1:]):  # a fork for each would take ten times as long
-                return (tokens, depth) if completes(before, tokens[-1:]) else (None, depth)
-    return None, 0
+    best = _by_detours(begun, matcher, lexicon, work, alternatives)
+    best = _by_walks(best, matcher, lexicon, work, alternatives)
+    return min((_fewest(way, lexicon) for way in (best, begun)), key=len)
+
+
+def _fewest(way: Walk, lexicon: Lexicon) -> list[int]:
+    return lexicon.cover(lexicon.text(way.tokens)) or list(way.tokens)
+
+
+@dataclass
+class _Along:
+    """Goes along a way, which may change after the choice that it is at, from choice to choice unlike those before."""
+
+    at: Matcher  # before token ``done``
+    work: Work
+    n: int = 0  # the choice to go to
+    done: int = 0
+    seen: set[tuple[int, ...]] = field(default_factory=set)
+
+    def state(self, way: Walk) -> int | None:
+        """Where choice ``n`` or the next that is unlike is, and ``at`` then; None after the last of them, or where the
+        work or the parser's limits are at their end."""
+        while self.n < len(way.choices) and self.work.left:
+            state = way.choices[self.n]
+            if not self._known(way.tokens, state):
+                moved = after(self.at, way.tokens[self.done : state])
+                if moved is None:
+                    return None
+                self.work.read(state - self.done)
+                self.at, self.done = moved, state
+                return state
+            self.n += 1
+        return None
+
+    def _known(self, tokens: tuple[int, ...], state: int) -> bool:
+        around = (*tokens[max(0, state - _AROUND) : state], -1, *tokens[state : state + _AROUND])
+        known = around in self.seen
+        self.seen.add(around)
+        return known
+
+
+def _by_detours(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alternatives: int) -> Walk:
+    along = _Along(matcher.fork(), work)
+    while (state := along.state(best)) is not None:
+        others = _others(along.at, lexicon, best.tokens[state:], alternatives, work)
+        detours = [_near(best, state, along.at, token, lexicon, work) for token in others]
+        most = max((detour for detour in detours if detour is not None), key=lambda each: each.saved, default=None)
+        if most is None:
+            along.n += 1
+        else:
+            best = _everywhere(best, along.n, most, along.at, work)
+    return best
+
+
+def _near(best: Walk, state: int, at: Matcher, token: int, lexicon: Lexicon, work: Work) -> _Detour | None:
+    """A shorter way that leaves ``best`` at ``state``, where ``at`` is, by ``token``, and soon joins it again."""
+    fork = after(at, [token])
+    tokens, choices = [token], [0]
+    for _ in range(_STEPS):
+        if fork is None or not work.spend(FORK + MASK):
+            return None
+        ends = _joins(fork, best.tokens, state, work)
+        if ends:
+            way = _Detour(tuple(tokens), tuple(choices), state, 0)
+            return _farthest(fork, best.tokens, way, ends, lexicon, work)
+        step, chosen = onward(fork, lexicon, tokens)
+        if not step:
+            return None
+        if chosen:
+            choices.append(len(tokens))
+        fork = after(fork, step)
+        tokens += step
+    return None
+
+
+def _joins(fork: Matcher, tokens: tuple[int, ...], state: int, work: Work) -> list[int]:
+    """The positions of the old way, after ``state`` and near it, from which on its next tokens may follow ``fork``."""
+    near = tokens[state + 1 : state + _NEAR + 1]
+    follow = {token for token in set(near) if fork.valid([token])}  # a mask of all tokens takes longer, or far longer
+    found = list[int]()
+    for end, token in enumerate(near, state + 1):
+        if token in follow:
+            rest = list(tokens[end : end + _AROUND])
+            reach = fork.valid(rest)
+            work.read(reach)
+            if reach == len(rest):
+                found.append(end)
+    if state + _NEAR >= len(tokens) and fork.accepting:
+        found.append(len(tokens))
+    return found
+
+
+def _farthest(
+    fork: Matcher, old: tuple[int, ...], way: _Detour, ends: list[int], lexicon: Lexicon, work: Work
+) -> _Detour | None:
+    """``way``, which ends where it begins, up to one of ``ends``, which ascend: all of the ``old`` way may follow
+    ``fork`` from there on, and something is saved.
+
+    It is looked for by halves: the farther, the more is saved, and from some end on too much is left out, as where
+    items are counted.
+    """
+    state, found = way.end, None
+    low, high = 0, len(ends)
+    while low < high and work.left:
+        middle = (low + high) // 2 if high < len(ends) else high - 1
+        end = ends[middle]
+        saved = _saved(old, state, end, way.tokens, lexicon, work)
+        if saved > 0 and _follows(fork, old[end:], work):
+            found = replace(way, end=end, saved=saved)
+        if saved > 0 and (found is None or found.end < end):
+            high = middle
+        else:
+            low = middle + 1
+    return found
+
+
+def _follows(fork: Matcher, tokens: tuple[int, ...], work: Work) -> bool:
+    """As ``completes``."""
+    reach = fork.valid(tokens)
+    work.read(FORK + reach)
+    if reach < len(tokens):
+        return False
+    work.read(reach)
+    end = after(fork, tokens)
+    return end is not None and end.accepting
+
+
+def _saved(old: tuple[int, ...], state: int, end: int, new: tuple[int, ...], lexicon: Lexicon, work: Work) -> int:
+    """How many tokens the text loses with ``new`` in place of those from ``state`` to ``end``."""
+    left, right = old[max(0, state - _SEAM) : state], old[end : end + _SEAM]
+    texts = [lexicon.text((*left, *middle, *right)) for middle in (old[state:end], new)]
+    work.read(BYTE * sum(map(len, texts)))
+    before, now = map(lexicon.cover, texts)
+    return 0 if before is None or now is None else len(before) - len(now)
+
+
+def _everywhere(best: Walk, n: int, detour: _Detour, at: Matcher, work: Work) -> Walk:
+    """``best`` with ``detour`` at its choice ``n``, where ``at`` is, and wherever else it may be, if it may there."""
+    state = best.choices[n]
+    for beside in (0, 1):
+        states = _alike(best.tokens, state, detour.end, beside)
+        if len(states) > 1 and work.left:
+            found = _replaced(best, states, detour)
+            if _follows(at, found.tokens[state:], work):
+                return found
+    return _replaced(best, [state], detour)
+
+
+def _alike(tokens: tuple[int, ...], state: int, end: int, beside: int) -> list[int]:
+    """``state``, and all later positions of the tokens from there to ``end`` that are followed by the same token and
+    preceded by the same ``beside`` tokens."""
+    size, left = end - state, max(0, state - beside)
+    wanted = tokens[left : end + 1]
+    states, i = [state], end
+    while i < len(tokens):
+        if tokens[i] == tokens[state] and tokens[i - (state - left) : i + len(wanted) - (state - left)] == wanted:
+            states.append(i)
+            i += size
+        else:
+            i += 1
+    return states
+
+
+def _replaced(best: Walk, states: list[int], detour: _Detour) -> Walk:
+    """``best`` with ``detour``, which begins at the first of ``states``, at each of them; they ascend."""
+    size = detour.end - states[0]
+    tokens, choices = list[int](), list[int]()
+    done, old = 0, iter((*best.choices, len(best.tokens)))
+    choice = next(old)
+    for state in (*states, len(best.tokens)):
+        while choice < state:
+            if choice >= done:
+                choices.append(choice - done + len(tokens))
+            choice = next(old)
+        tokens += best.tokens[done:state]
+        if state < len(best.tokens):
+            choices += [len(tokens) + i for i in detour.choices]
+            tokens += detour.tokens
+            done = state + size
+    return Walk(tuple(tokens), tuple(choices))
+
+
+def _by_walks(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alternatives: int) -> Walk:
+    """The same with completions that do not join the old one."""
+    length, along = len(_fewest(best, lexicon)), _Along(matcher.fork(), work)
+    while along.state(best) is not None:
+        for other in _walked(best, along.n, along.at, lexicon, work, alternatives):
+            work.read(BYTE * len(lexicon.text(other.tokens)))
+            size = len(_fewest(other, lexicon))
+            if size < length:
+                best, length = other, size
+                break
+        else:
+            along.n += 1
+    return best
+
+
+def _walked(best: Walk, n: int, at: Matcher, lexicon: Lexicon, work: Work, alternatives: int) -> Iterator[Walk]:
+    state = best.choices[n]
+    for token in _others(at, lexicon, best.tokens[state:], alternatives, work):
+        if not work.spend(FORK):
+            return
+        fork = after(at, [token])
+        way = None if fork is None else walk(fork, lexicon, work)
+        if way is not None:
+            before = (*best.tokens[:state], token)
+            later = tuple(len(before) + i for i in way.choices)
+            yield Walk((*before, *way.tokens), best.choices[: n + 1] + later)
+
+
+def _others(at: Matcher, lexicon: Lexicon, rest: tuple[int, ...], count: int, work: Work) -> list[int]:
+    """Up to ``count`` tokens besides the one taken, and a few long ones.
+
+    A byte after which the rest of the way is still open has led no farther: more of a string, mostly. One is enough.
+    """
+    found: list[int] = []
+    idle, ahead = 0, list(rest[:_AROUND])
+    mask = at.mask()
+    work.read(MASK)
+    for token in lexicon.closers[bitmask.has(mask, lexicon.closers)].tolist():
+        if token == rest[0] or len(found) == count or not work.left:
+            continue
+        reach = at.valid([token, *ahead])
+        work.read(reach)
+        if reach == len(ahead) + 1:
+            idle += 1
+            if idle > 1:
+                continue
+        found.append(token)
+    return found + lexicon.fillers[bitmask.has(mask, lexicon.fillers)][:_FILLERS].tolist()

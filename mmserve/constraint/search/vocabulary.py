@@ -1,4 +1,4 @@
-"""A model's tokens as bytes, and as the token trie of llguidance."""
+"""A model's tokens: their bytes, llguidance's token trie of them, and the fewest tokens that spell a text."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
+
+from mmserve.constraint.search import bitmask
 
 #: Longest token, in bytes, that a constrained text may have: the trie of llguidance 1.9 panics at very long ones.
 LONGEST = 32
 
-#: Characters of a JSON string that stand for themselves.
+#: Characters that are written in a JSON string without an escape.
 _PLAIN = r'[^"\\\x00-\x1F\x7F]'
 #: Tokens that llguidance decides on all at once where a text may hold any of them, those of the first expression that
 #: matches them first. Steps of length are for texts with little room left, words for names, addresses and URIs: of
-#: 126,000 tokens, masks take a third of what they take with llguidance's own. It judges by form: words must be written
-#: as they are here, what they stand in begin with what repeats, and none overlap as words and digits would with words.
+#: 126,000 tokens, masks take a third of what they take with llguidance's own. llguidance compares expressions by form:
+#: words must be written as they are here, an expression must begin with its repeated part, and none may overlap.
 _SLICES = (
     *(rf"[A-Za-z][A-Za-z]{{0,{longest - 1}}}" for longest in (4, 8, 12, 20)),
     r"[\x20\x0A\x0D\x09]+",
     *(rf"{_PLAIN}{{1,{longest}}}" for longest in (4, 8, 12, 16, 20, LONGEST)),
     rf"{_PLAIN}+",
 )
-
-
-#: Tokens that are asked for one by one: to ask for their next bytes first takes longer.
+#: Texts tried first for a short completion: what closes JSON values, then the shortest values.
+_CLOSERS = ('"', "}", "]", ",", "0", "null", "true", '""', "[]", "{}", "{", "[", ":", "1", "-", ".", "a", " ", "e")
+#: Bytes that numbers consist of.
+_NUMERIC = b"0123456789+-.eE"
+#: Length in bytes and number of texts whose tokens are cached.
+_BRIEF, _KNOWN = 32, 4096
+#: Number of candidates up to which each is validated; above, candidates are first filtered by their next byte.
 _MANY = 16
 
 
@@ -85,10 +92,10 @@ class Vocabulary:
         return [token for end in ends for token in self._ids.get(text[:end], ())]
 
     def beginning_with(self, text: bytes, follows: Callable[[list[int]], bool]) -> list[int]:
-        """Tokens that begin with ``text``, of those for whose next byte ``follows`` says yes.
+        """Tokens that begin with ``text`` and for whose next byte ``follows`` returns true.
 
-        It is asked once a byte, of tokens of one byte each that spell ``text`` and that byte; where there are no such
-        tokens, or few that begin with ``text``, the answer counts as yes.
+        It is called once a byte, with one-byte tokens that spell ``text`` and that byte. Where there are none, or few
+        tokens begin with ``text``, none is filtered.
         """
         at, found, size = bisect_left(self._sorted, text), list[int](), len(text)
         end = bisect_left(self._sorted, text + b"\xff" * LONGEST)
@@ -108,11 +115,11 @@ class Vocabulary:
 
 
 class _Source:
-    """What llguidance asks of a tokenizer."""
+    """A tokenizer in the form that llguidance's ``TokenizerWrapper`` takes."""
 
     def __init__(self, token_bytes: Sequence[bytes], end_ids: list[int], tokenizer: Tokenizer | None) -> None:
         self.eos_token_id, self.bos_token_id = end_ids[0], None
-        # 0xFF stands in no UTF-8 text: it marks a token as special, whose name is then spelled out
+        # 0xFF is in no UTF-8 text: llguidance takes tokens that begin with it as special
         self.tokens = [b or b"\xff[%d]" % i for i, b in enumerate(token_bytes)]
         self.special_token_ids = [i for i, b in enumerate(token_bytes) if not b]
         self._special = frozenset(self.special_token_ids)
@@ -132,8 +139,8 @@ class _Source:
 def spell(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes of each id, empty for special tokens and for ids without a token.
 
-    The alphabet of byte-level BPE is that of GPT-2 (``openai/gpt-2``, ``src/encoder.py``): printable bytes stand for
-    themselves, the others for code points from 256 on.
+    The alphabet of byte-level BPE is that of GPT-2 (``openai/gpt-2``, ``src/encoder.py``): printable bytes are
+    themselves, the others are code points from 256 on.
     """
     plain: dict[str, Any] = json.loads(tokenizer.to_str())
     special = {added["id"]: added for added in plain["added_tokens"]}
@@ -165,3 +172,118 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The roles of tokens in JSON's strings and numbers."""
+
+    quotes: tuple[int, ...]  # tokens that begin with a quote, the shortest first
+    digits: tuple[int, ...]  # single bytes of numbers
+    opening: np.ndarray  # a ``bitmask``: a quote, more after it, and no other quote
+    numeric: np.ndarray  # a ``bitmask``: several bytes of a number and nothing else
+    counting: np.ndarray  # bool [V]: tokens that begin with a byte of a number
+    after_strings: tuple[bytes, ...]  # what tokens hold after a quote
+    after_numbers: tuple[bytes, ...]  # what tokens that begin as numbers do hold after the number
+
+    @classmethod
+    def of(cls, token_bytes: Sequence[bytes]) -> Scalars:
+        """Those of a vocabulary: ``token_bytes`` of each id, empty for special tokens."""
+        opening, numeric, counting = (np.zeros(len(token_bytes), bool) for _ in range(3))
+        quotes, digits = list[int](), list[int]()
+        after_strings, after_numbers = set[bytes](), set[bytes]()
+        for i, b in enumerate(token_bytes):
+            rest = b.lstrip(_NUMERIC)
+            counting[i] = len(rest) < len(b)
+            if rest and counting[i]:
+                after_numbers.add(rest)
+            elif counting[i]:
+                numeric[i] = len(b) > 1
+                digits += [i] * (len(b) == 1)
+            if b'"' in b:
+                after_strings.update(b[n + 1 :] for n in range(len(b) - 1) if b[n : n + 1] == b'"')
+                if b[:1] == b'"':
+                    quotes.append(i)
+                    opening[i] = len(b) > 1 and b.count(b'"') == 1
+        quotes.sort(key=lambda i: len(token_bytes[i]))
+        return cls(
+            tuple(quotes),
+            tuple(digits),
+            bitmask.of(np.flatnonzero(opening).tolist(), len(token_bytes)),
+            bitmask.of(np.flatnonzero(numeric).tolist(), len(token_bytes)),
+            counting,
+            tuple(sorted(after_strings)),
+            tuple(sorted(after_numbers)),
+        )
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """The tokens of a vocabulary by their bytes; built once for a model."""
+
+    ids: dict[bytes, int]
+    content: frozenset[int] = field(repr=False)  # tokens with bytes
+    spelled: Sequence[bytes]  # of each id; empty for special tokens
+    prefixes: frozenset[bytes]  # of all tokens
+    closers: np.ndarray  # int64: single bytes and short texts, those that close JSON first
+    fillers: np.ndarray  # int64: long tokens of letters and digits, longest first, for texts that must be long
+    scalars: Scalars = field(repr=False)
+    _known: dict[bytes, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, token_bytes: Sequence[bytes]) -> Lexicon:
+        """The lexicon of a vocabulary: ``token_bytes`` of each id, empty for special tokens."""
+        ids: dict[bytes, int] = {}
+        for i, spelled in enumerate(token_bytes):
+            if spelled:
+                ids.setdefault(spelled, i)
+        first = [text.encode() for text in _CLOSERS]
+        printable = [bytes([b]) for b in (*range(0x20, 0x7F), *range(0x20), *range(0x7F, 0x100))]
+        order = dict.fromkeys(b for b in (*first, *printable) if b in ids)
+        closers = np.array([ids[b] for b in order], np.int64)
+        # one token of each length and kind is enough
+        long = {(len(b), b.isdigit(), b.islower()): i for b, i in ids.items() if len(b) > 1 and b.isalnum()}
+        fillers = [long[key] for key in sorted(long, reverse=True)]
+        prefixes = frozenset(b[:n] for b in ids for n in range(1, len(b) + 1))
+        content = frozenset(i for i, spelled in enumerate(token_bytes) if spelled)
+        return cls(ids, content, token_bytes, prefixes, closers, np.array(fillers, np.int64), Scalars.of(token_bytes))
+
+    def text(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of ``tokens``."""
+        return b"".join([self.spelled[token] for token in tokens])
+
+    def cover(self, text: bytes) -> list[int] | None:
+        """The fewest tokens that spell ``text``; None where none do."""
+        if not text:
+            return []
+        if len(text) > _BRIEF:
+            return self._covered(text)
+        known = self._known.get(text)  # a search asks for the same few texts again and again
+        if known is None:
+            known = self._covered(text)
+            if known is None:
+                return None
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            self._known[text] = known
+        return known.copy()
+
+    def _covered(self, text: bytes) -> list[int] | None:
+        size = len(text)
+        costs, start_of = [0] + [size + 1] * size, [0] * (size + 1)
+        for start in range(size):
+            cost = costs[start] + 1
+            for end in range(start + 1, size + 1):
+                piece = text[start:end]
+                if piece not in self.prefixes:
+                    break
+                if cost < costs[end] and piece in self.ids:
+                    costs[end], start_of[end] = cost, start
+        if costs[size] > size:
+            return None
+        tokens: list[int] = []
+        end = size
+        while end:
+            tokens.append(self.ids[text[start_of[end] : end]])
+            end = start_of[end]
+        return tokens[::-1]

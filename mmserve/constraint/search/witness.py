@@ -15,15 +15,14 @@ import numpy as np
 
 from mmserve.constraint.compile.wire import Completion, FirstAnswers
 from mmserve.constraint.search.beam import Beam, Path, best_path
-from mmserve.constraint.search.closing import Closing
 from mmserve.constraint.search.completion import completes
+from mmserve.constraint.search.feasibility import SPARE, Closing, SearchTimeout, look_ahead
 from mmserve.constraint.search.lattice import TopK, build_lattice
-from mmserve.constraint.search.lexicon import Lexicon
-from mmserve.constraint.search.lookahead import SPARE, SearchTimeout, look_ahead
 from mmserve.constraint.search.matcher import Constraint, Matcher
 from mmserve.constraint.search.parser_states import ParserBudgetExhausted, ParserStateCache
 from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
 from mmserve.constraint.search.shortest_completion import Effort, find_completion
+from mmserve.constraint.search.vocabulary import Lexicon
 
 #: Completions that a request remembers.
 _REMEMBERED = 8
@@ -173,18 +172,18 @@ def improve(
     if witness.known >= block_end or witness.known > witness.length:
         return witness, Outcome.FOUND  # after the block's end, or an end that is final, nothing is open
     committed = np.flatnonzero(known >= 0)
-    ended = committed[np.isin(known[committed], list(witness.ends))]  # after the first nothing else may stand
+    ended = committed[np.isin(known[committed], list(witness.ends))]  # only end tokens may follow the first
     farthest = ended[:1] if len(ended) else committed[-1:]
     horizon = max([block_end, *(int(position) + 1 for position in farthest)])
     answer = witness.tokens[: witness.length].tolist()
     laid = build_lattice(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     deadline = clock() + seconds
     before, follows = answer[: witness.known], answer[witness.known :][:1]
-    told = lexicon.text(before)
+    prefix = lexicon.text(before)
 
     def searched(mine: ParserStateCache) -> tuple[Path | None, Closing]:
         closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_completion)
-        root = mine.locate(told, lambda: mine.own_matcher(before) or witness.matcher.fork(), follows)
+        root = mine.locate(prefix, lambda: mine.own_matcher(before) or witness.matcher.fork(), follows)
         return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
 
     def within_budget(mine: ParserStateCache) -> tuple[Path | None, Closing] | None:

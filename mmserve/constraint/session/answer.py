@@ -1,47 +1,53 @@
-"""The answer of one sample under a constraint: its witness, and guarded calls of the parser.
+"""The answer of one sample under a constraint: its witness, guarded calls of the parser, and the final validation.
 
 A parser that raises or panics in the middle of an answer is not called again: the answer is finished from the witness.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import jsonschema_rs
 import numpy as np
 
+from mmserve.constraint.compile.document import meant
+from mmserve.constraint.findings import Finding, child
 from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.completion import after
 from mmserve.constraint.search.concatenation import Concatenation
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Matcher
 from mmserve.constraint.search.parser_states import ParserStateCache
+from mmserve.constraint.search.vocabulary import Lexicon
 from mmserve.constraint.search.witness import Outcome, Witness, follow, improve
-from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.meter import Meter, metered
 from mmserve.constraint.session.sampling import RejectionSampler, SampledRun, SampleState
 from mmserve.constraint.session.top_k import TopKObserver
+from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
+from mmserve.errors import FailedPrecondition, InvalidArgument
 
 logger = logging.getLogger("mmserve.decode")
 
 #: Positions of a canvas that one search covers: this bounds its work independently of time.
 HORIZON = 256
-#: Seconds of processor time after which a search is given up nevertheless, since other requests wait meanwhile. Nearly
-#: all take less than a hundredth, some with few tokens left a third, or two thirds where the processor is shared; a
-#: result should not depend on this.
+#: Seconds of processor time after which a search is given up, since other requests wait for it. Nearly all searches
+#: take less than 10 ms, some with few tokens left 300 ms, or 600 ms on a shared processor: results should not depend
+#: on this limit.
 SECONDS = 2.0
 #: Given-up searches after which a request searches no more: the witness is its answer.
 PATIENCE = 2
 
 A = TypeVar("A")
 
-#: From the tokens of a template's answer to those of each hole.
+#: Splits the tokens of a template's answer into those of each hole.
 Split = Callable[[Sequence[int]], list[list[int]]]
 
 
@@ -77,8 +83,10 @@ class ConstrainedAnswer:
         return 0 if self.witness.language is None else self.witness.language.weight
 
     def another(self, *, apart: bool) -> ConstrainedAnswer:
-        """The same for another sample, before the first step. ``apart``: with parsers of its own, so that none uses the
-        other's limits; takes as long as compiling."""
+        """A copy for another sample, before the first step.
+
+        ``apart``: with parsers of its own, so that samples share no parser limits; takes as long as compiling.
+        """
         witness = self.witness.apart() if apart else self.witness
         split = splitter(witness) if apart else self.split
         sampled = None if self.sampled is None else replace(self.sampled, met=[])
@@ -91,33 +99,33 @@ class ConstrainedAnswer:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """First position, and first after, of each text that is generated."""
+        """``(start, stop)`` of each generated text."""
         return ((0, int((self.given < 0).sum())),)
 
     @property
     def padded(self) -> bool:
-        """As of ``Canvas``."""
+        """See ``Canvas.padded``."""
         return False
 
     @property
     def unread(self) -> int:
-        """As of ``Canvas``: the padding that no answer comes to."""
+        """See ``Canvas.unread``: the padding that no answer reaches."""
         return int((self.given >= 0).sum())
 
     def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
-        """What passes read of a fresh answer ``tokens`` (int64 ``[N]``): masks for the padding that no answer comes to.
-        A model that sees an end so near is surer of short answers than it would be by itself."""
+        """The input of passes for a fresh answer ``tokens`` (int64 ``[N]``): masks in place of the padding that no
+        answer reaches, since a visible end so near would bias a model to short answers."""
         return np.where(self.given >= 0, mask_id, tokens)
 
     def settled(self, known: np.ndarray) -> np.ndarray:
-        """Open positions (int64) of ``known`` (int64 ``[N]``, -1 there) and can hold nothing but padding."""
+        """Open positions (int64; -1 in ``known``, int64 ``[N]``) that can only be padding."""
         return np.zeros(0, np.int64)
 
     def decided(self, known: np.ndarray) -> np.ndarray:
-        """Open positions (int64) of ``known`` (int64 ``[N]``, -1 there), of the witness and the end after it,
-        where the text that is known from the start on leaves one way to the end, whichever tokens spell it.
+        """Open positions (int64; -1 in ``known``, int64 ``[N]``) of the witness and the end after it, where the known
+        prefix leaves one text to the end, whichever tokens spell it.
 
-        Each frontier is asked about once: until it moves the parser says the same, and to ask takes 1% of a pass."""
+        Computed once for each frontier, since it takes 1% of a pass and the result only changes with the frontier."""
         first, none = self.witness.known, np.zeros(0, np.int64)
         if first >= self.witness.length or (first == self.asked and known[first] < 0):
             return none
@@ -133,8 +141,8 @@ class ConstrainedAnswer:
         return self._guarded(lambda: tuple(map(self.read, split(answer.tolist()))), ())
 
     def check(self, text: str, known: np.ndarray) -> None:
-        """Raise ``FailedPrecondition`` if the finished answer, ``text`` or its tokens ``known`` (int64 ``[N]``), is not
-        what its constraint asks for."""
+        """Raise ``FailedPrecondition`` if the finished answer (``text``; its tokens ``known``, int64 ``[N]``) does not
+        satisfy its schema."""
         if self.judge is not None:
             self.judge.check(text)
         if any(self.judges):
@@ -147,7 +155,7 @@ class ConstrainedAnswer:
         return self.lexicon.text(tokens).decode(errors="replace")
 
     def observer(self, positions: np.ndarray, *, causal: bool) -> TopKObserver | RejectionSampler:
-        """What observes the logits of ``positions`` (from the answer's start, ascending)."""
+        """The observer of the logits at ``positions`` (from the answer's start, ascending)."""
         if self.sampled is not None:
             guard = partial(self._guarded, otherwise=None)
             return RejectionSampler(
@@ -157,13 +165,13 @@ class ConstrainedAnswer:
 
     @metered
     def best_of(self, positions: np.ndarray, *, causal: bool) -> TopKObserver:
-        """What is to be noted for a search, of the logits of ``positions`` (from the answer's start, ascending)."""
+        """The observer that records the top-K tokens at ``positions`` (from the answer's start, ascending)."""
         return TopKObserver(
             positions, self.witness.tokens[positions], self.allowed(positions, causal=causal), self.meter
         )
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
-        """Rows of ``positions`` for which it is known what may stand there, and which tokens (a ``bitmask``)."""
+        """The allowed tokens (a ``bitmask``) by row of ``positions``, for the rows where they are known."""
         return self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
 
     def search(self, known: np.ndarray, top: TopK, end: int) -> None:
@@ -198,7 +206,7 @@ class ConstrainedAnswer:
         self.witness = self._guarded(lambda: follow(witness, known), blindly)
 
     def take(self, run: SampledRun) -> None:
-        """Follow what was drawn."""
+        """Advance the witness by the drawn tokens."""
         self.witness = run.witness
         self.meter.searched(Outcome.KEPT if run.log_weight == -math.inf else Outcome.FOUND)
         if self.sampled is not None:
@@ -226,7 +234,7 @@ class ConstrainedAnswer:
         if at is None or not text or text != self.lexicon.text(rest):
             return none
         end = after(at, rest)
-        return none if end is None or end.mask().any() else missing  # where it may end, it might yet go on
+        return none if end is None or end.mask().any() else missing  # an optional continuation is possible
 
     def _forced(self) -> np.ndarray:
         text, run = self.witness.matcher.forced(), list[int]()
@@ -239,10 +247,9 @@ class ConstrainedAnswer:
         return np.array(run[:-1], np.int64)
 
     def _allowed(self, positions: np.ndarray, *, causal: bool) -> Iterator[tuple[int, np.ndarray]]:
-        """Rows of ``positions`` for which it is known what may stand there, and which tokens (a ``bitmask``).
+        """Rows of ``positions`` where the allowed tokens are known, and those tokens (a ``bitmask``).
 
-        That is the frontier, and where only known or drafted tokens are seen all positions after a draft that may
-        stand.
+        These are the frontier and, for a next-token model, the positions after drafted tokens that are allowed.
         """
         frontier: Matcher | None = self.witness.matcher
         if self.witness.known > self.witness.length:
@@ -281,6 +288,50 @@ def are_any(tokens: np.ndarray, few: Iterable[int]) -> np.ndarray:
 
 
 def splitter(witness: Witness) -> Split | None:
-    """The split of a template that is one language, by a parser of its own: it is needed when the answer is whole."""
+    """The splitter of a template that is one language; it has its own parser and is used on whole answers."""
     language = witness.language
     return language.apart().split if isinstance(language, Concatenation) else None
+
+
+#: Backtracking steps of a pattern match: a hundredth of the library's default, far above what useful patterns need.
+_BACKTRACKS = 10_000
+
+
+class Judge:
+    """Validates answers against a schema that ``compile.document`` has read: its size and depth are bounded.
+
+    Raises ``InvalidArgument`` where the validator does not take the schema.
+    """
+
+    def __init__(self, schema: str) -> None:
+        patterns = jsonschema_rs.FancyRegexOptions(backtrack_limit=_BACKTRACKS)
+        try:
+            self._validator: Any = jsonschema_rs.validator_for(
+                json.loads(schema), validate_formats=True, offline=True, pattern_options=patterns
+            )
+        except (ValueError, jsonschema_rs.ReferencingError) as error:
+            raise InvalidArgument.of("constraint.json_schema", f"cannot be checked against: {error}") from error
+
+    def check(self, answer: str) -> None:
+        """Raise ``FailedPrecondition`` with the pointer and keyword unless ``answer`` is valid JSON under the
+        schema."""
+        try:
+            self._validator.validate(json.loads(answer, parse_float=Decimal))  # no number is too large for JSON
+        except jsonschema_rs.ValidationError as error:
+            where = child("", *error.instance_path)
+            at = Finding(where, str(error.schema_path[-1]) if error.schema_path else "schema", error.message[:300])
+            message = f"the answer does not satisfy its schema at {at}; ask again with another seed"
+            raise FailedPrecondition(message) from error
+        except ValueError as error:
+            raise FailedPrecondition(f"the answer is no JSON: {error}") from error
+        except ArithmeticError as error:
+            raise FailedPrecondition(
+                "the answer has a number too large to check; ask again with another seed"
+            ) from error
+
+
+def judge_of(spec: ConstraintSpec, *, exact: bool) -> Judge | None:
+    """The validator of answers to ``spec``; None where the grammar is exact, or the mode asks for no validation."""
+    if exact or spec.mode is not ConstraintMode.VALIDATE or not isinstance(spec.kind, JsonSchema):
+        return None
+    return Judge(meant(spec.kind))

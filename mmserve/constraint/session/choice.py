@@ -2,7 +2,7 @@
 
 The policy is given the witness's tokens, each with its own probability, in place of the model's candidates. Any part of
 one valid path is jointly safe, so whatever the policy takes of them keeps the answer completable. End tokens that the
-model predicts are among them: they tell the policy how long its answer is. Those that only pad the witness wait until
+model predicts are among them: they give the policy the length of its answer. Those that only pad the witness wait until
 the whole answer is final. What is left of a block becomes final at once where only one text is possible.
 """
 
@@ -80,7 +80,7 @@ def witness_tokens(
     at, masked = proposed.positions - first, canvas.masked[proposed.positions]
     top = ranked.top
     for row, token in zip(rows.tolist(), proposed.tokens.tolist(), strict=True):
-        if top.tokens[row, 0] != token:  # a verifier's choice
+        if top.tokens[row, 0] != token:  # chosen by a verifier model
             top = first_among(top, row, token)
     reopened = ~masked
     if commit.revises:
@@ -137,17 +137,17 @@ def _projected(
     """The witness's tokens as candidates, with the figures of the model's logits.
 
     A token that the model would choose anyway is as sure as without the constraint, so that tokens become final in the
-    order in which they would then; any other is as sure as it is among what may stand there. The gap of a position that
+    order in which they would then; any other has its probability among the allowed tokens. The gap of a position that
     is final (not ``masked``) is the model's own.
     """
     best = ranked.plain[rows].max(-1)
-    behind = tokens != proposed.tokens
+    changed = tokens != proposed.tokens
     kept = np.exp(ranked.kept[rows])  # the probability of all allowed tokens
-    alone = np.where(behind, np.exp(np.minimum(plain, 0.0)), proposed.confidence * kept)
+    alone = np.where(changed, np.exp(np.minimum(plain, 0.0)), proposed.confidence * kept)
     confidence = np.where(alone >= 1 - kept, alone, np.minimum(alone / np.maximum(kept, _TINY), 1.0))
     gap = proposed.gap
     if gap is not None:
-        gap = np.where(behind & masked, np.minimum(plain - best, 0.0), np.minimum(gap, _SURE)).astype(np.float32)
+        gap = np.where(changed & masked, np.minimum(plain - best, 0.0), np.minimum(gap, _SURE)).astype(np.float32)
     return Candidates(proposed.positions, tokens, confidence.astype(np.float32), gap, proposed.entropy)
 
 

@@ -1,4 +1,4 @@
-"""What a constraint costs its request: processor time of each step, and how often the search gave up.
+"""The cost of a constraint to its request: processor time of each step, and the searches that gave up.
 
 Processor time of the thread that decodes, not wall time: other load on the machine has no effect on it.
 """
@@ -24,7 +24,7 @@ class Meter:
     late: int = 0
     forward_seconds: float = 0.0
     _steps: list[float] = field(default_factory=list)  # seconds
-    _open: float = 0.0  # seconds of the step under way
+    _open: float = 0.0  # seconds of the current step
     _outcomes: set[Outcome] = field(default_factory=set)  # of its searches
 
     @property
@@ -34,7 +34,7 @@ class Meter:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What happens within belongs to the step under way; it stays on one thread."""
+        """Add the processor time of the block, which stays on one thread, to the current step."""
         begun = time.thread_time()
         try:
             yield
@@ -42,11 +42,11 @@ class Meter:
             self._open += time.thread_time() - begun
 
     def searched(self, outcome: Outcome) -> None:
-        """A search of the step under way came to its end."""
+        """Record the outcome of a search of the current step."""
         self._outcomes.add(outcome)
 
     def end_step(self) -> None:
-        """The step under way is done."""
+        """End the current step."""
         self._steps.append(self._open)
         self.fallbacks += self._outcomes != {Outcome.FOUND} and bool(self._outcomes)
         self.late += Outcome.LATE in self._outcomes

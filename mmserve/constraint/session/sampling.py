@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from mmserve.constraint.search import parser_states
-from mmserve.constraint.search.closing import Closing
 from mmserve.constraint.search.completion import after
-from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.feasibility import Closing
 from mmserve.constraint.search.matcher import Matcher
+from mmserve.constraint.search.vocabulary import Lexicon
 from mmserve.constraint.search.witness import Witness
 from mmserve.constraint.session.meter import Meter, metered
 
-#: Draws until one is accepted. The last of them stands for all that is left: no work is without bound.
+#: Draws until one is accepted; the last represents all that is left, so that the work is bounded.
 MOST = 32
 #: Draws after the accepted one, for the estimate.
 FURTHER = 4
@@ -40,20 +40,20 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class Draw(Generic[A]):
-    """What came of the draws: the accepted entry if there is one, and what is known of the others."""
+    """The result of the draws: the accepted entry if there is one, and the rejected ones."""
 
     chosen: int | None  # its index; None = the weight is zero
-    accepted: A | None  # what ``accepts`` said of it
+    accepted: A | None  # the result of ``accepts`` for it
     mass: float  # estimate of the accepted entries' mass
     rejected: tuple[int, ...]  # indices, in the order of the draws
     before: int  # of these, drawn before the accepted one
 
 
 def draw(mass: np.ndarray, noised: np.ndarray, accepts: Callable[[int], A | None]) -> Draw[A]:
-    """An entry from those that ``accepts`` does not answer with None, each as probable as its mass says.
+    """An entry from those for which ``accepts`` does not return None, with probability proportional to its mass.
 
     With the entry ``i`` drawn and the estimate ``W``, ``E[W f(i)]`` is the sum of ``mass[i] f(i)`` over all accepted
-    entries, for any ``f``. ``accepts`` must not depend on what it was asked before; it is asked
+    entries, for any ``f``. ``accepts`` must not depend on earlier calls; it is called
     ``MOST + FURTHER`` times at most.
 
     Args:
@@ -124,7 +124,7 @@ class PrefixNode:
 
 @dataclass(frozen=True)
 class Visit:
-    """What a sample met at one node: its own token, and tokens after which no answer is valid."""
+    """One node on a sample's path: the sample's token, and tokens after which no answer is valid."""
 
     token: int | None  # None = there was none
     probability: float
@@ -133,7 +133,7 @@ class Visit:
 
 
 def learn(root: PrefixNode, way: Sequence[Visit]) -> None:
-    """Update the tree by what a sample met, from the first token of its answer to the last."""
+    """Update the tree by a sample's path, from the first token of its answer to the last."""
     nodes = [root]
     for visit in way:
         node = nodes[-1]
@@ -192,7 +192,7 @@ class SampledRun:
     tokens: np.ndarray  # int64 [n], n at least 1
     log_probabilities: np.ndarray  # float32 [n], before temperature, filters and constraint
     witness: Witness  # with these tokens
-    log_weight: float  # of these draws; -inf where the model can say no allowed token
+    log_weight: float  # of these draws; -inf where every allowed token has probability 0
     met: tuple[Visit, ...]
 
 
@@ -234,7 +234,7 @@ class RejectionSampler:
         self._open = True
 
     def restrict(self, logits: Tensor) -> None:
-        """Nothing: the model's own distribution is drawn from."""
+        """Does nothing: draws are from the model's own distribution."""
 
     @metered
     def take(
@@ -256,8 +256,8 @@ class RejectionSampler:
                 plain = logits[row, token] - log_z[row]
                 self._log_probabilities.append(float(plain))
                 n = len(self._tokens)
-                led = n <= len(self._drafted) and token == self._drafted[n - 1]
-                self._open &= led and token not in self._witness.ends
+                drafted = n <= len(self._drafted) and token == self._drafted[n - 1]
+                self._open &= drafted and token not in self._witness.ends
 
     def ranked(self) -> SampledRun:
         """What was drawn."""
@@ -266,7 +266,7 @@ class RejectionSampler:
         return SampledRun(tokens, log_probabilities, self._witness, self._log_weight, tuple(self._met))
 
     def _drawn(self, tempered: Tensor, noised: Tensor) -> int:
-        """The next token; the witness's, at a weight of zero, where none can be drawn."""
+        """The next token; the witness's, with weight zero, where none can be drawn."""
         witness = self._witness
         found: Draw[_Ending] | None = None
         if not self._begun_dead:
@@ -302,9 +302,9 @@ class RejectionSampler:
 
 
 def _ending(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexicon) -> _Ending | None:
-    """How an answer ends in time that has ``token`` at its first open position; None where no way was found.
+    """A completion within the budget after ``token`` at the first open position; None where none was found.
 
-    It depends on what stands left of the token, and nothing else. ``answer``: the witness up to its end.
+    It depends on the tokens before that position only. ``answer``: the witness up to its end.
     """
     if token in witness.ends:
         return _Ending(witness.matcher, ()) if witness.matcher.accepting else None

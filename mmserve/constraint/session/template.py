@@ -16,12 +16,10 @@ from tokenizers import Tokenizer
 from mmserve.constraint.search.completion import completes
 from mmserve.constraint.search.concatenation import BoundedHole, Concatenation
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Witness, admit
-from mmserve.constraint.session.answer import ConstrainedAnswer
-from mmserve.constraint.session.judge import Judge
+from mmserve.constraint.session.answer import ConstrainedAnswer, Judge
 from mmserve.constraint.session.meter import Meter
 from mmserve.core.constraint import Hole, Template
 from mmserve.errors import FieldViolation, InvalidArgument
@@ -182,19 +180,18 @@ def _inside(gap: HoleAnswer, positions: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class OpenedHole:
-    """A hole that can be filled: its grammar, the first witness of its ``max_tokens`` positions, what the client is
-    told, who judges what fills it, if its grammar is wider than its constraint, and how many bytes that has at most."""
+    """A hole with its compiled grammar and first witness."""
 
     grammar: Grammar
-    witness: Witness
-    warnings: tuple[str, ...] = ()
-    judge: Judge | None = None
-    longest: int | None = None  # None = no bound is known
+    witness: Witness  # of ``max_tokens`` positions
+    warnings: tuple[str, ...] = ()  # for the client
+    judge: Judge | None = None  # where the grammar is wider than the constraint
+    longest: int | None = None  # bytes of the longest text; None = no bound is known
 
 
 def opened(template: Template, open_hole: Callable[[Hole], OpenedHole]) -> list[str | OpenedHole]:
-    """``template`` with its holes opened and neighbouring texts joined. What is wrong with a hole is told with its
-    place."""
+    """``template`` with its holes opened and neighbouring texts joined; errors of a hole have its index as a prefix of
+    their fields."""
     found: list[str | OpenedHole] = []
     for i, part in enumerate(template.parts):
         try:

@@ -25,9 +25,7 @@ class Ranked:
     top: TopK  # positions count from the answer's start; scored as the request draws, or by log-probability
     plain: np.ndarray  # float32 [n, K], log-probabilities of these tokens before temperature, filters and constraint
     own: np.ndarray  # float32 [n], those of the witness's tokens
-    kept: (
-        np.ndarray
-    )  # float32 [n], log of the probability of all tokens that may stand there; 0 where that is not known
+    kept: np.ndarray  # float32 [n], log of the probability of all allowed tokens; 0 where these are unknown
 
     def log_probabilities(self, witness: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Float32 ``[n]``: of ``tokens [n]``, one a position; ``witness [n]`` are the tokens that ``own`` is of.
@@ -58,7 +56,7 @@ class TopKObserver:
     """Gathers a ``Ranked`` while logits become candidates (``decode/sampler.py``).
 
     ``positions`` count from the answer's start, ``witness`` are the tokens asked for besides the best, one a position,
-    and ``allowed`` says, for rows where it is known, which tokens (a ``bitmask``) may stand there: no other is drawn.
+    and ``allowed`` has the allowed tokens (a ``bitmask``) of the rows where they are known: no other is drawn.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class TopKObserver:
             if mask is not None:
                 ruled_out = torch.from_numpy(~bitmask.flags(mask, logits.shape[-1]))
                 kept = logits[i].masked_fill(ruled_out.to(logits.device), -torch.inf)
-                if kept.max() > -torch.inf:  # else the model can say none of them, and the row says nothing
+                if kept.max() > -torch.inf:  # else all allowed tokens have probability 0: the row stays as it is
                     self._restricted[i] = torch.logsumexp(logits[i], -1)
                     logits[i] = kept
 

@@ -45,7 +45,7 @@ class LogitsObserver(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a companion says of ``n`` drafted tokens that stand one after another from the first masked position on.
+    """A companion's scores for ``n`` drafted tokens at consecutive positions from the first masked one on.
 
     ``own`` is its own choice at each of their positions and, if the block has one, at the position after them, each
     given the draft left of it.
@@ -177,7 +177,7 @@ def is_proposing(commit: Commit) -> TypeGuard[Proposing]:
 
 
 def is_verified(commit: Commit) -> bool:
-    """Whether a draft or verifier model has a say in its candidates."""
+    """Whether a draft or verifier model changes its candidates."""
     return _follows(type(commit), Judged) or _follows(type(commit), Drafted)
 
 
@@ -192,7 +192,7 @@ def is_partial(commit: Commit) -> TypeGuard[Partial]:
 
 
 class Undrafted(Checked):
-    """What policies share that draft nothing and, unless they say so, replace and close nothing."""
+    """Defaults of policies that draft nothing and, unless they override these, replace and close nothing."""
 
     @property
     def revises(self) -> bool:

@@ -101,7 +101,7 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
         start, end = self._region(canvas)
         end = self._ended(canvas, candidates.where(masked), start, end)
         region = (candidates.positions >= start) & (candidates.positions < end)
-        # A region past the canvas says nothing, nor does one where all stood from the start, nor one of which a
+        # A region past the canvas has no effect, nor does one that was complete from the start, nor one of which a
         # recompute policy left a masked position out of this pass.
         if not (canvas.committed_at[start:end] > GIVEN).any():
             return False

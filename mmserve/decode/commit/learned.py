@@ -21,9 +21,9 @@ from mmserve.models.commit_filter import CommitFilter
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(numbers.Learned, BlockWise):
-    """All candidates that the filter trusts more than ``threshold`` (``>``), and as many as the schedule says.
+    """All candidates that the filter trusts more than ``threshold`` (``>``), and as many as the schedule gives.
 
-    The filter belongs to the model: from the confidences of a block it tells which candidates are those that the
+    The filter belongs to the model: from the confidences of a block it predicts which candidates are those that the
     schedule alone would end with. A ``threshold`` of 1 or more leaves the schedule's: ``low_confidence``.
 
     ``end_of_text`` (EoTP): with an end of text that becomes final everything right of it does too, as padding. The text

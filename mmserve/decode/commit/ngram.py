@@ -39,7 +39,7 @@ class Ngram(numbers.Ngram, Undrafted):
             windows = np.lib.stride_tricks.sliding_window_view(known[:-1], size)
             found = np.flatnonzero((windows == known[-size:]).all(1))
             if len(found):
-                start = int(found[-1]) + size  # the latest place: what is said now is most like what was said last
+                start = int(found[-1]) + size  # the latest match: recent text predicts best
                 return known[start : start + max(0, most)]
         return known[:0]
 

@@ -1,4 +1,4 @@
-"""A discrete scheduler of diffusers as a commit policy: it draws the tokens itself, and says which become final.
+"""A discrete scheduler of diffusers as a commit policy: it draws the tokens itself, and chooses which become final.
 
 Its steps are those of one whole block, as in diffusers' ``LLaDA2Pipeline``: a first block that begins within the
 prompt is filled as fast as any other. It sees the logits of the block's open part and nothing else.

@@ -3,7 +3,7 @@
 An ``Extension`` belongs to a model's decoder and holds no state of any request. It attaches a ``RequestExtension`` to
 each request that asks for it, which has that request's state and is called at the points of its steps. Hooks that a
 class does not override do nothing, so a request without extensions takes the plain path. Where several extensions of a
-request have a say in the same thing, they are called in the order of ``Decoding.extensions``, each with what the one
+request decide on the same value, they are called in the order of ``Decoding.extensions``, each with what the one
 before it returned.
 
 Every hook before ``choose`` may be called again for the same pass: a pass that fails is repeated.
@@ -105,7 +105,7 @@ class RequestExtension:
         """Tokens became final; ``reason`` is why the answer ended, if it did. May raise what ends the request."""
 
     def report(self, answer: Answer, d: Live) -> Answer:
-        """``answer`` of a request that ended, with what the extension has to say of it."""
+        """``answer`` of a request that ended, with the extension's fields."""
         return answer
 
     def snapshot(self) -> object | None:

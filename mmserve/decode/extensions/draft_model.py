@@ -85,7 +85,7 @@ class _Part:
 class DraftModel(Extension):
     """``model`` drafts for the ``served`` one, or verifies, for requests whose commit policy asks for it.
 
-    Every call can be repeated after a failure: a request's state says so little as is certain before its pass is done.
+    Every call can be repeated after a failure: a request's state has only what was certain before its pass.
     """
 
     def __init__(self, model: LoadedModel, store: KVStore, served: LoadedModel) -> None:

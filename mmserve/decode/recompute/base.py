@@ -23,14 +23,14 @@ class Recompute(Protocol):
 
 @runtime_checkable
 class Watching(Protocol):
-    """A recompute policy that looks at how much positions have changed before it says which to run."""
+    """A recompute policy that looks at how much positions have changed before it selects those to run."""
 
     def watched(self, canvas: Canvas) -> np.ndarray:
         """Positions (int64, ascending) whose change it asks for before the next pass; empty if for none."""
         ...
 
     def rows(self, canvas: Canvas, changes: np.ndarray | None = None) -> np.ndarray:
-        """As ``Recompute.rows``; ``changes`` (float32) says of each watched position how far its value vector at the
+        """As ``Recompute.rows``; ``changes`` (float32) is for each watched position how far its value vector at the
         second layer would move (1 - cosine) from the one in the store; None where none were asked for."""
         ...
 

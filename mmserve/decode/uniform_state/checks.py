@@ -7,7 +7,7 @@ from mmserve.decode.commit import Commit
 from mmserve.decode.commit.scheduled import Scheduled
 from mmserve.errors import FieldViolation, InvalidArgument
 
-#: What of a request's sampling has a say: the rest is the model's own schedule.
+#: The sampling parameters of a request that have an effect: the rest is the model's own schedule.
 _FREE = ("seed", "max_new_tokens", "stop", "n")
 
 

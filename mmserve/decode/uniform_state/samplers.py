@@ -26,7 +26,7 @@ class Step:
     sure_L: Tensor  # bool: where ``noise_L`` holds what the step drew
     predicted_L: Tensor  # int64: the most probable token of each position; final, if the canvas comes to rest
     last_L: Tensor  # int64: what becomes final if there is no step left
-    shaped_LV: Tensor  # fp32: logits as the step drew from them; the next step is told them
+    shaped_LV: Tensor  # fp32: logits as the step drew from them; the next step is given them
     entropy: float  # nats, of the shaped logits, mean over positions
 
 
@@ -91,8 +91,8 @@ class ScheduledSampler:
             sampling=self.sampling,
             generator=generator,
         )
-        noise, told = out.prev_sample[0], getattr(out, "pred_logits", None)
-        shaped = logits_LV if told is None else told[0].float()
+        noise, shown = out.prev_sample[0], getattr(out, "pred_logits", None)
+        shaped = logits_LV if shown is None else shown[0].float()
         sure, best = noise == out.sampled_tokens[0], shaped.argmax(-1)
         return Step(noise, sure, best, torch.where(sure, noise, best), shaped, float(_entropy(shaped).mean()))
 

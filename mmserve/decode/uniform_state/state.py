@@ -35,7 +35,7 @@ class CanvasPrefilled:
 
 @dataclass
 class CanvasDecoding:
-    """A request in decode: its canvases, the noise that the open one holds, and what the last step said of it."""
+    """A request in decode: its canvases, the noise that the open one holds, and the result of its last step."""
 
     request: Request
     canvas: Canvas

@@ -1,8 +1,8 @@
-"""What a reduction of K/V is told of a request and of one layer, and what it decides; the counting that several share.
+"""The input of a K/V reduction for a request and for one layer, and its decision; the counting that several share.
 
-A reduction says which positions of a request stay. Each layer and each K/V head has its own choice, of one size, so
-that what is left fills the first of the request's pages and the others are free. Keys are stored rotated: wherever they
-lie, they stay at their original positions.
+A reduction selects the positions of a request that stay. Each layer and each K/V head has its own selection, of one
+size, so that what is left fills the first of the request's pages and the others are free. Keys are stored rotated:
+moving them does not change their positions.
 Shapes in names: L positions held, G key/value heads, H query heads, K head size.
 """
 

@@ -1,4 +1,4 @@
-"""StreamingLLM (arXiv 2309.17453): the first positions, which draw attention whatever they say, and the latest ones.
+"""StreamingLLM (arXiv 2309.17453): the first positions, which draw attention whatever they hold, and the latest ones.
 
 The paper counts positions within what is left; here they stay the original ones, so that no key is rotated again.
 """

@@ -1,6 +1,6 @@
-"""What a rule of reuse is told of the images of one prompt, and what it decides.
+"""The input of a reuse rule for the images of one prompt, and its decision.
 
-An image's K/V were computed where it stood alone. A rule says which of its positions are run again in this prompt; the
+An image's K/V were computed for it alone. A rule selects its positions that are run again in this prompt; the
 others are read as they are.
 """
 

@@ -16,7 +16,7 @@ from mmserve.kv.reuse.base import share_of
 
 @dataclass(frozen=True, kw_only=True)
 class LegoLink(numbers.LegoLink, Checked):
-    """The first ``recompute`` share of each image's positions. The paper has a number of them: 16, say."""
+    """The first ``recompute`` share of each image's positions. The paper has a fixed number, such as 16."""
 
     layers: ClassVar[int] = 0
     weighed: ClassVar[bool] = False

@@ -1,6 +1,6 @@
 """Checkpoints of quantised weights: which tensors are made of several stored ones, by ``quantization_config``.
 
-A reader is told by the tensors' names and shapes what is quantised, not by lists of modules in the configuration: so
+A reader derives from the tensors' names and shapes what is quantised, not by lists of modules in the configuration: so
 every family is read alike, under the names that its plain checkpoints have.
 """
 

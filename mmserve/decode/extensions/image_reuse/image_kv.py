@@ -34,7 +34,7 @@ class ImageKV:
     def __init__(self, model: LoadedModel, cache: TensorCache) -> None:
         self._model, self._cache = model, cache
         self._causal = model.spec.causal
-        # In memory nothing tells one checkpoint's K/V from another's but who computed them.
+        # In memory K/V of different checkpoints differ only by the model object that computed them.
         self._own = secrets.token_bytes(32)
         self._contexts: dict[bool, np.ndarray] = {}
 

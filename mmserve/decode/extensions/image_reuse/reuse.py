@@ -1,4 +1,4 @@
-"""Reused K/V: images' K/V are put into a request's pages, and a rule says which positions are run again (``kv/reuse``).
+"""Reused K/V: images' K/V are put into a request's pages, and a rule selects the positions to run again (``kv/reuse``).
 
 What is reused is defined, not found (``image_kv.py``): a request whose image nobody has asked about computes it first,
 so that no answer depends on what is kept.

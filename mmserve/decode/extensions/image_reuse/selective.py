@@ -44,11 +44,11 @@ class SelectiveRecompute:
 
 @dataclass
 class AskingRows:
-    """What those rows of one pass of one request attend to that tell the next tokens. It is kept apart until the pass
-    is done."""
+    """The attention of those rows of one pass of one request that predict the next tokens. It is kept
+    separate until the pass is done."""
 
     rows: np.ndarray  # int64, all that the pass runs
-    asking_A: Tensor  # int64, which of them tell
+    asking_A: Tensor  # int64, which of them predict
     layer: int
     attention: Callable[[Tensor], Tensor]  # of rotated rows [A, H, K], whose keys are in the store: fp32 [L]
     attention_L: Tensor | None = None
@@ -71,8 +71,8 @@ class RowWatcher:
     def watch(
         self, state: SelectiveRecompute, rows: np.ndarray, wanted: np.ndarray, seen: np.ndarray, pages: np.ndarray
     ) -> AskingRows | None:
-        """What to note of a pass over ``rows`` (int64, ascending), of which the ``wanted`` tell the next tokens and see
-        so many positions from the left each (``seen``); None where nothing is left to run again."""
+        """The asking rows of a pass over ``rows`` (int64, ascending): the ``wanted`` ones predict the next tokens, and
+        attend to the first ``seen`` positions each. None where nothing is left to run again."""
         if not len(state.positions):
             return None
         visible = int(seen.max())

@@ -1,8 +1,8 @@
-"""Lazy repetitions in terminals, as expressions without them: a lexer's token ends where such a one first can.
+"""Terminals of Lark grammars: those that ``%import common`` gives, and lazy repetitions rewritten without laziness.
 
-What a whole text matches is the same, lazy or not. But a lexer takes the first end of ``/".*?"/`` that there is, so
-that no token is ``"a"b"``: the words of an expression of which no beginning is another one. They are its automaton
-without the ways out of states that end. Where a token's end would depend on the text after it, the terminal is refused.
+A whole match is the same, lazy or not. But a lexer ends a token of ``/".*?"/`` at the first end there is, so that no
+token is ``"a"b"``: its tokens are the matches of which no proper prefix is a match, i.e. the expression's automaton
+without the transitions out of accepting states. A terminal whose end would depend on the text after it is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmserve.constraint.compile.derivatives import DEAD, Automaton, as_expression, edges
-from mmserve.constraint.compile.pattern import BadPattern, Chars, Group, Item, Repeat, parsed, text_of
+from mmserve.constraint.compile.expression import BadPattern, Chars, Group, Item, Repeat, text_of
+from mmserve.constraint.compile.pattern import parsed
 from mmserve.constraint.compile.syntax import (
     Both,
     Definition,
@@ -26,6 +27,44 @@ from mmserve.constraint.compile.syntax import (
     refs_of,
 )
 from mmserve.constraint.findings import Refused
+
+_INT = "[0-9]+"
+_SIGN = "[+-]?"
+_EXP = f"[eE]{_SIGN}{_INT}"
+_DECIMAL = rf"(?:{_INT}\.(?:{_INT})?|\.{_INT})"
+_FLOAT = f"(?:{_INT}{_EXP}|{_DECIMAL}(?:{_EXP})?)"
+_NUMBER = f"(?:{_FLOAT}|{_INT})"
+
+#: The terminals of ``%import common`` as expressions by name. Their languages are those of Lark's
+#: ``lark/grammars/common.lark`` (lark-parser/lark, 9bae961); its lazy repetitions are written without laziness: the
+#: repeated part excludes the end.
+COMMON: dict[str, str] = {
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[a-fA-F0-9]",
+    "INT": _INT,
+    "SIGNED_INT": _SIGN + _INT,
+    "DECIMAL": _DECIMAL,
+    "_EXP": _EXP,
+    "FLOAT": _FLOAT,
+    "SIGNED_FLOAT": _SIGN + _FLOAT,
+    "NUMBER": _NUMBER,
+    "SIGNED_NUMBER": _SIGN + _NUMBER,
+    "ESCAPED_STRING": r'"(?:[^"\\\n]|\\[^\n])*"',
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[A-Za-z]",
+    "WORD": "[A-Za-z]+",
+    "CNAME": "[_A-Za-z][_A-Za-z0-9]*",
+    "WS_INLINE": r"[ \t]+",
+    "WS": r"[ \t\f\r\n]+",
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(?:\r?\n)+",
+    "SH_COMMENT": r"#[^\n]*",
+    "CPP_COMMENT": r"\/\/[^\n]*",
+    "C_COMMENT": r"\/\*(?:[^*]|\*+[^*/])*\*+\/",
+    "SQL_COMMENT": r"--[^\n]*",
+}
 
 
 def settled(syntax: Syntax, kind: str) -> Syntax:
@@ -127,7 +166,7 @@ def _first_ends(item: Item) -> Item:
     branches = item.branches if isinstance(item, Group) else ((item,),)
     rows = tuple(_row(_flat(branch)) for branch in branches)
     if any(_repeats_lazily(part) for branch in branches for part in branch) and () in rows:
-        raise BadPattern("a lazy repetition with nothing after it matches the empty text; say what ends it")
+        raise BadPattern("a lazy repetition with nothing after it matches the empty text; write what ends it")
     return Group(rows)
 
 
@@ -161,7 +200,9 @@ def _inner(item: Item) -> Item:
     for branch in item.branches:
         last = _flat(branch)[-1:]
         if last and isinstance(last[0], Repeat) and last[0].lazy:
-            raise BadPattern("a lazy repetition at the end of a group is ended by what follows the group; say it in it")
+            raise BadPattern(
+                "a lazy repetition at the end of a group is ended by what follows the group; write that inside it"
+            )
     return Group(tuple(_row(_flat(branch)) for branch in item.branches))
 
 

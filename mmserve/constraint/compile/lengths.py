@@ -1,6 +1,8 @@
-"""How long an answer can be at most: a bound in bytes, infinite where none is known.
+"""Bounds on the length of an answer, in bytes: at most (infinite where none is known), and at least (0 likewise).
 
-No token has fewer bytes than one, so an answer of so many bytes has no more tokens, however it is spelled.
+A token has at least one byte, so the upper bound also bounds the tokens of an answer. A token has at most a known
+number of bytes, so the lower bound gives a least number of tokens; where that is far above a request's budget, no
+answer is searched.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from decimal import Decimal
 from math import inf
 from typing import Any
 
-from mmserve.constraint.compile.pattern import BadPattern, Chars, Group, Item, Repeat, parsed
+from mmserve.constraint.compile.expression import BadPattern, Chars, Group, Item, Repeat
+from mmserve.constraint.compile.pattern import parsed
 
 Schema = dict[str, Any]
-#: Bytes of ``, `` and of ``: ``, as a document may be spaced (``grammar.JSON_LAYOUT``).
+#: Bytes of ``, `` and of ``: ``, as a document may be spaced (``attempts.JSON_LAYOUT``).
 _SPACED = 2
 _QUOTES = _BRACKETS = 2
 #: Bytes that a character has at most, in UTF-8.
@@ -22,29 +25,24 @@ _WIDEST = 4
 _LITERALS = {"null": len("null"), "boolean": len("false")}
 #: Characters of patterns that are read of one schema: 3 ms a thousand.
 _READ = 20_000
-#: Characters that stand in a string with a backslash: controls, the quote and the backslash itself.
+#: Characters that a JSON string has with an escape: controls, the quote and the backslash.
 _ESCAPED = ((0x00, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")))
 
 
-def of_pattern(pattern: str) -> float:
-    """Most bytes of a text that ``pattern`` matches whole. Raises ``BadPattern``."""
-    return _of_item(parsed(pattern), quoted=False)
-
-
-def of_expression(item: Item) -> float:
+def longest_match(item: Item) -> float:
     """Most bytes of a text that ``item`` matches."""
-    return _of_item(item, quoted=False)
+    return _longest_item(item, quoted=False)
 
 
-def of_schema(schema: Any) -> float:
+def longest_document(schema: Any) -> float:
     """Most bytes of a document under ``schema``, as ``mmserve.constraint.compile.schema`` writes it."""
     try:
-        return _Documents(schema.get("$defs", {}) if isinstance(schema, dict) else {}).most(schema)
+        return _Longest(schema.get("$defs", {}) if isinstance(schema, dict) else {}).most(schema)
     except RecursionError:  # definitions that refer to one another in a long row
         return inf
 
 
-class _Documents:
+class _Longest:
     """Bounds of documents, given the definitions that schemas refer to."""
 
     def __init__(self, definitions: Schema) -> None:
@@ -53,7 +51,7 @@ class _Documents:
         self._left = _READ
 
     def most(self, schema: Any) -> float:
-        """Most bytes of a document under ``schema``: whatever it says holds, so that the least bound does."""
+        """Most bytes of a document under ``schema``: the least bound of all its keywords."""
         if not isinstance(schema, dict):
             return 0 if schema is False else inf
         return min(self._bounds(schema))
@@ -61,7 +59,7 @@ class _Documents:
     def _bounds(self, schema: Schema) -> Iterator[float]:
         yield self._typed(schema)
         if "enum" in schema:
-            yield max(map(_size, schema["enum"]), default=0)
+            yield max(map(_longest_value, schema["enum"]), default=0)
         if "anyOf" in schema:
             yield max(map(self.most, schema["anyOf"]), default=0)
         if "allOf" in schema:
@@ -76,7 +74,7 @@ class _Documents:
         return self._known[name]
 
     def _typed(self, schema: Schema) -> float:
-        """By what ``schema`` says of each type."""
+        """The bound by the keywords of each type."""
         if "type" not in schema:
             return inf
         kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -106,7 +104,7 @@ class _Documents:
         if self._left < 0:
             return inf
         try:
-            return _of_item(parsed(pattern.removeprefix("^").removesuffix("$")), quoted=True)
+            return _longest_item(parsed(pattern.removeprefix("^").removesuffix("$")), quoted=True)
         except BadPattern:  # written out, it may be larger than any that is read
             return inf
 
@@ -123,7 +121,7 @@ class _Documents:
         if schema.get("additionalProperties") is not False or schema.get("patternProperties"):
             return inf
         there = {name: self.most(each) for name, each in schema.get("properties", {}).items() if each is not False}
-        return _listed(len(there), sum(_size(name) + _SPACED + most for name, most in there.items()))
+        return _listed(len(there), sum(_longest_value(name) + _SPACED + most for name, most in there.items()))
 
 
 def _listed(count: int, inner: float) -> float:
@@ -139,27 +137,32 @@ def _integers(schema: Schema) -> float:
     return max(len(str(int(abs(bound)))) for bound in bounds) + (bounds[0] < 0)
 
 
-def _size(value: Any) -> int:
+def _longest_value(value: Any) -> int:
     """Most bytes of ``value`` written out; numbers never have an exponent."""
     match value:
         case float():
             return len(format(Decimal(repr(value)), "f"))
         case list():
-            return int(_listed(len(value), sum(map(_size, value))))
+            return int(_listed(len(value), sum(map(_longest_value, value))))
         case dict():
-            return int(_listed(len(value), sum(_size(name) + _SPACED + _size(each) for name, each in value.items())))
+            return int(
+                _listed(
+                    len(value),
+                    sum(_longest_value(name) + _SPACED + _longest_value(each) for name, each in value.items()),
+                )
+            )
     return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
-def _of_item(item: Item, *, quoted: bool) -> float:
+def _longest_item(item: Item, *, quoted: bool) -> float:
     """Most bytes of what ``item`` matches; ``quoted``: as it is written in a JSON string."""
     match item:
         case Chars(ranges):
             return max((_width(low, high, quoted=quoted) for low, high in ranges), default=0)
         case Group(branches):
-            return max(sum(_of_item(inner, quoted=quoted) for inner in branch) for branch in branches)
+            return max(sum(_longest_item(inner, quoted=quoted) for inner in branch) for branch in branches)
         case Repeat(inner, _low, high):
-            once = _of_item(inner, quoted=quoted)
+            once = _longest_item(inner, quoted=quoted)
             return once * (inf if high is None else high) if once and high != 0 else 0
     return 0  # an anchor
 
@@ -169,3 +172,87 @@ def _width(low: int, high: int, *, quoted: bool) -> int:
     plain = 1 + (high > 0x7F) + (high > 0x7FF) + (high > 0xFFFF)
     escaped = quoted and any(low <= last and first <= high for first, last in _ESCAPED)
     return max(plain, 2) if escaped else plain
+
+
+def shortest_match(item: Item) -> int:
+    """Fewest bytes of a text that ``item`` matches; 0 where it matches none."""
+    return _shortest_item(item)
+
+
+def shortest_document(schema: Any) -> int:
+    """Fewest bytes of a document under ``schema``, as ``mmserve.constraint.compile.schema`` writes it."""
+    try:
+        return _Shortest(schema.get("$defs", {}) if isinstance(schema, dict) else {}).least(schema)
+    except RecursionError:  # definitions that refer to one another in a long row
+        return 0
+
+
+class _Shortest:
+    """Bounds of documents, given the definitions that schemas refer to."""
+
+    def __init__(self, definitions: Schema) -> None:
+        self._definitions = definitions
+        self._known: dict[str, int] = {}
+
+    def least(self, schema: Any) -> int:
+        """Fewest bytes of a document under ``schema``: the greatest bound of all its keywords."""
+        if not isinstance(schema, dict):
+            return 0
+        bounds = [self._typed(schema)]
+        if schema.get("enum"):
+            bounds.append(min(map(_shortest_value, schema["enum"])))
+        if schema.get("anyOf"):
+            bounds.append(min(map(self.least, schema["anyOf"])))
+        bounds += map(self.least, schema.get("allOf", ()))
+        if "$ref" in schema:
+            bounds.append(self._referred(schema["$ref"].rpartition("/")[2]))
+        return max(bounds)
+
+    def _referred(self, name: str) -> int:
+        if name not in self._known:
+            self._known[name] = 0  # as long as it is not known: a definition may come to itself
+            self._known[name] = self.least(self._definitions.get(name))
+        return self._known[name]
+
+    def _typed(self, schema: Schema) -> int:
+        if "type" not in schema:
+            return 0
+        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return min((self._of_type(kind, schema) for kind in kinds), default=0)
+
+    def _of_type(self, kind: str, schema: Schema) -> int:
+        match kind:
+            case "string":
+                return _QUOTES + int(schema.get("minLength", 0))
+            case "array":
+                return self._arrays(schema)
+            case "object":
+                required = schema.get("required", ())
+                properties = schema.get("properties", {})
+                inner = (len(name) + _QUOTES + 1 + self.least(properties.get(name, True)) for name in required)
+                return _BRACKETS + sum(inner) + max(0, len(required) - 1)
+        return 1
+
+    def _arrays(self, schema: Schema) -> int:
+        count = int(schema.get("minItems", 0))
+        first = schema.get("prefixItems", [])[:count]
+        others = count - len(first)
+        inner = sum(map(self.least, first)) + (others * self.least(schema.get("items", True)) if others else 0)
+        return _BRACKETS + inner + max(0, count - 1)
+
+
+def _shortest_value(value: Any) -> int:
+    """No more than the fewest bytes of ``value`` written out."""
+    return 1 if isinstance(value, float) else len(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def _shortest_item(item: Item) -> int:
+    """Fewest bytes of what ``item`` matches; a character has one at least."""
+    match item:
+        case Chars():
+            return 1
+        case Group(branches):
+            return min((sum(map(_shortest_item, branch)) for branch in branches), default=0)
+        case Repeat(inner, low, _high):
+            return low * _shortest_item(inner)
+    return 0  # an anchor

@@ -1,8 +1,10 @@
-"""The lookahead bound: how many tokens a state needs at least to reach the end of its text.
+"""Whether a parser state can still end within the token budget: a lower bound of the tokens needed, and completions.
 
-States that need more than are left are dropped. The bound is found by breadth-first search over all allowed tokens from
-the root of a search. What a string or number holds makes no difference after it (``prefix_equivalence``), so one state
-represents all within it that may end it; it is taken to end with whatever any token holds after such an end.
+``LookaheadBound`` gives the least number of tokens from a state to the end of the text; states that need more than the
+budget has left are dropped. It is found by breadth-first search over all allowed tokens from the root of a search. The
+content of a string or number makes no difference after its end (``prefix_equivalence``), so one state represents all
+states within it that may end it, and may end with any bytes that a token of the vocabulary has after such an end.
+``Closing`` holds the completions of one search.
 """
 
 from __future__ import annotations
@@ -10,14 +12,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
 from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.matcher import Constraint
-from mmserve.constraint.search.parser_states import ParserBudgetExhausted, ParserState, ParserStateCache, Representative
+from mmserve.constraint.search.parser_states import (
+    BLIND,
+    ParserBudgetExhausted,
+    ParserState,
+    ParserStateCache,
+    Representative,
+)
 from mmserve.constraint.search.prefix_equivalence import Scalar
+from mmserve.constraint.search.shortest_completion import find_completion
+from mmserve.constraint.search.vocabulary import Lexicon
 
 #: Tokens that may follow a state, above which they are not looked at.
 _WIDE = 64
@@ -59,9 +71,9 @@ class LookaheadBound:
         """Up to ``most`` tokens allowed at ``state`` whose bounds are within the size, the smallest bounds first."""
         found = []
         for token in self._representative_of(state).tokens:
-            behind = self._states.after(state, token)
-            if behind is not None and self.fits(behind, position + 1):
-                found.append((self.least(behind), token))
+            next_state = self._states.after(state, token)
+            if next_state is not None and self.fits(next_state, position + 1):
+                found.append((self.least(next_state), token))
         return [token for _least, token in sorted(found)[:most]]
 
     def _measured(self, root: ParserState) -> dict[Hashable, int]:
@@ -79,11 +91,11 @@ class LookaheadBound:
                 least[key] = 1  # it is not the end; nothing more is known
             else:
                 farther = level[key] + 1
-                for behind in representative.next:
-                    other = self._representative_of(behind).key
+                for next_state in representative.next:
+                    other = self._representative_of(next_state).key
                     if other not in level:
                         level[other], before[other] = farther, [key]
-                        queue.append(behind)
+                        queue.append(next_state)
                     else:
                         before[other].append(key)
         ordered = deque(sorted(least, key=least.__getitem__))
@@ -130,11 +142,11 @@ class LookaheadBound:
 
     def _leads(self, state: ParserState, token: int, scalar: Scalar) -> bool:
         """Whether ``token`` leads from ``state`` into a ``scalar`` whose states have one representative."""
-        behind = self._states.after(state, token)
-        inside = None if behind is None else self._states.inside(behind)
-        if behind is None or inside is None or inside[0] is not scalar:
+        next_state = self._states.after(state, token)
+        inside = None if next_state is None else self._states.inside(next_state)
+        if next_state is None or inside is None or inside[0] is not scalar:
             return False
-        return self._within(behind, inside) is not None
+        return self._within(next_state, inside) is not None
 
     def _within(self, state: ParserState, inside: tuple[Scalar, Hashable]) -> Representative | None:
         """The representative of all states within the same string or number; None if it may not end at ``state``."""
@@ -157,7 +169,7 @@ class LookaheadBound:
         of = self._lexicon.scalars
         allowed = bitmask.ids(state.matcher.mask())
         ends = allowed[~of.counting[allowed]].tolist()
-        tails = self._tails(state, of.behind_numbers, ends)
+        tails = self._tails(state, of.after_numbers, ends)
         if not ends or tails is None:
             return None
         return Representative(
@@ -167,7 +179,7 @@ class LookaheadBound:
     def _string(self, closed: ParserState, inside: Hashable) -> Representative | None:
         of = self._lexicon.scalars
         begins = bitmask.ids(closed.matcher.mask()).tolist()
-        tails = self._tails(closed, of.behind_strings, begins)
+        tails = self._tails(closed, of.after_strings, begins)
         return None if tails is None else Representative(inside, _distinct([closed, *tails]), of.quotes)
 
     def _tails(self, state: ParserState, tails: Sequence[bytes], begins: list[int]) -> list[ParserState | None] | None:
@@ -196,3 +208,87 @@ def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, states
 
 def _distinct(found: Sequence[ParserState | None]) -> tuple[ParserState, ...]:
     return tuple(state for state in dict.fromkeys(found) if state is not None)
+
+
+@dataclass
+class Closing:
+    """The completions of one search: of the old witness, of earlier searches, and new short ones."""
+
+    witness: Sequence[int]  # the old witness up to its end
+    size: int  # positions of the answer
+    lexicon: Lexicon
+    remembered: tuple[tuple[int, ...], ...] = ()
+    states: int = 60  # visited for a new completion
+    shift: int = 6  # positions that the old witness's end may be moved
+    searches: int = 6  # states from which a new completion is searched
+    thorough: int = 1  # of these, with more effort: where the first closers lead nowhere, as in `a+b`
+    patient: bool = False  # whether another completion is searched where a known one is too long
+    far: Callable[[ParserState], tuple[int, ...] | None] | None = None  # how, if not with the parser alone
+    found: list[tuple[int, ...]] = field(default_factory=list)
+    asked: set[ParserState] = field(default_factory=set)  # from where new completions were searched
+    cramped: bool = False  # a new completion was found, and was too long
+    cut: bool = False  # a better path than the one taken was too long
+
+    def tail(
+        self, state: ParserState, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
+    ) -> tuple[int, ...] | None:
+        """Tokens that lead from ``state``, at ``position`` of the answer, to its end within the budget; None if none.
+
+        ``agrees``: whether such tokens agree with what is committed.
+        """
+        if state.accepting and agrees(()):
+            return ()
+        matcher = state.matcher
+        room, cramped = self.size - position, False
+        for way in self._known(position):
+            if len(way) > room:
+                cramped = cramped or matcher.ends(way)
+            elif agrees(way) and matcher.ends(way):
+                return way
+        self.cramped |= cramped
+        if not self._may_ask(state) or (cramped and not self.patient):  # a way to the end is known, and too long
+            return None
+        new = self.shortest(state)
+        if (new is None or (self.patient and len(new) > room)) and self.thorough:
+            self.thorough -= 1
+            new = (self._blindly(state, room) if self.far is None else self.far(state)) or new
+        if new is None:
+            return None
+        self.found.append(new)
+        self.cramped |= len(new) > room
+        return new if len(new) <= room and agrees(new) else None
+
+    def shortest(self, state: ParserState) -> tuple[int, ...] | None:
+        """A short completion from ``state``, if one is known or may still be searched."""
+        if not self._may_ask(state):
+            return None
+        self.asked.add(state)
+        return state.completion(self.lexicon, self.states)
+
+    def _blindly(self, state: ParserState, room: int) -> tuple[int, ...] | None:
+        """A completion found with more effort; None if there is none, or all are known to be longer than ``room``."""
+        close = find_completion(state.matcher, self.lexicon, BLIND, within=room)
+        return None if close is None else close.tokens
+
+    def _may_ask(self, state: ParserState) -> bool:
+        """Whether a way from ``state`` may be looked for; it counts even if it is known, so that no result depends on
+        what other searches have asked."""
+        return state in self.asked or len(self.asked) < self.searches
+
+    def next_tokens(self, state: ParserState) -> list[int]:
+        """A token or two for a fork that none of the model's candidates may follow."""
+        if state.few is None:
+            matcher = state.matcher
+            forced = self.lexicon.cover(matcher.forced())
+            closers = (token for token in self.lexicon.closers.tolist() if matcher.valid([token]))
+            state.few = forced[:1] if forced else list(islice(closers, 2))
+        return state.few
+
+    def _known(self, position: int) -> Iterator[tuple[int, ...]]:
+        """The old witness's end from here, then from a few positions to either side, then earlier completions."""
+        for distance in range(self.shift + 1):
+            for begin in {position + distance, position - distance}:
+                if 0 <= begin < len(self.witness):
+                    yield tuple(self.witness[begin:])
+        yield from self.found
+        yield from self.remembered

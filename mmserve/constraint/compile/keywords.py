@@ -1,5 +1,7 @@
-"""The type of each keyword's value (JSON Schema's meta-schema, as far as values are used here), and JSON values: their
-types, their equality, and the finite sets of them that schemas list.
+"""Keywords of JSON Schema: the draft and the value type of each; and JSON values: types, equality, finite sets of them.
+
+``misshapen`` follows JSON Schema's meta-schema as far as values are used here; ``modern`` writes the keywords of older
+drafts as draft 2020-12 has them.
 """
 
 from __future__ import annotations
@@ -9,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from mmserve.constraint.findings import Finding, child
+from mmserve.constraint.findings import Finding, Refused, child
 from mmserve.constraint.limits import DIGITS, MAX_INTEGER, MAX_REPEAT, SMALLEST
 
 TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 
-#: Keywords that say something about a schema and nothing about its instances.
+#: Annotations: keywords that describe a schema and do not constrain its instances.
 ANNOTATIONS = frozenset(
     {
         "$anchor",
@@ -37,10 +39,39 @@ ANNOTATIONS = frozenset(
         "writeOnly",
     }
 )
-#: Keywords whose subschemas judge the very instance that their schema judges.
+#: In-place applicators: keywords whose subschemas apply to the same instance as the schema around them.
 IN_PLACE = frozenset(
     {"$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "not", "oneOf", "then"}
 )
+
+#: Drafts by ``$schema`` without scheme and fragment, oldest first.
+DIALECTS = {
+    "json-schema.org/draft-04/schema": 4,
+    "json-schema.org/draft-06/schema": 6,
+    "json-schema.org/draft-07/schema": 7,
+    "json-schema.org/draft/2019-09/schema": 2019,
+    "json-schema.org/draft/2020-12/schema": 2020,
+}
+#: The first draft that has each keyword; an older draft would ignore the keyword, so it is refused there.
+_SINCE = {
+    "const": 6,
+    "contains": 6,
+    "propertyNames": 6,
+    "if": 7,
+    "then": 7,
+    "else": 7,
+    "dependentRequired": 2019,
+    "dependentSchemas": 2019,
+    "unevaluatedItems": 2019,
+    "unevaluatedProperties": 2019,
+    "minContains": 2019,
+    "maxContains": 2019,
+    "prefixItems": 2020,
+    "$dynamicRef": 2020,
+}
+#: Keywords that validate strings in these drafts only; in all others they are annotations.
+_CONTENT = ("contentEncoding", "contentMediaType")
+_CONTENT_DRAFTS = (6, 7)
 
 Check = Callable[[Any], str | None]
 
@@ -177,7 +208,7 @@ def misshapen(node: Mapping[str, Any], pointer: str) -> Iterator[Finding]:
         yield Finding(child(pointer, "multipleOf"), "multipleOf", "must be above 0")
 
 
-#: Every type; "integer" is a part of "number" and stands beside it.
+#: Every type; sets of types with "number" have "integer" too.
 ALL = frozenset(TYPES)
 
 
@@ -251,3 +282,71 @@ def writable(value: Any) -> bool:
         case dict():
             return all(map(writable, value.values()))
     return True
+
+
+def dialect(root: Any) -> int:
+    """The draft that ``root`` is written in; the newest where it names none. Raises ``Refused`` for an unknown one."""
+    if not isinstance(root, dict) or "$schema" not in root:
+        return 2020
+    name = root["$schema"]
+    bare = name.rstrip("#").partition("://")[2] if isinstance(name, str) else ""
+    if bare not in DIALECTS:
+        raise Refused.at("/$schema", "$schema", f"must be one of https://{', https://'.join(DIALECTS)}")
+    return DIALECTS[bare]
+
+
+def modern(node: dict[str, Any], draft: int, pointer: str) -> dict[str, Any]:
+    """``node`` in the words of draft 2020-12. Raises ``Refused`` where a keyword is of a later draft than ``draft``."""
+    for keyword, since in _SINCE.items():
+        if keyword in node and draft < since:
+            raise Refused.at(
+                child(pointer, keyword), keyword, f"is no keyword of the draft that $schema names ({draft})"
+            )
+    if "$ref" in node and draft <= 7:  # siblings of a reference are ignored there
+        return {"$ref": node["$ref"]}
+    if draft not in _CONTENT_DRAFTS:
+        node = {name: value for name, value in node.items() if name not in _CONTENT}
+    node = _modern_items(node, draft, pointer)
+    if "dependencies" in node:
+        node = _dependencies(node, pointer)
+    return _exclusive(node) if draft == 4 else node
+
+
+def _modern_items(node: dict[str, Any], draft: int, pointer: str) -> dict[str, Any]:
+    rest = {name: value for name, value in node.items() if name != "additionalItems"}
+    if not isinstance(node.get("items"), list):
+        return rest if draft < 2020 else node
+    if draft == 2020 and "$schema" in node:
+        raise Refused.at(child(pointer, "items"), "items", "must be a schema; a row of schemas is prefixItems")
+    row = rest.pop("items")
+    if row:
+        rest["prefixItems"] = row
+    if "additionalItems" in node:
+        rest["items"] = node["additionalItems"]
+    return rest
+
+
+def _dependencies(node: dict[str, Any], pointer: str) -> dict[str, Any]:
+    found = node["dependencies"]
+    if not isinstance(found, dict):
+        raise Refused.at(child(pointer, "dependencies"), "dependencies", "must be an object")
+    names = {name: value for name, value in found.items() if isinstance(value, list)}
+    schemas = {name: value for name, value in found.items() if is_schema(value)}
+    if len(names) + len(schemas) < len(found):
+        raise Refused.at(child(pointer, "dependencies"), "dependencies", "must hold schemas or arrays of names")
+    rest = {name: value for name, value in node.items() if name != "dependencies"}
+    for keyword, value in (("dependentRequired", names), ("dependentSchemas", schemas)):
+        if value and keyword in rest:
+            raise Refused.at(child(pointer, "dependencies"), "dependencies", f"cannot be combined with {keyword}")
+        if value:
+            rest[keyword] = value
+    return rest
+
+
+def _exclusive(node: dict[str, Any]) -> dict[str, Any]:
+    """Draft 4's ``exclusiveMinimum: true`` beside ``minimum``."""
+    node = dict(node)
+    for flag, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(node.get(flag), bool) and node.pop(flag) and is_number(node.get(bound)):
+            node[flag] = node.pop(bound)
+    return node

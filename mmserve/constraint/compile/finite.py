@@ -1,4 +1,8 @@
-"""Values that a schema leaves open: any JSON, but for numbers that readers take for an infinity, such as ``1e999``."""
+"""The last passes over a rewritten schema (of ``compile.schema``): every value is finite, and so is every number.
+
+``without_endless`` removes references to definitions that every value would enter without end. ``with_finite_numbers``
+bounds the numbers of values that the schema leaves open, such as ``1e999``, which readers take for an infinity.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,13 @@ from itertools import chain, product
 from math import prod
 from typing import Any
 
+from mmserve.constraint.compile.keywords import ALL, names_of, types_of
 from mmserve.constraint.compile.negation import both, either
-from mmserve.constraint.compile.shapes import ALL, names_of, types_of
 from mmserve.constraint.findings import Notes, Refused
 from mmserve.constraint.limits import LARGEST
 
 Schema = dict[str, Any]
+_PREFIX = "#/$defs/"
 FINITE: Schema = {"minimum": -LARGEST, "maximum": LARGEST}
 _NAME = "any"  # other definitions are named r0, r1, …
 _REFERENCE: Schema = {"$ref": f"#/$defs/{_NAME}"}
@@ -21,14 +26,89 @@ _ALONE = ("anyOf", "$ref")
 _MOST_CASES = 64  # of several anyOf that all hold
 
 
-def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False, apart: bool = False) -> Any:
-    """``schema``, of ``mmserve.constraint.compile.references``, whose open values have numbers within ±``LARGEST``.
+def without_endless(schema: Any, definitions: dict[str, Any]) -> Any:
+    """``schema`` with ``definitions`` as its ``$defs``, every reference to one without a finite value made false.
 
-    Where schemas are joined, all of it is joined with a schema that says no more than that. llguidance cannot join two
+    Both are as ``mmserve.constraint.compile.schema`` writes them. Raises ``Refused`` where nothing is left.
+    """
+    ending: set[str] = set()
+    while grown := {name for name in definitions if name not in ending and _ends(definitions[name], ending)}:
+        ending |= grown
+    if not _ends(schema, ending):
+        reason = "has no value" if _ends(schema, set(definitions)) is False else "every value would be infinitely deep"
+        raise Refused.at("", "schema", reason)
+    if not definitions:
+        return schema
+    endless = frozenset(definitions) - ending
+    kept = {name: _pruned(each, endless) for name, each in definitions.items() if name in ending}
+    pruned = _pruned(schema, endless)
+    if not isinstance(pruned, dict) or not kept:
+        return pruned
+    return {**pruned, "$defs": kept}
+
+
+def _ends(schema: Any, ending: set[str]) -> bool:
+    """Whether ``schema`` may have a finite value, given the definitions that have one; false only if it has none."""
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema and schema["$ref"].removeprefix(_PREFIX) not in ending:
+        return False
+    if not all(_ends(part, ending) for part in schema.get("allOf", ())):
+        return False
+    if "anyOf" in schema and not any(_ends(part, ending) for part in schema["anyOf"]):
+        return False
+    kinds = set(names_of(types_of(schema)))
+    if "object" in kinds and not _object_ends(schema, ending):
+        kinds.discard("object")
+    if "array" in kinds and not _array_ends(schema, ending):
+        kinds.discard("array")
+    return bool(kinds)
+
+
+def _object_ends(schema: dict[str, Any], ending: set[str]) -> bool:
+    properties = schema.get("properties", {})
+    open_to_others = bool(schema.get("patternProperties")) or _ends(schema.get("additionalProperties", True), ending)
+    for name in schema.get("required", ()):
+        if not (_ends(properties[name], ending) if name in properties else open_to_others):
+            return False
+    return True
+
+
+def _array_ends(schema: dict[str, Any], ending: set[str]) -> bool:
+    least = schema.get("minItems", 0)
+    prefix = schema.get("prefixItems", [])
+    if not all(_ends(item, ending) for item in prefix[:least]):
+        return False
+    return least <= len(prefix) or _ends(schema.get("items", True), ending)
+
+
+def _pruned(schema: Any, endless: frozenset[str]) -> Any:
+    """``schema`` with references to ``endless`` definitions made false."""
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema and schema["$ref"].removeprefix(_PREFIX) in endless:
+        return False
+    result = dict(schema)
+    for keyword in ("properties", "patternProperties"):
+        if keyword in result:
+            result[keyword] = {name: _pruned(each, endless) for name, each in result[keyword].items()}
+    for keyword in ("allOf", "anyOf", "prefixItems"):
+        if keyword in result:
+            result[keyword] = [_pruned(each, endless) for each in result[keyword]]
+    for keyword in ("items", "additionalProperties"):
+        if keyword in result:
+            result[keyword] = _pruned(result[keyword], endless)
+    return result
+
+
+def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False, apart: bool = False) -> Any:
+    """``schema``, of ``without_endless``, whose open values have numbers within ±``LARGEST``.
+
+    Where schemas are joined, the whole is joined with a schema of these bounds. llguidance cannot join two
     definitions that refer to themselves: in a schema with such, each place is narrowed where it is left open. So it is,
     if it can be, where schemas are better kept ``apart``.
 
-    With ``exponents``, what says nothing of a number's size stays as it is. Raises ``Refused`` where nothing is left.
+    With ``exponents``, schemas without bounds stay as they are. Raises ``Refused`` where nothing is left.
     """
     if exponents:
         return schema
@@ -182,7 +262,7 @@ class _Narrower:
         return [part for part in parts if part] + [rest]
 
     def _only(self, parts: list[Schema], keyword: str) -> Any:
-        """What the one of ``parts`` that has ``keyword`` says by it, narrowed, and where none does what is open."""
+        """The value of ``keyword``, narrowed, from the one of ``parts`` that has it; else the schema of open values."""
         found = [part for part in parts if part.get(keyword, True) is not True]
         if not found:
             return _REFERENCE
@@ -190,7 +270,7 @@ class _Narrower:
         return True
 
     def _joined(self, schemas: list[Any]) -> Any:
-        said = [each for each in schemas if each is not True and each != {}]
-        if len(said) < 2:
-            return self.of(said[0] if said else True)
-        return self._together([part for each in said for part in self._parts(each)])
+        constraining = [each for each in schemas if each is not True and each != {}]
+        if len(constraining) < 2:
+            return self.of(constraining[0] if constraining else True)
+        return self._together([part for each in constraining for part in self._parts(each)])

@@ -1,0 +1,169 @@
+"""The outcomes of stages, applied to the requests of one engine: each advances, leaves for another engine, or ends."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from mmserve.config import EngineConfig
+from mmserve.core.events import Delta
+from mmserve.core.handover import Handover
+from mmserve.core.request import TERMINAL, Stage
+from mmserve.kv.pool import PagePool
+from mmserve.kv.table import PageTable
+from mmserve.live import LiveRequests, typed
+from mmserve.migration import Migration
+from mmserve.prefixes import Prefixes
+from mmserve.request_state import RequestGroup, RequestState
+from mmserve.stages import EncodedPrompt, Stages
+from mmserve.waiting import WaitingQueue
+
+
+class StageOutcomes:
+    """Applies outcomes to requests; called on the engine's thread only."""
+
+    def __init__(
+        self,
+        live: LiveRequests,
+        waiting: WaitingQueue,
+        pool: PagePool,
+        prefixes: Prefixes,
+        migration: Migration,
+        stages: Stages,
+        config: EngineConfig,
+    ) -> None:
+        self._live, self._queue, self._pool, self._prefixes = live, waiting, pool, prefixes
+        self._migration, self._stages, self._config = migration, stages, config
+
+    def apply(self, name: str, state: RequestState, outcome: Any, now: float) -> None:
+        """Apply one request's ``outcome`` of the stage ``name``, which no longer holds it: its result, or an exception.
+
+        ``now``: virtual time of decode.
+        """
+        if state.stage in TERMINAL:
+            return  # another sample of the same batch failed, and this one with it
+        if state.aborted:
+            if not state.in_flight:
+                self._live.end_failed(state)
+        elif isinstance(outcome, BaseException):
+            self._live.fail(state, typed(outcome, state))
+        elif name == "decode":
+            try:
+                self._stepped(state, outcome)
+            except Exception as error:  # noqa: BLE001 - a bug with one request's result ends that request only
+                self._live.fail(state, typed(error, state))
+        elif name == "constrain":
+            self._live.advance(state, Stage.CONSTRAINED)
+        elif isinstance(outcome, EncodedPrompt) and name != "load":
+            self._encoded(state, outcome)
+        elif name == "load":
+            self._loaded(state, outcome)
+        else:
+            self._prefilled(state, outcome, now)
+
+    def _encoded(self, state: RequestState, prompt: EncodedPrompt) -> None:
+        """A prompt is complete; where the decoder looks at it first (``looks``), prefill returns it once more."""
+        state.usage, state.keys, state.looks = prompt.usage, prompt.keys, prompt.looks
+        if (refusal := state.too_large(self._config)) is not None:
+            self._live.fail(state, refusal)
+            return
+        self._live.advance(state, Stage.ENCODED)
+        if not prompt.looks:
+            self._live.split(state)
+        for each in list(state.group.members):
+            self._leave_if_due(each)
+        self._fetch(state.group)
+
+    def adopted(self, state: RequestState, handover: Handover) -> None:
+        """A request from another engine is here."""
+        self._migration.arrive(state, handover)
+        self._fetch(state.group)
+
+    def _fetch(self, group: RequestGroup) -> None:
+        """Fetch from the tiers the pages that the pool lacks, for prompts that are prefilled here next."""
+        for state in group.members:
+            if state.stage is Stage.ENCODED and state.prefilled is None:
+                self._prefixes.fetch(state)
+
+    def rows_read(self, state: RequestState, prompt: EncodedPrompt | None, rows: int) -> None:
+        """The first ``rows`` rows of a prompt are final while its clip is still read: they can be prefilled.
+
+        ``prompt``: with the first call, its outline.
+        """
+        if state.aborted or state.stage in TERMINAL:
+            return
+        state.final = rows
+        if prompt is not None:
+            state.usage, state.keys = prompt.usage, prompt.keys
+            for stage in (Stage.LOADED, Stage.ENCODING, Stage.ENCODED):
+                self._live.advance(state, stage)
+
+    def _loaded(self, state: RequestState, outcome: EncodedPrompt | None) -> None:
+        """All media of a request are read. A prompt that was prefilled meanwhile is encoded as well; where it differs
+        from its outline, prefill begins again."""
+        if state.final is None:
+            self._live.advance(state, Stage.LOADED)
+        elif outcome is None:
+            state.again = True
+            self._begin_again(state)
+        else:
+            state.final, state.keys = None, outcome.keys
+            state.pages = replace(state.pages, keys=outcome.keys)
+
+    def _begin_again(self, state: RequestState) -> None:
+        if state.in_flight:
+            return  # in prefill, whose outcome comes here
+        self._stages.forget_prefill(state.request.id)
+        self._pool.release(state.pages.ids)
+        state.pages, state.keys, state.prefilled = PageTable(), (), None
+        state.final, state.again = None, False
+        self._live.advance(state, Stage.LOADED)
+
+    def _prefilled(self, state: RequestState, run: int | None, now: float) -> None:
+        """The first ``run`` positions of a prompt are prefilled (None = all): publish the pages that they fill.
+
+        ``now``: virtual time of decode.
+        """
+        state.pages.publish(self._pool, None if run is None else run // self._config.page_size)
+        self._prefixes.published(state)
+        restored = self._stages.prefilling.restored.pop(state.request.id, 0)
+        if restored:
+            found = (state.pages.shared + restored) * self._config.page_size
+            state.usage = replace(state.usage, cached_tokens=found)
+        if run is None and self._stages.model.spec.renoising is None:
+            state.reach("draft")
+            state.rows = 0  # its first step has its candidates already
+        state.prefilled, state.turn = run, now  # a newcomer to decode begins at its clock
+        self._live.advance(state, Stage.PREFILLED if run is None else Stage.ENCODED)
+        if state.again:
+            self._begin_again(state)
+        else:
+            self._leave_if_due(state)
+
+    def _leave_if_due(self, state: RequestState) -> None:
+        if self._migration.leaves(state):
+            self._migration.leave(state)
+
+    def _stepped(self, state: RequestState, outcome: Any) -> None:
+        wanted = state.request.streaming
+        state.stepped(outcome)
+        if outcome.snapshot is not None:
+            state.group.sink(replace(outcome.snapshot, sample=state.sample))
+        if outcome.draft is not None:
+            state.group.sink(replace(outcome.draft, sample=state.sample))
+        if outcome.delta and wanted.deltas:
+            state.group.sink(Delta(outcome.delta, state.sample))
+        state.rows = outcome.rows
+        if outcome.reason is None:
+            if outcome.pages is not None:
+                state.pages = state.pages.trimmed(self._pool, outcome.pages)
+            self._live.advance(state, Stage.READY)
+            self._migration.stepped(state)
+            return
+        answer = self._stages.finished(state.request.id)
+        self._live.advance(state, Stage.FINISHED)
+        event = state.finished(outcome.reason, answer, time.monotonic())
+        self._queue.served(state.work, event.times.total / 1000)
+        self._live.release(state)
+        state.group.sink(event)

@@ -68,6 +68,7 @@ class _Server(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 4 * _READERS  # of the system's: those beyond it would connect, and wait for a minute
 
     def __init__(
         self, address: tuple[str, int], handler: Any, family: socket.AddressFamily, tls: ssl.SSLContext | None

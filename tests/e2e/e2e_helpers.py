@@ -276,6 +276,6 @@ def command(*arguments: str, stdin: str | bytes | None = None) -> subprocess.Com
     """``mmserve …`` in a process of its own, until its end."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
     done = subprocess.run(
-        [sys.executable, "-m", "mmserve", *arguments], input=data, capture_output=True, timeout=110, check=False
+        [sys.executable, "-m", "mmserve", *arguments], input=data, capture_output=True, timeout=280, check=False
     )
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -52,14 +53,14 @@ def small(small_server: Running) -> Iterator[Running]:
     small_server.assert_serves()
 
 
-def once(address: str, prompt: str, **sampling: Any) -> pb.Finished:
+def once(address: str, prompt: str, *, timeout: float = PATIENCE, **sampling: Any) -> pb.Finished:
     """One attempt, without the client's retries."""
     message = pb.GenerateRequest(
         messages=[{"role": "ROLE_USER", "parts": [{"text": prompt}]}], sampling={"max_new_tokens": 4, **sampling}
     )
     with grpc.insecure_channel(address) as channel:
         try:
-            return list(generation_pb2_grpc.GenerationServiceStub(channel).Generate(message, timeout=PATIENCE))[-1]
+            return list(generation_pb2_grpc.GenerationServiceStub(channel).Generate(message, timeout=timeout))[-1]
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
@@ -84,18 +85,18 @@ def test_a_full_queue_refuses_and_loses_nobody(small: Running, monkeypatch: pyte
 
 def test_who_would_wait_beyond_the_deadline_is_refused_at_once(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """As measured, the engine ends a token a second; 24 are asked for by the one who waits already."""
-    shed = small.engine.stats().shed
+    shed, due = small.engine.stats().shed, partial(once, small.address, timeout=20.0)
     monkeypatch.setattr(small.engine._queue, "_measured", Measured(work=10.0, seconds=10.0))
     monkeypatch.setattr("mmserve.waiting.measured", lambda before, *_, **__: before)
     with gated(small.engine, monkeypatch) as gates, Client(small.address, timeout=50) as patient:
-        assert once(small.address, "idle").WhichOneof("event") == "finished"  # nobody is ahead: there is no wait
+        assert due("idle").WhichOneof("event") == "finished"  # nobody is ahead: there is no wait
         gates.encode.close()
-        accepted = [small.start(once, small.address, "first")]
+        accepted = [small.start(due, "first")]
         small.reach("first", Stage.ENCODING)
-        accepted.append(small.start(once, small.address, "waits", max_new_tokens=24))
+        accepted.append(small.start(due, "waits", max_new_tokens=24))
         wait_for("a queue", lambda: small.engine.stats().queued == 1)
         time.sleep(0.3)  # deadlines travel in steps of up to 0.1 s, and only what is due earlier counts
-        error = failure(small.start(once, small.address, "late"))
+        error = failure(small.start(due, "late"))
         assert isinstance(error, ResourceExhausted) and "would wait about 24" in str(error) and error.retry_after
         assert small.engine.stats().shed == shed + 1
         in_time = small.start(patient.generate, "in time", max_new_tokens=4)

@@ -125,7 +125,8 @@ def streams(pool: ThreadPoolExecutor, address: str, count: int, **options: Any) 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_under_load_lets_requests_finish(tmp_path: Path, number: signal.Signals) -> None:
-    with ThreadPoolExecutor(8) as pool, serving(tmp_path) as server:
+    drain = ("--set", f"server.drain_seconds={PATIENCE}")
+    with ThreadPoolExecutor(8) as pool, serving(tmp_path, *drain) as server:
         futures = streams(pool, server.address, 8, max_new_tokens=24)
         server.process.send_signal(number)
         for future in futures:

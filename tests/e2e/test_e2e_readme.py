@@ -29,7 +29,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
 

@@ -81,7 +81,7 @@ def test_a_full_queue_takes_none_of_the_samples() -> None:
 
         def waiting(batch: list[Any]) -> Any:
             held.append(batch)
-            assert go.wait(20)
+            assert go.wait(60)
             return gate_open(batch)
 
         server.engine.stages.encode = waiting  # type: ignore[method-assign]
@@ -93,7 +93,7 @@ def test_a_full_queue_takes_none_of_the_samples() -> None:
             once.generate("third", n=2, max_new_tokens=8)
         assert server.engine.stats().live == 5
         go.set()
-        assert [len(asked.result(20).samples) for asked in (first, second)] == [2, 3]
+        assert [len(asked.result(60).samples) for asked in (first, second)] == [2, 3]
         assert len(server.client.generate("third", n=2, max_new_tokens=4).samples) == 2
         wait_for("an empty engine", lambda: server.engine.stats() == EMPTY)
 

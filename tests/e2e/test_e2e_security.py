@@ -89,7 +89,7 @@ def test_tls_serves_who_trusts_the_certificate_and_nobody_else(folder: Path) -> 
             client.generate("x")
         for other in (TLS(ca=stranger), None):
             with Client(server.address, tls=other, token="first") as client, pytest.raises(Unavailable):
-                client.generate("x", timeout=10)
+                client.generate("x", timeout=60)
 
 
 def test_mutual_tls_asks_the_client_for_its_certificate(folder: Path) -> None:
@@ -102,7 +102,7 @@ def test_mutual_tls_asks_the_client_for_its_certificate(folder: Path) -> None:
             assert client.generate("x", max_new_tokens=2).forwards
         for wrong in (TLS(ca=certificate), TLS(ca=certificate, certificate=other, key=other_key)):
             with Client(server.address, tls=wrong) as client, pytest.raises(Unavailable):
-                client.generate("x", timeout=10)
+                client.generate("x", timeout=60)
 
 
 def test_commands_take_a_client_certificate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

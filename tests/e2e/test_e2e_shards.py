@@ -32,7 +32,7 @@ def config() -> Config:
 def made(config: Config) -> Iterator[Fleet]:
     start_ray()
     try:
-        with fleet(config, "e e pd", shard_pixels=1, silent_seconds=30.0) as found:
+        with fleet(config, "e e pd", shard_pixels=1, silent_seconds=300.0) as found:
             yield found
     finally:
         ray_actors.end()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from e2e_helpers import EMPTY, gated, settings, wait_for
+from e2e_helpers import EMPTY, PATIENCE, gated, settings, text_of, wait_for
 from helpers import picture
 
 from mmserve.assembly import BackgroundServer
@@ -16,7 +16,8 @@ from mmserve.config import ModelConfig
 from mmserve.constraint.compile.service import Compiler
 from mmserve.constraint.compile.wire import CompileReply
 from mmserve.core.constraint import ConstraintSpec
-from mmserve.core.request import ImagePart, Message, TextPart
+from mmserve.core.events import Event, Finished
+from mmserve.core.request import ImagePart, Message, Request, TextPart
 from mmserve.engine import Engine
 from mmserve.errors import ResourceExhausted
 
@@ -52,8 +53,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[ConstraintSpec]:
     return found
 
 
-def client(server: BackgroundServer, token: str, timeout: float = 20.0) -> Client:
-    return Client(server.address, token=token, timeout=timeout)
+def client(server: BackgroundServer, token: str, *, retries: bool = True) -> Client:
+    return Client(server.address, token=token, timeout=PATIENCE, retries=retries)
 
 
 def test_no_grammar_shows_what_another_tenant_asked(server: BackgroundServer, compiled: list[ConstraintSpec]) -> None:
@@ -89,12 +90,21 @@ def test_no_cache_shows_what_another_tenant_asked(server: BackgroundServer, engi
 def test_a_tenant_with_many_requests_delays_anothers_first_by_its_share_only(
     server: BackgroundServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[str] = []
+    ended: list[str] = []  # by the engine
+    submit = engine.submit
+
+    def noted(request: Request, sink: Callable[[Event], None]) -> None:
+        def seen(event: Event) -> None:
+            if isinstance(event, Finished):
+                ended.append(text_of(request).split()[0])
+            sink(event)
+
+        submit(request, seen)
 
     def ask(who: Client, name: str) -> None:
         who.generate(f"{name} asks what there is", max_new_tokens=2)
-        ended.append(name)
 
+    monkeypatch.setattr(engine, "submit", noted)
     with (
         client(server, "alice") as alice,
         client(server, "bob") as bob,
@@ -120,7 +130,7 @@ def test_a_tenant_that_fills_the_queue_leaves_others_their_places(
     with (
         client(server, "alice") as alice,
         client(server, "bob") as bob,
-        client(server, "alice", 0.05) as hasty,
+        client(server, "alice", retries=False) as hasty,
         ThreadPoolExecutor(16) as pool,
         gated(engine, monkeypatch) as gates,
     ):
@@ -131,7 +141,7 @@ def test_a_tenant_that_fills_the_queue_leaves_others_their_places(
             hasty.generate("one more", max_new_tokens=1)
         waiting += [pool.submit(bob.generate, f"bob {i}", max_new_tokens=1) for i in range(QUEUE // 2)]
         wait_for("half a queue more", lambda: engine.stats().queued == QUEUE + QUEUE // 2)
-        with pytest.raises(ResourceExhausted, match="max_queued"), client(server, "bob", 0.05) as other:
+        with pytest.raises(ResourceExhausted, match="max_queued"), client(server, "bob", retries=False) as other:
             other.generate("one more", max_new_tokens=1)
         gates.open()
         for future in waiting:

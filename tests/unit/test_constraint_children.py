@@ -220,7 +220,7 @@ from mmserve.constraint.compile.service import Compiler
 from mmserve.constraint.compile.wire import BYTES
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 
-compiler = Compiler(BYTES, 1.0)
+compiler = Compiler(BYTES, 60.0)
 compiler.compile(ConstraintSpec(Regex("a")))
 while compiler.standby is None:
     time.sleep(0.01)

@@ -23,7 +23,7 @@ from mmserve.constraint.search import first_witness as first
 from mmserve.core.constraint import Choice, ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema, Lark, Regex
 from mmserve.errors import InvalidArgument
 
-PATIENCE = 20.0  # seconds; the limit itself is two, and the machine may be busy
+PATIENCE = 60.0  # seconds; the limit itself is two, and the machine may be busy
 
 
 def spec(kind: ConstraintKind, mode: ConstraintMode = ConstraintMode.STRICT) -> ConstraintSpec:

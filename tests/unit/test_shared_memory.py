@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from harness import eventually
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.payloads import KVState, PrefilledPayload
@@ -163,10 +163,7 @@ def test_many_readers_at_once(shelf: Shelf) -> None:
     for thread in threads:
         thread.join()
     assert not wrong, wrong
-    end = time.monotonic() + 10
-    while descriptors() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert descriptors() <= before
+    eventually(lambda: descriptors() <= before, "their descriptors are closed")
 
 
 def test_a_reader_that_goes_in_the_middle_leaves_nothing(shelf: Shelf) -> None:
@@ -175,10 +172,7 @@ def test_a_reader_that_goes_in_the_middle_leaves_nothing(shelf: Shelf) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
             asker.connect(f"\0{ticket.address}")
             asker.sendall(sent)
-    end = time.monotonic() + 10
-    while descriptors() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert descriptors() == before
+    eventually(lambda: descriptors() <= before, "their descriptors are closed")
     own = Reader()
     taken(own, ticket)
     own.close()

@@ -60,6 +60,10 @@ class EncodeStage:
         """The prompt of a request that is about to be submitted; encode then reads no message of it."""
         self._given[request] = prompt
 
+    def was_given(self, request: RequestId) -> bool:
+        """Whether ``give`` has its prompt, which no message of it holds: it is to be encoded here."""
+        return request in self._given
+
     def constrain(self, batch: list[Request]) -> list[BaseException | None]:
         """Make each request's constraint ready, or say why it cannot be kept."""
         with stage_pass("constraint", batch):

@@ -18,6 +18,8 @@ from mmserve.errors import MMServeError
 if TYPE_CHECKING:  # it imports torch, which starts slowly
     from mmserve.video.facts import Facts
 
+#: What names of questions about streams of video begin with: they wait for no others.
+STREAM = "stream."
 #: Where the bytes of a state are: shared memory of a process, or a reference to Ray's object store; None = there are
 #: none.
 Parcel = Any

@@ -29,13 +29,13 @@ QUESTIONS: Mapping[str, Callable[..., Any]] = {
     "drop": lambda of, visual, pages: of.engine.kept.forget(visual, pages),
     "prefix_of": lambda of, request: of.engine.kept.prefix_of(request),
     # sessions of video
-    "open_stream": lambda of, *given: of.home.open(*given),
-    "append_frame": lambda of, name, number, *frame: of.home.append(name, number, frame_of(*frame)),
-    "ask_stream": lambda of, *given: of.home.ask(*given),
-    "stream_stats": lambda of, name: of.home.stats(name),
-    "close_stream": lambda of, name: of.home.close(name),
-    "check_standing": lambda of, *given: of.home.check(*given),
-    "judge_frame": lambda of, *given: of.home.judge(*given),
+    "stream.open": lambda of, *given: of.home.open(*given),
+    "stream.append": lambda of, name, number, *frame: of.home.append(name, number, frame_of(*frame)),
+    "stream.ask": lambda of, *given: of.home.ask(*given),
+    "stream.stats": lambda of, name: of.home.stats(name),
+    "stream.close": lambda of, name: of.home.close(name),
+    "stream.check": lambda of, *given: of.home.check(*given),
+    "stream.judge": lambda of, *given: of.home.judge(*given),
 }
 
 

@@ -41,6 +41,7 @@ class ClusterStream:
 
     def __init__(self, streams: ClusterStreams, home: Worker, name: str) -> None:
         self.home, self.name, self._streams = home, name, streams
+        self.worker = home.name  # ``home`` may have another name once its worker is replaced
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[float, Future[Seen]]] = {}
         self._number = 0
@@ -57,24 +58,24 @@ class ClusterStream:
             self._under_way[number] = frame.seconds, future
         image = frame.image.convert("RGB")
         sent = (self.name, number, frame.seconds, image.size, image.tobytes(), frame.detail)
-        self.home.post(self._streams.model, "append_frame", sent)
+        self.home.post(self._streams.model, "stream.append", sent)
         return future
 
     def ask(self, request: Request, scope: Scope | None, sink: Sink) -> Asked:
         """As of ``Stream.ask``."""
         return self._streams.submit(
-            request, sink, self.home.name, lambda order: self.question("ask_stream", self.name, order, scope)
+            request, sink, self.worker, lambda order: self.question("stream.ask", self.name, order, scope)
         )
 
     def stats(self) -> StreamStats:
         """As of ``Stream.stats``."""
-        stats: StreamStats = self.question("stream_stats", self.name)
+        stats: StreamStats = self.question("stream.stats", self.name)
         return stats
 
     def close(self) -> None:
         """As of ``Stream.close``."""
         self._streams.forget(self)
-        self.home.post(self._streams.model, "close_stream", (self.name,))
+        self.home.post(self._streams.model, "stream.close", (self.name,))
         self._fail(Cancelled("the stream was closed"))
 
     def question(self, question: str, *arguments: Any) -> Any:
@@ -129,19 +130,21 @@ class ClusterStreams:
 
     def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> ClusterStream:
         """As of ``Streams.open``; ``Unavailable`` where there is no worker."""
+        workers = self._workers()
+        encoders = [worker for worker in workers if "encode" in worker.roles] or workers
+        if not encoders:
+            raise self._nobody()
         with self._lock:
             if self._stopped:
                 raise Unavailable("the server is shutting down; open the stream at another one")
-            counts = Counter(stream.home.name for stream in self._streams.values())
-            workers = self._workers()
-            encoders = [worker for worker in workers if "encode" in worker.roles] or workers
-            if not encoders:
-                raise Unavailable(f"no worker of {self.model!r} is there: they are being replaced, try again soon")
+            counts = Counter(stream.worker for stream in self._streams.values())
             home = min(encoders, key=lambda worker: counts[worker.name])
             name = uuid.uuid4().hex
             stream = self._streams[name] = ClusterStream(self, home, name)
         try:
-            stream.question("open_stream", name, memory, tenant, vision, beside)
+            stream.question("stream.open", name, memory, tenant, vision, beside)
+            if home.name != stream.worker:  # it was replaced meanwhile
+                raise lost()
         except BaseException:
             self.forget(stream)
             raise
@@ -177,7 +180,7 @@ class ClusterStreams:
     def left(self, worker: str) -> None:
         """A worker has ended, and its streams with it."""
         with self._lock:
-            streams = [stream for stream in self._streams.values() if stream.home.name == worker]
+            streams = [stream for stream in self._streams.values() if stream.worker == worker]
         for stream in streams:
             stream.left()
 
@@ -187,15 +190,18 @@ class ClusterStreams:
         """As of ``Judge.check``, on any worker."""
         workers = self._workers()
         if not workers:
-            raise Unavailable(f"no worker of {self.model!r} is there: they are being replaced, try again soon")
-        workers[0].ask(self.model, "check_standing", (question, path))
+            raise self._nobody()
+        workers[0].ask(self.model, "stream.check", (question, path))
 
     def judge(self, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
         """As of ``Judge.judge``, on the worker that keeps the frame."""
         if not isinstance(frame, SeenThere):
             raise FailedPrecondition("the frame is of no stream of this cluster")
-        judged: list[Judged] = frame.stream.question("judge_frame", frame.stream.name, frame.number, list(questions))
+        judged: list[Judged] = frame.stream.question("stream.judge", frame.stream.name, frame.number, list(questions))
         return judged
+
+    def _nobody(self) -> Unavailable:
+        return Unavailable(f"no worker of {self.model!r} is there: they are being replaced, try again in a few seconds")
 
 
 def lost_question() -> Unavailable:

@@ -171,7 +171,6 @@ def test_a_session_has_its_frames_on_a_worker_and_the_answers_of_one_process(
 
 
 def test_a_session_ends_with_the_worker_that_keeps_its_frames_and_no_other_does(front: str, made: Fleet) -> None:
-    streams = made.coordinators[NAME]._streams
     with sdk(front) as client, client.video_session(budget=64) as other:
         other.push(drawn(0), 0.0)
         assert other.ask("What is it?", max_new_tokens=4).text
@@ -181,9 +180,9 @@ def test_a_session_ends_with_the_worker_that_keeps_its_frames_and_no_other_does(
         with pytest.raises(Unavailable, match="open another session"), client.video_session(budget=64) as session:
             session.push(drawn(0), 0.0)
             session.ask("What is it?", max_new_tokens=4)
-            homes = {stream.home.name for stream in streams._streams.values()}
+            homes = {stream.worker for stream in streams._streams.values()}
             assert len(homes) == 2, "each on the worker with fewer of them"
-            [lost] = homes - {kept.home.name}
+            [lost] = homes - {kept.worker}
             kill(made, next(member.index for member in made.members if member.name == lost))
             for number in range(1, 1000):
                 session.push(drawn(number), float(number))

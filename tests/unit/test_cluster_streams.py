@@ -24,7 +24,7 @@ from mmserve.video.facts import Facts
 
 @pytest.fixture
 def streaming() -> Iterator[tuple[Coordinator, Worker, Worker, Stream]]:
-    encoder = Worker("e", frozenset({"encode"}), answers={"open_stream": None, "ask_stream": Asked(3, 0.0, 2.0, 0)})
+    encoder = Worker("e", frozenset({"encode"}), answers={"stream.open": None, "stream.ask": Asked(3, 0.0, 2.0, 0)})
     other = Worker("0", frozenset({"prefill", "decode"}))
     made = coordinator(encoder, other, facts=Facts())
     streams = made.session_parts(Config()).streams
@@ -75,13 +75,13 @@ def test_a_question_that_a_worker_refuses_leaves_nothing(
     streaming: tuple[Coordinator, Worker, Worker, Stream],
 ) -> None:
     made, home, _other, stream = streaming
-    home.answers["ask_stream"] = InvalidArgument.of("adapter", "must not be set")
+    home.answers["stream.ask"] = InvalidArgument.of("adapter", "must not be set")
     call = Call(ask("q"))
     with pytest.raises(InvalidArgument, match="must not be set"):
         stream.ask(call.request, None, call.sink)
     assert not call.ended and made.stats().live == 0
     stream.close()
-    assert home.asked[-1][0] == "close_stream"
+    assert home.asked[-1][0] == "stream.close"
 
 
 def test_a_model_without_sessions_refuses_them() -> None:

@@ -82,6 +82,8 @@ class Migration:
         if state.stage is Stage.PREFILLED and state.packed is not None:
             return not state.aborted  # decode here has nothing of it any more
         role = NEXT_ROLE.get(state.stage)
+        if state.stage is Stage.QUEUED and self._stages.encoding.was_given(state.request.id):
+            return False
         begun = state.in_flight or state.prefilled is not None or state.final is not None
         return role is not None and role not in self.roles and not begun and not state.aborted
 

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from mmserve.cluster.adapters import ClusterAdapters, missing
+from mmserve.cluster.adapters import ClusterAdapters
 from mmserve.cluster.config import ClusterSettings
-from mmserve.cluster.dispatch import Dispatch
 from mmserve.cluster.kept import ClusterKept
-from mmserve.cluster.messages import Beat, Happened, Item, Lost, Moved, Refused, without_media
-from mmserve.cluster.requests import Group, Part, Sink
+from mmserve.cluster.messages import Appended, Beat, Item, Lost, Moved, Order
+from mmserve.cluster.requests import Sink
+from mmserve.cluster.streams import ClusterStreams
 from mmserve.cluster.switching import Switching
 from mmserve.cluster.totals import NOTHING, counted, total
+from mmserve.cluster.under_way import UnderWay
 from mmserve.cluster.workers import Depot, Worker
-from mmserve.config import EngineConfig
+from mmserve.config import Config, EngineConfig
 from mmserve.core.constraint import CheckedConstraint
-from mmserve.core.events import Admitted, Delta, Draft, Event, Failed, Finished, Snapshot
-from mmserve.core.handover import ROLES, Handover
 from mmserve.core.info import ModelInfo
-from mmserve.core.progress import Progress, Reached, StageEntered, StepTaken
-from mmserve.core.request import Request, RequestId, Stage
-from mmserve.core.samples import samples
+from mmserve.core.request import Request, RequestId
+from mmserve.core.session import Asked
 from mmserve.core.stats import Stats
+from mmserve.encode.decoding import DecodePool
 from mmserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -39,7 +37,8 @@ from mmserve.errors import (
     Unavailable,
     Unimplemented,
 )
-from mmserve.observe.logs import about
+from mmserve.video.facts import Facts
+from mmserve.video.host import Parts
 from mmserve.waiting import WaitingQueue
 
 logger = logging.getLogger("mmserve.cluster")
@@ -47,19 +46,28 @@ logger = logging.getLogger("mmserve.cluster")
 #: Seconds after a request's deadline until it is ended here: its worker ends it by itself, with an error
 #: that names the stage.
 _GRACE = 0.5
+_NO_SESSIONS = Facts(refusal="this model takes no video sessions")
 
 
 class Coordinator:
     """``EngineLike``, over workers that come and go. Every method may be called from any thread."""
 
-    def __init__(self, info: ModelInfo, engine: EngineConfig, settings: ClusterSettings, depot: Depot) -> None:
-        self.info, self._engine, self._settings, self._depot = info, engine, settings, depot
+    def __init__(
+        self,
+        info: ModelInfo,
+        engine: EngineConfig,
+        settings: ClusterSettings,
+        depot: Depot,
+        facts: Facts = _NO_SESSIONS,
+    ) -> None:
+        self.info, self._depot, self._facts = info, depot, facts
         self._queue = WaitingQueue(engine)
         self._lock = threading.RLock()
-        self._groups: dict[RequestId, Group] = {}
         self.adapters = ClusterAdapters(info.name, engine.adapter_folder, self._adapters_in_use)
-        self._dispatch = Dispatch(info.name, engine.max_running, depot, self._parts, self.adapters.holds)
+        self._under_way = UnderWay(info.name, engine.max_running, settings, depot, self._queue, self.adapters.holds)
+        self._dispatch = self._under_way.dispatch
         self.kept = ClusterKept(info.name, self._serving, self._dropped)
+        self._streams: ClusterStreams | None = None  # of video sessions, once there are any
         self._stats: dict[str, Stats] = {}
         self._ended = NOTHING  # what workers that ended had counted
         self._switching = Switching(settings.decide_seconds)
@@ -75,16 +83,30 @@ class Coordinator:
         """As of ``Engine.submit``; what a worker refuses comes as ``Failed``."""
         self._queue.check(request)
         with self._lock:
-            request = self.adapters.resolved(request)
-            group = Group(request, sink, time.monotonic())
-            group.parts[None] = part = Part(group, None, Handover(request, Stage.QUEUED, None))
-            with self._queue.lock:
-                ahead = self._queue.take(request, group.due, of_session=False)
-            self._groups[request.id] = group
-            sink(Admitted(ahead))
-            if not self._share_out(part):
-                self._dispatch.wait(part)
-            self._send()
+            self._under_way.begin(self.adapters.resolved(request), sink)
+
+    def session_parts(self, config: Config) -> Parts:
+        """As of ``video.host.Served``; raises ``Unimplemented`` where the model takes no sessions."""
+        self._facts.check()
+        decoders = DecodePool(config.media)
+        decoders.open()
+        streams = ClusterStreams(self.info.name, self._serving, self.submit_there, decoders.close)
+        self._streams = streams
+        return Parts(self._facts, streams, decoders, streams if self._facts.standing else None, self.cancel)
+
+    def submit_there(self, request: Request, sink: Sink, worker: str, ask: Callable[[Order], Asked]) -> Asked:
+        """Take in a question about a stream that ``worker`` keeps: ``ask`` gives it the order, and returns what was
+        asked about. It goes on as any request, once its prompt is encoded. Raises as ``submit``, and what ``ask``
+        raises."""
+        self._queue.check(request)
+        with self._lock:
+            order = self._under_way.begin_at(worker, request, sink)
+        try:
+            return ask(order)
+        except BaseException:
+            with self._lock:
+                self._under_way.withdraw(request.id)
+            raise
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
         """``Unimplemented``: what compiles constraints is with the workers."""
@@ -93,19 +115,22 @@ class Coordinator:
     def cancel(self, request_id: RequestId, error: MMServeError | None = None) -> None:
         """As of ``Engine.cancel``."""
         with self._lock:
-            group = self._groups.get(request_id)
+            group = self._under_way.groups.get(request_id)
             if group is not None:
-                self._fail(group, error or Cancelled("the request was cancelled"))
+                self._under_way.fail(group, error or Cancelled("the request was cancelled"))
 
     def drain(self, timeout: float) -> bool:
         """As of ``Engine.drain``."""
         with self._queue.lock:
             self._queue.refusal = "the server is shutting down; send the request to another one"
+            self._queue.draining = timeout > 0  # questions of open sessions are still taken
         in_time = self._queue.idle.wait(timeout)
         if not in_time:
+            with self._queue.lock:
+                self._queue.draining = False
             with self._lock:
-                for group in list(self._groups.values()):
-                    self._fail(group, Unavailable("the server shut down before the request finished"))
+                for group in list(self._under_way.groups.values()):
+                    self._under_way.fail(group, Unavailable("the server shut down before the request finished"))
         return in_time
 
     def stop(self) -> None:
@@ -141,7 +166,7 @@ class Coordinator:
         """A worker is ready, after ``equip``; or has a role again."""
         with self._lock:
             self._dispatch.workers[worker.name] = worker
-            self._send()
+            self._under_way.send()
 
     def left(self, name: str) -> None:
         """A worker has ended, or is given up: what it had goes on elsewhere."""
@@ -152,9 +177,10 @@ class Coordinator:
             if (last := self._stats.pop(name, None)) is not None:
                 self._ended = total([self._ended, counted(last)])
             self.losses += 1
-            for part in [part for part in self._parts() if part.worker == name]:
-                self._lost(part)
-            self._send()
+            self._under_way.left(name)
+            if self._streams is not None:
+                self._streams.left(name)
+            self._under_way.send()
 
     def take(self, worker: str, items: Sequence[Item]) -> None:
         """What a worker reports of this model's requests, in order; waits for its memory."""
@@ -165,26 +191,22 @@ class Coordinator:
                     if worker in self._dispatch.workers:
                         self._stats[worker] = item.stats[self.info.name]
                     continue
-                group = self._groups.get(item.key)
-                part = None if group is None else group.part_of(item.sample)
-                if group is None or part is None or part.worker != worker:
-                    self._forget(item)
+                if isinstance(item, Appended):
+                    if self._streams is not None:
+                        self._streams.took(item)
                     continue
-                try:
-                    self._took(group, part, item)
-                except Exception as error:  # noqa: BLE001 - a bug with one request ends that request only
-                    self._fail(group, Internal.logged(error, f"request {group.id}", logger, about(group.request)))
-            self._send()
+                self._under_way.reported(worker, item)
+            self._under_way.send()
 
     def tick(self, now: float) -> None:
         """To be called a few times a second; ``now`` is on the monotonic clock (seconds)."""
         self._queue.measure(now)
         self.adapters.tick()
         with self._lock:
-            for group in list(self._groups.values()):
+            for group in list(self._under_way.groups.values()):
                 deadline = group.request.deadline
                 if deadline is not None and deadline + _GRACE <= now:
-                    self._fail(group, DeadlineExceeded("the deadline passed before the request finished"))
+                    self._under_way.fail(group, DeadlineExceeded("the deadline passed before the request finished"))
 
     def switch(self, now: float) -> None:
         """Change a worker's role where that is due; to be called about once a second."""
@@ -202,7 +224,7 @@ class Coordinator:
             )
             self.switches += 1
             self._dispatch.workers[change.name].serve([change.given_to])
-            self._send()
+            self._under_way.send()
 
     # --- not locked ---
 
@@ -225,160 +247,8 @@ class Coordinator:
 
     def _adapters_in_use(self) -> set[str]:
         with self._lock:
-            return {group.request.adapter for group in self._groups.values()} - {""}
+            return {group.request.adapter for group in self._under_way.groups.values()} - {""}
 
     def _dropped(self, pages: Sequence[bytes]) -> None:
         with self._lock:
             self._dispatch.index.dropped(pages)
-
-    # --- locked ---
-
-    def _parts(self) -> Iterator[Part]:
-        """All that have not ended."""
-        for group in list(self._groups.values()):
-            yield from list(group.parts.values())
-
-    def _send(self) -> None:
-        """Send on what waits, as far as workers have room."""
-        sent, stuck = self._dispatch.send()
-        for part in sent:
-            self._leave_queue(part.group)
-        for part in stuck:
-            if part.group.id in self._groups:  # not where another part of it ended it
-                self._fail(part.group, missing(part.group.request.adapter, part.stage))
-
-    def _share_out(self, whole: Part) -> bool:
-        """Whether several encode workers that have nothing to do share the media of a request, which waits for them."""
-        found = self._dispatch.shards(whole, self._settings.shard_pixels)
-        for shard in found:
-            whole.group.parts[shard.sample] = shard
-            self._dispatch.wait(shard)
-        return bool(found)
-
-    def _shard_ended(self, group: Group, shard: Part, item: Item | Lost) -> None:
-        """A shard is encoded, or cannot be: then the worker of the whole request encodes it, and reports the error."""
-        whole = group.parts[None]
-        if isinstance(item, Lost):
-            logger.warning("a shard of request %s is lost: %s", group.id, item.error)
-            self._lost(shard)
-            return
-        if isinstance(item, Moved):
-            whole.seen.append(item.parcel)
-        del group.parts[shard.sample]
-        if not any(part.shard for part in group.parts.values()):
-            self._dispatch.wait(whole)
-
-    def _forget_seen(self, part: Part) -> None:
-        for parcel in part.seen:
-            self._depot.drop(parcel)
-        part.seen = []
-
-    def _took(self, group: Group, part: Part, item: Item | Lost) -> None:
-        if part.shard:
-            self._shard_ended(group, part, item)
-        elif isinstance(item, Lost):  # what was saved before counts
-            logger.warning("a state of request %s is lost: %s", group.id, item.error)
-            if not item.stays:
-                self._lost(part)
-        elif isinstance(item, Moved):
-            self._moved(group, part, item)
-        elif isinstance(item, Refused):
-            logger.warning("request %s begins anew, refused by worker %s: %s", group.id, part.worker, item.error)
-            self._depot.drop(part.parcel)
-            self._forget_seen(part)
-            part.point, part.parcel = Handover(self._own(part), Stage.QUEUED, None), None
-            self._lost(part)
-        elif isinstance(item, Happened):
-            self._happened(group, part, item.event)
-
-    def _moved(self, group: Group, part: Part, item: Moved) -> None:
-        one = item.handover.request.sampling.n == 1
-        if one and part.sample is None and group.request.sampling.n > 1:
-            group.split(part)
-            part = group.parts[item.sample]
-        self._depot.drop(part.parcel)
-        self._forget_seen(part)
-        own = self._own(part)
-        request = own if item.handover.stage is Stage.QUEUED else without_media(own)
-        part.point, part.parcel = replace(item.handover, request=request), item.parcel
-        if not item.stays:
-            self._timed(part.stage, item.handover.run)
-            self._dispatch.wait(part)
-
-    @staticmethod
-    def _own(part: Part) -> Request:
-        """The request of ``part``, as it was sent."""
-        request = part.group.request
-        return request if part.sample is None else samples(request)[part.sample]
-
-    def _happened(self, group: Group, part: Part, event: Event | Progress) -> None:
-        sample = getattr(event, "sample", 0) if part.sample is None else part.sample
-        match event:
-            case Failed(error):
-                self._fail(group, error)
-            case Delta(text):
-                if sample not in group.done and (new := part.new_text(sample, text)):
-                    group.sink(Delta(new, sample))
-            case Finished():
-                if sample not in group.done:
-                    self._finished(group, part, replace(event, sample=sample))
-            case Snapshot() | Draft() | StageEntered() | StepTaken() | Reached() if sample not in group.done:
-                group.sink(replace(event, sample=sample))
-
-    def _finished(self, group: Group, part: Part, event: Finished) -> None:
-        group.done.add(event.sample)
-        for role, ms in zip(ROLES, (event.times.encode, event.times.prefill, event.times.decode), strict=True):
-            self._dispatch.took(role, ms / 1000)
-        total = group.request.sampling.n
-        if part.sample is not None or len(group.done) == total:
-            self._depot.drop(part.parcel)
-            self._forget_seen(part)
-            group.parts = {sample: each for sample, each in group.parts.items() if each is not part}
-        self._queue.served(group.work // total, event.times.total / 1000)
-        if len(group.done) == total:
-            self._end(group)
-        group.sink(event)
-
-    def _fail(self, group: Group, error: MMServeError) -> None:
-        for part in group.parts.values():
-            worker = self._dispatch.workers.get(part.worker or "")
-            if worker is not None:
-                worker.cancel(self.info.name, [part.id], Cancelled("the request was cancelled"))
-            else:
-                self._dispatch.withdraw(part)
-            self._depot.drop(part.parcel)
-            self._forget_seen(part)
-        group.parts = {}
-        self._end(group)
-        group.sink(Failed(error))
-
-    def _end(self, group: Group) -> None:
-        del self._groups[group.id]
-        self._leave_queue(group)
-        self._queue.end(group.request.sampling.n)
-
-    def _leave_queue(self, group: Group) -> None:
-        if not group.begun:
-            group.begun = True
-            self._queue.leave(group.request.tenant, group.request.sampling.n, group.work, group.due)
-
-    def _lost(self, part: Part) -> None:
-        """Its worker ended, or never had it: it goes on from where it was saved."""
-        part.losses += 1
-        if part.losses > self._settings.max_losses:
-            why = f"{part.losses} workers ended while they had the request; it may be the cause: send it again, or not"
-            self._fail(part.group, Unavailable(why))
-            return
-        self._dispatch.wait(part)
-
-    def _timed(self, role: str, run: Mapping[str, float]) -> None:
-        """Note what a stage took of a request that left it."""
-        if role == "encode":
-            self._dispatch.took(role, run.get("load", 0.0) + run.get("tokenize", 0.0) + run.get("encode", 0.0))
-        elif role == "prefill":
-            self._dispatch.took(role, run.get("prefill", 0.0))
-
-    def _forget(self, item: Item | Lost) -> None:
-        """A state of a request that has ended, or is elsewhere."""
-        if isinstance(item, Moved):
-            self._depot.drop(item.parcel)

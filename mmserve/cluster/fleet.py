@@ -235,7 +235,9 @@ class Fleet:
         with self._lock:
             for name, info in described.models.items():
                 if name not in self.coordinators:
-                    self.coordinators[name] = Coordinator(info, self._engine, self._cluster.cluster, self.depot)
+                    self.coordinators[name] = Coordinator(
+                        info, self._engine, self._cluster.cluster, self.depot, described.sessions[name]
+                    )
         for coordinator in self.coordinators.values():
             coordinator.equip(member)  # before it is watched: it reports nothing yet
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmserve.core.events import Event
 from mmserve.core.handover import Handover
@@ -15,6 +15,11 @@ from mmserve.core.request import ImagePart, Message, Request, RequestId, VideoPa
 from mmserve.core.stats import Pass, Stats
 from mmserve.errors import MMServeError
 
+if TYPE_CHECKING:  # it imports torch, which starts slowly
+    from mmserve.video.facts import Facts
+
+#: What names of questions about streams of video begin with: they wait for no others.
+STREAM = "stream."
 #: Where the bytes of a state are: shared memory of a process, or a reference to Ray's object store; None = there are
 #: none.
 Parcel = Any
@@ -87,6 +92,16 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Appended:
+    """A frame of the stream ``key`` is in, or has failed; ``number``: as of ``StreamHome.append``."""
+
+    model: str
+    key: str
+    number: int
+    error: MMServeError | None
+
+
+@dataclass(frozen=True)
 class Beat:
     """A worker is running; what its engines hold and have counted, by model, and the passes since the last beat."""
 
@@ -94,14 +109,16 @@ class Beat:
     passes: tuple[Pass, ...] = ()
 
 
-Item = Happened | Moved | Refused | Beat
+Item = Happened | Moved | Refused | Appended | Beat
 
 
 @dataclass(frozen=True)
 class Described:
-    """A worker that is ready: its models, its host (as of ``host_id``), its process and the address of its shelf."""
+    """A worker that is ready: its models, what video sessions must know of them, its host (as of ``host_id``), its
+    process and the address of its shelf."""
 
     models: Mapping[str, ModelInfo]
+    sessions: Mapping[str, Facts]
     host: str
     pid: int
     shelf: str

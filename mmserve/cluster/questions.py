@@ -1,23 +1,44 @@
-"""What a worker answers beside its requests: about the adapters and the caches of one of its engines."""
+"""What a worker answers beside its requests: about the adapters, the caches and the streams of one of its engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from mmserve.cluster.stream_home import StreamHome, frame_of
 from mmserve.engine import Engine
 
-#: Each gets the engine, and what the asker gave; returns plain data, which Ray carries.
+
+@dataclass(frozen=True)
+class Subject:
+    """One of a worker's engines, and the streams of video that are kept beside it."""
+
+    engine: Engine
+    home: StreamHome
+
+
+#: Each gets the subject, and what the asker gave; returns plain data, which Ray carries.
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
-    "hold": lambda engine, name: engine.adapters.hold(name),
-    "forget": lambda engine, keys: engine.adapters.forget(keys),
-    "blocks": lambda engine: engine.kept.blocks(),
-    "pin": lambda engine, ids, pinned: engine.kept.pin(ids, pinned),
-    "drop": lambda engine, visual, pages: engine.kept.forget(visual, pages),
-    "prefix_of": lambda engine, request: engine.kept.prefix_of(request),
+    # adapters
+    "hold": lambda of, name: of.engine.adapters.hold(name),
+    "forget": lambda of, keys: of.engine.adapters.forget(keys),
+    # caches
+    "blocks": lambda of: of.engine.kept.blocks(),
+    "pin": lambda of, ids, pinned: of.engine.kept.pin(ids, pinned),
+    "drop": lambda of, visual, pages: of.engine.kept.forget(visual, pages),
+    "prefix_of": lambda of, request: of.engine.kept.prefix_of(request),
+    # sessions of video
+    "stream.open": lambda of, *given: of.home.open(*given),
+    "stream.append": lambda of, name, number, *frame: of.home.append(name, number, frame_of(*frame)),
+    "stream.ask": lambda of, *given: of.home.ask(*given),
+    "stream.stats": lambda of, name: of.home.stats(name),
+    "stream.close": lambda of, name: of.home.close(name),
+    "stream.check": lambda of, *given: of.home.check(*given),
+    "stream.judge": lambda of, *given: of.home.judge(*given),
 }
 
 
-def answer(engine: Engine, question: str, arguments: Sequence[Any]) -> Any:
-    """What ``QUESTIONS[question]`` returns of ``engine``; raises what it raises."""
-    return QUESTIONS[question](engine, *arguments)
+def answer(subject: Subject, question: str, arguments: Sequence[Any]) -> Any:
+    """What ``QUESTIONS[question]`` returns of ``subject``; raises what it raises."""
+    return QUESTIONS[question](subject, *arguments)

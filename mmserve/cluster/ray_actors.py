@@ -15,7 +15,7 @@ from typing import Any
 from mmserve.cluster import prefork
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterConfig, WorkerSettings
-from mmserve.cluster.messages import Described, Item, Order
+from mmserve.cluster.messages import STREAM, Described, Item, Order
 from mmserve.config import Config
 from mmserve.core.request import RequestId
 from mmserve.errors import ConfigError, MMServeError, Unavailable
@@ -192,7 +192,7 @@ class Actor:
         """As of ``Worker.ask``; raises ``WorkerEnded`` where the actor ends, or has not answered in time."""
         import ray
 
-        reference = self._handle.ask.remote(model, question, tuple(arguments))
+        reference = self._asked(model, question, arguments)
         try:
             return ray.get(reference, timeout=_ANSWERING)
         except ray.exceptions.RayTaskError as error:
@@ -201,8 +201,8 @@ class Actor:
             raise WorkerEnded(f"a worker did not answer: {type(error).__name__}") from error
 
     def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
-        """The same, in the same order, without waiting for it."""
-        self._handle.ask.remote(model, question, tuple(arguments))
+        """As of ``workers.Worker.post``."""
+        self._asked(model, question, arguments)
 
     def close(self, seconds: float) -> None:
         """As of ``Worker.close``; returns after so many seconds at the latest, and where the actor has ended."""
@@ -219,6 +219,10 @@ class Actor:
         import ray
 
         ray.kill(self._handle)
+
+    def _asked(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
+        ask = self._handle.ask.options(concurrency_group="streams") if question.startswith(STREAM) else self._handle.ask
+        return ask.remote(model, question, tuple(arguments))
 
     def _waited(self, reference: Any) -> Any:
         import ray
@@ -281,5 +285,5 @@ def _actor_class() -> Any:
             yield from self._worker.events()
 
     remote: Any = ray.remote
-    groups = {"commands": 1, "questions": 1, "events": 1}
+    groups = {"commands": 1, "questions": 1, "streams": 1, "events": 1}
     return remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)(StageActor)

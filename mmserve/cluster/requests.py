@@ -26,6 +26,7 @@ class Group:
     request: Request
     sink: Sink
     arrived: float  # on the monotonic clock (seconds)
+    home: str = ""  # of a question about a stream of video: the worker that keeps the stream
     begun: bool = False  # it has left the queue
     parts: dict[int | None, Part] = field(default_factory=dict)  # that have not ended, by sample; None = all together
     sent: dict[int, int] = field(default_factory=dict)  # characters of each sample's text

@@ -20,7 +20,8 @@ import torch
 from mmserve.assembly import build_engines
 from mmserve.cluster.messages import Beat, Described, Happened, Item, Moved, Order, Parcel, Refused, without_media
 from mmserve.cluster.object_store import fetched, stored
-from mmserve.cluster.questions import answer
+from mmserve.cluster.questions import Subject, answer
+from mmserve.cluster.stream_home import StreamHome
 from mmserve.config import Config
 from mmserve.core.events import Admitted, Event, Failed
 from mmserve.core.handover import Handover, Left, Saved
@@ -32,6 +33,7 @@ from mmserve.errors import Internal, MMServeError, TransferError
 from mmserve.observe import traces
 from mmserve.transfer.payloads import PAYLOADS
 from mmserve.transfer.shared_memory import Reader, Shelf, Ticket, allow_descriptors, host_id
+from mmserve.video.facts import facts_of
 
 logger = logging.getLogger("mmserve.cluster")
 
@@ -48,6 +50,7 @@ class Worker:
     def __init__(self) -> None:
         allow_descriptors()
         self._engines: dict[str, Engine] = {}
+        self._subjects: dict[str, Subject] = {}
         self._shelf, self._reader = Shelf(), Reader()
         self._outbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}  # of states that this process wrote
@@ -63,8 +66,12 @@ class Worker:
         self._engines = build_engines(config)
         for engine in self._engines.values():
             engine.start()
+        for name, engine in self._engines.items():
+            home = StreamHome(engine, config.video, self._outbox.put, self._sink)
+            self._subjects[name] = Subject(engine, home)
         infos = {name: engine.info for name, engine in self._engines.items()}
-        return Described(infos, host_id(), os.getpid(), self._shelf.address)
+        facts = {name: facts_of(engine.stages.model) for name, engine in self._engines.items()}
+        return Described(infos, facts, host_id(), os.getpid(), self._shelf.address)
 
     def take(self, orders: list[Order]) -> None:
         """Take requests in; what goes wrong with one is reported by an item of its own."""
@@ -112,10 +119,10 @@ class Worker:
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         """As of ``questions.answer``; what is no ``MMServeError`` is raised as ``Internal``."""
-        engine = self._engines[model]
-        torch.set_num_threads(engine.config.torch_threads)
+        subject = self._subjects[model]
+        torch.set_num_threads(subject.engine.config.torch_threads)
         try:
-            return answer(engine, question, arguments)
+            return answer(subject, question, arguments)
         except MMServeError:
             raise
         except Exception as error:
@@ -123,8 +130,9 @@ class Worker:
 
     def close(self) -> None:
         """End all requests, and write to disk what is kept there over restarts."""
-        for engine in self._engines.values():
-            engine.stop()
+        for subject in self._subjects.values():
+            subject.home.stop()
+            subject.engine.stop()
 
     def reuse(self, numbers: list[int]) -> None:
         """Nobody reads these states any more: their memory may be written again."""

@@ -31,8 +31,8 @@ class Worker(Protocol):
         """Run these stages from now on."""
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
-        """What ``worker.QUESTIONS[question]`` returns there, one after another; raises what it raises, and
-        ``asking.WorkerEnded`` where the worker ends, or does not answer in time."""
+        """What ``questions.QUESTIONS[question]`` returns there, one after another, but those about streams beside the
+        others; raises what it raises, and ``asking.WorkerEnded`` where the worker ends, or does not answer in time."""
 
     def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
         """The same, in the same order, without waiting for it."""

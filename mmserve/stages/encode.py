@@ -59,6 +59,10 @@ class EncodeStage:
         """The prompt of a request that is about to be submitted; encode then reads no message of it."""
         self._given[request] = prompt
 
+    def was_given(self, request: RequestId) -> bool:
+        """Whether ``give`` has its prompt, which no message of it holds: it is to be encoded here."""
+        return request in self._given
+
     def constrain(self, batch: list[Request]) -> list[BaseException | None]:
         """Compile each request's constraint: None for each, or the error."""
         with stage_pass("constraint", batch):

@@ -11,11 +11,16 @@ from PIL import Image
 from mmserve.core.request import Request, Vision
 from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
+from mmserve.errors import Unavailable
 
 if TYPE_CHECKING:  # the client knows these types without torch
     from torch import Tensor
 
     from mmserve.request_state import Sink
+
+
+class StreamLost(Unavailable):
+    """What kept a stream has ended, and its frames with it: so does its session."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,11 @@ class Streams(Protocol):
         ``InvalidArgument``, ``Unimplemented`` where the model cannot keep it so, ``ResourceExhausted`` where the bounds
         of all streams leave no room.
         """
+        ...
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all streams are closed, and none can be opened."""
         ...
 
     def stop(self) -> None:

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,51 +18,57 @@ from mmserve.encode.decoders import Decoders
 from mmserve.encode.sampling import Sampler
 from mmserve.engine import Engine
 from mmserve.errors import Unimplemented
-from mmserve.models.picture import Resize
 from mmserve.observe.sessions import SessionMetrics
+from mmserve.video.base import Streams
+from mmserve.video.facts import Facts, facts_of, standing_of
 from mmserve.video.reading import PushReader
-from mmserve.video.standing import Standing
 from mmserve.video.streams import EngineStreams
-from mmserve.video.surroundings import Noted, Surroundings, Work
+from mmserve.video.surroundings import Judge, Noted, Surroundings, Work
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What sessions need of one model, wherever it is; ``cancel`` ends a request to it."""
+
+    facts: Facts
+    streams: Streams
+    decoders: Decoders
+    standing: Judge | None
+    cancel: Callable[[str], None]
 
 
 class Host:
-    """Sessions' view of one engine."""
+    """Sessions' view of one model."""
 
-    def __init__(self, engine: Engine, config: Config, threads: Threads) -> None:
-        self.engine, self._config, self._threads = engine, config, threads
-        self.streams = EngineStreams(engine, config.video)
-        self._decoders: Decoders = engine.stages.decoders
-        try:
-            self._standing: Standing | None = Standing(engine.stages.model)
-        except Unimplemented:
-            self._standing = None
+    def __init__(self, parts: Parts, config: Config, threads: Threads) -> None:
+        self.facts, self.streams = parts.facts, parts.streams
+        self._parts, self._config, self._threads = parts, config, threads
 
     def reader(self, sampler: Sampler) -> PushReader:
         """What decodes the pushes of one session."""
-        return PushReader(self._decoders, sampler, self._config.video.waiting_bytes, self._resize())
-
-    def _resize(self) -> Resize | None:
-        """What the model does first to every frame, as one of a clip and as an image by itself."""
-        vision = self.engine.stages.model.vision
-        if vision is None:
-            return None
-        first = {vision.first_resize(clip=clip, among=False) for clip in (True, False)}
-        return first.pop() if len(first) == 1 else None
+        parts = self._parts
+        return PushReader(parts.decoders, sampler, self._config.video.waiting_bytes, parts.facts.resize)
 
     def surroundings(self, noted: Callable[[], Noted], metrics: SessionMetrics) -> Surroundings:
         """What its sessions share; ``noted`` makes what takes note of a question."""
-        vision = self.engine.stages.model.vision
+        parts = self._parts
         return Surroundings(
             self._config.video,
             self._threads.work,
             self._threads.judge,
-            self.engine.cancel,
+            parts.cancel,
             noted,
             metrics,
-            self._standing,
-            int(vision.time_period) if vision is not None else 0,
+            parts.standing,
+            parts.facts.label_period,
         )
+
+
+def parts_of(engine: Engine, config: Config) -> Parts:
+    """Those of a model in this process."""
+    model = engine.stages.model
+    streams = EngineStreams(engine, config.video)
+    return Parts(facts_of(model), streams, engine.stages.decoders, standing_of(model), engine.cancel)
 
 
 class Threads:
@@ -84,7 +91,7 @@ async def _run(threads: ThreadPoolExecutor, call: Callable[..., Any], *args: Any
 
 
 class Served(Protocol):
-    """A model that a server serves, in this process or elsewhere."""
+    """A model that a server serves. One that is elsewhere has ``session_parts``, which does as ``parts_of``."""
 
     @property
     def info(self) -> ModelInfo:
@@ -98,34 +105,29 @@ class Hosts:
         self._config = config
         self._threads = Threads(config.video)
         self._lock = threading.Lock()
-        self._hosts: dict[Engine, Host] = {}
+        self._hosts: dict[Served, Host] = {}
 
     def find(self, engine: Served) -> Host:
         """The host of ``engine``; raises ``Unimplemented`` where its model takes no sessions."""
-        if not isinstance(engine, Engine):
-            raise Unimplemented(
-                f"model {engine.info.name!r} takes no video sessions, whose frames and K/V one process keeps, for its "
-                "stages are on a cluster: start a server without --cluster for them, or send the frames so far as a "
-                "video of a request"
-            )
         with self._lock:
             host = self._hosts.get(engine)
             if host is None:
-                host = self._hosts[engine] = Host(engine, self._config, self._threads)
-            return host
+                host = self._hosts[engine] = Host(self._parts(engine), self._config, self._threads)
+        host.facts.check()
+        return host
 
     def takes_sessions(self, engine: Served) -> bool:
         """Whether the model of ``engine`` takes sessions."""
         try:
-            _ = self.find(engine).streams.model
+            self.find(engine)
         except Unimplemented:
             return False
         return True
 
-    def forget(self, engine: object) -> None:
+    def forget(self, engine: Served) -> None:
         """Stop the streams of an engine that ends."""
         with self._lock:
-            host = self._hosts.pop(engine, None) if isinstance(engine, Engine) else None
+            host = self._hosts.pop(engine, None)
         if host is not None:
             host.streams.stop()
 
@@ -137,3 +139,12 @@ class Hosts:
         for host in hosts:
             host.streams.stop()
         self._threads.stop()
+
+    def _parts(self, engine: Served) -> Parts:
+        if isinstance(engine, Engine):
+            parts = parts_of(engine, self._config)
+        elif (made := getattr(engine, "session_parts", None)) is not None:
+            parts = made(self._config)
+        else:
+            raise Unimplemented(f"model {engine.info.name!r} takes no video sessions")
+        return parts

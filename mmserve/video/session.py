@@ -22,7 +22,7 @@ from mmserve.core.session import PushFailed, Statistics
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Cancelled, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.video import messages as m
-from mmserve.video.base import Frame, Seen, Stream
+from mmserve.video.base import Frame, Seen, Stream, StreamLost
 from mmserve.video.connection import Connection
 from mmserve.video.indexes import Requests, Window
 from mmserve.video.outlet import Outlet
@@ -294,7 +294,7 @@ class Session:
         try:
             future: Future[Seen] = await self._call(self._stream.append, waiting.frame)
         except Exception as error:  # noqa: BLE001 - the same
-            self._fail_push(waiting.index, reported(error))
+            self._failed_frame(waiting, error)
             return
         self._appending += 1
         watches = self._watches.asked
@@ -307,7 +307,7 @@ class Session:
             return
         error = Cancelled("the stream was closed") if done.cancelled() else done.exception()
         if error is not None:
-            self._fail_push(waiting.index, reported(error))
+            self._failed_frame(waiting, error)
             return
         self._watches.see(done.result(), watches)
         seconds = waiting.frame.seconds
@@ -315,6 +315,12 @@ class Session:
         ready = time.monotonic() - waiting.arrived
         self._around.metrics.taken(ready)
         self._report(m.FramesTaken(1, 0, seconds, ready))
+
+    def _failed_frame(self, waiting: WaitingFrame, error: BaseException) -> None:
+        if isinstance(error, StreamLost):
+            self.end(reported(error))
+        else:
+            self._fail_push(waiting.index, reported(error))
 
     # --- the rest ---
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,8 +11,8 @@ from mmserve.core.events import Event
 from mmserve.errors import MMServeError
 from mmserve.observe.sessions import SessionMetrics
 from mmserve.video import messages as m
-from mmserve.video.base import Frame
-from mmserve.video.standing import Standing
+from mmserve.video.base import Frame, Seen
+from mmserve.video.standing import Judged, StandingQuestion
 
 #: Calls a blocking function elsewhere.
 Work = Callable[..., Awaitable[Any]]
@@ -23,6 +23,18 @@ class Reader(Protocol):
 
     def read(self, push: m.Push, take: Callable[[Frame], None], check: Callable[[], None]) -> None:
         """Give the frames of ``push`` to ``take`` in order; ``check`` raises to end that."""
+        ...
+
+
+class Judge(Protocol):
+    """Answers standing questions, as ``standing.Standing`` does."""
+
+    def check(self, question: StandingQuestion, path: str = "question") -> None:
+        """Raise ``InvalidArgument`` for a question that cannot be judged; ``path`` names it in the request."""
+        ...
+
+    def judge(self, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
+        """The answers to ``questions`` about ``frame``, in their order."""
         ...
 
 
@@ -58,5 +70,5 @@ class Surroundings:
     cancel: Callable[[str], None]
     noted: Callable[[], Noted]
     metrics: SessionMetrics
-    standing: Standing | None
+    standing: Judge | None
     label_period: int = 0

@@ -49,9 +49,9 @@ def test_the_command_serves_from_a_cluster_and_ends_in_order(server: Process) ->
         assert client.adapters() == []
         with pytest.raises(Unimplemented, match=r"it has no \[engine\] adapter_folder"):
             client.load_adapter("red")
-        with pytest.raises(Unimplemented, match="start a server without --cluster"):
-            client.video_session()
-        assert not client.models()[0].sessions
+        with client.video_session() as session:
+            session.push(picture(2))
+            assert session.ask("What is it?", max_new_tokens=8).usage.prompt_tokens > 0
         events = client.stream("Count to ten.", max_new_tokens=64, temperature=1.0, seed=1)
         first = next(events)
         server.process.send_signal(signal.SIGTERM)

@@ -1,0 +1,243 @@
+"""The requests of a cluster that have not ended: where each is, what its workers report, what its client gets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from mmserve.cluster.adapters import missing
+from mmserve.cluster.config import ClusterSettings
+from mmserve.cluster.dispatch import Dispatch, Holds
+from mmserve.cluster.messages import Happened, Lost, Moved, Order, Refused, without_media
+from mmserve.cluster.requests import Group, Part, Sink
+from mmserve.cluster.streams import lost_question
+from mmserve.cluster.workers import Depot
+from mmserve.core.events import Admitted, Delta, Draft, Event, Failed, Finished, Snapshot
+from mmserve.core.handover import ROLES, Handover
+from mmserve.core.progress import Progress, Reached, StageEntered, StepTaken
+from mmserve.core.request import Request, RequestId, Stage
+from mmserve.core.samples import samples
+from mmserve.errors import Cancelled, Internal, MMServeError, Unavailable
+from mmserve.observe.logs import about
+from mmserve.waiting import WaitingQueue
+
+logger = logging.getLogger("mmserve.cluster")
+
+#: What a worker reports of a request.
+Report = Happened | Moved | Lost | Refused
+
+
+class UnderWay:
+    """Those to ``model``; every method with the coordinator's lock. ``running``: answers that a worker decodes at once;
+    ``holds``: as of ``dispatch.Holds``."""
+
+    def __init__(
+        self, model: str, running: int, settings: ClusterSettings, depot: Depot, queue: WaitingQueue, holds: Holds
+    ) -> None:
+        self._model, self._settings, self._depot, self._queue = model, settings, depot, queue
+        self.groups: dict[RequestId, Group] = {}
+        self.dispatch = Dispatch(model, running, depot, self.parts, holds)
+
+    def begin(self, request: Request, sink: Sink) -> None:
+        """Take a request in and send it on; raises as ``WaitingQueue.take``."""
+        part = self._admitted(Group(request, sink, time.monotonic()), of_session=False)
+        if not self._share_out(part):
+            self.dispatch.wait(part)
+        self.send()
+
+    def begin_at(self, worker: str, request: Request, sink: Sink) -> Order:
+        """Take in a question about a stream that ``worker`` keeps, which is to get the order that this returns."""
+        part = self._admitted(Group(request, sink, time.monotonic(), home=worker), of_session=True)
+        self._leave_queue(part.group)
+        return part.order(self._model, worker, lambda parcel: parcel)
+
+    def withdraw(self, request: RequestId) -> None:
+        """Forget a question that its worker did not take in, without an event."""
+        if (group := self.groups.get(request)) is not None:
+            group.parts = {}
+            self._end(group)
+
+    def reported(self, worker: str, item: Report) -> None:
+        """What ``worker`` reports of a request, if it has that."""
+        group = self.groups.get(item.key)
+        part = None if group is None else group.part_of(item.sample)
+        if group is None or part is None or part.worker != worker:
+            self._forget(item)
+            return
+        try:
+            self._took(group, part, item)
+        except Exception as error:  # noqa: BLE001 - a bug with one request ends that request only
+            self.fail(group, Internal.logged(error, f"request {group.id}", logger, about(group.request)))
+
+    def left(self, worker: str) -> None:
+        """``worker`` has ended: what it had goes on from where it was saved."""
+        for part in [part for part in self.parts() if part.worker == worker]:
+            if part.group.id in self.groups:  # not where another part of it ended it
+                self._lost(part)
+
+    def parts(self) -> Iterator[Part]:
+        """All that have not ended."""
+        for group in list(self.groups.values()):
+            yield from list(group.parts.values())
+
+    def send(self) -> None:
+        """Send on what waits, as far as workers have room."""
+        sent, stuck = self.dispatch.send()
+        for part in sent:
+            self._leave_queue(part.group)
+        for part in stuck:
+            if part.group.id in self.groups:  # not where another part of it ended it
+                self.fail(part.group, missing(part.group.request.adapter, part.stage))
+
+    def fail(self, group: Group, error: MMServeError) -> None:
+        """End a request with ``error``."""
+        for part in group.parts.values():
+            worker = self.dispatch.workers.get(part.worker or "")
+            if worker is not None:
+                worker.cancel(self._model, [part.id], Cancelled("the request was cancelled"))
+            else:
+                self.dispatch.withdraw(part)
+            self._depot.drop(part.parcel)
+            self._forget_seen(part)
+        group.parts = {}
+        self._end(group)
+        group.sink(Failed(error))
+
+    def _admitted(self, group: Group, *, of_session: bool) -> Part:
+        group.parts[None] = part = Part(group, None, Handover(group.request, Stage.QUEUED, None))
+        with self._queue.lock:
+            ahead = self._queue.take(group.request, group.due, of_session=of_session)
+        self.groups[group.id] = group
+        group.sink(Admitted(ahead))
+        return part
+
+    def _share_out(self, whole: Part) -> bool:
+        """Whether several encode workers that have nothing to do share the media of a request, which waits for them."""
+        found = self.dispatch.shards(whole, self._settings.shard_pixels)
+        for shard in found:
+            whole.group.parts[shard.sample] = shard
+            self.dispatch.wait(shard)
+        return bool(found)
+
+    def _shard_ended(self, group: Group, shard: Part, item: Report) -> None:
+        """A shard is encoded, or cannot be: then the worker of the whole request encodes it, and reports the error."""
+        whole = group.parts[None]
+        if isinstance(item, Lost):
+            logger.warning("a shard of request %s is lost: %s", group.id, item.error)
+            self._lost(shard)
+            return
+        if isinstance(item, Moved):
+            whole.seen.append(item.parcel)
+        del group.parts[shard.sample]
+        if not any(part.shard for part in group.parts.values()):
+            self.dispatch.wait(whole)
+
+    def _forget_seen(self, part: Part) -> None:
+        for parcel in part.seen:
+            self._depot.drop(parcel)
+        part.seen = []
+
+    def _took(self, group: Group, part: Part, item: Report) -> None:
+        if part.shard:
+            self._shard_ended(group, part, item)
+        elif isinstance(item, Lost):  # what was saved before counts
+            logger.warning("a state of request %s is lost: %s", group.id, item.error)
+            if not item.stays:
+                self._lost(part)
+        elif isinstance(item, Moved):
+            self._moved(group, part, item)
+        elif isinstance(item, Refused):
+            logger.warning("request %s begins anew, refused by worker %s: %s", group.id, part.worker, item.error)
+            self._depot.drop(part.parcel)
+            self._forget_seen(part)
+            part.point, part.parcel = Handover(self._own(part), Stage.QUEUED, None), None
+            self._lost(part)
+        elif isinstance(item, Happened):
+            self._happened(group, part, item.event)
+
+    def _moved(self, group: Group, part: Part, item: Moved) -> None:
+        one = item.handover.request.sampling.n == 1
+        if one and part.sample is None and group.request.sampling.n > 1:
+            group.split(part)
+            part = group.parts[item.sample]
+        self._depot.drop(part.parcel)
+        self._forget_seen(part)
+        own = self._own(part)
+        request = own if item.handover.stage is Stage.QUEUED else without_media(own)
+        part.point, part.parcel = replace(item.handover, request=request), item.parcel
+        if not item.stays:
+            self._timed(part.stage, item.handover.run)
+            if part.group.home and item.handover.stage is Stage.QUEUED:
+                self.fail(part.group, lost_question())
+                return
+            self.dispatch.wait(part)
+
+    @staticmethod
+    def _own(part: Part) -> Request:
+        """The request of ``part``, as it was sent."""
+        request = part.group.request
+        return request if part.sample is None else samples(request)[part.sample]
+
+    def _happened(self, group: Group, part: Part, event: Event | Progress) -> None:
+        sample = getattr(event, "sample", 0) if part.sample is None else part.sample
+        match event:
+            case Failed(error):
+                self.fail(group, error)
+            case Delta(text):
+                if sample not in group.done and (new := part.new_text(sample, text)):
+                    group.sink(Delta(new, sample))
+            case Finished():
+                if sample not in group.done:
+                    self._finished(group, part, replace(event, sample=sample))
+            case Snapshot() | Draft() | StageEntered() | StepTaken() | Reached() if sample not in group.done:
+                group.sink(replace(event, sample=sample))
+
+    def _finished(self, group: Group, part: Part, event: Finished) -> None:
+        group.done.add(event.sample)
+        for role, ms in zip(ROLES, (event.times.encode, event.times.prefill, event.times.decode), strict=True):
+            self.dispatch.took(role, ms / 1000)
+        total = group.request.sampling.n
+        if part.sample is not None or len(group.done) == total:
+            self._depot.drop(part.parcel)
+            self._forget_seen(part)
+            group.parts = {sample: each for sample, each in group.parts.items() if each is not part}
+        self._queue.served(group.work // total, event.times.total / 1000)
+        if len(group.done) == total:
+            self._end(group)
+        group.sink(event)
+
+    def _end(self, group: Group) -> None:
+        del self.groups[group.id]
+        self._leave_queue(group)
+        self._queue.end(group.request.sampling.n)
+
+    def _leave_queue(self, group: Group) -> None:
+        if not group.begun:
+            group.begun = True
+            self._queue.leave(group.request.tenant, group.request.sampling.n, group.work, group.due)
+
+    def _lost(self, part: Part) -> None:
+        """Its worker ended, or never had it: it goes on from where it was saved."""
+        if part.group.home and part.point.stage is Stage.QUEUED:
+            self.fail(part.group, lost_question())
+            return
+        part.losses += 1
+        if part.losses > self._settings.max_losses:
+            why = f"{part.losses} workers ended while they had the request; it may be the cause: send it again, or not"
+            self.fail(part.group, Unavailable(why))
+            return
+        self.dispatch.wait(part)
+
+    def _timed(self, role: str, run: Mapping[str, float]) -> None:
+        """Note what a stage took of a request that left it."""
+        if role == "encode":
+            self.dispatch.took(role, run.get("load", 0.0) + run.get("tokenize", 0.0) + run.get("encode", 0.0))
+        elif role == "prefill":
+            self.dispatch.took(role, run.get("prefill", 0.0))
+
+    def _forget(self, item: Report) -> None:
+        """A state of a request that has ended, or is elsewhere."""
+        if isinstance(item, Moved):
+            self._depot.drop(item.parcel)

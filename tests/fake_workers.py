@@ -1,0 +1,104 @@
+"""A coordinator whose workers are objects of the test, and a depot whose states come when the test lets them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from harness import Call
+
+from mmserve.cluster.config import ClusterSettings
+from mmserve.cluster.coordinator import Coordinator
+from mmserve.cluster.messages import Happened, Order
+from mmserve.config import EngineConfig
+from mmserve.core.events import Finished, StageTimes, Usage
+from mmserve.core.request import Request
+from mmserve.errors import MMServeError
+from mmserve.video.facts import Facts
+
+MODEL, PATIENCE = "m", 60.0
+ALL = frozenset({"encode", "prefill", "decode"})
+
+
+class Depot:
+    """Parcels are strings; one that is ``slow`` is handed on once the test says so."""
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def keep(self, parcel: Any) -> Any:
+        if parcel == "slow":
+            self.entered.set()
+            assert self.go_on.wait(PATIENCE)
+        return parcel
+
+    def sent(self, parcel: Any, worker: str) -> Any:
+        return parcel
+
+    def drop(self, parcel: Any) -> None:
+        return
+
+
+@dataclass
+class Worker:
+    """Takes note of its orders, and answers questions as ``answers`` has them: a value, an error or a function."""
+
+    name: str
+    roles: frozenset[str] = ALL
+    answers: dict[str, Any] = field(default_factory=dict)
+    orders: list[Order] = field(default_factory=list)
+    asked: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+
+    def take(self, orders: list[Order]) -> None:
+        self.orders += orders
+
+    def cancel(self, model: str, ids: list[str], error: MMServeError) -> None:
+        return
+
+    def serve(self, roles: Any) -> None:
+        self.roles = frozenset(roles)
+
+    def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
+        assert model == MODEL
+        self.asked.append((question, tuple(arguments)))
+        answer = self.answers[question]
+        if isinstance(answer, MMServeError):
+            raise answer
+        return answer(*arguments) if callable(answer) else answer
+
+    def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
+        self.asked.append((question, tuple(arguments)))
+
+    def forgot(self) -> list[str]:
+        """Keys of adapters that it was asked to forget."""
+        return [key for question, arguments in self.asked if question == "forget" for key in arguments[0]]
+
+
+def coordinator(*workers: Worker, depot: Depot | None = None, facts: Facts | None = None, **engine: Any) -> Coordinator:
+    config = EngineConfig(**{"max_running": 4, "adapter_folder": "/adapters", **engine})
+    more = {} if facts is None else {"facts": facts}
+    made = Coordinator(SimpleNamespace(name=MODEL), config, ClusterSettings(), depot or Depot(), **more)  # type: ignore[arg-type]
+    made.start()
+    for worker in workers:
+        join(made, worker)
+    return made
+
+
+def join(made: Coordinator, worker: Worker) -> None:
+    made.equip(worker)
+    made.joined(worker)
+
+
+def submit(made: Coordinator, request: Request) -> Call:
+    call = Call(request)
+    made.submit(request, call.sink)
+    return call
+
+
+def finish(made: Coordinator, worker: Worker, name: str) -> None:
+    usage, times = Usage(1, 0, 1), StageTimes(0.0, 0.0, 0.0, 0.0, 0.0)
+    event = Finished(reason="stop", text="", usage=usage, times=times, forwards=1, recomputed_tokens=0)
+    made.take(worker.name, [Happened(MODEL, name, None, event)])

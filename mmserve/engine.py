@@ -270,7 +270,8 @@ class Engine:
         size, frames, now = self.config.page_size, self.info.frames_per_video, time.monotonic()
         arrived_wait = self._migration.open_arrived(states, self._now)
         self._prefixes.evicted()()  # here: decode writes to the pages that arrived requests were given
-        entries = [r.entry(size, frames, self.config.prefill_tokens, now) for r in states if not r.waits]
+        tokens, causal = self.config.prefill_tokens, self.stages.model.spec.causal
+        entries = [r.entry(size, frames, tokens, now, causal=causal) for r in states if not r.waits]
         budgets = self._budgets(0 if arrived_wait else self._pool.free)
         plan = schedule(entries, budgets)
         self._served, self._now = plan.served, plan.now

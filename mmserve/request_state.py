@@ -133,10 +133,12 @@ class RequestState:
         )
         return InvalidArgument.of("diffusion.cfg_scale", why)
 
-    def entry(self, page_size: int, frames_per_video: int, prefill_tokens: int, now: float) -> Entry:
+    def entry(
+        self, page_size: int, frames_per_video: int, prefill_tokens: int, now: float, *, causal: bool = False
+    ) -> Entry:
         """What the scheduler sees; a video counts as its frames, as far as the request has it.
 
-        ``now`` is on the monotonic clock (seconds).
+        ``now`` is on the monotonic clock (seconds). ``causal``: prefill runs the prompt without the masked answer.
         """
         parts = [part for message in self.request.messages for part in message.parts]
         images = sum(isinstance(part, ImagePart) for part in parts)
@@ -158,6 +160,7 @@ class RequestState:
             due=self.due,
             pace=pace(self.request.slo),
             awaits=self.awaits(page_size, prefill_tokens),
+            first_rows=self.request.sequences * self.usage.prompt_tokens if causal else None,
         )
 
     def split(self) -> list[RequestState]:

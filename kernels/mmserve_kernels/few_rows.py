@@ -1,10 +1,11 @@
 """Products of a few rows with weights that oneDNN has packed: a compiled loop, with oneDNN's bits.
 
 Such a product reads each weight once and computes little, so it takes as long as memory does. oneDNN's loops are made
-for many rows. This one goes through the packed weights in the order in which they lie, and adds up as oneDNN does: the
-elements of a row in order, in parts of so many, each product fused with its sum. (fp32, AVX-512, one thread, all
-products of a 15 M LLaMA, of which the output layer is 9 M: 1, 2 and 4 rows 2.7, 3.1 and 3.7 ms, oneDNN's 5.1, 5.8 and
-4.5; of layers 1,024 wide 13.5, 15.6 and 18.1, oneDNN's 21.6, 24.9 and 18.4.)
+for many rows. This one goes through the packed weights in the order in which they lie, has the next of them fetched
+meanwhile, and adds up as oneDNN does: the elements of a row in order, in parts of so many, each product fused with its
+sum. (fp32, AVX-512, one thread, all products of a 15 M LLaMA, of which the output layer is 9 M: 1, 4, 8 and 16 rows
+3.1, 3.9, 5.3 and 6.7 ms, oneDNN's 5.6, 5.0, 6.3 and 8.3, and 32 rows 11.4 and 12.5; of layers 1,024 wide 2.6, 2.6, 5.0,
+6.1 and 10.8, oneDNN's 5.0, 4.3, 5.4, 7.0 and 11.7.)
 """
 
 from __future__ import annotations
@@ -16,42 +17,48 @@ import torch
 from torch import Tensor
 
 from mmserve_kernels.compiled import compiled
+from mmserve_kernels.tiles import COLUMNS, tile
 
 #: Columns of a block of oneDNN's layout; a block holds the weights of one element of the input after another.
-BLOCK = 64
+BLOCK = COLUMNS
 #: Most rows for which the loop is the faster one.
-MOST_ROWS = 4
+MOST_ROWS = 32
 #: Elements that oneDNN may add up before it goes on from zero.
 _PARTS = (512, 1024, 2048, 4096)
-_ZERO = np.float32(0)
+#: Elements whose weights stay in the first cache (16 KiB) while one group of rows after another takes them.
+_NEAR = 64
+#: Bytes between the weights that are taken and those that are fetched meanwhile.
+_AHEAD = 32_768
+_one, _two, _three, _four = tile(1), tile(2), tile(3), tile(4)
 
 
-@compiled("void(f4[:, ::1], f4[:, :, ::1], i8, f4[:, ::1])")
-def _product(x_RK: np.ndarray, blocks_BKC: np.ndarray, part: int, out_RN: np.ndarray) -> None:
+@compiled("void(f4[:, ::1], f4[:, :, ::1], i8, f4[:, ::1])", fused=False)
+def product(x_RK: np.ndarray, blocks_BKC: np.ndarray, part: int, out_RN: np.ndarray) -> None:
+    """The product of ``x_RK``, summed in parts of ``part`` elements; for compiled code."""
     rows, width = x_RK.shape
     sums = np.empty((rows, BLOCK), np.float32)
+    x, weights, to = x_RK.ctypes.data, blocks_BKC.ctypes.data, sums.ctypes.data
+    line = BLOCK * 4
     for b in range(blocks_BKC.shape[0]):
-        weights, begin = blocks_BKC[b], b * BLOCK
+        begin = b * BLOCK
         count = min(BLOCK, out_RN.shape[1] - begin)
+        block = weights + b * blocks_BKC.shape[1] * line
         for start in range(0, width, part):
             end = min(width, start + part)
-            for r in range(rows):
-                for c in range(BLOCK):
-                    sums[r, c] = _ZERO
-            k = start
-            while k + 2 <= end:  # two at a time: the sums are read and written half as often
-                first, second = weights[k], weights[k + 1]
-                for r in range(rows):
-                    x, y = x_RK[r, k], x_RK[r, k + 1]
-                    own = sums[r]
-                    for c in range(BLOCK):
-                        total = own[c] + x * first[c]
-                        own[c] = total + y * second[c]
-                k += 2
-            if k < end:
-                for r in range(rows):
-                    for c in range(BLOCK):
-                        sums[r, c] = sums[r, c] + x_RK[r, k] * weights[k, c]
+            for k in range(start, end, _NEAR):
+                near, fresh, own = min(end - k, _NEAR), k == start, block + k * line
+                soon = own + _AHEAD
+                for r in range(0, rows, 4):
+                    left, row, into = rows - r, x + (r * width + k) * 4, to + r * line
+                    if left >= 4:
+                        _four(row, width, own, near, into, fresh, soon)
+                    elif left == 3:
+                        _three(row, width, own, near, into, fresh, soon)
+                    elif left == 2:
+                        _two(row, width, own, near, into, fresh, soon)
+                    else:
+                        _one(row, width, own, near, into, fresh, soon)
+                    soon += near * 64
             for r in range(rows):
                 for c in range(count):
                     out_RN[r, begin + c] = sums[r, c] if start == 0 else out_RN[r, begin + c] + sums[r, c]
@@ -74,7 +81,7 @@ def few_rows(x: Tensor, blocks: np.ndarray, part: int, columns: int) -> Tensor:
     """The product ``[..., columns]`` of ``x [..., width]`` (fp32), summed in parts of ``part`` elements."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     made = torch.empty(len(rows), columns)
-    _product(rows.numpy(), blocks, part, made.numpy())
+    product(rows.numpy(), blocks, part, made.numpy())
     return made.view(*x.shape[:-1], columns)
 
 
@@ -84,10 +91,10 @@ def part_of(packed: Tensor, blocks: np.ndarray, width: int, columns: int) -> int
     oneDNN reports neither the layout of its weights nor its order of summation: both are measured on the weights.
     """
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(16, width, generator=draw)
+    x = torch.randn(2 * MOST_ROWS, width, generator=draw)
     wanted = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
     for part in _PARTS:
-        if all(torch.equal(few_rows(x[:n], blocks, part, columns), wanted[:n]) for n in (1, 2, MOST_ROWS)):
+        if all(torch.equal(few_rows(x[:n], blocks, part, columns), wanted[:n]) for n in (1, 2, 3, MOST_ROWS)):
             return part
         if part >= width:
             return None

@@ -27,6 +27,12 @@ class Entry:
     due: float = 0.0  # when its first token is wanted (seconds on the monotonic clock)
     pace: float = 1.0  # share of the usual virtual time between two of its decode steps
     awaits: bool = False  # rows of its prompt that are not there yet, while its clip is read
+    first_rows: int | None = None  # rows of its prefill, counted from the first position; None = all of its ``tokens``
+
+    @property
+    def prefill_rows(self) -> int:
+        """Rows that prefill has left to run."""
+        return (self.tokens if self.first_rows is None else self.first_rows) - (self.prefilled or 0)
 
 
 @dataclass(frozen=True)

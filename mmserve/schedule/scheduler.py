@@ -89,7 +89,7 @@ def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     running, pages = budgets.max_running - _count(entries, *_HOLDS_PAGES) - len(begun), budgets.free_pages
     new = [e for e in encoded if e.prefilled is None]
     waiting: _Taken = []
-    ready = [(e, e.tokens - (e.prefilled or 0)) for e in _by_due(begun) + _by_due(new) if not e.awaits]
+    ready = [(e, e.prefill_rows) for e in _by_due(begun) + _by_due(new) if not e.awaits]
     for entry, cost in _served(ready, budgets, "prefill"):
         if entry.prefilled is None:
             if not running > 0 or entry.pages > pages:

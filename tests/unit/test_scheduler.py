@@ -182,6 +182,16 @@ def test_batches_are_filled_up_to_their_budget() -> None:
     assert schedule(ready, budgets(decode_tokens=45)).decode == ("d0", "d1", "d2", "d3")
 
 
+def test_a_prompt_that_is_prefilled_without_its_answer_costs_its_own_rows() -> None:
+    """Of a next-token model the masked answer is not run: more prompts fit into a pass."""
+    entries = [Entry(str(i), Stage.ENCODED, tokens=76, pages=1, first_rows=28) for i in range(4)]
+    limits = budgets(prefill_tokens=100, free_pages=10)
+    assert schedule(entries, limits).prefill == ("0", "1", "2")
+    assert schedule([dataclasses.replace(e, first_rows=None) for e in entries], limits).prefill == ("0",)
+    begun = dataclasses.replace(entries[3], prefilled=20)
+    assert schedule([*entries[:3], begun], limits).prefill == ("3", "0", "1", "2"), "8 rows are left of it"
+
+
 def test_nobody_overtakes_a_request_that_waits_for_pages() -> None:
     entries = [Entry("big", Stage.ENCODED, tokens=10, pages=6), Entry("small", Stage.ENCODED, tokens=1, pages=1)]
     assert schedule(entries, budgets(free_pages=5)).prefill == ()

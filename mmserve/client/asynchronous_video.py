@@ -62,7 +62,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
 
     async def push(
         self,
-        image: bytes | Path | PIL.Image.Image,
+        image: bytes | Path | PIL.Image.Image | str,
         seconds: float | None = None,
         *,
         wait: bool = True,
@@ -70,12 +70,12 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
     ) -> None:
         """As ``VideoSession.push``."""
         at = self._at(seconds)
-        data = await asyncio.to_thread(file_bytes, image, "image")
+        data = image if isinstance(image, str) else await asyncio.to_thread(file_bytes, image, "image")
         await self._push(image_push(data, at), wait, timeout)
 
     async def push_segment(
         self,
-        data: bytes,
+        data: bytes | str,
         start: float | None = None,
         *,
         init: bytes = b"",

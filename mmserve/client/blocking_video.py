@@ -64,7 +64,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
 
     def push(
         self,
-        image: bytes | Path | PIL.Image.Image,
+        image: bytes | Path | PIL.Image.Image | str,
         seconds: float | None = None,
         *,
         wait: bool = True,
@@ -72,7 +72,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
     ) -> None:
         """Push one image, which is one frame.
 
-        image: the bytes of its file, its path, or a picture.
+        image: the bytes of its file, its path, a picture, or a URL that the server may fetch.
         seconds: when it was taken, on the session's clock, after every frame before it; default the time since the
             session was opened.
         wait: whether to wait where the server has no room now; False raises ``ResourceExhausted`` instead.
@@ -80,12 +80,12 @@ class VideoSession(SessionView["Question", "Alerts"]):
 
         A push that the server cannot take is reported in ``push_failures``.
         """
-        data = file_bytes(image, "image")
+        data = image if isinstance(image, str) else file_bytes(image, "image")
         self._push(image_push(data, self._at(seconds)), wait, timeout)
 
     def push_segment(
         self,
-        data: bytes,
+        data: bytes | str,
         start: float | None = None,
         *,
         init: bytes = b"",
@@ -94,6 +94,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
     ) -> None:
         """Push a piece of encoded video that begins with a keyframe (MP4, MPEG-TS, WebM, Matroska, H.264, H.265).
 
+        data: its bytes, or a URL that the server may fetch.
         start: when its first frame was taken, on the session's clock; default right after the segment before.
         init: what fragmented MP4 or WebM has in front of its segments; it counts for later segments, too.
         wait, timeout: as ``push``.

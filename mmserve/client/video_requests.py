@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from mmserve.client.outgoing import build_request
 from mmserve.client.session_options import SessionOptions
+from mmserve.core.media_id import is_url
 from mmserve.core.options import AMOUNTS
 from mmserve.core.session import FrameSampling, Memory
 from mmserve.core.values import values
@@ -30,15 +31,24 @@ class Push:
     size: int
 
 
-def image_push(data: bytes, seconds: float) -> Push:
-    """One image, which is one frame."""
-    return Push({"push_image": pb.PushImage(data=data, seconds=seconds)}, len(data))
+def image_push(image: bytes | str, seconds: float) -> Push:
+    """One image, which is one frame: the bytes of its file, or the URL that the server fetches it from."""
+    return _push("push_image", pb.PushImage(seconds=seconds), image)
 
 
-def segment_push(data: bytes, start: float | None, init: bytes) -> Push:
-    """A piece of encoded video."""
-    segment = pb.PushSegment(data=data, init=init, start_seconds=start)
-    return Push({"push_segment": segment}, len(data) + len(init))
+def segment_push(file: bytes | str, start: float | None, init: bytes) -> Push:
+    """A piece of encoded video: its bytes, or such a URL."""
+    return _push("push_segment", pb.PushSegment(init=init, start_seconds=start), file)
+
+
+def _push(kind: str, message: pb.PushImage | pb.PushSegment, file: bytes | str) -> Push:
+    if not isinstance(file, str):
+        message.data = file
+    elif is_url(file):
+        message.url = file
+    else:
+        raise InvalidArgument.of(f"{kind}.url", f"must be an http or https URL, not {file[:100]!r}")
+    return Push({kind: message}, push_bytes(pb.SessionRequest(**{kind: message})))
 
 
 def configuration(**options: Unpack[SessionOptions]) -> pb.ConfigureSession:
@@ -119,5 +129,6 @@ def watch_message(
 def push_bytes(request: pb.SessionRequest) -> int:
     """Bytes that a push counts for credit; 0 for other requests."""
     if request.WhichOneof("request") == "push_image":
-        return len(request.push_image.data)
-    return len(request.push_segment.data) + len(request.push_segment.init)
+        return len(request.push_image.data) + len(request.push_image.url)
+    segment = request.push_segment
+    return len(segment.data) + len(segment.url) + len(segment.init)

@@ -30,6 +30,7 @@ from mmserve.observe.metrics import Metrics
 from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.fetching import Fetcher
 from mmserve.rpc.quotas import Quotas
 from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.status import errors_to_status
@@ -64,9 +65,16 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
     """Opens sessions, and goes on with those whose connection was lost."""
 
     def __init__(
-        self, engines: Engines, hosts: Hosts, sessions: Registry, config: Config, metrics: Metrics, quotas: Quotas
+        self,
+        engines: Engines,
+        hosts: Hosts,
+        sessions: Registry,
+        config: Config,
+        metrics: Metrics,
+        quotas: Quotas,
+        fetcher: Fetcher,
     ) -> None:
-        self._engines, self._hosts, self._sessions = engines, hosts, sessions
+        self._engines, self._hosts, self._sessions, self._fetcher = engines, hosts, sessions, fetcher
         self._config, self._metrics, self._quotas = config, metrics, quotas
 
     async def Session(
@@ -123,7 +131,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         host = self._hosts.find(engine)
         memory, overload = asked_memory(asked.memory), Overload(asked_overload(asked))
         around = host.surroundings(
-            lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions
+            lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions, self._fetcher.file
         )
         vision = asked_vision(asked.vision)
         opening = asyncio.ensure_future(around.work(host.streams.open, memory, tenant, vision, MAX_INIT_BYTES))

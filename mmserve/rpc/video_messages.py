@@ -73,11 +73,13 @@ def to_session_request(message: pb.SessionRequest, to_request: Callable[[pb.Ask]
         raise InvalidArgument.of(kind, f"must be at most {MAX_OTHER_BYTES} bytes")
     match kind:
         case "push_image":
-            return m.PushImage(message.push_image.data, _seconds(message.push_image.seconds, "push_image.seconds"))
+            image = message.push_image
+            return m.PushImage(image.data, _seconds(image.seconds, "push_image.seconds"), image.url)
         case "push_segment":
             segment = message.push_segment
             start = _seconds(segment.start_seconds, "push_segment.start_seconds")
-            return m.PushSegment(segment.data, segment.init, start if segment.HasField("start_seconds") else None)
+            given = start if segment.HasField("start_seconds") else None
+            return m.PushSegment(segment.data, segment.init, given, segment.url)
         case "ask":
             ask = message.ask
             name = _name(ask.question_id, "ask.question_id")

@@ -124,22 +124,26 @@ class ResumeSession(_message.Message):
     def __init__(self, resume_handle: _Optional[str] = ...) -> None: ...
 
 class PushImage(_message.Message):
-    __slots__ = ("data", "seconds")
+    __slots__ = ("data", "seconds", "url")
     DATA_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     seconds: float
-    def __init__(self, data: _Optional[bytes] = ..., seconds: _Optional[float] = ...) -> None: ...
+    url: str
+    def __init__(self, data: _Optional[bytes] = ..., seconds: _Optional[float] = ..., url: _Optional[str] = ...) -> None: ...
 
 class PushSegment(_message.Message):
-    __slots__ = ("data", "init", "start_seconds")
+    __slots__ = ("data", "init", "start_seconds", "url")
     DATA_FIELD_NUMBER: _ClassVar[int]
     INIT_FIELD_NUMBER: _ClassVar[int]
     START_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     init: bytes
     start_seconds: float
-    def __init__(self, data: _Optional[bytes] = ..., init: _Optional[bytes] = ..., start_seconds: _Optional[float] = ...) -> None: ...
+    url: str
+    def __init__(self, data: _Optional[bytes] = ..., init: _Optional[bytes] = ..., start_seconds: _Optional[float] = ..., url: _Optional[str] = ...) -> None: ...
 
 class Ask(_message.Message):
     __slots__ = ("question_id", "request", "now", "interval", "everything", "timeout_seconds")

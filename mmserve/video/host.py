@@ -21,7 +21,7 @@ from mmserve.observe.sessions import SessionMetrics
 from mmserve.video.reading import PushReader
 from mmserve.video.standing import Standing
 from mmserve.video.streams import EngineStreams
-from mmserve.video.surroundings import Noted, Surroundings, Work
+from mmserve.video.surroundings import Fetched, Noted, Surroundings, Work
 
 
 class Host:
@@ -48,8 +48,8 @@ class Host:
         first = {vision.first_resize(clip=clip, among=False) for clip in (True, False)}
         return first.pop() if len(first) == 1 else None
 
-    def surroundings(self, noted: Callable[[], Noted], metrics: SessionMetrics) -> Surroundings:
-        """What its sessions share; ``noted`` makes what takes note of a question."""
+    def surroundings(self, noted: Callable[[], Noted], metrics: SessionMetrics, fetched: Fetched) -> Surroundings:
+        """What its sessions share; ``noted`` makes what takes note of a question, ``fetched`` has files of URLs."""
         vision = self.engine.stages.model.vision
         return Surroundings(
             self._config.video,
@@ -59,6 +59,7 @@ class Host:
             noted,
             metrics,
             self._standing,
+            fetched,
             int(vision.time_period) if vision is not None else 0,
         )
 

@@ -20,19 +20,22 @@ from mmserve.video.base import Scope
 
 @dataclass(frozen=True)
 class PushImage:
-    """An image file, which is one frame."""
+    """An image file, which is one frame; ``url``: where it is fetched from, ``data`` is then empty."""
 
     data: bytes = field(repr=False)
     seconds: float
+    url: str = ""
 
 
 @dataclass(frozen=True)
 class PushSegment:
-    """A piece of encoded video that begins with a keyframe; ``start`` None = right after the one before."""
+    """A piece of encoded video that begins with a keyframe; ``start`` None = right after the one before. ``url``: as of
+    ``PushImage``."""
 
     data: bytes = field(repr=False)
     init: bytes = field(repr=False, default=b"")
     start: float | None = None
+    url: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,13 @@ SessionRequest = Push | Ask | CancelAsk | Watch | Unwatch | GetStatistics | Clos
 
 def push_bytes(push: Push) -> int:
     """Bytes that ``push`` holds."""
-    return len(push.data) + (len(push.init) if isinstance(push, PushSegment) else 0)
+    return len(push.data) + len(push.url) + (len(push.init) if isinstance(push, PushSegment) else 0)
+
+
+def push_field(push: Push) -> str:
+    """The field that the file of ``push`` comes from, for errors."""
+    message = "push_image" if isinstance(push, PushImage) else "push_segment"
+    return f"{message}.{'url' if push.url else 'data'}"
 
 
 # --- responses that are numbered and kept until they are confirmed ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from mmserve.video.standing import Standing
 
 #: Calls a blocking function elsewhere.
 Work = Callable[..., Awaitable[Any]]
+#: The file of a URL, which is in the field that is named second.
+Fetched = Callable[[str, str], AbstractAsyncContextManager[bytes]]
 
 
 class Reader(Protocol):
@@ -48,8 +51,9 @@ class Surroundings:
 
     ``work`` calls a blocking function elsewhere, and ``judge`` one that runs the model.
     ``cancel`` ends a request of the engine; ``noted`` makes what takes note of a question; ``standing`` is None where
-    the model cannot be asked standing questions. ``label_period``: seconds after which the labels of the model's frames
-    repeat; 0 = they are not known to be seconds.
+    the model cannot be asked standing questions. ``fetched`` has the file of a URL, and counts its bytes until it is
+    closed; the field is for errors. ``label_period``: seconds after which the labels of the model's frames repeat; 0 =
+    they are not known to be seconds.
     """
 
     config: VideoConfig
@@ -59,4 +63,5 @@ class Surroundings:
     noted: Callable[[], Noted]
     metrics: SessionMetrics
     standing: Standing | None
+    fetched: Fetched
     label_period: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -14,6 +14,8 @@ import grpc
 import PIL.Image
 
 from mmserve.client.base import Base
+from mmserve.client.decisions import Decisions, TypedQuestion
+from mmserve.client.options import Chat
 from mmserve.client.outgoing import file_bytes
 from mmserve.client.result import Result
 from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
@@ -159,6 +161,31 @@ class VideoSession(SessionView["Question", "Alerts"]):
         options: those of ``Client.generate`` that are about the answer (``max_new_tokens``, ``regex`` …).
         """
         return self.stream(text, scope=scope, schema=schema, timeout=timeout, **options).result()
+
+    def decide(
+        self,
+        questions: Sequence[TypedQuestion] | Mapping[str, TypedQuestion],
+        text: str | Sequence[Chat] = "",
+        *,
+        scope: Any = "now",
+        timeout: float | None = None,
+    ) -> Decisions:
+        """Probabilities of the answers to typed questions about the frames pushed so far, all from one forward pass
+        where the model answers them together.
+
+        questions: ``YesNo``, ``Choice`` and ``Score``, or a mapping of ids to them; at most 32 of a model that answers
+            them apart.
+        text: further context, or a chat of texts; default none.
+        scope, timeout: as ``ask``.
+        """
+        pending, seconds = self._begin_deciding(questions, text, scope, timeout)
+        try:
+            with self._changed:
+                self._until(lambda: pending.done, seconds, "the answers did not come")
+        except DeadlineExceeded:
+            self._act(lambda: self._state.cancel(pending))
+            raise
+        return self._decided(pending)
 
     def statistics(self, timeout: float | None = None) -> Statistics:
         """Counters of the session, once everything asked for and pushed before is under way."""

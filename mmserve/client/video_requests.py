@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
+from mmserve.client.decisions import TypedQuestion, build_decision
 from mmserve.client.outgoing import build_request
 from mmserve.client.session_options import SessionOptions
 from mmserve.core.media_id import is_url
@@ -93,6 +94,26 @@ def question_message(
         if not getattr(request, name).ByteSize():
             request.ClearField(name)  # the session's count then
     ask = pb.Ask(question_id=question_id, request=request)
+    _put_scope(ask, scope, timeout)
+    return ask
+
+
+def decide_message(
+    question_id: str,
+    questions: Sequence[TypedQuestion] | Mapping[str, TypedQuestion],
+    text: str | Sequence[Any],
+    scope: Any,
+    timeout: float | None,
+) -> pb.Decide:
+    """The message of typed questions; arguments as of ``question_message``."""
+    made = build_decision(text, questions, (), (), None, "")
+    decide = pb.Decide(question_id=question_id, messages=made.messages, questions=made.questions)
+    _put_scope(decide, scope, timeout)
+    return decide
+
+
+def _put_scope(ask: pb.Ask | pb.Decide, scope: Any, timeout: float | None) -> None:
+    """Put the ``scope`` of a question, and the seconds that it may take, into its message."""
     if timeout is not None:
         ask.timeout_seconds = timeout
     match scope:
@@ -105,7 +126,6 @@ def question_message(
             put(ask.interval, "scope.", begin_seconds=begin, end_seconds=end)
         case _:
             raise InvalidArgument.of("scope", f"must be 'now', 'all' or (begin, end) in seconds, not {scope!r}")
-    return ask
 
 
 def watch_message(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any
 
 from mmserve.config import Config
 from mmserve.core.events import Event
 from mmserve.core.options import PIXELS
-from mmserve.core.request import Request
 from mmserve.core.session import FrameSampling, Memory
 from mmserve.core.tenant import Tenant
 from mmserve.errors import (
@@ -21,7 +18,6 @@ from mmserve.errors import (
     Internal,
     InvalidArgument,
     MMServeError,
-    NotFound,
     ResourceExhausted,
     Unavailable,
 )
@@ -32,17 +28,16 @@ from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.fetching import Fetcher
 from mmserve.rpc.quotas import Quotas
-from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.video_messages import (
     asked_memory,
     asked_overload,
     asked_sampler,
-    question_message,
     to_session_request,
     to_session_response,
     wrong_config,
 )
+from mmserve.rpc.video_questions import SessionQuestions
 from mmserve.rpc.vision_messages import asked_vision, wrong_vision
 from mmserve.v1 import video_pb2 as pb
 from mmserve.v1 import video_pb2_grpc
@@ -181,24 +176,9 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
             configured.config.sampler.rate = FrameSampling.rate
         return configured
 
-    def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> Callable[[pb.Ask], Request]:
-        """What makes the engine's request of a question of ``session``."""
-        engine, tenant = session.owner, session.tenant
-
-        def asked(ask: pb.Ask) -> Request:
-            if ask.HasField("timeout_seconds") and not 0 < ask.timeout_seconds <= 86_400:
-                raise InvalidArgument.of("ask.timeout_seconds", f"must be in (0, 86400], not {ask.timeout_seconds}")
-            return to_request(
-                question_message(ask, configured.config),
-                request_id=uuid.uuid4().hex,
-                info=engine.info,
-                limits=self._config.media,
-                media=_no_media,
-                deadline=time.monotonic() + ask.timeout_seconds if ask.HasField("timeout_seconds") else None,
-                tenant=tenant,
-            )
-
-        return asked
+    def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> SessionQuestions:
+        """What makes the engine's requests of the questions of ``session``."""
+        return SessionQuestions(session.owner.info, self._config.media, session.tenant, configured.config)
 
 
 class _Question:
@@ -228,7 +208,7 @@ async def _read(
     messages: AsyncIterator[pb.SessionRequest],
     session: VideoSession,
     connection: Connection,
-    to_request: Callable[[pb.Ask], Request],
+    questions: SessionQuestions,
 ) -> None:
     """Take in the requests of a connection; one that is not acceptable ends the session.
 
@@ -239,7 +219,7 @@ async def _read(
             if not connection.current:
                 return
             try:
-                session.take(message.index, message.received, to_session_request(message, to_request))
+                session.take(message.index, message.received, to_session_request(message, questions))
             except MMServeError as error:
                 session.end(error)
                 return
@@ -286,7 +266,3 @@ def _close_unused(opening: asyncio.Future[Stream]) -> None:
     """Close the stream that was opened for a client that has left."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
-
-
-def _no_media(media_id: str) -> bytes:
-    raise NotFound(f"a question has no media, and so no {media_id!r}")

@@ -12,9 +12,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,7 +181,7 @@ class Session:
         match request:
             case m.PushImage() | m.PushSegment():
                 self._push(index, request)
-            case m.Ask():
+            case m.Ask() | m.Decide():
                 if (question := self._questions.begin(request)) is not None:
                     self._queue(question)
             case m.CancelAsk(question_id):
@@ -234,24 +233,13 @@ class Session:
             self._loop.call_soon_threadsafe(self._frame, WaitingFrame(frame, pushed.index, pushed.arrived))
 
         try:
-            async with self._filled(pushed.push) as push:
+            async with self._around.filled(pushed.push) as push:
                 await self._around.work(self._reader.read, push, take, self._check)
         except Exception as error:  # noqa: BLE001 - one push's failure is its own
             self._fail_push(pushed.index, reported(error))
         finally:
             self._window.done(pushed.size)
             self._outlet.acknowledge()
-
-    @asynccontextmanager
-    async def _filled(self, push: m.Push) -> AsyncIterator[m.Push]:
-        """``push`` with its file, which is fetched where it has a URL."""
-        if not push.url:
-            yield push
-            return
-        if push.data:
-            raise InvalidArgument.of(m.push_field(push), "must not be set with data: a push has one file")
-        async with self._around.fetched(push.url, m.push_field(push)) as data:
-            yield replace(push, data=data)
 
     def _check(self) -> None:
         if self.over:

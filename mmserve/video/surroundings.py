@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mmserve.config import VideoConfig
 from mmserve.core.events import Event
-from mmserve.errors import MMServeError
+from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.observe.sessions import SessionMetrics
 from mmserve.video import messages as m
 from mmserve.video.base import Frame
@@ -65,3 +65,14 @@ class Surroundings:
     standing: Standing | None
     fetched: Fetched
     label_period: int = 0
+
+    @asynccontextmanager
+    async def filled(self, push: m.Push) -> AsyncIterator[m.Push]:
+        """``push`` with its file, which is fetched where it has a URL; raises ``InvalidArgument`` where it has both."""
+        if not push.url:
+            yield push
+            return
+        if push.data:
+            raise InvalidArgument.of(m.push_field(push), "must not be set with data: a push has one file")
+        async with self.fetched(push.url, m.push_field(push)) as data:
+            yield replace(push, data=data)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -15,6 +15,8 @@ import grpc
 import PIL.Image
 
 from mmserve.client.base import Base
+from mmserve.client.decisions import Decisions, TypedQuestion
+from mmserve.client.options import Chat
 from mmserve.client.outgoing import file_bytes
 from mmserve.client.result import Result
 from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
@@ -62,7 +64,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
 
     async def push(
         self,
-        image: bytes | Path | PIL.Image.Image,
+        image: bytes | Path | PIL.Image.Image | str,
         seconds: float | None = None,
         *,
         wait: bool = True,
@@ -70,12 +72,12 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
     ) -> None:
         """As ``VideoSession.push``."""
         at = self._at(seconds)
-        data = await asyncio.to_thread(file_bytes, image, "image")
+        data = image if isinstance(image, str) else await asyncio.to_thread(file_bytes, image, "image")
         await self._push(image_push(data, at), wait, timeout)
 
     async def push_segment(
         self,
-        data: bytes,
+        data: bytes | str,
         start: float | None = None,
         *,
         init: bytes = b"",
@@ -117,6 +119,23 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
     ) -> Result[Any]:
         """As ``VideoSession.ask``."""
         return await self.stream(text, scope=scope, schema=schema, timeout=timeout, **options).result()
+
+    async def decide(
+        self,
+        questions: Sequence[TypedQuestion] | Mapping[str, TypedQuestion],
+        text: str | Sequence[Chat] = "",
+        *,
+        scope: Any = "now",
+        timeout: float | None = None,
+    ) -> Decisions:
+        """As ``VideoSession.decide``."""
+        pending, seconds = self._begin_deciding(questions, text, scope, timeout)
+        try:
+            await self._until(lambda: pending.done, seconds, "the answers did not come")
+        except (DeadlineExceeded, asyncio.CancelledError):
+            self._act(lambda: self._state.cancel(pending))
+            raise
+        return self._decided(pending)
 
     async def statistics(self, timeout: float | None = None) -> Statistics:
         """As ``VideoSession.statistics``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -14,6 +14,8 @@ import grpc
 import PIL.Image
 
 from mmserve.client.base import Base
+from mmserve.client.decisions import Decisions, TypedQuestion
+from mmserve.client.options import Chat
 from mmserve.client.outgoing import file_bytes
 from mmserve.client.result import Result
 from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
@@ -64,7 +66,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
 
     def push(
         self,
-        image: bytes | Path | PIL.Image.Image,
+        image: bytes | Path | PIL.Image.Image | str,
         seconds: float | None = None,
         *,
         wait: bool = True,
@@ -72,7 +74,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
     ) -> None:
         """Push one image, which is one frame.
 
-        image: the bytes of its file, its path, or a picture.
+        image: the bytes of its file, its path, a picture, or a URL that the server may fetch.
         seconds: when it was taken, on the session's clock, after every frame before it; default the time since the
             session was opened.
         wait: whether to wait where the server has no room now; False raises ``ResourceExhausted`` instead.
@@ -80,12 +82,12 @@ class VideoSession(SessionView["Question", "Alerts"]):
 
         A push that the server cannot take is reported in ``push_failures``.
         """
-        data = file_bytes(image, "image")
+        data = image if isinstance(image, str) else file_bytes(image, "image")
         self._push(image_push(data, self._at(seconds)), wait, timeout)
 
     def push_segment(
         self,
-        data: bytes,
+        data: bytes | str,
         start: float | None = None,
         *,
         init: bytes = b"",
@@ -94,6 +96,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
     ) -> None:
         """Push a piece of encoded video that begins with a keyframe (MP4, MPEG-TS, WebM, Matroska, H.264, H.265).
 
+        data: its bytes, or a URL that the server may fetch.
         start: when its first frame was taken, on the session's clock; default right after the segment before.
         init: what fragmented MP4 or WebM has in front of its segments; it counts for later segments, too.
         wait, timeout: as ``push``.
@@ -158,6 +161,31 @@ class VideoSession(SessionView["Question", "Alerts"]):
         options: those of ``Client.generate`` that are about the answer (``max_new_tokens``, ``regex`` …).
         """
         return self.stream(text, scope=scope, schema=schema, timeout=timeout, **options).result()
+
+    def decide(
+        self,
+        questions: Sequence[TypedQuestion] | Mapping[str, TypedQuestion],
+        text: str | Sequence[Chat] = "",
+        *,
+        scope: Any = "now",
+        timeout: float | None = None,
+    ) -> Decisions:
+        """Probabilities of the answers to typed questions about the frames pushed so far, all from one forward pass
+        where the model answers them together.
+
+        questions: ``YesNo``, ``Choice`` and ``Score``, or a mapping of ids to them; at most 32 of a model that answers
+            them apart.
+        text: further context, or a chat of texts; default none.
+        scope, timeout: as ``ask``.
+        """
+        pending, seconds = self._begin_deciding(questions, text, scope, timeout)
+        try:
+            with self._changed:
+                self._until(lambda: pending.done, seconds, "the answers did not come")
+        except DeadlineExceeded:
+            self._act(lambda: self._state.cancel(pending))
+            raise
+        return self._decided(pending)
 
     def statistics(self, timeout: float | None = None) -> Statistics:
         """Counters of the session, once everything asked for and pushed before is under way."""

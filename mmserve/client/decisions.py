@@ -10,6 +10,7 @@ from mmserve.client.options import Chat, Image, Video
 from mmserve.client.outgoing import build_request
 from mmserve.core.events import StageTimes, Usage
 from mmserve.core.request import VideoSampling
+from mmserve.core.session import Asked
 from mmserve.errors import InvalidArgument
 from mmserve.v1 import decision_pb2 as pb
 from mmserve.wire.plain import from_message, put
@@ -66,13 +67,17 @@ class Answered:
 
 @dataclass(frozen=True)
 class Decisions:
-    """The answers to the questions of one call, in their order or by their ids."""
+    """The answers to the questions of one call, in their order or by their ids.
+
+    ``asked``: of a video session, the frames that they are about.
+    """
 
     model: str
     answers: tuple[Answered, ...]
     usage: Usage
     forwards: int
     times: StageTimes
+    asked: Asked | None = None
 
     def __getitem__(self, key: int | str) -> Answered:
         """By the question's place, counted from 0, or by its id."""
@@ -113,8 +118,8 @@ def build_decision(
     return request
 
 
-def to_decisions(response: pb.DecideResponse) -> Decisions:
-    """The answers in ``response``."""
+def to_decisions(response: pb.DecideResponse, asked: Asked | None = None) -> Decisions:
+    """The answers in ``response``; ``asked``: as of ``Decisions``."""
     answers = [
         Answered(
             d.id,
@@ -126,7 +131,7 @@ def to_decisions(response: pb.DecideResponse) -> Decisions:
         for d in response.decisions
     ]
     usage, times = from_message(Usage, response.usage), from_message(StageTimes, response.times)
-    return Decisions(response.model, tuple(answers), usage, response.forwards, times)
+    return Decisions(response.model, tuple(answers), usage, response.forwards, times, asked)
 
 
 def _question(name: str, question: TypedQuestion, path: str) -> pb.DecisionQuestion:

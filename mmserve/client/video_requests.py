@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
+from mmserve.client.decisions import TypedQuestion, build_decision
 from mmserve.client.outgoing import build_request
 from mmserve.client.session_options import SessionOptions
+from mmserve.core.media_id import is_url
 from mmserve.core.options import AMOUNTS
 from mmserve.core.session import FrameSampling, Memory
 from mmserve.core.values import values
@@ -30,15 +32,24 @@ class Push:
     size: int
 
 
-def image_push(data: bytes, seconds: float) -> Push:
-    """One image, which is one frame."""
-    return Push({"push_image": pb.PushImage(data=data, seconds=seconds)}, len(data))
+def image_push(image: bytes | str, seconds: float) -> Push:
+    """One image, which is one frame: the bytes of its file, or the URL that the server fetches it from."""
+    return _push("push_image", pb.PushImage(seconds=seconds), image)
 
 
-def segment_push(data: bytes, start: float | None, init: bytes) -> Push:
-    """A piece of encoded video."""
-    segment = pb.PushSegment(data=data, init=init, start_seconds=start)
-    return Push({"push_segment": segment}, len(data) + len(init))
+def segment_push(file: bytes | str, start: float | None, init: bytes) -> Push:
+    """A piece of encoded video: its bytes, or such a URL."""
+    return _push("push_segment", pb.PushSegment(init=init, start_seconds=start), file)
+
+
+def _push(kind: str, message: pb.PushImage | pb.PushSegment, file: bytes | str) -> Push:
+    if not isinstance(file, str):
+        message.data = file
+    elif is_url(file):
+        message.url = file
+    else:
+        raise InvalidArgument.of(f"{kind}.url", f"must be an http or https URL, not {file[:100]!r}")
+    return Push({kind: message}, push_bytes(pb.SessionRequest(**{kind: message})))
 
 
 def configuration(**options: Unpack[SessionOptions]) -> pb.ConfigureSession:
@@ -83,6 +94,26 @@ def question_message(
         if not getattr(request, name).ByteSize():
             request.ClearField(name)  # the session's count then
     ask = pb.Ask(question_id=question_id, request=request)
+    _put_scope(ask, scope, timeout)
+    return ask
+
+
+def decide_message(
+    question_id: str,
+    questions: Sequence[TypedQuestion] | Mapping[str, TypedQuestion],
+    text: str | Sequence[Any],
+    scope: Any,
+    timeout: float | None,
+) -> pb.Decide:
+    """The message of typed questions; arguments as of ``question_message``."""
+    made = build_decision(text, questions, (), (), None, "")
+    decide = pb.Decide(question_id=question_id, messages=made.messages, questions=made.questions)
+    _put_scope(decide, scope, timeout)
+    return decide
+
+
+def _put_scope(ask: pb.Ask | pb.Decide, scope: Any, timeout: float | None) -> None:
+    """Put the ``scope`` of a question, and the seconds that it may take, into its message."""
     if timeout is not None:
         ask.timeout_seconds = timeout
     match scope:
@@ -95,7 +126,6 @@ def question_message(
             put(ask.interval, "scope.", begin_seconds=begin, end_seconds=end)
         case _:
             raise InvalidArgument.of("scope", f"must be 'now', 'all' or (begin, end) in seconds, not {scope!r}")
-    return ask
 
 
 def watch_message(
@@ -119,5 +149,6 @@ def watch_message(
 def push_bytes(request: pb.SessionRequest) -> int:
     """Bytes that a push counts for credit; 0 for other requests."""
     if request.WhichOneof("request") == "push_image":
-        return len(request.push_image.data)
-    return len(request.push_segment.data) + len(request.push_segment.init)
+        return len(request.push_image.data) + len(request.push_image.url)
+    segment = request.push_segment
+    return len(segment.data) + len(segment.url) + len(segment.init)

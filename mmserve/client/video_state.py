@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmserve.client.decisions import Decisions, TypedQuestion, to_decisions
 from mmserve.client.video_answers import from_error, from_moments
-from mmserve.client.video_requests import push_bytes, question_message, watch_message
+from mmserve.client.video_requests import decide_message, push_bytes, question_message, watch_message
 from mmserve.core.events import Event, Finished
 from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
 from mmserve.errors import (
@@ -47,6 +48,7 @@ class Pending:
     error: MMServeError | None = None
     finished: int = 0
     moments: dict[int, tuple[Moment, ...]] = field(default_factory=dict)  # by sample
+    decisions: Decisions | None = None  # of typed questions
 
     @property
     def done(self) -> bool:
@@ -153,6 +155,19 @@ class SessionState:
         if not message.request.HasField("sampling") and self._config.sampling.n:
             pending.samples = self._config.sampling.n
         self._questions[message.question_id] = pending
+        return pending
+
+    def decide(
+        self,
+        questions: Sequence[TypedQuestion] | Mapping[str, TypedQuestion],
+        text: str | Sequence[Any],
+        scope: Any,
+        timeout: float | None,
+    ) -> Pending:
+        """Ask typed questions."""
+        message = decide_message(uuid.uuid4().hex, questions, text, scope, timeout)
+        self.enqueue(decide=message)
+        pending = self._questions[message.question_id] = Pending(message.question_id, 1)
         return pending
 
     def cancel(self, pending: Pending) -> None:
@@ -262,6 +277,9 @@ class SessionState:
                 pending.asked = from_message(Asked, answer.asked)
             case "error":
                 pending.error = from_error(answer.error)
+            case "decided":
+                pending.decisions = to_decisions(answer.decided, pending.asked)
+                pending.finished = pending.samples
             case "response":
                 event = from_response(answer.response)
                 pending.events.append(event)

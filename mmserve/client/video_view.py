@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from mmserve.client.base import Base
+from mmserve.client.decisions import Decisions
 from mmserve.client.result import Result, to_result
 from mmserve.client.video_state import Pending, SessionState, Watching
 from mmserve.core.events import Event, Finished
@@ -138,6 +139,18 @@ class SessionView(Generic[QuestionT, AlertsT]):
     def _at(self, seconds: float | None) -> float:
         """When an image was taken, on the session's clock."""
         return time.monotonic() - self._begun if seconds is None else seconds
+
+    def _begin_deciding(self, questions: Any, text: Any, scope: Any, timeout: float | None) -> tuple[Pending, float]:
+        """Ask typed questions; what comes of them, and the seconds to wait for it."""
+        seconds = self._client.timeout if timeout is None else timeout
+        return self._act(lambda: self._state.decide(questions, text, scope, seconds)), seconds
+
+    def _decided(self, pending: Pending) -> Decisions:
+        """What came of typed questions; raises what they failed with."""
+        if pending.decisions is None:
+            assert pending.error is not None
+            raise pending.error
+        return pending.decisions
 
     def _fits(self, size: int, wait: bool) -> bool:
         """Whether there is room for a push of ``size`` bytes; raises where it must not ``wait`` for it."""

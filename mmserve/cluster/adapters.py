@@ -74,12 +74,10 @@ class ClusterAdapters:
         none can be loaded. With the lock that ``in_use`` takes, until the request is among those under way."""
         if not request.adapter:
             return request
-        if not self._folder:
-            raise no_folder()
         with self._lock:
             info = self._served.get(request.adapter)
             if info is None:
-                raise unknown(self._model, request.adapter, self._served)
+                raise unknown(self._model, request.adapter, self._served) if self._folder else no_folder()
         return replace(request, adapter=key_of(info))
 
     # --- workers ---

@@ -20,7 +20,7 @@ from mmserve.cluster.workers import Worker
 from mmserve.core.request import Request, Vision
 from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
-from mmserve.errors import Cancelled, FailedPrecondition, Unavailable
+from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, Unavailable
 from mmserve.video.base import Frame, Scope, Seen, StreamLost, StreamStats
 from mmserve.video.standing import Judged, StandingQuestion
 
@@ -149,6 +149,12 @@ class ClusterStreams:
             self.forget(stream)
             raise
         return stream
+
+    def adapter_for(self, asked: str) -> str:
+        """As of ``Streams.adapter_for``: none."""
+        if asked:
+            raise InvalidArgument.of("model", "must name no adapter: sessions of video on a cluster take none")
+        return ""
 
     @property
     def stopped(self) -> bool:

@@ -70,6 +70,7 @@ class Adapters:
         with self._lock:
             for key in keys:
                 self._by_key.pop(key, None)
+            self._names = {name: key for name, key in self._names.items() if key in self._by_key}
         self.stacks.forget()
 
     def _read(self, name: str) -> Adapter:

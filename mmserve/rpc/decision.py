@@ -6,28 +6,27 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from mmserve.core.decisions import Decision, questions_text
-from mmserve.core.events import Finished, StageTimes, Usage
-from mmserve.core.request import Request, TextPart
+from mmserve.core.decisions import Decision
+from mmserve.core.events import Finished
+from mmserve.core.request import Request
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Internal, MMServeError
 from mmserve.observe import calls
 from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
-from mmserve.rpc.decision_messages import asked_decisions, decision_of, generation_of
+from mmserve.rpc.decision_messages import alone, asked_decisions, generation_of, response_of
 from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.generation import Generations, answered, deadline_of, logged
 from mmserve.rpc.status import errors_to_status
 from mmserve.v1 import decision_pb2 as pb
 from mmserve.v1 import decision_pb2_grpc
 from mmserve.wire import request_id
-from mmserve.wire.plain import to_message
 
 logger = logging.getLogger("mmserve.rpc")
 
@@ -72,7 +71,7 @@ class Deciding:
             logger.info("request %s for %s: %d questions", own, asked.request.model, len(asked.questions))
             finished = await self._answers(asked, watch)
         total = 1000 * (time.monotonic() - begun)
-        return _response(asked, finished, total)
+        return response_of(asked.request.model, asked.ids, asked.questions, finished, total)
 
     async def _accepted(
         self,
@@ -98,10 +97,7 @@ class Deciding:
         find what they share with it in the prefix cache, and are run together."""
         if asked.engine.info.decisions == "together":
             return [await _finished(asked.engine, asked.request, watch)]
-        first, *others = (
-            _alone(asked.request, question, uuid.uuid4().hex if i else asked.request.id)
-            for i, question in enumerate(asked.questions)
-        )
+        first, *others = alone(asked.request, asked.questions)
         found = [await _finished(asked.engine, first, watch)]
         places = asyncio.Semaphore(AT_ONCE)
 
@@ -142,27 +138,3 @@ async def _finished(engine: EngineLike, request: Request, watch: Watch) -> Finis
             if isinstance(event, Finished):
                 return event
     raise Internal("the engine ended a request without an answer", error_id=request.id)
-
-
-def _alone(request: Request, question: Decision, own: str) -> Request:
-    """``request`` with only this question in its prompt and on its canvas."""
-    *before, last = request.messages
-    *parts, text = last.parts
-    assert isinstance(text, TextPart), "the questions are the last text"
-    begin = "\n" if text.text.startswith("\n") else ""
-    changed = replace(last, parts=(*parts, TextPart(begin + questions_text([question], together=False))))
-    return replace(request, id=own, messages=(*before, changed), decisions=(question,))
-
-
-def _response(asked: _Asked, finished: Sequence[Finished], total: float) -> pb.DecideResponse:
-    decided = [each for one in finished for each in one.decisions]
-    response = pb.DecideResponse(model=asked.request.model, forwards=sum(one.forwards for one in finished))
-    for name, question, each in zip(asked.ids, asked.questions, decided, strict=True):
-        response.decisions.append(decision_of(name, question, each))
-    to_message(_summed(Usage, [one.usage for one in finished]), response.usage)
-    to_message(replace(_summed(StageTimes, [one.times for one in finished]), total=total), response.times)
-    return response
-
-
-def _summed(kind: Any, values: Sequence[Any]) -> Any:
-    return kind(**{field.name: sum(getattr(value, field.name) for value in values) for field in fields(kind)})

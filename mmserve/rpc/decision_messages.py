@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 from mmserve.core.decisions import (
     CHOICE,
@@ -14,10 +17,13 @@ from mmserve.core.decisions import (
     Decision,
     questions_text,
 )
+from mmserve.core.events import Finished, StageTimes, Usage
 from mmserve.core.info import ModelInfo, undecided
+from mmserve.core.request import Request, TextPart
 from mmserve.errors import FieldViolation, InvalidArgument, Unimplemented
 from mmserve.v1 import decision_pb2
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.plain import to_message
 
 #: Most questions of a request, most characters of an id, and of what the model reads of all questions: that becomes
 #: tokens before the request is taken in, while others wait.
@@ -75,6 +81,37 @@ def decision_of(name: str, question: Decision, decided: Decided) -> decision_pb2
     if question.kind == SCORE:
         made.expected = sum(question.low + i * p for i, p in enumerate(decided.probabilities))
     return made
+
+
+def alone(request: Request, questions: Sequence[Decision]) -> list[Request]:
+    """``request`` for each of ``questions`` alone, in its prompt and on its canvas; the first of them has its id."""
+    *before, last = request.messages
+    *parts, text = last.parts
+    assert isinstance(text, TextPart), "the questions are the last text"
+    begin = "\n" if text.text.startswith("\n") else ""
+    found = []
+    for i, question in enumerate(questions):
+        changed = replace(last, parts=(*parts, TextPart(begin + questions_text([question], together=False))))
+        own = uuid.uuid4().hex if i else request.id
+        found.append(replace(request, id=own, messages=(*before, changed), decisions=(question,)))
+    return found
+
+
+def response_of(
+    model: str, ids: Sequence[str], questions: Sequence[Decision], finished: Sequence[Finished], total: float
+) -> decision_pb2.DecideResponse:
+    """The answers to ``questions``, by their ``ids``, that requests ended with; ``total`` milliseconds were needed."""
+    decided = [each for one in finished for each in one.decisions]
+    response = decision_pb2.DecideResponse(model=model, forwards=sum(one.forwards for one in finished))
+    for name, question, each in zip(ids, questions, decided, strict=True):
+        response.decisions.append(decision_of(name, question, each))
+    to_message(_summed(Usage, [one.usage for one in finished]), response.usage)
+    to_message(replace(_summed(StageTimes, [one.times for one in finished]), total=total), response.times)
+    return response
+
+
+def _summed(kind: Any, values: Sequence[Any]) -> Any:
+    return kind(**{field.name: sum(getattr(value, field.name) for value in values) for field in fields(kind)})
 
 
 def _wrong(question: decision_pb2.DecisionQuestion, index: int) -> Iterator[tuple[str, str]]:

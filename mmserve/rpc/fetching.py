@@ -109,6 +109,13 @@ class Fetcher:
                 await asyncio.gather(*tasks, return_exceptions=True)
         return dict(zip(targets, files, strict=True))
 
+    @asynccontextmanager
+    async def file(self, url: str, field: str) -> AsyncIterator[bytes]:
+        """The file under ``url``, whose bytes count until this is closed; arguments and errors as of ``fetch``."""
+        [data] = (await self.fetch({url: field})).values()
+        with self._room.taken((data,)):
+            yield data
+
     def _target(self, url: str) -> _Target:
         """``url`` in parts; raises ``_Failed`` where it may not be fetched."""
         if len(url) > MAX_URL:

@@ -335,7 +335,9 @@ class Server:
         )
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.engines, self._hosts, self.loading), server)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self.engines, self.generations), server)
-        video = VideoService(self.engines, self._hosts, self.sessions, self.config, self.metrics, self.quotas)
+        video = VideoService(
+            self.engines, self._hosts, self.sessions, self.config, self.metrics, self.quotas, self._fetcher
+        )
         video_pb2_grpc.add_VideoServiceServicer_to_server(video, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any
 
 from mmserve.config import Config
 from mmserve.core.events import Event
 from mmserve.core.options import PIXELS
-from mmserve.core.request import Request
 from mmserve.core.session import FrameSampling, Memory
 from mmserve.core.tenant import Tenant
 from mmserve.errors import (
@@ -21,7 +18,6 @@ from mmserve.errors import (
     Internal,
     InvalidArgument,
     MMServeError,
-    NotFound,
     ResourceExhausted,
     Unavailable,
 )
@@ -30,18 +26,18 @@ from mmserve.observe.metrics import Metrics
 from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.fetching import Fetcher
 from mmserve.rpc.quotas import Quotas
-from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.video_messages import (
     asked_memory,
     asked_overload,
     asked_sampler,
-    question_message,
     to_session_request,
     to_session_response,
     wrong_config,
 )
+from mmserve.rpc.video_questions import SessionQuestions
 from mmserve.rpc.vision_messages import asked_vision, wrong_vision
 from mmserve.v1 import video_pb2 as pb
 from mmserve.v1 import video_pb2_grpc
@@ -64,9 +60,16 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
     """Opens sessions, and goes on with those whose connection was lost."""
 
     def __init__(
-        self, engines: Engines, hosts: Hosts, sessions: Registry, config: Config, metrics: Metrics, quotas: Quotas
+        self,
+        engines: Engines,
+        hosts: Hosts,
+        sessions: Registry,
+        config: Config,
+        metrics: Metrics,
+        quotas: Quotas,
+        fetcher: Fetcher,
     ) -> None:
-        self._engines, self._hosts, self._sessions = engines, hosts, sessions
+        self._engines, self._hosts, self._sessions, self._fetcher = engines, hosts, sessions, fetcher
         self._config, self._metrics, self._quotas = config, metrics, quotas
 
     async def Session(
@@ -125,7 +128,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         adapter = host.streams.adapter_for(adapter)
         memory, overload = asked_memory(asked.memory), Overload(asked_overload(asked))
         around = host.surroundings(
-            lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions
+            lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions, self._fetcher.file
         )
         vision = asked_vision(asked.vision)
         opening = asyncio.ensure_future(around.work(host.streams.open, memory, tenant, vision, MAX_INIT_BYTES))
@@ -175,25 +178,10 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
             configured.config.sampler.rate = FrameSampling.rate
         return configured
 
-    def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> Callable[[pb.Ask], Request]:
-        """What makes the engine's request of a question of ``session``."""
-        engine, tenant = session.owner, session.tenant
-
-        def asked(ask: pb.Ask) -> Request:
-            if ask.HasField("timeout_seconds") and not 0 < ask.timeout_seconds <= 86_400:
-                raise InvalidArgument.of("ask.timeout_seconds", f"must be in (0, 86400], not {ask.timeout_seconds}")
-            return to_request(
-                question_message(ask, configured.config),
-                request_id=uuid.uuid4().hex,
-                info=engine.info,
-                adapter=session.adapter,
-                limits=self._config.media,
-                media=_no_media,
-                deadline=time.monotonic() + ask.timeout_seconds if ask.HasField("timeout_seconds") else None,
-                tenant=tenant,
-            )
-
-        return asked
+    def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> SessionQuestions:
+        """What makes the engine's requests of the questions of ``session``."""
+        owner, limits = session.owner.info, self._config.media
+        return SessionQuestions(owner, limits, session.tenant, configured.config, session.adapter)
 
 
 class _Question:
@@ -223,7 +211,7 @@ async def _read(
     messages: AsyncIterator[pb.SessionRequest],
     session: VideoSession,
     connection: Connection,
-    to_request: Callable[[pb.Ask], Request],
+    questions: SessionQuestions,
 ) -> None:
     """Take in the requests of a connection; one that is not acceptable ends the session.
 
@@ -234,7 +222,7 @@ async def _read(
             if not connection.current:
                 return
             try:
-                session.take(message.index, message.received, to_session_request(message, to_request))
+                session.take(message.index, message.received, to_session_request(message, questions))
             except MMServeError as error:
                 session.end(error)
                 return
@@ -281,7 +269,3 @@ def _close_unused(opening: asyncio.Future[Stream]) -> None:
     """Close the stream that was opened for a client that has left."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
-
-
-def _no_media(media_id: str) -> bytes:
-    raise NotFound(f"a question has no media, and so no {media_id!r}")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from google.rpc import code_pb2
 
 from mmserve.core.events import Event
-from mmserve.core.request import Request
 from mmserve.core.session import Alert, Asked, FrameSampling, Memory, PushFailed, Statistics
 from mmserve.core.values import wrong
 from mmserve.encode.sampling import FixedRate, Sampler, Scene, SlowFast
 from mmserve.errors import FieldViolation, Internal, InvalidArgument, MMServeError, ResourceExhausted
-from mmserve.v1 import generation_pb2 as gen
+from mmserve.rpc.decision_messages import response_of
+from mmserve.rpc.video_questions import SessionQuestions
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video import messages as m
 from mmserve.video.alerts import Rule
@@ -61,7 +61,7 @@ def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
         yield FieldViolation("overload", "must be OVERLOAD_POLICY_BLOCK, _DROP_OLDEST or _THIN")
 
 
-def to_session_request(message: pb.SessionRequest, to_request: Callable[[pb.Ask], Request]) -> m.SessionRequest | None:
+def to_session_request(message: pb.SessionRequest, questions: SessionQuestions) -> m.SessionRequest | None:
     """The plain form of a request after the first; None for an empty one, and for one that this version does not know.
 
     Raises ``InvalidArgument`` for a name or time that cannot be used, or where it is too large.
@@ -73,15 +73,21 @@ def to_session_request(message: pb.SessionRequest, to_request: Callable[[pb.Ask]
         raise InvalidArgument.of(kind, f"must be at most {MAX_OTHER_BYTES} bytes")
     match kind:
         case "push_image":
-            return m.PushImage(message.push_image.data, _seconds(message.push_image.seconds, "push_image.seconds"))
+            image = message.push_image
+            return m.PushImage(image.data, _seconds(image.seconds, "push_image.seconds"), image.url)
         case "push_segment":
             segment = message.push_segment
             start = _seconds(segment.start_seconds, "push_segment.start_seconds")
-            return m.PushSegment(segment.data, segment.init, start if segment.HasField("start_seconds") else None)
+            given = start if segment.HasField("start_seconds") else None
+            return m.PushSegment(segment.data, segment.init, given, segment.url)
         case "ask":
             ask = message.ask
             name = _name(ask.question_id, "ask.question_id")
-            return m.Ask(name, lambda: to_request(ask), _scope(ask))
+            return m.Ask(name, lambda: questions.free(ask), _scope(ask, "ask"))
+        case "decide":
+            decide = message.decide
+            name = _name(decide.question_id, "decide.question_id")
+            return m.Decide(name, lambda: questions.typed(decide), _scope(decide, "decide"))
         case "cancel_ask":
             return m.CancelAsk(_name(message.cancel_ask.question_id, "cancel_ask.question_id"))
         case "watch":
@@ -113,14 +119,14 @@ def _watch(watch: pb.Watch) -> m.Watch:
     return m.Watch(name, watch.text, options, wanted, rule)
 
 
-def _scope(ask: pb.Ask) -> Scope | None:
+def _scope(ask: pb.Ask | pb.Decide, path: str) -> Scope | None:
     match ask.WhichOneof("scope"):
         case "interval":
             interval = ask.interval
-            begin = _seconds(interval.begin_seconds, "ask.interval.begin_seconds")
-            end = _seconds(interval.end_seconds, "ask.interval.end_seconds")
+            begin = _seconds(interval.begin_seconds, f"{path}.interval.begin_seconds")
+            end = _seconds(interval.end_seconds, f"{path}.interval.end_seconds")
             if interval.HasField("begin_seconds") and interval.HasField("end_seconds") and end < begin:
-                raise InvalidArgument.of("ask.interval", f"ends at {end:g} s, before it begins at {begin:g} s")
+                raise InvalidArgument.of(f"{path}.interval", f"ends at {end:g} s, before it begins at {begin:g} s")
             return Scope(
                 begin if interval.HasField("begin_seconds") else None, end if interval.HasField("end_seconds") else None
             )
@@ -139,29 +145,6 @@ def _seconds(value: float, field: str) -> float:
     if not 0 <= value <= _LAST_SECOND:
         raise InvalidArgument.of(field, f"must be at least 0, and at most a century, not {value}")
     return value
-
-
-def question_message(ask: pb.Ask, config: pb.ConfigureSession) -> gen.GenerateRequest:
-    """The request of a question, with defaults from the session's configuration.
-
-    Raises ``InvalidArgument`` where it names a model, or holds media.
-    """
-    request = gen.GenerateRequest()
-    request.CopyFrom(ask.request)
-    wrong = []
-    if request.model:
-        wrong.append(FieldViolation("ask.request.model", "must be empty: the session's model answers"))
-    for i, chat in enumerate(request.messages):
-        if any(part.WhichOneof("part") != "text" for part in chat.parts):
-            wrong.append(FieldViolation(f"ask.request.messages[{i}]", "must hold texts: the video is put before them"))
-    if request.HasField("vision"):
-        wrong.append(FieldViolation("ask.request.vision", "must not be set: `configure.vision` is about all frames"))
-    if wrong:
-        raise InvalidArgument(*wrong)
-    for field in ("sampling", "diffusion"):
-        if not request.HasField(field) and config.HasField(field):
-            getattr(request, field).CopyFrom(getattr(config, field))
-    return request
 
 
 def to_session_response(index: int, response: m.Numbered | m.Unnumbered) -> pb.SessionResponse:
@@ -183,6 +166,10 @@ def to_session_response(index: int, response: m.Numbered | m.Unnumbered) -> pb.S
                     begin=moment.start, end=moment.end, seconds=moment.seconds, ambiguous=moment.ambiguous
                 )
             return pb.SessionResponse(index=index, answer=answer)
+        case m.Decided(question_id, typed, finished, total):
+            model = typed.requests[0].model
+            decided = response_of(model, typed.ids, typed.questions, finished, total)
+            return pb.SessionResponse(index=index, answer=pb.AnswerEvent(question_id=question_id, decided=decided))
         case Alert():
             return pb.SessionResponse(index=index, alert=to_message(response, pb.Alert()))
         case m.WatchState(watch_id, accepted, error):

@@ -1,3 +1,4 @@
+from mmserve.v1 import decision_pb2 as _decision_pb2
 from mmserve.v1 import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -20,7 +21,7 @@ OVERLOAD_POLICY_DROP_OLDEST: OverloadPolicy
 OVERLOAD_POLICY_THIN: OverloadPolicy
 
 class SessionRequest(_message.Message):
-    __slots__ = ("index", "received", "configure", "resume", "push_image", "push_segment", "ask", "cancel_ask", "watch", "unwatch", "get_statistics", "close")
+    __slots__ = ("index", "received", "configure", "resume", "push_image", "push_segment", "ask", "cancel_ask", "watch", "unwatch", "get_statistics", "close", "decide")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     CONFIGURE_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +34,7 @@ class SessionRequest(_message.Message):
     UNWATCH_FIELD_NUMBER: _ClassVar[int]
     GET_STATISTICS_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    DECIDE_FIELD_NUMBER: _ClassVar[int]
     index: int
     received: int
     configure: ConfigureSession
@@ -45,7 +47,8 @@ class SessionRequest(_message.Message):
     unwatch: Unwatch
     get_statistics: GetStatistics
     close: CloseSession
-    def __init__(self, index: _Optional[int] = ..., received: _Optional[int] = ..., configure: _Optional[_Union[ConfigureSession, _Mapping]] = ..., resume: _Optional[_Union[ResumeSession, _Mapping]] = ..., push_image: _Optional[_Union[PushImage, _Mapping]] = ..., push_segment: _Optional[_Union[PushSegment, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., cancel_ask: _Optional[_Union[CancelAsk, _Mapping]] = ..., watch: _Optional[_Union[Watch, _Mapping]] = ..., unwatch: _Optional[_Union[Unwatch, _Mapping]] = ..., get_statistics: _Optional[_Union[GetStatistics, _Mapping]] = ..., close: _Optional[_Union[CloseSession, _Mapping]] = ...) -> None: ...
+    decide: Decide
+    def __init__(self, index: _Optional[int] = ..., received: _Optional[int] = ..., configure: _Optional[_Union[ConfigureSession, _Mapping]] = ..., resume: _Optional[_Union[ResumeSession, _Mapping]] = ..., push_image: _Optional[_Union[PushImage, _Mapping]] = ..., push_segment: _Optional[_Union[PushSegment, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., cancel_ask: _Optional[_Union[CancelAsk, _Mapping]] = ..., watch: _Optional[_Union[Watch, _Mapping]] = ..., unwatch: _Optional[_Union[Unwatch, _Mapping]] = ..., get_statistics: _Optional[_Union[GetStatistics, _Mapping]] = ..., close: _Optional[_Union[CloseSession, _Mapping]] = ..., decide: _Optional[_Union[Decide, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("index", "configured", "acknowledged", "frames_taken", "push_failed", "answer", "alert", "watch_state", "statistics", "go_away", "closed")
@@ -124,22 +127,26 @@ class ResumeSession(_message.Message):
     def __init__(self, resume_handle: _Optional[str] = ...) -> None: ...
 
 class PushImage(_message.Message):
-    __slots__ = ("data", "seconds")
+    __slots__ = ("data", "seconds", "url")
     DATA_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     seconds: float
-    def __init__(self, data: _Optional[bytes] = ..., seconds: _Optional[float] = ...) -> None: ...
+    url: str
+    def __init__(self, data: _Optional[bytes] = ..., seconds: _Optional[float] = ..., url: _Optional[str] = ...) -> None: ...
 
 class PushSegment(_message.Message):
-    __slots__ = ("data", "init", "start_seconds")
+    __slots__ = ("data", "init", "start_seconds", "url")
     DATA_FIELD_NUMBER: _ClassVar[int]
     INIT_FIELD_NUMBER: _ClassVar[int]
     START_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     init: bytes
     start_seconds: float
-    def __init__(self, data: _Optional[bytes] = ..., init: _Optional[bytes] = ..., start_seconds: _Optional[float] = ...) -> None: ...
+    url: str
+    def __init__(self, data: _Optional[bytes] = ..., init: _Optional[bytes] = ..., start_seconds: _Optional[float] = ..., url: _Optional[str] = ...) -> None: ...
 
 class Ask(_message.Message):
     __slots__ = ("question_id", "request", "now", "interval", "everything", "timeout_seconds")
@@ -156,6 +163,24 @@ class Ask(_message.Message):
     everything: Everything
     timeout_seconds: float
     def __init__(self, question_id: _Optional[str] = ..., request: _Optional[_Union[_generation_pb2.GenerateRequest, _Mapping]] = ..., now: _Optional[_Union[Now, _Mapping]] = ..., interval: _Optional[_Union[Interval, _Mapping]] = ..., everything: _Optional[_Union[Everything, _Mapping]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class Decide(_message.Message):
+    __slots__ = ("question_id", "messages", "questions", "now", "interval", "everything", "timeout_seconds")
+    QUESTION_ID_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    QUESTIONS_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    EVERYTHING_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    question_id: str
+    messages: _containers.RepeatedCompositeFieldContainer[_generation_pb2.ChatMessage]
+    questions: _containers.RepeatedCompositeFieldContainer[_decision_pb2.DecisionQuestion]
+    now: Now
+    interval: Interval
+    everything: Everything
+    timeout_seconds: float
+    def __init__(self, question_id: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_generation_pb2.ChatMessage, _Mapping]]] = ..., questions: _Optional[_Iterable[_Union[_decision_pb2.DecisionQuestion, _Mapping]]] = ..., now: _Optional[_Union[Now, _Mapping]] = ..., interval: _Optional[_Union[Interval, _Mapping]] = ..., everything: _Optional[_Union[Everything, _Mapping]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
 class Now(_message.Message):
     __slots__ = ()
@@ -292,18 +317,20 @@ class PushFailed(_message.Message):
     def __init__(self, request_index: _Optional[int] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ...) -> None: ...
 
 class AnswerEvent(_message.Message):
-    __slots__ = ("question_id", "asked", "response", "error", "moments")
+    __slots__ = ("question_id", "asked", "response", "error", "decided", "moments")
     QUESTION_ID_FIELD_NUMBER: _ClassVar[int]
     ASKED_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
     MOMENTS_FIELD_NUMBER: _ClassVar[int]
     question_id: str
     asked: Asked
     response: _generation_pb2.GenerateResponse
     error: SessionError
+    decided: _decision_pb2.DecideResponse
     moments: _containers.RepeatedCompositeFieldContainer[Moment]
-    def __init__(self, question_id: _Optional[str] = ..., asked: _Optional[_Union[Asked, _Mapping]] = ..., response: _Optional[_Union[_generation_pb2.GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ..., moments: _Optional[_Iterable[_Union[Moment, _Mapping]]] = ...) -> None: ...
+    def __init__(self, question_id: _Optional[str] = ..., asked: _Optional[_Union[Asked, _Mapping]] = ..., response: _Optional[_Union[_generation_pb2.GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ..., decided: _Optional[_Union[_decision_pb2.DecideResponse, _Mapping]] = ..., moments: _Optional[_Iterable[_Union[Moment, _Mapping]]] = ...) -> None: ...
 
 class Moment(_message.Message):
     __slots__ = ("begin", "end", "seconds", "ambiguous")

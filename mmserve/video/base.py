@@ -103,6 +103,11 @@ class Streams(Protocol):
         """
         ...
 
+    def adapter_for(self, asked: str) -> str:
+        """The adapter of a session's questions: the one that is ``asked`` for, else that of the model's checkpoint for
+        streams; empty = none. Raises ``InvalidArgument`` where the model takes none in sessions."""
+        ...
+
     @property
     def stopped(self) -> bool:
         """Whether all streams are closed, and none can be opened."""

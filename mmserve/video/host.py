@@ -23,7 +23,7 @@ from mmserve.video.base import Streams
 from mmserve.video.facts import Facts, facts_of, standing_of
 from mmserve.video.reading import PushReader
 from mmserve.video.streams import EngineStreams
-from mmserve.video.surroundings import Judge, Noted, Surroundings, Work
+from mmserve.video.surroundings import Fetched, Judge, Noted, Surroundings, Work
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Host:
         parts = self._parts
         return PushReader(parts.decoders, sampler, self._config.video.waiting_bytes, parts.facts.resize)
 
-    def surroundings(self, noted: Callable[[], Noted], metrics: SessionMetrics) -> Surroundings:
-        """What its sessions share; ``noted`` makes what takes note of a question."""
+    def surroundings(self, noted: Callable[[], Noted], metrics: SessionMetrics, fetched: Fetched) -> Surroundings:
+        """What its sessions share; ``noted`` makes what takes note of a question, ``fetched`` has files of URLs."""
         parts = self._parts
         return Surroundings(
             self._config.video,
@@ -60,6 +60,7 @@ class Host:
             noted,
             metrics,
             parts.standing,
+            fetched,
             parts.facts.label_period,
         )
 

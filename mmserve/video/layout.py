@@ -6,6 +6,7 @@ taught. Shapes in names: D width of a visual token, R rows of a frame.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,7 +61,9 @@ def around(model: LoadedModel, request: Request) -> tuple[np.ndarray, np.ndarray
     if not chat:
         raise InvalidArgument.of("messages", "must not be empty")
     chat[-1]["content"] = [{"type": "video"}, *chat[-1]["content"]]
-    ids = np.asarray(prompt_ids(model.tokenizer, chat, special_tokens=model.spec.special_tokens), dtype=np.int64)
+    options = json.loads(request.template_options or "{}")
+    made = prompt_ids(model.tokenizer, chat, options=options, special_tokens=model.spec.special_tokens)
+    ids = np.asarray(made, dtype=np.int64)
     found = np.flatnonzero(ids == model.spec.video_id)
     if len(found) != 1:
         raise FailedPrecondition(

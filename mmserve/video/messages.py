@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
+from mmserve.core.decisions import Decision
 from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, Snapshot
 from mmserve.core.request import Request
 from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
@@ -20,19 +21,22 @@ from mmserve.video.base import Scope
 
 @dataclass(frozen=True)
 class PushImage:
-    """An image file, which is one frame."""
+    """An image file, which is one frame; ``url``: where it is fetched from, ``data`` is then empty."""
 
     data: bytes = field(repr=False)
     seconds: float
+    url: str = ""
 
 
 @dataclass(frozen=True)
 class PushSegment:
-    """A piece of encoded video that begins with a keyframe; ``start`` None = right after the one before."""
+    """A piece of encoded video that begins with a keyframe; ``start`` None = right after the one before. ``url``: as of
+    ``PushImage``."""
 
     data: bytes = field(repr=False)
     init: bytes = field(repr=False, default=b"")
     start: float | None = None
+    url: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,24 @@ class Ask:
 
     question_id: str
     request: Callable[[], Request] = field(repr=False)
+    scope: Scope | None = None
+
+
+@dataclass(frozen=True)
+class Typed:
+    """Typed questions by their ``ids``, and the engine's requests: one for all of them, or one each."""
+
+    ids: tuple[str, ...]
+    questions: tuple[Decision, ...]
+    requests: tuple[Request, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Decide:
+    """Typed questions; ``typed`` makes their requests, and raises what is wrong with them."""
+
+    question_id: str
+    typed: Callable[[], Typed] = field(repr=False)
     scope: Scope | None = None
 
 
@@ -80,12 +102,18 @@ class Close:
 
 
 Push = PushImage | PushSegment
-SessionRequest = Push | Ask | CancelAsk | Watch | Unwatch | GetStatistics | Close
+SessionRequest = Push | Ask | Decide | CancelAsk | Watch | Unwatch | GetStatistics | Close
 
 
 def push_bytes(push: Push) -> int:
     """Bytes that ``push`` holds."""
-    return len(push.data) + (len(push.init) if isinstance(push, PushSegment) else 0)
+    return len(push.data) + len(push.url) + (len(push.init) if isinstance(push, PushSegment) else 0)
+
+
+def push_field(push: Push) -> str:
+    """The field that the file of ``push`` comes from, for errors."""
+    message = "push_image" if isinstance(push, PushImage) else "push_segment"
+    return f"{message}.{'url' if push.url else 'data'}"
 
 
 # --- responses that are numbered and kept until they are confirmed ---
@@ -114,6 +142,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Decided:
+    """The answers to typed questions: what each request ended with, and the milliseconds that all took."""
+
+    question_id: str
+    typed: Typed
+    finished: tuple[Finished, ...]
+    total: float
+
+
+@dataclass(frozen=True)
 class WatchState:
     """A standing question was accepted or removed, or, with ``error``, is not asked."""
 
@@ -127,7 +165,7 @@ class Closed:
     """The last response."""
 
 
-Numbered = FramesTaken | PushFailed | Answer | Alert | WatchState | Statistics | Closed
+Numbered = FramesTaken | PushFailed | Answer | Decided | Alert | WatchState | Statistics | Closed
 
 # --- responses about the connection ---
 
@@ -171,6 +209,8 @@ def response_bytes(response: Numbered) -> int:
             return _OVERHEAD * (1 + sum(1 + len(alternatives) for *_own, alternatives in rows))
         case Answer(_, Finished() as event, moments):
             return _OVERHEAD * (1 + len(moments)) + 4 * len(event.text) + sum(map(_token_bytes, event.tokens))
+        case Decided(_, typed):
+            return _OVERHEAD * (1 + sum(1 + len(question.answers) for question in typed.questions))
         case Answer(_, MMServeError() as error) | PushFailed(_, error):
             return _OVERHEAD + 4 * len(error.message)
     return _OVERHEAD

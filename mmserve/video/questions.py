@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from mmserve.core.events import Event, Failed, Finished
 from mmserve.core.request import Request
@@ -30,15 +31,18 @@ from mmserve.video.surroundings import Noted, Surroundings
 class Question:
     """A question in progress."""
 
-    ask: m.Ask
-    request: Request
+    ask: m.Ask | m.Decide
+    requests: tuple[Request, ...]
     noted: Noted
     left: int  # samples that have not finished
+    typed: m.Typed | None = None  # what it asks, where its questions are typed
     submitted: bool = False
     cancelled: bool = False
     late: asyncio.TimerHandle | None = None  # ends it at its deadline, while it waits
     asked: Asked | None = None
-    held: list[Event] | None = field(default_factory=list)  # events that came before ``Asked``
+    held: list[tuple[int, Event]] | None = field(default_factory=list)  # that came before ``Asked``, each of a request
+    begun: float = field(default_factory=time.monotonic)
+    finished: dict[int, Finished] = field(default_factory=dict)  # of typed questions, by their request
 
 
 class Questions:
@@ -67,7 +71,7 @@ class Questions:
 
     # --- when a request arrives ---
 
-    def begin(self, ask: m.Ask) -> Question | None:
+    def begin(self, ask: m.Ask | m.Decide) -> Question | None:
         """Take a question in; None = it is refused, which is reported.
 
         Raises ``InvalidArgument`` where another one in progress has its id.
@@ -83,17 +87,17 @@ class Questions:
                     "wait for one to be answered"
                 )
             noted.begin()
-            request = ask.request()
+            typed, requests = _made(ask)
         except Exception as error:  # noqa: BLE001 - one question's failure is its own
-            typed = reported(error)
-            noted.end(typed)
-            self._report(m.Answer(ask.question_id, typed))
+            failure = reported(error)
+            noted.end(failure)
+            self._report(m.Answer(ask.question_id, failure))
             return None
-        question = Question(ask, request, noted, request.sampling.n)
+        question = Question(ask, requests, noted, sum(request.sampling.n for request in requests), typed)
         self._questions[ask.question_id] = question
-        if request.deadline is not None:
+        if (deadline := requests[0].deadline) is not None:
             loop = asyncio.get_running_loop()
-            question.late = loop.call_later(request.deadline - time.monotonic(), self._late, question)
+            question.late = loop.call_later(deadline - time.monotonic(), self._late, question)
         return question
 
     def cancel(self, question_id: str) -> None:
@@ -103,7 +107,7 @@ class Questions:
             return
         question.cancelled = True
         if question.submitted:
-            self._around.cancel(question.request.id)
+            self._stop(question)
         else:
             self._end(question, Cancelled("the question was cancelled"))
 
@@ -122,26 +126,33 @@ class Questions:
             if not frames:
                 raise FailedPrecondition("no frame has been taken yet; push one before asking")
             question.submitted = True
-            asked = await self._ask(
-                question.request, question.ask.scope, lambda event: self._soon(self._answered, question, event)
-            )
+            for i, request in enumerate(question.requests):  # no frame is taken meanwhile
+                sink = partial(self._soon, self._answered, question, i)
+                found = await self._ask(request, question.ask.scope, sink)
+                question.asked = question.asked or found
         except asyncio.CancelledError:  # the session ended while the stream was asked
-            self._around.cancel(question.request.id)
+            self._stop(question)
             raise
         except Exception as error:  # noqa: BLE001 - the same
             self._end(question, reported(error))
             return
         if question.cancelled:  # before the engine knew of it
-            self._around.cancel(question.request.id)
-        question.asked = asked
-        self._report(m.Answer(question.ask.question_id, asked))
+            self._stop(question)
+        assert question.asked is not None
+        self._report(m.Answer(question.ask.question_id, question.asked))
         held, question.held = question.held or [], None
-        for event in held:
-            self._answered(question, event)
+        for i, event in held:
+            self._answered(question, i, event)
 
-    def _answered(self, question: Question, event: Event) -> None:
+    def _stop(self, question: Question) -> None:
+        """Have the engine end its requests."""
+        for request in question.requests:
+            self._around.cancel(request.id)
+
+    def _answered(self, question: Question, number: int, event: Event) -> None:
+        """An event of the question's request ``number``."""
         if question.held is not None:
-            question.held.append(event)
+            question.held.append((number, event))
             return
         if self._questions.get(question.ask.question_id) is not question:
             return
@@ -149,10 +160,18 @@ class Questions:
             self._end(question, reported(event.error))
             return
         question.noted.see(event)
-        self._report(m.Answer(question.ask.question_id, event, self._moments(question, event)))
+        if question.typed is None:
+            self._report(m.Answer(question.ask.question_id, event, self._moments(question, event)))
+        elif isinstance(event, Finished):
+            question.finished[number] = event
         question.left -= isinstance(event, Finished)
-        if not question.left:
-            self._end(question, None)
+        if question.left:
+            return
+        if question.typed is not None:
+            total = 1000 * (time.monotonic() - question.begun)
+            finished = tuple(question.finished[i] for i in range(len(question.requests)))
+            self._report(m.Decided(question.ask.question_id, question.typed, finished, total))
+        self._end(question, None)
 
     def _moments(self, question: Question, event: Event) -> tuple[Moment, ...]:
         """The moments of an answer whose time on the session's clock is known."""
@@ -175,6 +194,14 @@ class Questions:
         question.noted.end(error)
         if error is not None:
             if question.submitted:
-                self._around.cancel(question.request.id)
+                self._stop(question)
             self._report(m.Answer(question.ask.question_id, error))
         self._changed()
+
+
+def _made(ask: m.Ask | m.Decide) -> tuple[m.Typed | None, tuple[Request, ...]]:
+    """The typed questions of ``ask``, if it has such, and the engine's requests."""
+    if isinstance(ask, m.Ask):
+        return None, (ask.request(),)
+    typed = ask.typed()
+    return typed, typed.requests

@@ -12,7 +12,7 @@ from mmserve.encode.wire import MediaFile
 from mmserve.errors import InvalidArgument
 from mmserve.models.picture import Resize
 from mmserve.video.base import Frame
-from mmserve.video.messages import Push, PushImage, PushSegment
+from mmserve.video.messages import Push, PushImage, PushSegment, push_field
 from mmserve.video.overload import pixel_bytes
 
 #: The longest initialisation segment: one is kept as long as its session; they usually have one or two thousand bytes.
@@ -44,7 +44,7 @@ class PushReader:
 
     def _image(self, push: PushImage, check: Callable[[], None]) -> list[Frame]:
         self._check_after(push.seconds, "push_image.seconds")
-        file = MediaFile(push.data, clip=False, name="push_image.data", resize=self._resize)
+        file = MediaFile(push.data, clip=False, name=push_field(push), resize=self._resize)
         [pictures] = self._decoders.map([lambda decode: decode(file)], check)
         self._end = push.seconds + self._sampler.interval  # as that of an image in ``push_segment``
         return [Frame(push.seconds, pictures.frames[0])]
@@ -66,7 +66,7 @@ class PushReader:
                     segment,
                     begin=begin,
                     sampler=self._sampler,
-                    field="push_segment.data",
+                    field=push_field(push),
                     resize=self._resize,
                 )
             ],
@@ -74,7 +74,7 @@ class PushReader:
         )
         if (size := sum(pixel_bytes(frame.image) for frame in read.frames)) > self._most_bytes:
             raise InvalidArgument.of(
-                "push_segment.data",
+                push_field(push),
                 f"has {len(read.frames)} frames of {size} bytes to be looked at; the limit is {self._most_bytes} "
                 "([video] waiting_bytes of the server): send shorter segments",
             )

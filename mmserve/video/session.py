@@ -182,7 +182,7 @@ class Session:
         match request:
             case m.PushImage() | m.PushSegment():
                 self._push(index, request)
-            case m.Ask():
+            case m.Ask() | m.Decide():
                 if (question := self._questions.begin(request)) is not None:
                     self._queue(question)
             case m.CancelAsk(question_id):
@@ -234,7 +234,8 @@ class Session:
             self._loop.call_soon_threadsafe(self._frame, WaitingFrame(frame, pushed.index, pushed.arrived))
 
         try:
-            await self._around.work(self._reader.read, pushed.push, take, self._check)
+            async with self._around.filled(pushed.push) as push:
+                await self._around.work(self._reader.read, push, take, self._check)
         except Exception as error:  # noqa: BLE001 - one push's failure is its own
             self._fail_push(pushed.index, reported(error))
         finally:

@@ -173,6 +173,7 @@ class EngineStreams:
 
     def ask(self, request: Request, state: StreamState, scope: Scope | None, sink: Sink) -> Asked:
         """Submit a question about a stream to the engine."""
+        request = self._engine.stages.resolved(request)
         self._engine.stages.check(request)
         if request.kv_reduction is not None:
             raise InvalidArgument.of("kv_reduction", "must not be set with a question about a stream")
@@ -189,8 +190,7 @@ class EngineStreams:
         return Asked(*branch.times, run)
 
     def adapter_for(self, asked: str) -> str:
-        """The adapter of a session's questions: the one that is ``asked`` for, else that of the model's checkpoint for
-        streams; empty = none. Raises ``InvalidArgument`` where the model takes none here."""
+        """See ``Streams.adapter_for``."""
         if asked:
             self._check_adapter()
             return asked

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mmserve.config import VideoConfig
 from mmserve.core.events import Event
-from mmserve.errors import MMServeError
+from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.observe.sessions import SessionMetrics
 from mmserve.video import messages as m
 from mmserve.video.base import Frame, Seen
@@ -16,6 +17,8 @@ from mmserve.video.standing import Judged, StandingQuestion
 
 #: Calls a blocking function elsewhere.
 Work = Callable[..., Awaitable[Any]]
+#: The file of a URL, which is in the field that is named second.
+Fetched = Callable[[str, str], AbstractAsyncContextManager[bytes]]
 
 
 class Reader(Protocol):
@@ -60,8 +63,9 @@ class Surroundings:
 
     ``work`` calls a blocking function elsewhere, and ``judge`` one that runs the model.
     ``cancel`` ends a request of the engine; ``noted`` makes what takes note of a question; ``standing`` is None where
-    the model cannot be asked standing questions. ``label_period``: seconds after which the labels of the model's frames
-    repeat; 0 = they are not known to be seconds.
+    the model cannot be asked standing questions. ``fetched`` has the file of a URL, and counts its bytes until it is
+    closed; the field is for errors. ``label_period``: seconds after which the labels of the model's frames repeat; 0 =
+    they are not known to be seconds.
     """
 
     config: VideoConfig
@@ -71,4 +75,16 @@ class Surroundings:
     noted: Callable[[], Noted]
     metrics: SessionMetrics
     standing: Judge | None
+    fetched: Fetched
     label_period: int = 0
+
+    @asynccontextmanager
+    async def filled(self, push: m.Push) -> AsyncIterator[m.Push]:
+        """``push`` with its file, which is fetched where it has a URL; raises ``InvalidArgument`` where it has both."""
+        if not push.url:
+            yield push
+            return
+        if push.data:
+            raise InvalidArgument.of(m.push_field(push), "must not be set with data: a push has one file")
+        async with self.fetched(push.url, m.push_field(push)) as data:
+            yield replace(push, data=data)

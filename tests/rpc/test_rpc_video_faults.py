@@ -21,7 +21,7 @@ from mmserve.config import Config
 from mmserve.core.request import Request
 from mmserve.engine import Engine
 from mmserve.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
-from mmserve.rpc import status
+from mmserve.rpc import status, video_questions
 from mmserve.rpc import video as rpc_video
 from mmserve.rpc.room import Room
 from mmserve.v1 import video_pb2 as pb
@@ -161,14 +161,14 @@ def test_a_question_ends_in_time_that_waits_for_frames(address: str, monkeypatch
 
 
 def test_a_bug_with_one_question_is_its_own(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    to_request = rpc_video.to_request
+    to_request = video_questions.to_request
 
     def broken(message: Any, **how: Any) -> Request:
         if message.messages[0].parts[0].text == "bug":
             raise ZeroDivisionError
         return to_request(message, **how)
 
-    monkeypatch.setattr(rpc_video, "to_request", broken)
+    monkeypatch.setattr(video_questions, "to_request", broken)
     raw = Raw.opened(address)
     raw.send(push_image=image(0))
     raw.send(ask=ask("wrong", "bug"))

@@ -1,6 +1,7 @@
 """The forward pass beside llama.cpp's, on the same weights: a row of tokens from nothing, logits of all positions.
 
-Ours in fp32 and int8, its in fp32 (attention and K/V, too) and q8_0. They take turns, so that noise falls on all alike.
+Ours in fp32, int8 and int4, its in fp32 (attention and K/V, too) and q8_0. They take turns, so that noise falls on all
+alike.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mmserve.export.gguf import TYPES, form_of, write_gguf
 from mmserve.models.base import LoadedModel
 from mmserve.models.decoder import dense_attention
 from mmserve.models.packed import pack
-from mmserve.models.quantized import quantize, why_not
+from mmserve.models.quantized import MADE, quantize, why_not
 
 POSITIONS, THREADS = (64, 256, 1024), (1, 2)
 #: How far logits of the fp32 passes may be apart.
@@ -77,9 +78,10 @@ def pass_rows(
 def _decoders(model: LoadedModel) -> dict[str, Any]:
     made = {"f32": copy.deepcopy(model.decoder)}
     pack(made["f32"])
-    if not why_not(torch.device("cpu")):
-        made["int8"] = copy.deepcopy(model.decoder)
-        quantize(made["int8"])
+    for kind in MADE:
+        if not why_not(torch.device("cpu"), kind):
+            made[kind] = copy.deepcopy(model.decoder)
+            quantize(made[kind], kind)
     return made
 
 

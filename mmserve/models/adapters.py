@@ -17,8 +17,9 @@ from mmserve.models.lora_files import adapter_bytes, read_adapter
 
 #: Names of adapters: they are names of folders, and come after a model's name and a colon.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-#: The one for questions about streams of video, where a checkpoint has such: sessions use it unless they name another.
-STREAMS = "streams"
+#: Those for questions about streams of video, and for typed questions, where a checkpoint has such: sessions, and
+#: ``DecisionService``, use them unless they name another.
+STREAMS, DECISIONS = "streams", "decisions"
 
 
 class Adapters:

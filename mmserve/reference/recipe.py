@@ -120,8 +120,9 @@ MIXES: dict[str, dict[str, float]] = {
         "watch": 0.02,
         "stream": 0.12,
     },
-    # What an adapter for streams is taught.
+    # What adapters are taught.
     "streams_alone": {"stream": 1.0},
+    "decisions_alone": {"decisions": 0.6, "decisions_text": 0.15, "decisions_video": 0.25},
     # What the diffusion model is taught last, all at once: streams, tools, and typed questions.
     "deciding": {
         "calls": 0.27,

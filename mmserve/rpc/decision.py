@@ -17,11 +17,12 @@ from mmserve.core.events import Finished
 from mmserve.core.request import Request
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Internal, MMServeError
+from mmserve.models.adapters import DECISIONS
 from mmserve.observe import calls
 from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.decision_messages import alone, asked_decisions, generation_of, response_of
-from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.engines import EngineLike, Engines, own_adapter
 from mmserve.rpc.generation import Generations, answered, deadline_of, logged
 from mmserve.rpc.status import errors_to_status
 from mmserve.v1 import decision_pb2 as pb
@@ -85,8 +86,10 @@ class Deciding:
     ) -> _Asked:
         watch.tenant = tenant.name
         ids, questions = asked_decisions(message)
-        info = self._engines.find(message.model).info
-        made = generation_of(message, info, questions)
+        model, adapter = self._engines.split(message.model)
+        asked = self._engines.find(model)
+        made = generation_of(message, asked.info, questions)
+        made.adapter = adapter or own_adapter(asked, DECISIONS)
         files = await self._generations.fetched(made, fields)
         engine, request = self._generations.accepted(own, made, tenant, deadline, held, watch, files)
         request = replace(request, decisions=questions, streaming=replace(request.streaming, deltas=False))

@@ -85,6 +85,12 @@ def kept_of(engine: EngineLike) -> KeptLike | None:
     return found
 
 
+def own_adapter(engine: EngineLike, name: str) -> str:
+    """``name`` where the engine's model has an adapter of that name, else empty."""
+    adapters = adapters_of(engine)
+    return name if adapters is not None and any(adapter.name == name for adapter in adapters.listed()) else ""
+
+
 class Engines(Mapping[str, EngineLike]):
     """Model name to engine, for the models that serve; the order is that of ``names``, whose first is the default.
 

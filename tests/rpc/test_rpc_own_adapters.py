@@ -1,5 +1,5 @@
-"""Sessions with a model that keeps no K/V of frames: their questions have an adapter, that of the checkpoint for
-streams unless they name another."""
+"""Adapters of a checkpoint's own: sessions with a model that keeps no K/V of frames use the one for streams, and typed
+questions the one for decisions, unless they name another."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from video_client import picture, sdk, video_server
 
+from mmserve.client import YesNo
 from mmserve.config import ModelConfig
 from mmserve.errors import InvalidArgument, NotFound
 from mmserve.models.base import LoadedModel
@@ -21,10 +22,10 @@ QUESTIONS = ("what is it?", "How many shapes are there?", "Is there a red circle
 
 
 def bundled(folder: Path, path: str) -> LoadedModel:
-    """A bundled model with two random adapters in its checkpoint."""
+    """A bundled model with three random adapters in its checkpoint."""
     model = load_model(ModelConfig(path=path))
     assert isinstance(model, LoadedModel)
-    for seed, name in enumerate(("other", "streams")):
+    for seed, name in enumerate(("decisions", "other", "streams")):
         torch.manual_seed(seed)
         made = ReferenceModel(model.vocab_size, causal=model.spec.causal)
         add_low_rank(made, 4)
@@ -44,7 +45,7 @@ def test_a_session_uses_the_adapter_for_streams_or_the_one_it_names(tmp_path: Pa
                     session.push(picture(number, (40, 40)), float(number))
                 return [session.stream(asked, max_new_tokens=12).result().text for asked in QUESTIONS]
 
-        assert [adapter.name for adapter in client.adapters()] == ["other", "streams"]
+        assert [adapter.name for adapter in client.adapters()] == ["decisions", "other", "streams"]
         default, other = answers(""), answers("reference:other")
         assert default == answers("reference:streams") != other
         client.drop_adapter("streams")
@@ -60,3 +61,16 @@ def test_a_model_that_keeps_k_and_v_of_frames_takes_no_adapter_in_sessions(tmp_p
         with client.video_session() as session:
             session.push(picture(0, (40, 40)), 0.0)
             assert session.stream("what is it?", max_new_tokens=2).result()
+
+
+def test_typed_questions_use_the_adapter_for_decisions_or_the_one_they_name(tmp_path: Path) -> None:
+    with video_server(model=bundled(tmp_path, "bundled")) as (address, _), sdk(address) as client:
+
+        def probability(model: str) -> float:
+            [answered] = client.decide("A red circle.", [YesNo("Is it red?")], model=model).answers
+            return answered.probabilities["yes"]
+
+        default, other = probability(""), probability("reference:other")
+        assert default == probability("reference:decisions") != other
+        client.drop_adapter("decisions")
+        assert probability("") not in (default, other)

@@ -203,9 +203,14 @@ def forward(
     hidden = graphs.run(x, positions, layout) if graphs is not None and plain else None
     if hidden is None:
         ragged = store.placed(layout)
-        read = sparse.read(selection, rows, ragged) if sparse is not None else None
-        attend = store.attend(ragged, read, observe)
-        hidden = model.decoder(x, positions, attend if between is None else _pausing(attend, between), deep, adapted)
+        stored, count = store.stored(ragged) if plain else None, len(layout.slots)
+        if stored is not None:
+            hidden = model.decoder.hidden_rows(x[:count], positions[..., :count], stored, between)
+        if hidden is None:
+            read = sparse.read(selection, rows, ragged) if sparse is not None else None
+            attend = store.attend(ragged, read, observe)
+            attend = attend if between is None else _pausing(attend, between)
+            hidden = model.decoder(x, positions, attend, deep, adapted)
     offset, wanted = 0, []
     for p in batch:
         if p.wanted is p.rows:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from mmserve_kernels.cached_attention import FixedBatch, Ragged
 from mmserve_kernels.dispatch import pick
+from mmserve_kernels.layer_rows import Stored
 from torch import Tensor
 
 from mmserve.errors import ConfigError, TransferError
@@ -213,6 +214,15 @@ class KVStore:
             return rows if len(q) == count else F.pad(rows, (0, 0, 0, 0, 0, len(q) - count))
 
         return attend
+
+    def stored(self, ragged: Ragged) -> Stored | None:
+        """Where compiled loops find what a pass of single rows reads, and write what it makes; None where rows or pages
+        are of another kind."""
+        plain = self.kernels["cached_attention"] == "pytorch" and not self.quantized and not self._special[0]
+        if not plain or self.device.type != "cpu" or self.keys[0].dtype != torch.float32:
+            return None
+        rows = ragged.lone_rows
+        return None if rows is None else Stored(self.keys, self.values, ragged.slots.numpy(), rows)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)

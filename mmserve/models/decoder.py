@@ -13,10 +13,13 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from mmserve_kernels import elementwise
+from mmserve_kernels.layer_rows import Stored
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor, nn
 
 from mmserve.models.decoder_config import DecoderConfig
+from mmserve.models.decoder_rows import DecoderRows
 from mmserve.models.lora import Adapted
 from mmserve.models.moe import MoE
 from mmserve.models.packed import FEWEST_ROWS, has_few_rows
@@ -47,6 +50,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype == torch.float32:
+            if elementwise.takes(x):
+                return elementwise.rms_norm(x, self.weight, self.eps)
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
 
@@ -165,6 +170,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self._few_rows = False
+        self._rows: DecoderRows | None = None
         #: Of each parameter: where in a checkpoint it was loaded from, and its shape. Empty where it was not.
         self.origins: dict[str, tuple[Part, torch.Size]] = {}
         self.embed = ScaledEmbedding(config.vocab_size, config.hidden_size, config.embed_scale)
@@ -204,6 +210,15 @@ class Decoder(nn.Module):
             if deep is not None and index < len(deep.features_LnD):
                 x_TD = x_TD.index_add(0, deep.rows, deep.features_LnD[index])
         return self.norm(x_TD)
+
+    def hidden_rows(
+        self, x_TD: Tensor, positions: Tensor, stored: Stored, between: Callable[[], None] | None = None
+    ) -> Tensor | None:
+        """As ``forward``, with its bits, of rows that are each of another request, and ``stored`` in its pages; None
+        where that takes more time, or the layers are of another kind. ``between`` is called in each layer."""
+        if self._rows is None or not self._rows.takes(x_TD):
+            return None
+        return self.norm(self._rows.run(x_TD, *self.rotary(positions), stored, between))  # type: ignore[no-any-return]
 
     def values_of_second_layer(
         self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapted: Adapted | None = None
@@ -245,7 +260,7 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, MoE):
                 module.row_floor = rows
-        self._few_rows = has_few_rows(self)
+        self._few_rows, self._rows = has_few_rows(self), DecoderRows.of(self)
 
     @property
     def fewest_rows(self) -> int:

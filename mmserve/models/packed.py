@@ -70,14 +70,15 @@ class PackedLinear(Product):
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _EXPECTED_ROWS)
         self.packed = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
-        self._few: tuple[np.ndarray, int] | None = None  # for ``few_rows``
+        #: What ``few_rows`` takes of the weights: their blocks, and in what parts it sums; None = it takes them not.
+        self.few: tuple[np.ndarray, int] | None = None
         blocks, kind = blocks_of(packed, self.in_features, self.out_features), (self.in_features, self.out_features)
         if blocks is not None:
             if kind not in _parts:
                 _parts[kind] = part_of(packed, blocks, *kind)
             part = _parts[kind]
-            self._few = None if part is None else (blocks, part)
-        self.has_few_rows = self._few is not None
+            self.few = None if part is None else (blocks, part)
+        self.has_few_rows = self.few is not None
 
     @property
     def weight(self) -> Tensor:
@@ -85,8 +86,8 @@ class PackedLinear(Product):
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._few is not None and x.numel() <= MOST_ROWS * self.in_features and torch.get_num_threads() == 1:
-            summed = few_rows(x, *self._few, self.out_features)
+        if self.few is not None and x.numel() <= MOST_ROWS * self.in_features and torch.get_num_threads() == 1:
+            summed = few_rows(x, *self.few, self.out_features)
             return summed if self.bias is None else summed + self.bias
         made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return made

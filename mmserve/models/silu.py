@@ -12,6 +12,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from mmserve_kernels import elementwise
 from torch import Tensor
 
 #: Elements from which on PyTorch shares a tensor out (``at::internal::GRAIN_SIZE``).
@@ -25,6 +26,8 @@ def silu(x: Tensor) -> Tensor:
 
     That is some hundredth of a pass at most: 256 rows of 2,048 take about 0.2 ms.
     """
+    if elementwise.takes(x):
+        return elementwise.silu(x)
     width = x.shape[-1]
     few = x.numel() < _SHARED_OUT or torch.get_num_threads() == 1
     if few or x.device.type != "cpu" or torch.is_grad_enabled() or width >= _SHARED_OUT:

@@ -144,6 +144,14 @@ def _attend(
                 _add(scores[h, at], value[h // share], out_RHK[r, h])
 
 
+def attend_in_place(
+    q_RHK: np.ndarray, k_PSGK: np.ndarray, v_PSGK: np.ndarray, rows: LoneRows, out_RHK: np.ndarray
+) -> None:
+    """As ``attend_rows``, on this thread, into ``out_RHK``; bf16 pages as their bits."""
+    part = np.array((0, len(q_RHK), 0, k_PSGK.shape[2]))
+    _attend(q_RHK, k_PSGK, v_PSGK, rows.pages, rows.starts, rows.lengths, out_RHK, part)
+
+
 def attend_rows(q_RHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, rows: LoneRows) -> Tensor:
     """Attention ``[R, H, K]`` in fp32 of rotated queries (fp32), each over one position or more of its own.
 

@@ -18,8 +18,9 @@ from mmserve_kernels.rope_scatter import reference
 _ROWS, _TABLES, _PAGES = "f4[:, :, :]", "f4[:, :, ::1]", "f4[:, :, :, :]"
 
 
-@compiled("void(f4[:], f4[::1], f4[::1], f4[:])", fused=False)
-def _turn(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, to: np.ndarray) -> None:
+@compiled(["void(f4[::1], f4[::1], f4[::1], f4[::1])", "void(f4[:], f4[::1], f4[::1], f4[:])"], fused=False)
+def turn(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, to: np.ndarray) -> None:
+    """Rotary embedding of a head ``x``; for compiled code."""
     width = len(cos)
     half = width // 2
     for i in range(half):
@@ -47,9 +48,9 @@ def _scatter(
         page, at = slots[t] // size, slots[t] % size
         cos, sin = cos_T1W[t, 0], sin_T1W[t, 0]
         for h in range(q_THK.shape[1]):
-            _turn(q_THK[t, h], cos, sin, out_THK[t, h])
+            turn(q_THK[t, h], cos, sin, out_THK[t, h])
         for g in range(k_TGK.shape[1]):
-            _turn(k_TGK[t, g], cos, sin, k_PSGK[page, at, g])
+            turn(k_TGK[t, g], cos, sin, k_PSGK[page, at, g])
             for i in range(v_TGK.shape[2]):
                 v_PSGK[page, at, g, i] = v_TGK[t, g, i]
 

@@ -40,7 +40,8 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    return Vocabulary.of(tokenizer, {0}, size=512)
+    tokens = spell(tokenizer)
+    return Vocabulary.spelled(tokens + [b""] * (512 - len(tokens)), {0}, tokenizer)
 
 
 def json_grammar(vocabulary: Vocabulary) -> Grammar:
@@ -64,12 +65,12 @@ def test_byte_fallback_vocabularies_are_spelled() -> None:
     spelled = spell(tokenizer)
     assert spelled[:3] == [b"", b" a", b"b"]
     assert spelled[3:] == [bytes([b]) for b in range(256)]
-    assert Grammar('start: " a" "b"', Vocabulary.of(tokenizer, {0})).start().valid([1, 2]) == 2
+    assert Grammar('start: " a" "b"', Vocabulary.spelled(spelled, {0}, tokenizer)).start().valid([1, 2]) == 2
 
 
 def test_other_tokenizers_are_refused() -> None:
     with pytest.raises(ValueError, match="byte-level"):
-        Vocabulary.of(Tokenizer(models.WordLevel({"a": 0})), {0})
+        spell(Tokenizer(models.WordLevel({"a": 0})))
 
 
 def test_a_vocabulary_needs_an_end() -> None:

@@ -74,7 +74,7 @@ def _first_of_all(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _specificity(schema: dict[str, Any]) -> int:
-    """How specific a schema is: of several, the one that constrains a value's structure most is kept."""
+    """How much a schema constrains a value's structure; of several schemas the most specific is kept."""
     if schema.keys() & {"properties", "items", "enum", "prefixItems"}:
         return 2
     return int(bool(schema.keys() & {"$ref", "allOf", "anyOf", "type"}))
@@ -97,8 +97,8 @@ def _cut(schema: Any, depth: int) -> Any:
     return _within(schema, lambda inner: _cut(inner, depth - 1))
 
 
-#: How documents are spaced: one space after a comma or a colon, or none. White space without end would let an answer
-#: go on forever. Escapes leave \\u out: with it, llguidance lets a named property come again under an escaped name.
+#: How documents are spaced: one space after a comma or a colon, or none; unbounded white space would allow endless
+#: answers. Escapes leave \\u out: with it, llguidance allows a property twice, the second time with its name escaped.
 JSON_LAYOUT: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -113,7 +113,7 @@ _WHITE_SPACE = "[ \\t\\n\\r]{0,32}"
 
 @dataclass(frozen=True)
 class Layout:
-    """How documents are written."""
+    """The layout of documents: white space, exponents, and the order of members."""
 
     white_space: bool = False
     exponents: bool = False
@@ -255,7 +255,7 @@ def _rewritten(root: Any, layout: Layout, *, strict: bool = True) -> Rewritten:
 
 
 def _grammars(layout: Layout, schema: Any, warnings: list[str], *, exact: bool = True) -> Iterator[Grammar]:
-    """The grammar of ``schema``; where members may come in any order, then the one in which they may not."""
+    """The grammar of ``schema``; for members in any order, also a second one with members in the schema's order."""
     if not layout.any_order:
         yield _grammar(layout, schema, warnings, exact=exact)
         return

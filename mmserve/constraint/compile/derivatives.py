@@ -1,6 +1,6 @@
-"""Regular expressions by partial derivatives (Antimirov 1996): what is left of one after a text, and its complement.
+"""Automata of regular expressions, by partial derivatives (Antimirov 1996), and complements of expressions.
 
-Two texts after which the same is left have the same continuations. The complement is the automaton with its final
+Two texts with the same derivative have the same continuations. The complement is the automaton with its final
 states exchanged, written as an expression by the elimination of states (J. A. Brzozowski and E. J. McCluskey, "Signal
 flow graph techniques for sequential circuit state diagrams", 1963).
 """
@@ -34,7 +34,7 @@ class Automaton:
     """States of an expression, an output of ``pattern`` without anchors, made as they are asked for; 0 is the first.
 
     A state is the set of rows of which one must still match. Rows are numbered, by their first item and the row after
-    it, so that what is left of each is found once.
+    it, so that the derivatives of each row are computed once.
 
     ``bounds``: code points, ascending; characters between two of them are followed by the same. Raises ``BadPattern``.
     """
@@ -44,7 +44,7 @@ class Automaton:
         self.bounds = sorted(set(_bounds(whole)))
         self._rows: list[tuple[Item, int]] = [(whole, _NOTHING)]  # the first is never looked at
         self._nullable = [True]  # whether each row may match nothing
-        self._left: list[dict[int, frozenset[int]]] = [{}]  # rows left after each kind of characters
+        self._left: list[dict[int, frozenset[int]]] = [{}]  # derivatives of each row, by kind of character
         self._number: dict[tuple[Item, int], int] = {}
         self._begun: dict[tuple[Item, int], tuple[Row, ...]] = {}  # what may be left of an item, by kinds of characters
         self._states = [frozenset({self._row((whole,), _NOTHING)})]
@@ -71,7 +71,7 @@ class Automaton:
         return found
 
     def ends(self, state: int) -> bool:
-        """Whether nothing more need follow."""
+        """Whether ``state`` is accepting."""
         return state != DEAD and any(self._nullable[row] for row in self._states[state])
 
     def _next_state(self, state: int, kind: int, code: int) -> int:
@@ -114,7 +114,7 @@ class Automaton:
         return found
 
     def _ways(self, item: Item, kind: int, code: int) -> tuple[Row, ...]:
-        """What may be left of ``item`` after the character ``code``."""
+        """The derivatives of ``item`` by the character ``code``: rows still to be matched."""
         if isinstance(item, Chars):
             return ((),) if any(low <= code <= high for low, high in item.ranges) else ()
         found = self._begun.get((item, kind))
@@ -175,7 +175,7 @@ def _automaton(expression: str) -> Automaton:
 
 
 def forget() -> None:
-    """Keep nothing of the expressions asked about so far."""
+    """Clear the cache of automata."""
     _automaton.cache_clear()
 
 
@@ -189,7 +189,7 @@ def _nullable(item: Item) -> bool:
 
 
 def _bounds(item: Item) -> Iterator[int]:
-    """Where the sets of characters in ``item`` begin, and where what is after them does."""
+    """First code points of the character sets in ``item``, and the code points after them."""
     match item:
         case Chars(ranges):
             for low, high in ranges:
@@ -275,7 +275,7 @@ def _cost(texts: dict[tuple[int, int], str], state: int) -> int:
 
 
 def _eliminate(texts: dict[tuple[int, int], str], state: int) -> bool:
-    """Write the ways through ``state`` as edges between its neighbours; False where one becomes too long."""
+    """Eliminate ``state``: its paths become edges between its neighbours; False where one becomes too long."""
     loop = texts.pop((state, state), None)
     into = [(source, text) for (source, target), text in texts.items() if target == state]
     out = [(target, text) for (source, target), text in texts.items() if source == state]
@@ -298,8 +298,8 @@ def _eliminate(texts: dict[tuple[int, int], str], state: int) -> bool:
 def all_but(words: Iterable[str]) -> str:
     r"""A ``pattern``, anchored at both ends, of every string that is not one of ``words``.
 
-    The words' prefix tree, turned inside out: at each node a string may end unless a word does, may leave the tree
-    by any other character and then go on as it likes, or may follow the tree.
+    The words' prefix tree, inverted: at each node a string may end unless a word does, may leave the tree by any other
+    character and continue with any text, or may follow the tree.
     """
     return f"^{_node(sorted(set(words)), 0)}$"
 

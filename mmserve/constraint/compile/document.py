@@ -67,7 +67,7 @@ def read_schema(text: str) -> Any:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets nest in ``text``, outside of its strings."""
+    """The nesting depth of brackets in ``text``, outside of its strings."""
     depth = deepest = 0
     quoted = escaped = False
     for char in text:

@@ -147,7 +147,7 @@ def _subschemas(schema: Any) -> Iterator[Schema]:
 
 
 def _recurring(definitions: dict[str, Any]) -> set[str]:
-    """The definitions that come to themselves by references, and those that come to these."""
+    """The recursive definitions, and those that refer to them, directly or not."""
     left = {name: _referred(each) for name, each in definitions.items()}
     while leaves := [name for name, others in left.items() if not others & left.keys()]:
         for name in leaves:
@@ -170,7 +170,7 @@ def _joins(node: Schema) -> bool:
 
 
 class _Narrower:
-    """Narrows what schemas leave open; ``plain``: the definitions that do not come to themselves."""
+    """Narrows what schemas leave open; ``plain``: the definitions that are not recursive."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
         self._plain = plain
@@ -224,8 +224,8 @@ class _Narrower:
             yield {"$ref": node["$ref"]}
 
     def _together(self, parts: list[Any]) -> Any:
-        """``parts``, which all hold, narrowed: at each place by one of them only, since two that come to themselves
-        cannot be joined."""
+        """``parts``, which all hold, narrowed: at each place by one of them only, since two recursive
+        schemas cannot be joined."""
         groups = [part["anyOf"] for part in parts if isinstance(part, dict) and "anyOf" in part]
         plain = [part for part in parts if not isinstance(part, dict) or "anyOf" not in part]
         if groups and prod(map(len, groups)) > _MOST_CASES:
@@ -235,7 +235,7 @@ class _Narrower:
             cases = (chain(plain, *map(self._parts, chosen)) for chosen in product(*groups))
             return either([self._together(list(case)) for case in cases])
         if any(part is False or (part is not True and part.keys() & {"enum", "$ref"}) for part in plain):
-            return both(*plain)  # one of them leaves nothing open
+            return both(*plain)  # one of them has no open value
         return both(*self._of_plain([part for part in plain if part is not True]))
 
     def _of_plain(self, parts: list[Schema]) -> list[Schema]:

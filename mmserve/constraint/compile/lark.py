@@ -86,7 +86,7 @@ class _Reader:
         self.next = 0
 
     def grammar(self) -> Syntax:
-        """All of it."""
+        """The whole grammar."""
         self._newlines()
         while self._word.kind != "end":
             self._item()

@@ -69,7 +69,7 @@ class _Longest:
 
     def _referred(self, name: str) -> float:
         if name not in self._known:
-            self._known[name] = inf  # as long as it is not known: a definition may come to itself
+            self._known[name] = inf  # until it is known: a definition may be recursive
             self._known[name] = self.most(self._definitions[name])
         return self._known[name]
 
@@ -210,7 +210,7 @@ class _Shortest:
 
     def _referred(self, name: str) -> int:
         if name not in self._known:
-            self._known[name] = 0  # as long as it is not known: a definition may come to itself
+            self._known[name] = 0  # until it is known: a definition may be recursive
             self._known[name] = self.least(self._definitions.get(name))
         return self._known[name]
 

@@ -1,6 +1,6 @@
 """The schema of everything that another schema refuses, where one can be written without ``not``.
 
-``not``, the negative side of ``if`` and the exclusiveness of ``oneOf`` are all made of this.
+``not``, the negative side of ``if`` and the exclusiveness of ``oneOf`` all use it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UNKNOWN = Negation(False, False)
 
 @dataclass(frozen=True)
 class Scope:
-    """What negations of a document's schemas need to know: its draft, and what its references name."""
+    """The context of negations in a document: its draft, and the resolver of its references."""
 
     draft: int
     resolve: Callable[[str], Any]
@@ -61,7 +61,7 @@ def complement(node: Any, scope: Scope, pointer: str, within: frozenset[str] = A
 
 
 def negation(node: Any, scope: Scope, pointer: str, within: frozenset[str] = ALL, depth: int = _DEPTH) -> Negation:
-    """As much as is known of the complement of ``node``, as alternatives."""
+    """The known part of the complement of ``node``, as alternatives."""
     if isinstance(node, bool):
         return Negation(not node, True)
     node = modern(node, scope.draft, pointer)
@@ -140,7 +140,7 @@ def _known(schema: Any | None) -> Negation:
 
 
 def _other_property(name: str, schema: Any, scope: Scope, pointer: str, depth: int) -> Negation:
-    """The property is there and is not what it should be."""
+    """Objects that have the property with a value that its schema refuses."""
     other, exact = negation(schema, scope, pointer, ALL, depth - 1)
     if other is False:
         return Negation(False, exact)

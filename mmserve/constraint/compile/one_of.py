@@ -27,12 +27,12 @@ _MOST_READ = 60_000  # characters of expressions and strings, in all proofs for 
 
 @dataclass
 class Effort:
-    """What looking into strings may still cost, all proofs of a document together: characters of what is looked at."""
+    """The budget of string comparisons for all proofs of a document: characters of expressions and strings read."""
 
     left: int = _MOST_READ
 
     def spent(self, cost: int) -> bool:
-        """Whether ``cost`` was there to be spent, and now is."""
+        """Spend ``cost``; False, with nothing spent, where less is left."""
         if cost > self.left:
             return False
         self.left -= cost
@@ -40,7 +40,7 @@ class Effort:
 
 
 class _Means(NamedTuple):
-    """What a proof may use; without ``effort`` it does not look into strings."""
+    """The context of a proof; without ``effort`` it compares no strings."""
 
     scope: Scope
     effort: Effort | None
@@ -55,7 +55,7 @@ def exclude(one: Any, other: Any, scope: Scope, effort: Effort) -> bool:
 
 
 def effective(node: Any, draft: int) -> Any:
-    """``node`` without what its draft ignores: the siblings of a reference."""
+    """``node`` without the keywords that its draft ignores: the siblings of a reference."""
     return {"$ref": node["$ref"]} if draft <= 7 and isinstance(node, dict) and "$ref" in node else node
 
 
@@ -172,7 +172,7 @@ _CACHES = _searched, _apart
 
 
 def forget() -> None:
-    """Keep nothing of the schemas asked about so far."""
+    """Clear the caches of patterns."""
     for cache in _CACHES:
         cache.cache_clear()
     derivatives.forget()
@@ -216,7 +216,7 @@ class Together(NamedTuple):
 def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: frozenset[str] = ALL) -> Apart | Together:
     """Schemas that separate each of ``branches`` from the others, or two branches that nothing known separates.
 
-    Only values of the types ``within`` (of ``types_of``) count. ``effort`` is what is left to the document's proofs.
+    Only values of the types ``within`` (of ``types_of``) count. ``effort``: the budget of the document's proofs.
     """
     branches = [_typed(effective(branch, scope.draft), scope, within) for branch in branches]
     meeting = [list[int]() for _ in branches]
@@ -295,7 +295,7 @@ def _text(schema: Any) -> int:
 
 
 def _best(parts: list[Any], mine: Any) -> Any:
-    """The one of ``parts`` that takes least away from ``mine``: first a property that it does not even name."""
+    """The one of ``parts`` that restricts ``mine`` least: first the absence of a property that it does not name."""
     named = mine.get("properties", {}) if isinstance(mine, dict) else {}
     required = mine.get("required", ()) if isinstance(mine, dict) else ()
 

@@ -43,7 +43,7 @@ _DURATION_DATE = (
 )
 _DURATION = f"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|[0-9]{{1,9}}W)"
 
-#: What repeats comes first, so that its masks are made of whole parts of the vocabulary (``search.vocabulary``).
+#: The repeated part comes first, so that masks are unions of slices of the vocabulary (``search.vocabulary``).
 _WORD = "[A-Za-z]{0,19}[A-Za-z]"
 #: Never "--": those labels are Unicode in disguise, with rules of its own. At most 62 characters, 63 are allowed.
 _LABEL = f"{_WORD}(?:(?:[0-9]|-[A-Za-z0-9])(?:-?[A-Za-z0-9]){{0,20}})?"

@@ -1,8 +1,8 @@
 """A user's JSON schema as one that llguidance enforces exactly, and what had to be left out of it.
 
 The result uses few keywords, each in the one way that was found to be sound: types, bounds, anchored patterns,
-properties in order, ``anyOf``, ``allOf`` and references to definitions of its own. Nothing of the user's reaches
-llguidance but through here, so neither its ``x-guidance`` options nor keywords that it skips can loosen a grammar.
+properties in order, ``anyOf``, ``allOf`` and references to definitions of its own. All of the user's schema
+passes through here, so neither llguidance's ``x-guidance`` options nor keywords that it skips can loosen a grammar.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Rewriter:
         self._effort = Effort()
         self._count = 0
         self._steps: set[float] = set()  # all multipleOf so far
-        self._joins = _holds(root, IN_PLACE)  # whether schemas may come to judge the same value
+        self._joins = _holds(root, IN_PLACE)  # whether several schemas may apply to the same value
 
     def all(self) -> Rewritten:
         schema = self._schema(self._root, "")
@@ -275,7 +275,7 @@ class _Rewriter:
         return Scope(self._draft, lambda reference: self._references.schema(reference, pointer))
 
     def _if_type(self, kind: str, node: Schema, schema: Any) -> Any:
-        """``schema``, but only for values of type ``kind``; in any case apart from the keywords beside it."""
+        """``schema`` for values of type ``kind`` only, always separated from the keywords beside it."""
         others = types_of({"type": node["type"]}) - {kind} if "type" in node else ALL - {kind}
         if others:
             return either([schema, {"type": names_of(others)}])

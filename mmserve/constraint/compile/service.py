@@ -56,7 +56,7 @@ class Compiler:
         self._changed = threading.Condition()  # guards the fields below; never held long
         self._idle: list[Child] = []  # have read the vocabulary and are free; the last one is used next
         self._all: set[Child] = set()  # those, and those that start or are asked
-        self._wanted = 0  # so many of them there should be
+        self._wanted = 0  # how many there should be
         self._starting = False
         self._failed = 0  # starts
         self._closed = False
@@ -67,9 +67,9 @@ class Compiler:
         return begun.outcome, begun.lasting
 
     def begin(self, spec: ConstraintSpec, budget: int | None) -> CompileReply:
-        """The same, and the first answer of at most ``budget`` tokens, if one is asked for.
+        """As ``compile``, with the first answers of at most ``budget`` tokens, unless that is None.
 
-        What takes longer than most goes on after those that do not. Raises ``Unavailable`` where no child can be
+        Slow constraints are compiled after fast ones. Raises ``Unavailable`` where no child can be
         started, where each is killed from outside or one makes no progress, or after ``close``.
         """
         widens = isinstance(spec.kind, JsonSchema) and spec.mode is not ConstraintMode.STRICT
@@ -84,7 +84,7 @@ class Compiler:
         return reply if isinstance(reply, CompileReply) else wire.to_begun(reply)
 
     def _asked(self, spec: ConstraintSpec, message: dict[str, Any]) -> dict[str, Any] | CompileReply:
-        """What a child answers to ``message`` about ``spec``, or why none does."""
+        """A child's reply to ``message`` about ``spec``, or the refusal where it ends the child."""
         for _ in range(_ASKED):
             child = self._taken()
             keep = False
@@ -113,7 +113,7 @@ class Compiler:
             self._fill(1)
 
     def close(self) -> None:
-        """End the children, and what they are at; nothing is compiled any more. May be called twice."""
+        """End the children and their work; nothing is compiled afterwards. May be called twice."""
         with self._changed:
             self._closed = True
             for child in self._all:
@@ -164,7 +164,7 @@ class Compiler:
             self._changed.notify_all()
 
     def _drop(self, child: Child) -> None:
-        """End a child that was asked, and have another one in its place."""
+        """End a child that was asked, and start another one in its place."""
         child.end()
         with self._changed:
             self._all.discard(child)
@@ -172,7 +172,7 @@ class Compiler:
             self._changed.notify_all()
 
     def _fill(self, wanted: int) -> None:
-        """Have children started until there are ``wanted``, in the background. Under the lock."""
+        """Start children in the background until there are ``wanted``. Called with the lock held."""
         self._wanted = max(self._wanted, wanted)
         if self._starting or self._closed or len(self._all) >= self._wanted:
             return
@@ -196,7 +196,7 @@ class Compiler:
                 self._changed.notify_all()
 
     def _begun(self) -> Child | None:
-        """A child that starts; None where none is missing, or no process can be made: then none is starting."""
+        """A new child that starts; None where none is missing, or no process can be started."""
         with self._changed:
             if self._closed or len(self._all) >= self._wanted:
                 self._ended()
@@ -210,7 +210,7 @@ class Compiler:
             return child
 
     def _ended(self, error: Exception | None = None, child: Child | None = None) -> None:
-        """Nothing is starting any more, for ``error`` if there was one."""
+        """Record that no child is starting, because of ``error`` if there was one."""
         with self._changed:
             self._starting = False
             if child is not None:
@@ -221,7 +221,7 @@ class Compiler:
             self._changed.notify_all()
 
     def _why(self, child: Child, ended: ChildExited | ReplyTooLong) -> str:
-        """What of the constraint ended ``child``, which has ended; nothing where it was killed from outside."""
+        """Why the constraint ended ``child``, which has ended; empty where it was killed from outside."""
         if isinstance(ended, ReplyTooLong):
             return f"becomes an answer of more than {REPLY_BYTES} bytes"
         if child.overtime:
@@ -252,7 +252,7 @@ class Outcomes:
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> Grammar | Refused | None:
-        """What was put under ``key``, if it is still there."""
+        """The outcome of ``key``; None where it is not cached."""
         with self._lock:
             if key not in self._entries:
                 return None
@@ -260,7 +260,7 @@ class Outcomes:
             return self._entries[key][0]
 
     def put(self, key: bytes, outcome: Grammar | Refused) -> None:
-        """Keep ``outcome``; one larger than the whole cache is not kept."""
+        """Cache ``outcome``; one larger than the whole cache is not cached."""
         size = _OVERHEAD + len(json.dumps(wire.from_outcome(outcome)))
         with self._lock:
             if key in self._entries or size > self._max_bytes:
@@ -285,7 +285,7 @@ class Firsts:
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> FirstAnswers | None:
-        """What was put under ``key`` last, if it is still there."""
+        """The first answers of ``key``; None where they are not cached."""
         with self._lock:
             first, until = self._entries.get(key, (None, inf))
             if first is None or time.monotonic() > until:
@@ -294,7 +294,7 @@ class Firsts:
             return first
 
     def put(self, key: bytes, first: FirstAnswers, seconds: float = inf) -> None:
-        """Keep ``first`` in the place of what was there, for so many seconds."""
+        """Cache ``first`` for ``seconds``, in place of an earlier entry."""
         with self._lock:
             self._entries[key] = first, time.monotonic() + seconds
             self._entries.move_to_end(key)

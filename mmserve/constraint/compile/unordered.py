@@ -82,7 +82,7 @@ class _Writer:
             self._special |= grown
 
     def text(self) -> str:
-        """All of it."""
+        """The text of the grammar."""
         start = self._value(self._root)
         space = self._engine.get("whitespace_pattern", "")
         comma, colon = self._engine.get("item_separator", f"{space},{space}"), f"{space}:{space}"
@@ -218,7 +218,7 @@ class _Writer:
         return members, f"is_ones([0:{needed}])" if needed else "true", left
 
     def _in_order(self, named: Schema, required: list[str]) -> tuple[list[tuple[str, str, str]], str, str]:
-        """The same, where the number is the place in the order of ``named`` from which on members may come."""
+        """As ``_in_any_order``, for members in the order of ``named``; the number is the first member still allowed."""
         members, least = list[tuple[str, str, str]](), 0
         for place, name in enumerate(named):
             members.append((name, str(place + 1), f"and(ge(_, {least}), le(_, {place}))"))

@@ -126,7 +126,7 @@ HEADER = 8  # bytes of a message's length, big-endian
 
 
 def packed(message: Any) -> bytes:
-    """``message`` with its length in front; lone surrogates pass, as the other side must refuse them."""
+    """``message`` after its length; lone surrogates are kept, since the child refuses them."""
     body = json.dumps(message).encode()
     return len(body).to_bytes(HEADER, "big") + body
 
@@ -236,8 +236,8 @@ class ReplyTooLong(Exception):
 class Child(ChildProcess):
     """``program``, a module that runs ``compile.worker.serve``, in a process of its own.
 
-    A question may take it ``seconds`` of processor time. Should its owner be gone, it ends after twice ``patience``
-    seconds by the clock at the latest.
+    A question may take ``seconds`` of processor time. Without its owner, the process ends after at most twice
+    ``patience`` seconds of wall time.
     """
 
     def __init__(self, seconds: float, patience: float, program: str = PROGRAM) -> None:
@@ -248,9 +248,9 @@ class Child(ChildProcess):
         self.ask(from_vocabulary(vocabulary), START_SECONDS)
 
     def ask(self, message: Any, seconds: float) -> Any:
-        """The answer to ``message``; the child is of no more use where there is none.
+        """The reply to ``message``; a child that raises is not usable any more.
 
-        Raises ``TimeoutError`` after ``seconds`` by the clock, ``ChildExited`` where the child ends,
+        Raises ``TimeoutError`` after ``seconds`` of wall time, ``ChildExited`` where the child ends,
         ``ReplyTooLong`` for a reply above the limit.
         """
         deadline = time.monotonic() + seconds

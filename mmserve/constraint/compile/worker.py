@@ -53,33 +53,33 @@ _AGAIN = 0.005
 
 
 class Program(Protocol):
-    """What is made of a vocabulary once."""
+    """A program over one vocabulary."""
 
     trie: Any  # llguidance's ``LLTokenizer``
     longest: int  # bytes of a token, at most
 
     def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
-        """Look for the first answer under ``grammar``, and hand out what is found as it is found."""
+        """Search the first answers under ``grammar``; ``closes`` is called with each better result."""
         ...
 
 
 class Compiling:
-    """The program that compiles, and looks for no answers."""
+    """The program that compiles without searching answers."""
 
     def __init__(self, vocabulary: TokenTable) -> None:
         self.trie = vocabulary.trie()
         self.longest = max(map(len, vocabulary.tokens), default=1)
 
     def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class _Late(BaseException):
-    """A timer of this process has run out; no ``Exception``, so that nothing on the way takes it for its own."""
+    """A timer of this process has run out; not an ``Exception``, so that no handler on the way catches it."""
 
 
 class _Known(BaseException):
-    """The answer is known before a grammar is compiled; no ``Exception``, for the same reason."""
+    """The reply is known before a grammar is compiled; not an ``Exception``, for the same reason."""
 
     def __init__(self, reply: dict[str, Any]) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def _answer(message: Any, program: Program) -> tuple[dict[str, Any], bool]:
 
 
 def _interrupt(_number: int, frame: FrameType | None) -> None:
-    """End what runs, unless native code has called it: an exception would go through that."""
+    """Interrupt what runs, unless native code has called it: the exception would pass through native frames."""
     while frame is not None:
         if frame.f_code.co_name == "__call__":  # of a tokenizer, by llguidance
             signal.setitimer(signal.ITIMER_VIRTUAL, _AGAIN)
@@ -250,7 +250,7 @@ def probe(text: str, trie: Any, keyword: str, *, has_sentence: bool = False) -> 
     matcher = LLMatcher(trie, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
     if matcher.is_error():
         raise Refused.at("", keyword, _reason(matcher.get_error()))
-    chance = random.Random(0)  # the same grammar is always judged alike
+    chance = random.Random(0)  # the same grammar always has the same result
     began, ended = time.process_time(), 0
     for _ in range(WALKS):
         if _walk(matcher.deep_copy(), chance, keyword):
@@ -283,7 +283,7 @@ def _walk(matcher: Any, chance: random.Random, keyword: str) -> bool:
 
 
 def _drawn(mask: bytes, chance: random.Random) -> int | None:
-    """One of the ids whose bits are set, first tried by chance; None where there is none."""
+    """A random id out of those whose bits are set; None where there is none."""
     if not any(mask):
         return None
     for _ in range(64):

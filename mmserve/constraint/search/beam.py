@@ -3,7 +3,7 @@
 Committed positions are forced; a masked one tries the model's candidates, the old witness's token and the end of text.
 The old witness is a whole path from the start, so a fork is dropped if it could not score more with the model's first
 choices everywhere after it. Forks are ranked by how many of those first choices are allowed after them, not by score
-alone; before committed tokens a fork counts only if they are allowed. Of equivalent forks one goes on. Each may join
+alone; before committed tokens a fork counts only if they are allowed. Of equivalent forks one is kept. Each may join
 the old witness again, at the same position or a few to either side. Where few tokens are left, the lookahead bound
 drops forks. Where all forks have died, the options not tried and then the deepest forks are tried again.
 """
@@ -51,7 +51,7 @@ class _Fork:
     state: ParserState
     last: _Fork | None = field(default=None, repr=False)
     token: int = -1
-    on_witness: bool = False  # whether the old witness goes on from here
+    on_witness: bool = False  # whether this fork is a prefix of the old witness
 
     def tokens(self) -> list[int]:
         found: list[int] = []
@@ -159,7 +159,7 @@ class _Search:
         if not self.others and self._open():
             self._look_again()
         if self.best.score == lattice.stayed[0] and not (self.others and forks):
-            self.closing.cut = self.closing.cramped  # from here on the ways are shorter ones
+            self.closing.cut = self.closing.cramped  # completions from here on are shorter
             self._salvage(trail)
         return self.best if self.others or not self._open() else None
 
@@ -193,15 +193,17 @@ class _Search:
         return list(kept.values())
 
     def _ended(self, fork: _Fork, p: int) -> None:
-        """Take note of the path that ends with ``fork``, before position ``p``."""
+        """Record the path that ends with ``fork``, before position ``p``."""
         if fork.state.accepting and not (fork.on_witness and p == len(self.lattice.old_content)):
             score = fork.score + self.lattice.ended[p]
             if score > -math.inf:
                 self._found(fork, (), score)
 
     def _joined(self, fork: _Fork, p: int) -> bool:
-        """Take note of the paths that go on from ``fork``, before ``p``, as the old witness does; whether it does
-        so with the same tokens at the same positions."""
+        """Record the paths that continue from ``fork``, before ``p``, as the old witness does.
+
+        Returns whether the old witness continues with the same tokens at the same positions.
+        """
         lattice = self.lattice
         for q in self.along.get(fork.state, ()):
             tail = lattice.old_content[q:]
@@ -242,11 +244,11 @@ class _Search:
             known = fork.state.next
             for i, (token, log_probability) in enumerate(options):
                 if log_probability <= bound:
-                    begun = -1  # there may be a way, but none that would be better
+                    begun = -1  # a path may exist, but no better one
                     break
                 score = fork.score + log_probability
                 if log_probability < enough or (len(ranks) == beam.width and score < ranks[0]):
-                    begun = -1  # there may be a way, but not one that would be kept
+                    begun = -1  # a path may exist, but none that would be kept
                     if not left:
                         self.left.append(_Left(score + most, p, fork, i))
                         left = True
@@ -274,14 +276,14 @@ class _Search:
         return grown
 
     def _ends_in_time(self, state: ParserState, token: int, p: int) -> bool:
-        """Whether a way by ``token`` at ``p`` may come to its end within what is left, for all that is known."""
+        """False only if no path by ``token`` at ``p`` ends within the budget, by the lookahead bound."""
         if self.room is None:
             return True
         next_state = self.cache.after(state, token)
         return next_state is not None and self.room.fits(next_state, p + 1)
 
     def _others(self, state: ParserState, p: int) -> list[int]:
-        """A token or two for a fork that none of the model's candidates may follow."""
+        """One or two allowed tokens for a fork after which none of the model's candidates is allowed."""
         return self.closing.next_tokens(state) if self.room is None else self.room.ways(state, p, 2)
 
     def _kept(self, grown: list[_Grown], p: int) -> list[_Fork]:
@@ -305,7 +307,7 @@ class _Search:
         return sorted(kept.values(), key=lambda fork: -fork.score)
 
     def _look_again(self) -> None:
-        """Go on with what was left, the most promising first, until a path is found or there is nothing better."""
+        """Try the options left, best upper bound first, until a path is found or none could be better."""
         lattice, serial = self.lattice, len(self.left)
         heap = [(-left.most, i, left) for i, left in enumerate(self.left)]
         heapq.heapify(heap)
@@ -346,7 +348,7 @@ class _Search:
         self.left = [*stuck, *(left for _most, _serial, left in heap)]
 
     def _close(self, forks: list[_Fork]) -> None:
-        """Bring the best fork at the horizon to its end that can be, if it is better than the best path."""
+        """Complete the best fork at the horizon for which that succeeds, if it is better than the best path."""
         for fork in forks:
             if fork.on_witness:
                 continue
@@ -359,7 +361,7 @@ class _Search:
             self.left.append(_Left(fork.score, self.lattice.size - 1, fork, 1 << 30, alone=True))
 
     def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
-        """Bring the deepest forks that led nowhere to an end, by the old witness or a short completion."""
+        """Complete the deepest dead forks, by the old witness or a short completion."""
         lattice, tried, deepest = self.lattice, 0, self.lattice.size
         room = lattice.room(self.closing.size)
         for p, forks in reversed(trail):

@@ -20,7 +20,7 @@ def of(tokens: Collection[int], size: int) -> np.ndarray:
 
 
 def add(words: np.ndarray, tokens: Collection[int]) -> None:
-    """Put ``tokens`` into the set ``words``, in place."""
+    """Add ``tokens`` to the set ``words``, in place."""
     if len(tokens) <= _FEW:
         for token in tokens:
             words[token >> 5] |= _BITS[token & 31]
@@ -30,7 +30,7 @@ def add(words: np.ndarray, tokens: Collection[int]) -> None:
 
 
 def remove(words: np.ndarray, tokens: Collection[int]) -> None:
-    """Take ``tokens``, a few, out of the set ``words``, in place."""
+    """Remove ``tokens``, a few, from the set ``words``, in place."""
     for token in tokens:
         words[token >> 5] &= ~_BITS[token & 31]
 

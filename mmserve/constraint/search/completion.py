@@ -37,13 +37,13 @@ class Work:
     reads: int = 4_000_000  # tokens that parsers read, and what takes as long
 
     def spend(self, reads: int = 0) -> bool:
-        """Take one state, and what was read there; False when nothing is left."""
+        """Spend one state and ``reads``; False when nothing is left."""
         self.states -= 1
         self.reads -= reads
         return self.left
 
     def read(self, reads: int) -> None:
-        """Take what was read at a state that is paid for."""
+        """Spend ``reads`` at a state already counted."""
         self.reads -= reads
 
     @property
@@ -53,7 +53,7 @@ class Work:
 
 
 def after(matcher: Matcher, tokens: Sequence[int]) -> Matcher | None:
-    """A matcher after ``tokens``; None if they may not follow, or the parser has come to its limits with them."""
+    """A matcher after ``tokens``; None if they may not follow, or exceed the parser's limits."""
     fork = matcher.fork()
     try:
         fork.consume(tokens)
@@ -80,17 +80,17 @@ class Walk:
 
 #: Longest completion, in tokens, that a walk looks for.
 _LONGEST = 32_768
-#: Times in a row that a walk takes the same closer.
+#: Times in a row that a walk may take the same closer.
 _TIRED = 8
-#: Closers that are asked for one by one, before all of them are.
+#: Number of closers that are validated one by one before a mask is computed.
 _LIKELY = 8
 
 
 def walk(matcher: Matcher, lexicon: Lexicon, work: Work, classes: PrefixClasses | None = None) -> Walk | None:
-    """The completion that takes the bytes known to lead on, or else the first closer that is allowed, everywhere.
+    """The greedy completion: at each state the bytes known to lead to the end, or else the first allowed closer.
 
-    None if it does not arrive. Where one closer has led nowhere several times in a row, as zeros after ``0.`` do, the
-    next one is taken.
+    None if it reaches no end. Where one closer has been taken several times in a row without an end, as zeros after
+    ``0.`` are, the next one is taken.
 
     Args:
         classes: of texts from the one of ``matcher`` on; with them, each string is left by the fewest characters.
@@ -98,7 +98,7 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work, classes: PrefixClasses 
     Raises:
         ValueError: the class of the completion so far is unknown.
     """
-    at, tokens = matcher.fork(), list[int]()  # one copy, that moves: one a step would make long answers dear
+    at, tokens = matcher.fork(), list[int]()  # one copy that advances: a copy at each step would make long answers slow
     choices, prefix_class = list[int](), None if classes is None else classes.start()
     while work.spend(MASK) and len(tokens) < _LONGEST:
         if at.accepting:
@@ -172,7 +172,7 @@ def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, si
                 fork = after(at, step)
                 if fork is None:
                     continue
-                serial -= 1  # of equals the newest first: the way to the end is mostly straight
+                serial -= 1  # of equal length the newest first: depth-first is mostly fastest
                 heapq.heappush(queue, (length + len(step), serial, grown, fork))
     return None
 
@@ -183,7 +183,7 @@ _CHARACTERS = frozenset(bytes([code]) for code in range(0x20, 0x7F) if code != o
 def _out_of_string(
     matcher: Matcher, prefix_class: Hashable, lexicon: Lexicon, classes: PrefixClasses, work: Work
 ) -> list[int]:
-    """Fewest characters to where the string is over, or the text may end; none where that is too far."""
+    """The fewest characters to the end of the string or of the text; none where that is too far."""
     plain = np.array([token for token in lexicon.closers.tolist() if lexicon.text([token]) in _CHARACTERS], np.int64)
     queue: deque[tuple[Hashable, Matcher, tuple[int, ...]]] = deque([(prefix_class, matcher, ())])
     seen = {prefix_class}

@@ -31,18 +31,18 @@ from mmserve.constraint.search.prefix_equivalence import Scalar
 from mmserve.constraint.search.shortest_completion import find_completion
 from mmserve.constraint.search.vocabulary import Lexicon
 
-#: Tokens that may follow a state, above which they are not looked at.
+#: Allowed tokens of a state above which its successors are not expanded.
 _WIDE = 64
-#: States looked at from where a search begins.
+#: States expanded from the root of a search.
 _STATES = 300
 
 
-#: Tokens more than an old witness takes, up to which a search asks what states need.
+#: Tokens in the budget beyond those of the old witness, up to which a search uses the bound.
 SPARE = 4
-#: States of which one search asks for a representative. The most seen was 1,431; what is left out is the same on every
+#: States of which one search asks for a representative. The most seen was 1,431; the bound is the same on every
 #: machine, whatever earlier searches have learned.
 _ASKED = 2_000
-#: Seconds for a look ahead: what it leaves out, searches look at themselves.
+#: Seconds of wall time for ``look_ahead``; searches compute what it leaves out.
 _SECONDS = 0.1
 
 
@@ -190,9 +190,9 @@ class LookaheadBound:
 
 
 def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, states: ParserStateCache) -> None:
-    """Ask the parser what searches would ask it, of answers of up to ``size`` tokens: in steps it would take too long.
+    """Fill the cache with the states that searches for answers of up to ``size`` tokens need, ahead of the first step.
 
-    ``follows`` may follow before the first token. Once is enough, and nothing depends on it.
+    ``follows``: tokens allowed at the start. Done once for a grammar; results of searches do not depend on it.
     """
     deadline = time.perf_counter() + _SECONDS
     with states.acquire() as mine, contextlib.suppress(SearchTimeout, ParserBudgetExhausted):
@@ -200,7 +200,7 @@ def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, states
             return
         mine.ahead = True
         if not mine.known:
-            mine.own_matcher(())  # compiled here, and not in some request's step
+            mine.own_matcher(())  # compiled here rather than in a request's step
         else:
             root = mine.locate(b"", lambda: mine.own_matcher(()) or constraint.start(), follows)
             LookaheadBound(root, size, mine, lambda: time.perf_counter() < deadline)
@@ -223,10 +223,11 @@ class Closing:
     searches: int = 6  # states from which a new completion is searched
     thorough: int = 1  # of these, with more effort: where the first closers lead nowhere, as in `a+b`
     patient: bool = False  # whether another completion is searched where a known one is too long
-    far: Callable[[ParserState], tuple[int, ...] | None] | None = None  # how, if not with the parser alone
+    #: A longer search over cached states; None = with the parser alone.
+    far: Callable[[ParserState], tuple[int, ...] | None] | None = None
     found: list[tuple[int, ...]] = field(default_factory=list)
     asked: set[ParserState] = field(default_factory=set)  # from where new completions were searched
-    cramped: bool = False  # a new completion was found, and was too long
+    cramped: bool = False  # a completion was found that is too long
     cut: bool = False  # a better path than the one taken was too long
 
     def tail(
@@ -271,12 +272,12 @@ class Closing:
         return None if close is None else close.tokens
 
     def _may_ask(self, state: ParserState) -> bool:
-        """Whether a way from ``state`` may be looked for; it counts even if it is known, so that no result depends on
-        what other searches have asked."""
+        """Whether a completion from ``state`` may be searched. Known ones count as well, so that no result depends on
+        other searches."""
         return state in self.asked or len(self.asked) < self.searches
 
     def next_tokens(self, state: ParserState) -> list[int]:
-        """A token or two for a fork that none of the model's candidates may follow."""
+        """One or two allowed tokens for a fork after which none of the model's candidates is allowed."""
         if state.few is None:
             matcher = state.matcher
             forced = self.lexicon.cover(matcher.forced())

@@ -77,7 +77,7 @@ def _through(
     at: Matcher, lexicon: Lexicon, tokens: list[int], choices: list[int], ahead: list[int] | None, work: Work
 ) -> bool:
     """Move ``at`` through a word whose text is not known, up to where ``ahead`` may follow, or the end."""
-    step: list[int] = []  # what is left of the latest one: what must follow the word may be part of it
+    step: list[int] = []  # rest of the latest step: the text after the word may begin inside it
     for steps in range(_STEPS):
         if at.accepting if ahead is None else steps and at.valid(ahead) == len(ahead):
             return True

@@ -52,14 +52,14 @@ class PrefixClasses(Protocol):
 
 
 class Scalar(Enum):
-    """What a text may end in the middle of."""
+    """Kinds of open scalar at the end of a prefix."""
 
     STRING = "string"
     NUMBER = "number"
 
 
 class DistinctTexts:
-    """Every text is a class of its own."""
+    """Classes of one text each: no two texts are known to be equivalent."""
 
     def start(self) -> bytes:
         """The class of the empty text."""
@@ -70,14 +70,14 @@ class DistinctTexts:
         return prefix_class + text
 
     def alike(self, prefix_class: bytes) -> None:
-        """Nothing is known."""
+        """Unknown: None."""
 
     def open(self, prefix_class: bytes) -> bool:
-        """Nothing is known."""
+        """Unknown: false."""
         return False
 
     def inside(self, prefix_class: bytes) -> None:
-        """Nothing is known."""
+        """Unknown: None."""
 
 
 def prefix_classes(grammar: str) -> PrefixClasses:
@@ -112,11 +112,11 @@ class _Numbered:
 
 
 class Matches:
-    """Of a regular expression: alike is that after which the same of it is left."""
+    """Prefix classes of a regular expression: texts with the same derivative are equivalent."""
 
     def __init__(self, expression: str) -> None:
         self._expression = Automaton(expression)
-        self._numbered = _Numbered()  # of bytes of a character that has only begun, and the state before it
+        self._numbered = _Numbered()  # bytes of an incomplete character, and the state before it
         self._start = self._numbered.of((b"", 0))
 
     def start(self) -> int:
@@ -134,14 +134,14 @@ class Matches:
         return self._numbered.of((tail, state))
 
     def alike(self, prefix_class: int) -> None:
-        """Nothing is known."""
+        """Unknown: None."""
 
     def open(self, prefix_class: int) -> bool:
-        """All of a text is an expression's."""
+        """Always true: the expression covers the whole text."""
         return True
 
     def inside(self, prefix_class: int) -> None:
-        """Nothing is known."""
+        """Unknown: None."""
 
 
 #: The state at the end of a prefix: the number of its open containers (``_Open``), the kind of value it ends in, and
@@ -154,7 +154,7 @@ _Open = tuple[int, int, int, int, bool]
 
 
 class Documents:
-    """Of a schema, as ``compile.schema`` writes it."""
+    """Prefix classes of documents under a schema, as ``compile.schema`` writes it."""
 
     def __init__(self, schema: Any) -> None:
         conditions = Conditions.of(schema)
@@ -227,7 +227,7 @@ class Documents:
         return self._noted(around, byte, byte), _BETWEEN, 0
 
     def _closed(self, around: int, string: int) -> int:
-        """What is open after a string of class ``string``."""
+        """The open containers after a string of class ``string``."""
         closed = self._strings.closed(string)
         return self._noted(around, closed, 0) if self._names(around) else self._valued(around, closed)
 
@@ -237,7 +237,7 @@ class Documents:
         return bracket == _OBJECT and sign != _COLON
 
     def _valued(self, around: int, prefix_class: Hashable) -> int:
-        """What is open after a value of class ``prefix_class``."""
+        """The open containers after a value of class ``prefix_class``."""
         return self._noted(around, ("value", prefix_class if self._distinguishing else None), 0)
 
     def _noted(self, around: int, more: Hashable, sign: int) -> int:

@@ -69,12 +69,12 @@ class Conditions:
 
 
 class _String(NamedTuple):
-    """What a string that goes on is to the conditions."""
+    """The state of an open string under the conditions."""
 
     word: str | None  # all of it, where it may still become one of the words
     states: tuple[tuple[int, int], ...]  # of each pattern that may still match: its number, and its state
     length: int  # in characters, as far as any condition asks
-    tail: bytes  # of a character that has only begun
+    tail: bytes  # of an incomplete character
 
 
 class Strings:
@@ -131,7 +131,7 @@ class Strings:
         )
 
     def _matching(self, states: tuple[tuple[int, int], ...], char: str) -> Iterator[tuple[int, int]]:
-        """What is left after ``char`` of the patterns that may still match."""
+        """The states after ``char`` of the patterns that may still match."""
         for n, state in states:
             following = self._patterns[n].after(state, char)
             if following != DEAD:
@@ -147,14 +147,14 @@ class Strings:
 
 
 class Numbers:
-    """Classes of numbers, whether they go on or not; 0 is that of no text at all."""
+    """Classes of numbers by their text so far; 0 is the class of the empty text."""
 
     def __init__(self, conditions: Conditions) -> None:
         self._conditions = conditions
         self._whole = max((len(whole) for whole, _part in conditions.bounds), default=0)
         self._part = max((len(part) for _whole, part in conditions.bounds), default=0)
         self._number: dict[Hashable, int] = {b"": 0}
-        self._first = [b""]  # a class is gone on from by the first text that had it
+        self._first = [b""]  # of each class, the first text that reached it
         self._moves: list[dict[int, int]] = [{}]
 
     def after(self, number: int, byte: int) -> int:
@@ -181,7 +181,7 @@ class Numbers:
         digits, point, part = mantissa.removeprefix(b"-").decode().partition(".")
         relations = tuple(_relation(digits, point, part, bound) for bound in self._conditions.bounds)
         sizes = min(len(digits), self._whole + 1), min(len(part), self._part + 1)
-        # beside bounds there is no negative zero, and a negative fraction may not end in one
+        # with bounds there is no negative zero, and a negative fraction may not end in one
         zeros = mantissa.strip(b"-0.") == b"", part[-1:] == "0"
         return raw[:1] == b"-", zeros, digits == "0", digits != "", point, part != "", sizes, relations
 
@@ -193,7 +193,7 @@ def _alike(bounds: set[int]) -> list[int]:
 
 
 def character(raw: bytes) -> str | None:
-    """The character of ``raw`` (UTF-8); None where it has only begun. Raises ``ValueError`` where there is none."""
+    """The character of ``raw`` (UTF-8); None where it is incomplete. Raises ``ValueError`` for invalid bytes."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

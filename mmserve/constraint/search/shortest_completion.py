@@ -64,8 +64,8 @@ def find_completion(
         room: tokens that are few enough: above, an exact answer is worth a far longer search.
         within: tokens above which a completion is of no use; None where all are known to be longer.
         bound: the completion that a search with the same effort found before, if one did.
-        searched: whether there was such a search, so that it is not made again where it found none.
-        begun: a completion that is known, which such a search makes shorter.
+        searched: whether there was such a search; it is not repeated where it found none.
+        begun: a known completion, which is shortened instead of one found by a walk.
     """
     effort = effort or Effort()
     exact, at_least = exact_completion(
@@ -92,7 +92,7 @@ def find_completion(
 def _bound(
     matcher: Matcher, lexicon: Lexicon, effort: Effort, classes: Callable[[], PrefixClasses], begun: Walk | None
 ) -> tuple[int, ...] | None:
-    """A completion that is short, found by bytes; from ``begun`` where that is known."""
+    """A short completion found over bytes, starting from ``begun`` where that is known."""
     begun = begun or walk(matcher, lexicon, Work(effort.walked))
     if begun is None:
         with suppress(ValueError):  # too much for the classes
@@ -163,7 +163,7 @@ def _fewest(way: Walk, lexicon: Lexicon) -> list[int]:
 
 @dataclass
 class _Along:
-    """Goes along a way, which may change after the choice that it is at, from choice to choice unlike those before."""
+    """A cursor over the choices of a walk that skips choices with known surroundings; the walk may change after it."""
 
     at: Matcher  # before token ``done``
     work: Work
@@ -172,8 +172,8 @@ class _Along:
     seen: set[tuple[int, ...]] = field(default_factory=set)
 
     def state(self, way: Walk) -> int | None:
-        """Where choice ``n`` or the next that is unlike is, and ``at`` then; None after the last of them, or where the
-        work or the parser's limits are at their end."""
+        """Advance to choice ``n`` or the next one with new surroundings; its token index, or None at the end of the
+        walk, of the work or of the parser's limits."""
         while self.n < len(way.choices) and self.work.left:
             state = way.choices[self.n]
             if not self._known(way.tokens, state):
@@ -250,7 +250,7 @@ def _farthest(
     """``way``, which ends where it begins, up to one of ``ends``, which ascend: all of the ``old`` way may follow
     ``fork`` from there on, and something is saved.
 
-    It is looked for by halves: the farther, the more is saved, and from some end on too much is left out, as where
+    It is found by bisection: a later end saves more, and beyond some end too much is left out, for example where
     items are counted.
     """
     state, found = way.end, None
@@ -280,7 +280,7 @@ def _follows(fork: Matcher, tokens: tuple[int, ...], work: Work) -> bool:
 
 
 def _saved(old: tuple[int, ...], state: int, end: int, new: tuple[int, ...], lexicon: Lexicon, work: Work) -> int:
-    """How many tokens the text loses with ``new`` in place of those from ``state`` to ``end``."""
+    """Tokens saved with ``new`` in place of those from ``state`` to ``end``."""
     left, right = old[max(0, state - _SEAM) : state], old[end : end + _SEAM]
     texts = [lexicon.text((*left, *middle, *right)) for middle in (old[state:end], new)]
     work.read(BYTE * sum(map(len, texts)))
@@ -335,7 +335,7 @@ def _replaced(best: Walk, states: list[int], detour: _Detour) -> Walk:
 
 
 def _by_walks(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alternatives: int) -> Walk:
-    """The same with completions that do not join the old one."""
+    """``best``, shortened by completions that do not rejoin it."""
     length, along = len(_fewest(best, lexicon)), _Along(matcher.fork(), work)
     while along.state(best) is not None:
         for other in _walked(best, along.n, along.at, lexicon, work, alternatives):

@@ -51,27 +51,19 @@ class Vocabulary:
     _sorted: list[bytes] = field(repr=False)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, end_ids: Collection[int], *, size: int = 0) -> Vocabulary:
-        """The tokens of a byte-level or byte-fallback BPE ``tokenizer`` (``fast.backend_tokenizer`` of transformers).
-
-        Args:
-            end_ids: tokens that end a text, one at least.
-            size: rows of the model's logits, where there are more of them than tokens.
-
-        Raises:
-            ValueError: the tokenizer's decoder is of another kind, or there is no end token.
-        """
-        spelled = spell(tokenizer)
-        spelled += [b""] * (size - len(spelled))
-        return cls.spelled(spelled, end_ids, tokenizer)
-
-    @classmethod
     def spelled(
         cls, token_bytes: Sequence[bytes], end_ids: Collection[int], tokenizer: Tokenizer | None = None
     ) -> Vocabulary:
-        """A vocabulary from the bytes of its tokens; forced text is split by ``tokenizer``, or into bytes without one.
+        """The vocabulary of tokens with the bytes ``token_bytes``, by id; those of no text are empty (``spell``).
 
         Tokens of more than ``LONGEST`` bytes, and the end tokens, have no bytes in it.
+
+        Args:
+            end_ids: tokens that end a text, one at least.
+            tokenizer: splits forced text; without one, it is split into bytes.
+
+        Raises:
+            ValueError: there is no end token.
         """
         if not end_ids:
             raise ValueError("constrained decoding needs a token that ends the text")
@@ -141,6 +133,9 @@ def spell(tokenizer: Tokenizer) -> list[bytes]:
 
     The alphabet of byte-level BPE is that of GPT-2 (``openai/gpt-2``, ``src/encoder.py``): printable bytes are
     themselves, the others are code points from 256 on.
+
+    Raises:
+        ValueError: ``tokenizer`` is neither a byte-level nor a byte-fallback BPE one.
     """
     plain: dict[str, Any] = json.loads(tokenizer.to_str())
     special = {added["id"]: added for added in plain["added_tokens"]}

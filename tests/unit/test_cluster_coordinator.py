@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from fake_workers import MODEL, PATIENCE, Depot, Worker, coordinator, finish, join, submit
@@ -12,6 +13,7 @@ from helpers import ask, picture
 
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.messages import Beat, Moved
+from mmserve.cluster.metrics import FleetMetrics
 from mmserve.core.cached import Block, Label
 from mmserve.core.handover import Handover
 from mmserve.core.info import AdapterInfo
@@ -242,6 +244,16 @@ def test_statistics_are_summed_and_counters_outlive_their_worker() -> None:
     for found in (both.token_cache, both.prefix_cache):
         assert found == CacheStats(lookups=10, hits=4, made=6, entries=6, used_bytes=600, disk_bytes=700)
     assert set(made.stats_of_workers()) == {"0", "1"}
+    fleet = SimpleNamespace(members=[], coordinators={MODEL: made}, spares_ready=0, head_lost=False, lost=0)
+    samples = {
+        (sample.name, sample.labels.get("worker"), sample.labels.get("cache")): sample.value
+        for family in FleetMetrics(fleet).collect()  # type: ignore[arg-type]
+        for sample in family.samples
+    }
+    for worker in ("0", "1"):
+        assert samples["mmserve:cluster_worker_cache_queries_total", worker, "token"] == 5
+        assert samples["mmserve:cluster_worker_cache_hits_total", worker, "prefix"] == 2
+        assert samples["mmserve:cluster_worker_cache_bytes", worker, "prefix"] == 300
     made.left("1")
     made.take("1", [Beat({MODEL: stats})])  # one that was still under way
     left = made.stats()

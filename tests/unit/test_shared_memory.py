@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -189,3 +190,31 @@ def test_a_ticket_of_another_shelf_drops_nothing(shelf: Shelf) -> None:
     ticket = shelf.write(PAYLOADS.pack(payload(1)))
     shelf.drop(replace(ticket, address="elsewhere"))
     assert len(shelf) == 1
+
+
+def test_a_process_that_does_not_answer_keeps_nobody_waiting_for_another(shelf: Shelf) -> None:
+    reader, ticket = Reader(patience=60.0), shelf.write(PAYLOADS.pack(payload(0)))
+    errors: list[TransferError] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind("\0mmserve-silent-" + secrets.token_hex(8))
+        silent.listen()
+        address = silent.getsockname().decode()[1:]
+
+        def ask() -> None:
+            try:
+                reader.take(replace(ticket, address=address))
+            except TransferError as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        connection, _ = silent.accept()
+        assert connection.recv(8), "it has asked"
+        beside = threading.Thread(target=lambda: reader.take(ticket).close(), daemon=True)
+        beside.start()
+        beside.join(30.0)
+        done = not beside.is_alive()
+        connection.close()
+    waiting.join(60.0)
+    assert done and errors
+    reader.close()

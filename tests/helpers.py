@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
+from collections.abc import Iterator
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,6 +34,14 @@ HIDDEN = 64
 def tokenizer() -> PreTrainedTokenizerFast:
     """The bundled model's tokenizer, trained once a session."""
     return train_tokenizer()
+
+
+@contextlib.contextmanager
+def one_tokenizer() -> Iterator[None]:
+    """Training runs and exports take ``tokenizer()``: every call of ``train_tokenizer`` would give the same one."""
+    name = "mmserve.reference.{}.train_tokenizer"
+    with patch(name.format("train"), tokenizer), patch(name.format("export"), tokenizer):
+        yield
 
 
 def tiny_model(*, vision: bool, seed: int = 0) -> LoadedModel:

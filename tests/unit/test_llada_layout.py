@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from llada_checkpoints import (
@@ -34,7 +36,7 @@ from mmserve.models.layouts import HUGGING_FACE, LLADA, Layout, config_json, dec
 from mmserve.reference.data import pixels_of
 from mmserve.reference.export import export
 from mmserve.reference.model import VISUAL_TOKENS, ReferenceModel
-from mmserve.reference.tokenizer import BOS, EOT, HEADER, HEADER_END, SPECIALS, train_tokenizer
+from mmserve.reference.tokenizer import BOS, EOT, HEADER, HEADER_END, SPECIALS
 from mmserve.reference.train import VOCAB_MULTIPLE
 
 SHAPES = {"mha": (4, 4), "gqa": (4, 2)}
@@ -160,9 +162,16 @@ def test_export_and_load_are_inverse(tmp_path: Path, layout: Layout, tied: bool)
         assert torch.equal(ours, theirs), name
 
 
+@pytest.fixture
+def tokenizer_at_hand() -> Iterator[None]:
+    with helpers.one_tokenizer():
+        yield
+
+
+@pytest.mark.usefixtures("tokenizer_at_hand")
 def test_the_trained_model_exports_to_an_ordinary_checkpoint(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    rows = -(-len(train_tokenizer()) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    rows = -(-len(helpers.tokenizer()) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     trained = ReferenceModel(rows, causal=False)
     with pytest.raises(ConfigError, match=r"has no state\.pt: train first"):
         export(tmp_path, tmp_path / "out")

@@ -2,6 +2,7 @@
 
 import random
 
+import helpers
 import pytest
 import torch
 
@@ -12,12 +13,12 @@ from mmserve.reference.data import collate, draw
 from mmserve.reference.decisions import DECISIONS, draw_answered, prompt_question
 from mmserve.reference.losses import mask_answers
 from mmserve.reference.scenes import Scene
-from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
+from mmserve.reference.tokenizer import MASK, token_id
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer()
+    return helpers.tokenizer()
 
 
 def test_the_canvas_has_the_questions_and_a_slot_of_one_token_after_each(tokenizer):

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 
@@ -27,7 +28,6 @@ from mmserve.reference.stream_accuracy import (
 )
 from mmserve.reference.stream_frames import SeenFrames
 from mmserve.reference.streams import ask, draw_rows
-from mmserve.reference.tokenizer import train_tokenizer
 from mmserve.reference.train import Run, Steps
 
 CAUSAL = model_folder(ModelConfig(path="bundled-causal").path)
@@ -54,12 +54,8 @@ def one_thread():
 
 @pytest.fixture(scope="module", autouse=True)
 def tokenizer():
-    """The tokenizer, trained once: every call would give the same one."""
-    made = train_tokenizer()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("train", "export"):
-            patch.setattr(f"mmserve.reference.{module}.train_tokenizer", lambda: made)
-        yield made
+    with helpers.one_tokenizer():
+        yield helpers.tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import random
 import re
 
+import helpers
 import pytest
 
 from mmserve.reference.clips import Actor, Clip
@@ -25,7 +26,7 @@ from mmserve.reference.streams import (
     training_clips,
 )
 from mmserve.reference.teaching import APPEARED, SAME, UNTAUGHT, name_of
-from mmserve.reference.tokenizer import EOT, IMAGE, VIDEO, token_id, train_tokenizer
+from mmserve.reference.tokenizer import EOT, IMAGE, VIDEO, token_id
 
 CLIPS = held_out_clips(60)
 NAME = re.compile(rf"({'|'.join(COLORS)}) ({'|'.join(KINDS)})")
@@ -33,7 +34,7 @@ NAME = re.compile(rf"({'|'.join(COLORS)}) ({'|'.join(KINDS)})")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer()
+    return helpers.tokenizer()
 
 
 def windows(count: int, whole: int = 20, carriers: int = 0) -> list[Window]:

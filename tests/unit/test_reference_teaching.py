@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,7 @@ from mmserve.reference.teaching import (
     change_labels,
     name_of,
 )
-from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
+from mmserve.reference.tokenizer import MASK, token_id
 
 #: Background, lines and dots stay below this in every channel, noise included; every shape passes it in one.
 BRIGHT = 150
@@ -32,7 +33,7 @@ BRIGHT = 150
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer()
+    return helpers.tokenizer()
 
 
 def batch_of(kind, tokenizer, rows=3):

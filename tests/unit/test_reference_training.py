@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 
@@ -18,16 +19,16 @@ from mmserve.reference.model import ReferenceModel
 from mmserve.reference.plot import plot
 from mmserve.reference.recipe import OBJECTIVES, Recipe
 from mmserve.reference.tasks import SUBJECTS, TASKS
-from mmserve.reference.tokenizer import train_tokenizer
 from mmserve.reference.train import Run, train
 
 #: Two steps of the tower alone, then three of everything; a row or two each.
 TINY = Recipe(tower_steps=2, looking_steps=1, packed_steps=5, steps=5, scale=0.05, warmup=2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def tokenizer():
-    return train_tokenizer()
+    with helpers.one_tokenizer():
+        yield helpers.tokenizer()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -30,7 +30,9 @@ def test_silu(threads: int, dtype: torch.dtype, width: int) -> None:
     wide = torch.randn(ROWS, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype)
     x = wide[:, :width]  # as a part of a joint product
     torch.set_num_threads(1)
-    whole = torch.nn.functional.silu(x)
+    whole = silu(x)
+    exact = torch.nn.functional.silu(x.double())
+    assert ((whole - exact).abs() <= 4 * torch.finfo(dtype).eps * exact.abs()).all(), "as PyTorch's, to the last bits"
     torch.set_num_threads(threads)
     for rows in range(2, ROWS + 1, 6):
         assert torch.equal(silu(x[:rows]), whole[:rows]), rows

@@ -218,7 +218,7 @@ class Decoder(nn.Module):
         where that takes more time, or the layers are of another kind. ``between`` is called in each layer."""
         if self._rows is None or not self._rows.takes(x_TD):
             return None
-        return self.norm(self._rows.run(x_TD, *self.rotary(positions), stored, between))  # type: ignore[no-any-return]
+        return self.norm(self._rows.run(x_TD, *self.rotary(positions), stored, between))
 
     def values_of_second_layer(
         self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapted: Adapted | None = None

@@ -327,12 +327,10 @@ def test_a_client_that_vanishes_leaves_nothing() -> None:
 
 
 def test_a_silent_session_ends_and_one_with_requests_does_not() -> None:
-    with video_server({"idle_seconds": 1.0}) as (address, _):
+    with video_server({"idle_seconds": 5.0}) as (address, _):  # longer than a busy machine keeps ``talking`` silent
         silent, talking = Raw.opened(address), Raw.opened(address)
-        number = 0
         while not silent.ended.wait(0.2):
-            talking.send(push_image=image(number))
-            number += 1
+            talking.send(get_statistics=pb.GetStatistics())
         with pytest.raises(DeadlineExceeded, match="idle_seconds"):
             raise silent.failure()
         talking.close()
@@ -402,7 +400,7 @@ async def _drained(config: Config, engine: Engine) -> tuple[Raw, Raw]:
         draining = asyncio.create_task(server.drain())
         for raw in (closing, staying):
             notice = await asyncio.to_thread(raw.wait, "go_away")
-            assert 0 < notice.time_left_seconds <= 1.5 and notice.reason
+            assert 0 < notice.time_left_seconds <= 8.0 and notice.reason
         closing.send(push_image=image(1))
         closing.send(ask=ask("after the notice"))
         await asyncio.to_thread(closing.answer, "after the notice")
@@ -443,7 +441,7 @@ def test_frames_that_come_too_fast_are_dropped_as_chosen_and_reported(monkeypatc
 
 
 def test_a_drain_is_announced_and_ends_what_is_left() -> None:
-    config, engine = video_engine(server={"drain_seconds": 1.5})
+    config, engine = video_engine(server={"drain_seconds": 8.0})
     closing, staying = asyncio.run(_drained(config, engine))
     assert closing.error is None
     with pytest.raises(Unavailable, match="shutting down"):

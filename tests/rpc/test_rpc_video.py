@@ -327,10 +327,12 @@ def test_a_client_that_vanishes_leaves_nothing() -> None:
 
 
 def test_a_silent_session_ends_and_one_with_requests_does_not() -> None:
-    with video_server({"idle_seconds": 5.0}) as (address, _):  # longer than a busy machine keeps ``talking`` silent
+    with video_server({"idle_seconds": 1.0}) as (address, _):
         silent, talking = Raw.opened(address), Raw.opened(address)
+        number = 0
         while not silent.ended.wait(0.2):
-            talking.send(get_statistics=pb.GetStatistics())
+            talking.send(push_image=image(number))
+            number += 1
         with pytest.raises(DeadlineExceeded, match="idle_seconds"):
             raise silent.failure()
         talking.close()

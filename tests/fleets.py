@@ -63,6 +63,7 @@ def fleet(config: Config, roles: str, **changes: Any) -> Iterator[Fleet]:
 
 def start_ray(cpus: int = 8) -> None:
     """A local Ray cluster for this process."""
+    ray_actors._PLACING = PATIENCE  # a busy machine finds the room late
     ray_actors.start(cluster_config({"workers": [{"roles": "epd", "cpus": float(cpus)}]}))
 
 

@@ -58,7 +58,7 @@ def serving(tls: tuple[Path, Path] | None = None) -> Iterator[Host]:
             yield host
         finally:
             listener.shutdown(socket.SHUT_RDWR)
-            thread.join(10)
+            thread.join(60)
 
 
 def _answer(host: Host, connection: socket.socket, context: ssl.SSLContext | None) -> None:

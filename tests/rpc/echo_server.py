@@ -176,7 +176,7 @@ def late(client: Client, engine: EchoEngine) -> None:
 
 def config(server: dict[str, Any] | None = None, **media: Any) -> Config:
     return Config(
-        server=ServerConfig(**{"port": 0, "drain_seconds": 5.0, **(server or {})}), media=MediaConfig(**media)
+        server=ServerConfig(**{"port": 0, "drain_seconds": 60.0, **(server or {})}), media=MediaConfig(**media)
     )
 
 

@@ -402,7 +402,7 @@ async def _drained(config: Config, engine: Engine) -> tuple[Raw, Raw]:
         draining = asyncio.create_task(server.drain())
         for raw in (closing, staying):
             notice = await asyncio.to_thread(raw.wait, "go_away")
-            assert 0 < notice.time_left_seconds <= 8.0 and notice.reason
+            assert 0 < notice.time_left_seconds <= 1.5 and notice.reason
         closing.send(push_image=image(1))
         closing.send(ask=ask("after the notice"))
         await asyncio.to_thread(closing.answer, "after the notice")
@@ -443,7 +443,7 @@ def test_frames_that_come_too_fast_are_dropped_as_chosen_and_reported(monkeypatc
 
 
 def test_a_drain_is_announced_and_ends_what_is_left() -> None:
-    config, engine = video_engine(server={"drain_seconds": 8.0})
+    config, engine = video_engine(server={"drain_seconds": 1.5})
     closing, staying = asyncio.run(_drained(config, engine))
     assert closing.error is None
     with pytest.raises(Unavailable, match="shutting down"):

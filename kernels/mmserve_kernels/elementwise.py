@@ -1,7 +1,7 @@
 """RMS norm and SiLU of rows on a CPU, as compiled loops: their bits depend on the row alone, or on the element.
 
-PyTorch's take several operations, or have other last bits at the end of a tensor. (fp32, one thread, 1 and 16 rows of
-288: the norm 5 and 7 us, PyTorch's 21 and 27.)
+PyTorch's have other last bits at the end of a tensor. These take about as long: they are for compiled layers
+(``layer_rows``), whose rows must have the bits of the layers that run otherwise.
 
 Shapes in names: R rows, D elements of a row.
 """

@@ -24,6 +24,7 @@ from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, Unava
 from mmserve.video.base import Frame, Scope, Seen, StreamLost, StreamStats
 from mmserve.video.standing import Judged, StandingQuestion
 
+NO_ADAPTER = "must name no adapter: sessions of video on a cluster take none"
 #: Has the coordinator take in a request that the worker with this name has, and calls the function with its order.
 Submit = Callable[[Request, Sink, str, Callable[[Order], Asked]], Asked]
 
@@ -63,6 +64,8 @@ class ClusterStream:
 
     def ask(self, request: Request, scope: Scope | None, sink: Sink) -> Asked:
         """As of ``Stream.ask``."""
+        if request.adapter:
+            raise InvalidArgument.of("adapter", NO_ADAPTER)
         return self._streams.submit(
             request, sink, self.worker, lambda order: self.question("stream.ask", self.name, order, scope)
         )
@@ -153,7 +156,7 @@ class ClusterStreams:
     def adapter_for(self, asked: str) -> str:
         """As of ``Streams.adapter_for``: none."""
         if asked:
-            raise InvalidArgument.of("model", "must name no adapter: sessions of video on a cluster take none")
+            raise InvalidArgument.of("model", NO_ADAPTER)
         return ""
 
     @property

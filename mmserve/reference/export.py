@@ -52,7 +52,7 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None
     layout = LLAVA_LLAMA if causal else HUGGING_FACE
     model = ReferenceModel(rows, causal=causal)
     reports = [json.loads(path.read_text()) if path.is_file() else None for path in (run / QUALITY, run / STREAMS)]
-    if rank := state["recipe"]["rank"]:
+    if rank := state["recipe"].get("rank", 0):
         add_low_rank(model, rank)
         model.load_state_dict(state["average"])
         write_adapter(model, out, dtype=dtype)

@@ -137,8 +137,8 @@ def test_a_file_that_no_room_is_left_for_is_refused(served: tuple[str, Host]) ->
 
 
 def test_a_silent_host_holds_up_its_own_session_alone(served: tuple[str, Host]) -> None:
-    """And a session that is left ends the fetch."""
-    address, host = served
+    """And a session that was left and is not resumed ends the fetch."""
+    _address, host = served
     begun, left = threading.Event(), threading.Event()
 
     def silent(stream: socket.socket) -> None:
@@ -147,7 +147,12 @@ def test_a_silent_host_holds_up_its_own_session_alone(served: tuple[str, Host]) 
         left.set()
 
     host.answers["/silent.png"], host.answers["/0.png"] = silent, whole(png(0))
-    with sdk(address) as client, client.video_session(budget=64) as other:
+    media = MediaConfig(url_hosts=(f"127.0.0.1:{host.port}",), url_seconds=10 * PATIENCE)
+    with (
+        video_server({"resume_seconds": 0.5}, media=media) as (address, _engine),
+        sdk(address) as client,
+        client.video_session(budget=64) as other,
+    ):
         with pytest.raises(KeyError), client.video_session(budget=64) as session:
             session.push(png(0), 0.0)
             session.push(host.url("/silent.png"), 1.0)

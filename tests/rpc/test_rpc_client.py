@@ -36,6 +36,7 @@ def test_public_names() -> None:
     events += ["Alternative", "Draft", "DraftAlternative", "DraftPosition"]
     events += ["Call", "StageTimes", "Tool", "ToolCall", "ToolCallDelta", "Usage"]
     inputs = ["Hole", "ImagePart", "Message", "Options", "TLS", "Template", "TextPart", "VideoPart", "VideoSampling"]
+    inputs += ["SeedCanvas"]
     recompute = ["Adaptive", "DkvDecode", "DkvGreedy"]
     commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Learned", "Ngram", "Threshold"]
     commit += ["DraftModel", "Guided", "Scheduler"]

@@ -25,7 +25,7 @@ from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.shortest_completion import Effort, find_completion
-from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary, spell
 from mmserve.constraint.search.witness import (
     Infeasible,
     Outcome,
@@ -63,7 +63,7 @@ END = 1
 @cache
 def vocabulary() -> tuple[Vocabulary, Lexicon, Tokenizer]:
     tokenizer = Tokenizer.from_file(str(Path(mmserve.__file__).parent / "assets" / "reference" / "tokenizer.json"))
-    made = Vocabulary.of(tokenizer, {END, 2})
+    made = Vocabulary.spelled(spell(tokenizer), {END, 2}, tokenizer)
     return made, Lexicon.of(made.token_bytes), tokenizer
 
 

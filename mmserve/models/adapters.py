@@ -133,6 +133,8 @@ class Adapters:
         for place in places:
             if (place / name).is_dir():
                 return place / name
+        if not self._folder:
+            raise NotFound(f"the checkpoint has no adapter {name!r}, and the server no [engine] adapter_folder")
         raise NotFound(f"[engine] adapter_folder has no folder {name!r}")
 
     def _taking(self) -> LoadedModel:

@@ -15,7 +15,7 @@ from e2e_helpers import Process, serving, wait_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers import picture
 
-from mmserve.client import Client, Event, Finished, Snapshot, Unimplemented
+from mmserve.client import Client, Event, Finished, NotFound, Snapshot
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -47,7 +47,7 @@ def test_the_command_serves_from_a_cluster_and_ends_in_order(server: Process) ->
         assert client.cache.warm("Warm.").prompt_tokens > 0
         assert client.cache.drop([entry.id]) == 1 and client.cache.list().entries == ()
         assert client.adapters() == []
-        with pytest.raises(Unimplemented, match=r"it has no \[engine\] adapter_folder"):
+        with pytest.raises(NotFound, match=r"no adapter 'red', and the server no \[engine\] adapter_folder"):
             client.load_adapter("red")
         with client.video_session() as session:
             session.push(picture(2))

@@ -78,7 +78,7 @@ def takes(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm (arXiv 1910.07467) of ``x [..., D]`` times ``weight [D]``, for what ``takes`` says yes to."""
+    """RMS norm (arXiv 1910.07467) of ``x [..., D]`` times ``weight [D]``, where ``takes`` accepts ``x``."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     made = torch.empty(rows.shape)
     norm_rows(rows.numpy(), weight.detach().numpy(), np.float32(eps), made.numpy())
@@ -86,7 +86,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """SiLU of ``x [..., D]``, for what ``takes`` says yes to."""
+    """SiLU of ``x [..., D]``, where ``takes`` accepts ``x``."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     made = torch.empty(rows.shape)
     _silu_rows(rows.numpy(), made.numpy())

@@ -150,13 +150,19 @@ words or as JSON, and does small sums. It exists to try and measure mmserve with
 
 
 def _adapter_card(state: Mapping[str, Any], streams: Sequence[Mapping[str, Any]] | None) -> str:
-    own = {**state, "before": None}
     return f"""# Adapter of the mmserve reference model
 
 LoRA of rank {state["recipe"]["rank"]} for all linear layers of the decoder, trained on the mix
 `{state["recipe"]["mix"]}` of generated data while the model's own weights stayed as they are. Made by
 `python -m mmserve.reference.train --trained adapter` and `python -m mmserve.reference.export`. License: Apache-2.0.
-{_streams(streams)}{_legs(own)}"""
+{_streams(streams)}{_legs(_of_adapter(state))}"""
+
+
+def _of_adapter(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The run in ``state`` and those before it that trained the same adapter; None where it trained none."""
+    if state is None or not state.get("recipe", {}).get("rank", 0):
+        return None
+    return {**state, "before": _of_adapter(state.get("before"))}
 
 
 def _accuracy(report: Mapping[str, Any] | None) -> str:

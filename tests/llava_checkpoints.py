@@ -170,6 +170,21 @@ def llava_onevision(folder: Path, text: str = "qwen2", **changes: Any) -> Llava:
     return Llava(folder, model, processor, settings)
 
 
+def sdar_vl(folder: Path, block_size: int = 4, **changes: Any) -> Llava:
+    """SDAR-VL, with the keys of JetAstra/SDAR-VL's ``sdar_v_8b/config.json``: LLaVA-OneVision around SDAR.
+
+    The oracle is LLaVA-OneVision with Qwen3, which is SDAR's text model but for its mask.
+    """
+    text = text_settings("qwen3")
+    made = llava_onevision(folder, "qwen3", text_config=text, **changes)
+    tok = made.processor.tokenizer
+    sdar = {"attention_bias": False, "block_size": block_size, "mask_token_id": tok.mask_token_id, "model_type": "sdar"}
+    window = {"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False}
+    settings = {**made.config, "model_type": "sdar_v", "text_config": {**text, **sdar, **window}}
+    write_json(folder / "config.json", settings)
+    return Llava(folder, made.oracle, made.processor, settings)
+
+
 def _tokenizer(folder: Path, kind: str) -> PreTrainedTokenizerFast:
     """With a start of text that it puts in front of a prompt itself, as LLaMA's does and Qwen's does not."""
     tok = copy.deepcopy(tokenizer())

@@ -13,11 +13,16 @@ from __future__ import annotations
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.family import Sources, listed_ids, load_family, make_spec, mask_id_of
+from mmserve.models.family import Sources, load_family, make_spec, mask_id_of
 
 #: Architecture to its mask token, and to the positions of a block where no configuration has them: those of SDAR's
 #: generate.py, and of ``generate`` in modeling_llada2_moe.py.
-KINDS = {"sdar": ("<|MASK|>", 4), "sdar_moe": ("<|MASK|>", 4), "llada2_moe": ("<|mask|>", 32)}
+KINDS = {
+    "sdar": ("<|MASK|>", 4),
+    "sdar_moe": ("<|MASK|>", 4),
+    "sdar_v": ("<|MASK|>", 4),
+    "llada2_moe": ("<|mask|>", 32),
+}
 
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
@@ -27,16 +32,15 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """
     tokenizer = load_tokenizer(checkpoint.folder)
     adapt_chat_template(tokenizer, checkpoint.folder, images=False, videos=False, vicuna=False)
-    return load_family(checkpoint, target, tokenizer, _spec)
+    return load_family(checkpoint, target, tokenizer, blocks)
 
 
-def _spec(sources: Sources) -> ModelSpec:
+def blocks(sources: Sources) -> ModelSpec:
+    """The spec of a model that decodes in blocks."""
     mask, block_length = KINDS[sources.checkpoint.architecture]
-    mask_id = mask_id_of(sources, mask)
     return make_spec(
         sources,
         attention=Attention.BLOCK_CAUSAL,
-        mask_id=mask_id,
-        banned={mask_id, *listed_ids(sources.checkpoint.generation.get("suppress_tokens"))},
+        mask_id=mask_id_of(sources, mask),
         block_length=sources.keys.integer("block_size", default=block_length),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from mmserve.models.keys import Keys
 
 #: Of ``generation_config.json``, where it has no value (``_get_default_generation_params`` in transformers).
 _STEPS, _BOUND, _T_MAX, _T_MIN, _STABLE, _CONFIDENT = 48, 0.1, 0.8, 0.4, 1, 0.005
+
+#: What transformers' forward passes take the cache as: another name from 5.24 on.
+_CACHE = "cache" if "cache" in signature(DiffusionGemmaForBlockDiffusion.forward).parameters else "past_key_values"
 
 #: Canvases of a pass: each has a row of logits for every position, and the result of the step before besides.
 _AT_ONCE = 8
@@ -127,20 +131,19 @@ class GemmaCanvas(nn.Module):
         past = DynamicCache(config=self.network.config.get_text_config(decoder=True)) if past is None else past
         start = past.get_seq_length()
         positions = torch.arange(start, start + len(ids_n), device=ids_n.device)[None]
-        seen: dict[str, Any] = {}
+        seen: dict[str, Any] = {_CACHE: past}
         if features is not None:
             seen["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=features)}
             seen["attention_mask"] = self.network.model.encoder.create_masks_for_generate(
                 config=self.network.config,
                 inputs_embeds=features.new_empty(1, len(ids_n), 0),
                 attention_mask=None,
-                past_key_values=past,
                 position_ids=positions,
                 mm_token_type_ids=(ids_n == self.network.config.image_token_id).long()[None],
+                **{_CACHE: past},
             )
-        return self.network.model.encoder(
-            input_ids=ids_n[None], past_key_values=past, position_ids=positions, **seen
-        ).past_key_values
+        self.network.model.encoder(input_ids=ids_n[None], position_ids=positions, **seen)  # adds to ``past``
+        return past
 
     def predict(self, canvases: list[OpenCanvas]) -> list[Tensor]:
         """Logits ``[L, V]`` (fp32) of each canvas; so many at once as memory is meant for."""
@@ -175,13 +178,13 @@ class GemmaCanvas(nn.Module):
         starts = torch.tensor([canvas.past.get_seq_length() for canvas in padded], device=padded[0].tokens_L.device)
         hidden_BLD = self.network.model.decoder(
             decoder_input_ids=torch.stack([canvas.tokens_L for canvas in padded]),
-            past_key_values=NoCache(canvases[0].past, len(padded)),
             self_conditioning_logits=None
             if known is None
             else torch.stack([torch.zeros_like(known) if before is None else before for before in given]),
             self_conditioning_mask=torch.tensor([before is not None for before in given], device=starts.device),
             decoder_position_ids=starts[:, None] + torch.arange(length, device=starts.device),
             pasts=[canvas.past for canvas in padded],
+            **{_CACHE: NoCache(canvases[0].past, len(padded))},
         ).last_hidden_state
         return [self._logits(hidden_LD) for hidden_LD in hidden_BLD[:count]]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mmserve.errors import ConfigError
-from mmserve.models.base import Attention, LoadedModel, ModelSpec
+from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.dream import MASK
-from mmserve.models.family import Sources, listed_ids, load_decoder, make_spec, mask_id_of
+from mmserve.models.family import load_decoder, make_spec, mask_id_of
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE
 from mmserve.models.qwen25_vision import Qwen25Vision
@@ -57,18 +57,11 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     if config.position_axes != 3:
         raise ConfigError(f"{keys.path} has no mrope_section, which assigns axes of position to frequencies")
     sources = chat_sources(checkpoint, target, keys, config, videos=False)
-    spec = _spec(sources)
+    spec = make_spec(sources, attention=Attention.FULL, mask_id=mask_id_of(sources, MASK), logit_shift=1)  # as Dream's
     decoder = load_decoder(checkpoint, config, target, HUGGING_FACE)
     vision = _vision(checkpoint, target, config.hidden_size)
     checkpoint.weights.check_all_read()
     return LoadedModel(spec, decoder, sources.tokenizer, vision.eval(), target.dtype, target.device)
-
-
-def _spec(sources: Sources) -> ModelSpec:
-    """As Dream's."""
-    mask_id = mask_id_of(sources, MASK)
-    banned = {mask_id, *listed_ids(sources.checkpoint.generation.get("suppress_tokens"))}
-    return make_spec(sources, attention=Attention.FULL, mask_id=mask_id, banned=banned, logit_shift=1)
 
 
 def _vision(checkpoint: Checkpoint, target: Target, hidden_size: int) -> DimpleVision:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.family import Sources, listed_ids, load_family, make_spec, mask_id_of
+from mmserve.models.family import Sources, load_family, make_spec, mask_id_of
 
 MASK = "<|mask|>"
 
@@ -26,6 +26,4 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
 def _spec(sources: Sources) -> ModelSpec:
     sources.keys.check({"use_mrope": (False, None), "block_size": (None,)})
-    mask_id = mask_id_of(sources, MASK)
-    banned = {mask_id, *listed_ids(sources.checkpoint.generation.get("suppress_tokens"))}
-    return make_spec(sources, attention=Attention.FULL, mask_id=mask_id, banned=banned, logit_shift=1)
+    return make_spec(sources, attention=Attention.FULL, mask_id=mask_id_of(sources, MASK), logit_shift=1)

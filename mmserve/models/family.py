@@ -87,17 +87,20 @@ def make_spec(
     sources: Sources,
     *,
     attention: Attention,
-    mask_id: int,
-    banned: set[int],
+    mask_id: int | None = None,
+    banned: set[int] | None = None,
     logit_shift: int = 0,
     block_length: int = 32,
 ) -> ModelSpec:
-    """The spec of a model that may generate everything but ``banned`` and the placeholders of its media.
+    """The spec of a model that may generate everything but its mask, ``banned`` and the placeholders of its media.
 
-    Any end of text that the configuration, the generation settings or the tokenizer name ends an answer. Raises
-    ``ConfigError`` for ids that are no tokens, and where no end of text is left.
+    Without a ``mask_id`` nothing is masked: any id may fill an open position. ``banned`` is by default what the
+    generation settings suppress. Any end of text that the configuration, the generation settings or the tokenizer name
+    ends an answer. Raises ``ConfigError`` for ids that are no tokens, and where no end of text is left.
     """
     checkpoint, config = sources.checkpoint, sources.config
+    banned = set(listed_ids(checkpoint.generation.get("suppress_tokens"))) if banned is None else banned
+    banned, mask_id = (banned, 0) if mask_id is None else (banned | {mask_id}, mask_id)
     ends = _end_ids(sources)
     for what, ids in (("mask_token_id", {mask_id}), ("eos_token_id", ends), ("suppress_tokens", banned)):
         wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < config.vocab_size]
@@ -124,6 +127,11 @@ def make_spec(
     )
 
 
+def next_token(sources: Sources) -> ModelSpec:
+    """The spec of a model that decodes token by token."""
+    return make_spec(sources, attention=Attention.CAUSAL, logit_shift=1)
+
+
 def takes_images(checkpoint: Checkpoint) -> bool:
     """Whether the layout has a place for a vision tower, and the configuration names one."""
     return checkpoint.architecture.startswith("llava_") and bool(checkpoint.config.get("mm_vision_tower"))
@@ -139,7 +147,7 @@ def mask_id_of(sources: Sources, token: str) -> Any:
 
     ``make_spec`` finds out what is no id. Raises ``ConfigError`` where there is none of them.
     """
-    named = listed_ids(sources.checkpoint.config.get("mask_token_id"))
+    named = listed_ids(sources.keys.values.get("mask_token_id"))
     found = [*named, token_id(sources.tokenizer, token), sources.tokenizer.mask_token_id]
     for mask_id in found:
         if mask_id is not None:

@@ -17,7 +17,7 @@ from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import adapt_chat_template, ensure_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder
-from mmserve.models.family import Sources, listed_ids, load_family, make_spec, mask_id_of, takes_images
+from mmserve.models.family import Sources, load_family, make_spec, mask_id_of, takes_images
 from mmserve.models.keys import Keys
 from mmserve.models.towers import load_vision
 from mmserve.models.vision import LlavaVision
@@ -55,8 +55,7 @@ def _adapt_template(tokenizer: PreTrainedTokenizerFast, checkpoint: Checkpoint, 
 def _spec(sources: Sources) -> ModelSpec:
     shifted = sources.checkpoint.architecture == DREAM
     mask_id = mask_id_of(sources, dream.MASK if shifted else llada.MASK)
-    banned = {mask_id, *listed_ids(sources.checkpoint.generation.get("suppress_tokens"))}
-    return make_spec(sources, attention=Attention.PREFIX, mask_id=mask_id, banned=banned, logit_shift=int(shifted))
+    return make_spec(sources, attention=Attention.PREFIX, mask_id=mask_id, logit_shift=int(shifted))
 
 
 def _vision(checkpoint: Checkpoint, target: Target, keys: Keys) -> Callable[[Decoder], LlavaVision]:

@@ -35,10 +35,8 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
 
 def _spec(sources: Sources) -> ModelSpec:
-    checkpoint, tokenizer = sources.checkpoint, sources.tokenizer
-    mask_id = mask_id_of(sources, MASK)
-    banned = {mask_id, *banned_ids(checkpoint, tokenizer)}
-    return make_spec(sources, attention=Attention.FULL, mask_id=mask_id, banned=banned)
+    banned = banned_ids(sources.checkpoint, sources.tokenizer)
+    return make_spec(sources, attention=Attention.FULL, mask_id=mask_id_of(sources, MASK), banned=banned)
 
 
 def banned_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> set[int]:

@@ -14,7 +14,7 @@ from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.dimensions import from_hugging_face
-from mmserve.models.family import Sources, listed_ids, load_family, make_spec, mask_id_of
+from mmserve.models.family import Sources, load_family, make_spec, mask_id_of
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE
 from mmserve.models.moe import MoEConfig
@@ -43,9 +43,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
 
 def _spec(sources: Sources) -> ModelSpec:
-    mask_id = mask_id_of(sources, MASK)
-    banned = {mask_id, *listed_ids(sources.checkpoint.generation.get("suppress_tokens"))}
-    return make_spec(sources, attention=Attention.FULL, mask_id=mask_id, banned=banned)
+    return make_spec(sources, attention=Attention.FULL, mask_id=mask_id_of(sources, MASK))
 
 
 def dimensions(keys: Keys) -> DecoderConfig:

@@ -7,10 +7,10 @@ writes them; ``llava_llama`` is the layout of ``liuhaotian/llava-v1.5-7b``, LLaM
 
 from __future__ import annotations
 
-from mmserve.models.base import Attention, LoadedModel, ModelSpec
+from mmserve.models.base import LoadedModel
 from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.family import Sources, listed_ids, load_family, make_spec, takes_images, takes_videos
+from mmserve.models.family import load_family, next_token, takes_images, takes_videos
 
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
@@ -23,10 +23,4 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
         videos=takes_videos(checkpoint),
         vicuna=checkpoint.architecture == "llava_llama",
     )
-    return load_family(checkpoint, target, tokenizer, _spec)
-
-
-def _spec(sources: Sources) -> ModelSpec:
-    """Nothing is masked: any id may fill an open position. Banned is only what the checkpoint suppresses."""
-    banned = set(listed_ids(sources.checkpoint.generation.get("suppress_tokens")))
-    return make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned, logit_shift=1)
+    return load_family(checkpoint, target, tokenizer, next_token)

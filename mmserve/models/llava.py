@@ -7,16 +7,19 @@ or SigLIP tower, a two-layer projector, and the decoder of LLaMA, Mistral, Qwen2
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from transformers import LlavaConfig, LlavaNextConfig, LlavaNextVideoConfig, LlavaOnevisionConfig
 
-from mmserve.models.base import LoadedModel
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.base import LoadedModel, ModelSpec
+from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.family import Sources, next_token
 from mmserve.models.llava_vision import CLIPS, load_llava_vision
 from mmserve.models.mistral3 import load as load_pixtral
-from mmserve.models.nested import layout_below, load_nested, read_config, use_processor_template
+from mmserve.models.nested import image_token, layout_below, load_nested, read_config, use_processor_template
 
 _CONFIGS = {
     "llava": LlavaConfig,
@@ -34,17 +37,19 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     config = read_config(_CONFIGS[checkpoint.architecture], checkpoint)
     if config.vision_config.model_type == "pixtral":
         return load_pixtral(checkpoint, target)
+    return load_as(checkpoint, target, config, next_token)
+
+
+def load_as(checkpoint: Checkpoint, target: Target, config: Any, spec: Callable[[Sources], ModelSpec]) -> LoadedModel:
+    """Load ``config`` (of transformers), the model being what ``spec`` says. Raises as ``load``."""
     tokenizer = load_tokenizer(checkpoint.folder)
     use_processor_template(tokenizer, checkpoint.folder)
+    image, videos = image_token(tokenizer, config, checkpoint), config.model_type in CLIPS
+    video = image_token(tokenizer, config, checkpoint, "video_token_id") if videos else VIDEO
     adapt_chat_template(
-        tokenizer,
-        checkpoint.folder,
-        images=True,
-        videos=checkpoint.architecture in CLIPS,
-        vicuna=False,
-        image=str(tokenizer.convert_ids_to_tokens(config.image_token_id)),
+        tokenizer, checkpoint.folder, images=True, videos=videos, vicuna=False, image=image, video=video
     )
     layout = _WITHIN if _WITHIN.tensor("embed.weight") in checkpoint.weights else _PUBLISHED
     prefix = "model." if layout is _WITHIN else ""
     see = partial(load_llava_vision, checkpoint, target, config, prefix)
-    return load_nested(checkpoint, target, config, tokenizer, layout, see)
+    return load_nested(checkpoint, target, config, tokenizer, layout, see, spec, video)

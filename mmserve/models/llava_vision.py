@@ -87,12 +87,12 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
     }
     weights.fill(projector, names, target.dtype, target.device)
     anyres = None
-    if checkpoint.architecture == "llava":
+    if config.model_type == "llava":
         processor = frames = read_processor(_processor_kind(folder), folder)
     else:
         if kind.has_cls and not cut:
             raise ConfigError(f"{keys.path}: tiles need vision_feature_select_strategy = 'default', not 'full'")
-        processor, frames = _tile_processors(checkpoint.architecture, folder)
+        processor, frames = _tile_processors(config.model_type, folder)
         anyres = _anyres(config, processor, side, keys)
         newline = weights.tensor(f"{prefix}image_newline", torch.Size([width]), target.dtype, target.device)
         projector = NewlineProjector(projector, newline)
@@ -102,10 +102,10 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
         processor,
         select_layer=select + absent,
         has_cls=cut,
-        video=_video(keys, config) if checkpoint.architecture in CLIPS else None,
+        video=_video(keys, config) if config.model_type in CLIPS else None,
         anyres=anyres,
         frames=frames,
-        several=OneOfSeveral(processor) if checkpoint.architecture == "llava_onevision" else None,
+        several=OneOfSeveral(processor) if config.model_type == "llava_onevision" else None,
         later=later,
     )
     if anyres is None and kind.has_cls and not cut:

@@ -123,8 +123,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
                 f"{keys.path}: {len(codes)} codes after {first} tokens of text need {codes.stop} embeddings; "
                 f"there are {sources.config.vocab_size}"
             )
-        mask_id = mask_id_of(sources, MASK)
-        return make_spec(sources, attention=Attention.FULL, mask_id=mask_id, banned={mask_id, *codes})
+        return make_spec(sources, attention=Attention.FULL, mask_id=mask_id_of(sources, MASK), banned=set(codes))
 
     def vision(decoder: Decoder) -> MmadaVision:
         encoder = load_magvit(_codes_weights(checkpoint, target), target.device)

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
-from mmserve.models.base import Attention, LoadedModel
+from mmserve.models.base import LoadedModel, ModelSpec
 from mmserve.models.chat import VIDEO
 from mmserve.models.checkpoint import Checkpoint, Target, read_json
 from mmserve.models.dimensions import decoder_config
-from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec, placeholder
+from mmserve.models.family import Sources, check_vocabulary, load_decoder, next_token, placeholder
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE, Layout
 from mmserve.models.picture import VisionEncoder
@@ -31,10 +31,11 @@ from mmserve.models.tensor_parts import Part
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError)
 
 
-def read_config(kind: type[Any], checkpoint: Checkpoint) -> Any:
-    """``config.json`` as transformers' configuration class ``kind`` reads it; ``ConfigError`` where it cannot."""
+def read_config(kind: type[Any], checkpoint: Checkpoint, **changes: Any) -> Any:
+    """``config.json``, with ``changes`` of its keys, as transformers' configuration class ``kind`` reads it;
+    ``ConfigError`` where it cannot."""
     try:
-        return kind.from_dict(checkpoint.config)
+        return kind.from_dict({**checkpoint.config, **changes})
     except UNREADABLE as error:
         raise ConfigError(f"{checkpoint.folder / 'config.json'}: {error}") from error
 
@@ -62,12 +63,15 @@ def use_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> 
         tokenizer.chat_template = read_json(path).get("chat_template", tokenizer.chat_template)
 
 
-def image_token(tokenizer: PreTrainedTokenizerFast, config: Any, checkpoint: Checkpoint) -> str:
-    """The token of ``image_token_id``, the placeholder of an image in a chat; ``ConfigError`` where there is none."""
-    token = tokenizer.convert_ids_to_tokens(config.image_token_id)
+def image_token(
+    tokenizer: PreTrainedTokenizerFast, config: Any, checkpoint: Checkpoint, name: str = "image_token_id"
+) -> str:
+    """The token of ``image_token_id``, the placeholder of an image in a chat, or of another id by ``name``;
+    ``ConfigError`` where there is none."""
+    token = tokenizer.convert_ids_to_tokens(getattr(config, name))
     if not isinstance(token, str):
         path = checkpoint.folder / "config.json"
-        raise ConfigError(f"{path}: image_token_id {config.image_token_id!r} is no token of the tokenizer")
+        raise ConfigError(f"{path}: {name} {getattr(config, name)!r} is no token of the tokenizer")
     return token
 
 
@@ -84,11 +88,13 @@ def load_nested(
     tokenizer: PreTrainedTokenizerFast,
     layout: Layout,
     see: Callable[[int], VisionEncoder],
+    spec: Callable[[Sources], ModelSpec] = next_token,
+    video: str = VIDEO,
 ) -> LoadedModel:
-    """A next-token model of ``config`` (of transformers) and the decoder's ``layout``.
+    """A model of ``config`` (of transformers) and the decoder's ``layout``.
 
-    ``see`` loads what makes visual tokens of a width. Raises ``ConfigError`` naming the key, tensor or file that is
-    wrong.
+    ``see`` loads what makes visual tokens of a width; ``spec`` describes the model; ``video`` is the placeholder of a
+    video in a chat. Raises ``ConfigError`` naming the key, tensor or file that is wrong.
     """
     values = config.text_config.to_dict()
     values["tie_word_embeddings"] = bool(config.tie_word_embeddings)
@@ -105,14 +111,12 @@ def load_nested(
         tokenizer=tokenizer,
         name=target.name,
         image_id=config.image_token_id,
-        video_id=placeholder(tokenizer, VIDEO) if vision.frames_per_video else None,
+        video_id=placeholder(tokenizer, video) if vision.frames_per_video else None,
     )
-    banned = set(listed_ids(checkpoint.generation.get("suppress_tokens")))
-    spec = make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned, logit_shift=1)
-    spec = replace(spec, special_tokens=True)
+    made = replace(spec(sources), special_tokens=True)
     decoder = load_decoder(checkpoint, dimensions, target, layout)
     checkpoint.weights.check_all_read()
-    return LoadedModel(spec, decoder, tokenizer, vision, target.dtype, target.device)
+    return LoadedModel(made, decoder, tokenizer, vision, target.dtype, target.device)
 
 
 def load_part(make: Callable[[], nn.Module], prefix: str, checkpoint: Checkpoint, target: Target) -> nn.Module:

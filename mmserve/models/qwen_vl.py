@@ -21,12 +21,12 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from mmserve.errors import ConfigError
-from mmserve.models.base import Attention, LoadedModel, ModelSpec
+from mmserve.models.base import LoadedModel
 from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
 from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.dimensions import decoder_config
-from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec
+from mmserve.models.family import Sources, check_vocabulary, load_decoder, next_token
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE, Layout
 from mmserve.models.nested import layout_below, use_processor_template
@@ -91,7 +91,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
         path, video = video_settings(checkpoint.folder)
         vision.own_frames = own_frames(kind.frames, video, path)
     checkpoint.weights.check_all_read()
-    return LoadedModel(_spec(sources), decoder, sources.tokenizer, vision.eval(), target.dtype, target.device)
+    return LoadedModel(next_token(sources), decoder, sources.tokenizer, vision.eval(), target.dtype, target.device)
 
 
 def chat_sources(checkpoint: Checkpoint, target: Target, keys: Keys, config: DecoderConfig, *, videos: bool) -> Sources:
@@ -128,11 +128,6 @@ def framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> 
     if missing:
         raise ConfigError(f"{keys.path}: the tokenizer has no token {missing[0]}, which encloses or replaces an image")
     return "".join(tokens)
-
-
-def _spec(sources: Sources) -> ModelSpec:
-    banned = set(listed_ids(sources.checkpoint.generation.get("suppress_tokens")))
-    return make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned, logit_shift=1)
 
 
 def _flat(checkpoint: Checkpoint) -> Checkpoint:

@@ -50,6 +50,7 @@ LOADERS = {
     "qwen3_vl": "mmserve.models.qwen_vl",
     "qwen3_vl_moe": "mmserve.models.qwen_vl",
     "sdar": "mmserve.models.block_diffusion",
+    "sdar_v": "mmserve.models.sdar_vl",
     "smolvlm": "mmserve.models.smolvlm",
     **TEXT,
 }

@@ -55,6 +55,7 @@ CLASSES = {
     "qwen3_moe": ("Qwen3MoeForCausalLM",),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration",),
     "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration",),
+    "sdar_v": ("LlavaOnevisionForConditionalGeneration",),
     "smolvlm": ("SmolVLMForConditionalGeneration",),
 }
 

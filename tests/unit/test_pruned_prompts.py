@@ -82,6 +82,10 @@ def masked_logits(model: LoadedModel, oracle: Any, full: Encoded, left: Encoded,
     seen = torch.ones(len(ids), len(ids), dtype=torch.bool)
     if model.spec.attention is Attention.CAUSAL:
         seen = seen.tril()
+    if model.spec.attention is Attention.BLOCK_CAUSAL:  # blocks are counted among what is left
+        kept = torch.cat([torch.from_numpy(left.places[:-1]), torch.arange(len(full.ids), len(ids))])
+        block = torch.arange(len(kept)) // model.spec.default_block_length
+        seen[kept[:, None], kept] = block[:, None] >= block
     seen[:, np.setdiff1d(np.arange(len(full.ids)), left.places)] = False
     seen |= torch.eye(len(ids), dtype=torch.bool)  # a row that sees nothing is no row; nobody sees it
     mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
@@ -105,6 +109,7 @@ LAYOUTS: dict[str, Callable[[Path], tuple[LoadedModel, Any]]] = {
     "llava": lambda folder: _nested(tiled.llava(folder)),
     "llava-next": lambda folder: _nested(tiled.llava_next(folder)),
     "llava-onevision": lambda folder: _nested(tiled.llava_onevision(folder)),
+    "sdar-vl": lambda folder: _nested(tiled.sdar_vl(folder)),
     "smolvlm": lambda folder: _nested(shuffled.smolvlm(folder)),
     "internvl": lambda folder: _nested(shuffled.internvl(folder)),
 }
@@ -125,7 +130,7 @@ def _nested(made: shuffled.Checkpoint) -> tuple[LoadedModel, Any]:
 
 
 #: Towers without a class token.
-CLASSLESS = {"llada-v with siglip", "llava-onevision", "smolvlm"}
+CLASSLESS = {"llada-v with siglip", "llava-onevision", "sdar-vl", "smolvlm"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -138,7 +143,7 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
     request, encode = show(*parts), encoder(model)
     check_foreseen(model)
     names = pruners_for(model.vision.evidence | shown_by(model))[1:]
-    judged_late = {Attention.CAUSAL: 1, Attention.FULL: 2, Attention.PREFIX: 0}[model.spec.attention]
+    judged_late = {Attention.CAUSAL: 1, Attention.FULL: 2}.get(model.spec.attention, 0)
     assert len(names) == (8 if layout not in CLASSLESS else 4) + judged_late
     for name in names:
         full, left = looked(encode, request, pruned(request, name))

@@ -16,6 +16,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
+from mmserve.arrivals import Arrivals
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.constraint import CheckedConstraint
 from mmserve.core.encoded import Encoded
@@ -99,6 +100,9 @@ class Engine:
         self._outcomes = StageOutcomes(
             self._live, self._queue, self._pool, self._prefixes, self._migration, self.stages, config
         )
+        self._arrivals = Arrivals(
+            self.stages, self._queue, self._migration, self._outcomes, self._inbox.put, self.cancel
+        )
         self._workers = Workers(config)
         self.passes: deque[Pass] = deque(maxlen=256)  # the latest, until they are taken
         self._served: Mapping[str, Served] = {}  # by each stage's queue
@@ -157,30 +161,25 @@ class Engine:
             sink(Admitted(ahead))
 
     def adopt(self, handover: Handover, sink: Sink) -> None:
-        """Go on with a request that another engine, or a queue in front of several, has taken in: no queue refuses it.
+        """As of ``Arrivals.adopt``."""
+        self._arrivals.adopt(handover, sink)
 
-        ``sink`` as of ``submit``, without ``Admitted``. Raises what ``submit`` does of one that cannot be served here.
-        """
-        request = self.stages.resolved(handover.request)
-        if handover.payload is None:
-            self.stages.check(request)
-            self._queue.check(request)
-        handover = replace(handover, request=request)
-        state = self._migration.state_of(handover, sink)
-        with self._queue.lock:
-            self._queue.adopt(request, state.due)
-            self._inbox.put(lambda: self._outcomes.adopted(state, handover))
+    def expect(self, handover: Handover, number: int, sink: Sink) -> None:
+        """As of ``Arrivals.expect``."""
+        self._arrivals.expect(handover, number, sink)
 
-    def serve_roles(self, roles: Iterable[str], save_every: int = 0) -> None:
+    def serve_roles(self, roles: Iterable[str], save_every: int = 0, ahead_bytes: int = 0) -> None:
         """Do these of ``encode``, ``prefill`` and ``decode`` from now on, by default all: a request whose next stage
         is another leaves with ``Left``, and ``Saved`` comes every so many decode steps (0 = never). With none of them
-        everything leaves."""
+        everything leaves. ``ahead_bytes``: where decode is elsewhere, K/V go ahead of their request in chunks of so
+        many bytes, as ``Ahead``; 0 = with it."""
         chosen = frozenset(roles)
         if not chosen <= set(ROLES):
             raise ConfigError(f"the roles of an engine are some of {', '.join(ROLES)}, not {sorted(chosen)}")
 
         def change() -> None:
             self._migration.roles, self._migration.save_every = chosen, save_every
+            self._migration.ahead_bytes = ahead_bytes
             self._migration.leave_waiting()
 
         self._inbox.put(change)
@@ -188,6 +187,7 @@ class Engine:
     def cancel(self, request: RequestId, error: MMServeError | None = None) -> None:
         """End a request early, all of its samples, with ``error`` (``Cancelled`` by default); nothing happens if it
         ended already."""
+        self._arrivals.forget(request)
         self._inbox.put(lambda: self._live.cancel(request, error or Cancelled("the request was cancelled")))
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
@@ -368,6 +368,7 @@ class Engine:
                 count = state.pages_wanted(self.config.page_size)
                 state.pages = PageTable.take(self._pool, count, state.keys)
                 state.usage = replace(state.usage, cached_tokens=state.pages.shared * self.config.page_size)
+        self._migration.lead(states)
         batch, copy_evicted = [(r.request, r.pages) for r in states], self._prefixes.evicted()
 
         def run() -> list[Any]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mmserve.config import EngineConfig
-from mmserve.core.handover import NEXT_ROLE, ROLES, Handover, Left, Saved
+from mmserve.core.events import Failed
+from mmserve.core.handover import NEXT_ROLE, ROLES, Ahead, Handover, Left, Saved
 from mmserve.core.isolation import run_isolated
-from mmserve.core.payloads import CanvasPayload
+from mmserve.core.payloads import CanvasPayload, KVChunk
 from mmserve.core.request import Stage
-from mmserve.errors import MMServeError, Unimplemented
+from mmserve.errors import MMServeError, Unavailable, Unimplemented
+from mmserve.kv.ahead import Incoming
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
 from mmserve.live import LiveRequests, typed
@@ -25,11 +29,13 @@ class Migration:
 
     ``roles``: the stages that this engine does. A request whose next stage is none of them leaves; a stage that is
     begun ends here. ``save_every``: decode steps between two copies of a request's state (``Saved``); 0 = none.
+    ``ahead_bytes``: K/V of a prompt whose decode is elsewhere go ahead of it in chunks of so many bytes (``Ahead``);
+    0 = they go with it.
     """
 
     def __init__(self, live: LiveRequests, stages: Stages, pool: PagePool, config: EngineConfig) -> None:
         self.roles = frozenset(ROLES)
-        self.save_every = 0
+        self.save_every = self.ahead_bytes = 0
         self._live, self._stages, self._pool, self._config = live, stages, pool, config
 
     # --- in ---
@@ -37,9 +43,7 @@ class Migration:
     def state_of(self, handover: Handover, sink: Sink) -> RequestState:
         """The first state here of a request that comes in; from any thread."""
         state = open_group(handover.request, sink, time.monotonic() - handover.age)
-        state.usage, state.keys, state.looks = handover.usage, handover.keys, handover.looks
-        state.run.update(handover.run)
-        state.reached.update({name: state.group.arrived + after for name, after in handover.reached.items()})
+        state.know(handover)
         return state
 
     def arrive(self, state: RequestState, handover: Handover) -> None:
@@ -57,22 +61,42 @@ class Migration:
         if (refusal := state.too_large(self._config)) is not None:
             self._live.fail(state, refusal)
 
+    def expect(self, state: RequestState, incoming: Incoming) -> None:
+        """A request will come whose K/V are coming already."""
+        self._live.by_id[state.request.id] = state
+        self._stages.decoding.expect_ahead(state.request.id, incoming)
+        self._live.advance(state, Stage.EXPECTED)
+
+    def complete(self, handover: Handover, sink: Sink) -> None:
+        """The rest of a request that was expected is here."""
+        state = self._live.by_id.get(handover.request.id)
+        if state is None or state.stage is not Stage.EXPECTED:  # it was ended as this was on its way
+            sink(Failed(Unavailable("the request's keys and values are not there any more: send it again")))
+            return
+        state.know(handover)
+        self._stages.to_decode.send(state.request.id, handover.payload)
+        self._live.advance(state, Stage.ARRIVED)
+
     def open_arrived(self, states: Sequence[RequestState], now: float) -> bool:
         """Give pages to those that wait for them, in order; whether some still wait: nobody else may take pages then.
 
-        ``now``: virtual time of decode.
+        Those that are only expected take what the others leave. ``now``: virtual time of decode.
         """
-        arrived = [state for state in states if state.stage is Stage.ARRIVED]
         room = self._config.max_running - sum(bool(state.pages.ids) for state in states)
-        for state in arrived:
-            count = state.pages_wanted(self._config.page_size)
-            if room < 1 or count > self._pool.free:
-                return True
-            room -= 1
-            state.pages = PageTable.take(self._pool, count, ())
-            self._stages.decoding.expect(state.request.id, state.pages)
-            state.turn = now
-            self._live.advance(state, Stage.PREFILLED)
+        for stage in (Stage.ARRIVED, Stage.EXPECTED):
+            for state in states:
+                if state.stage is not stage:
+                    continue
+                if not state.pages.ids:
+                    count = state.pages_wanted(self._config.page_size)
+                    if room < 1 or count > self._pool.free:
+                        return stage is Stage.ARRIVED
+                    room -= 1
+                    state.pages = PageTable.take(self._pool, count, ())
+                    self._stages.decoding.expect(state.request.id, state.pages)
+                if stage is Stage.ARRIVED:
+                    state.turn = now
+                    self._live.advance(state, Stage.PREFILLED)
         return False
 
     # --- out ---
@@ -110,6 +134,15 @@ class Migration:
         self._live.advance(state, Stage.LEFT)
         self._live.release(state)
         state.group.sink(Left(handover, state.sample))
+
+    def lead(self, states: Sequence[RequestState]) -> None:
+        """The prefill of these begins, or goes on: K/V of those that then leave go ahead of them."""
+        if "decode" in self.roles or not self.ahead_bytes:
+            return
+        for state in states:
+            if state.prefilled is None and not state.looks:
+                handover = replace(self._handover(state, None), stage=Stage.PREFILLED)
+                self._stages.prefilling.leads[state.request.id] = partial(_send, state, handover), self.ahead_bytes
 
     def prefilling(self, states: list[RequestState], run: Callable[[], list[Any]]) -> list[Any]:
         """``run`` a prefill batch on its worker's thread; what then leaves is packed there, too."""
@@ -174,3 +207,8 @@ class Migration:
             dict(state.run),
             {name: at - arrived for name, at in state.reached.items()},
         )
+
+
+def _send(state: RequestState, handover: Handover, number: int, chunk: KVChunk) -> None:
+    """Let K/V go ahead of ``state``; on a thread of prefill's."""
+    state.group.sink(Ahead(replace(handover, payload=chunk), number, state.sample))

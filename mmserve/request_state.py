@@ -11,7 +11,7 @@ from mmserve.constraint.limits import WAITING
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Event, Finished, StageTimes, Usage
-from mmserve.core.handover import Left, Saved
+from mmserve.core.handover import Ahead, Handover, Left, Saved
 from mmserve.core.payloads import CanvasPayload, EncodedPayload, PrefilledPayload
 from mmserve.core.plan import Entry
 from mmserve.core.progress import Milestone, Progress, Reached, StageEntered, StepTaken
@@ -28,7 +28,7 @@ from mmserve.stages.prompt import EncodedPrompt
 #: Gets what is for the client and, of a request with a ``trace``, how it gets on.
 ClientSink = Callable[[Event | Progress], None]
 #: The same where stages are apart: it gets the request's state, too.
-Sink = Callable[[Event | Progress | Left | Saved], None]
+Sink = Callable[[Event | Progress | Left | Saved | Ahead], None]
 Payload = EncodedPayload | PrefilledPayload | CanvasPayload
 #: Requests whose media are read at once; how many files are decoded at once is up to ``[media] decode_workers``.
 LOADS = 8
@@ -162,6 +162,12 @@ class RequestState:
             awaits=self.awaits(page_size, prefill_tokens),
             first_rows=self.request.sequences * self.usage.prompt_tokens if causal else None,
         )
+
+    def know(self, handover: Handover) -> None:
+        """Take over what is known of it where it comes from."""
+        self.usage, self.keys, self.looks = handover.usage, handover.keys, handover.looks
+        self.run.update(handover.run)
+        self.reached.update({name: self.group.arrived + after for name, after in handover.reached.items()})
 
     def split(self) -> list[RequestState]:
         """A state for each sample, at the stage of this one, which is not needed any more."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mmserve.core.events import Usage
-from mmserve.core.payloads import CanvasPayload, EncodedPayload, PrefilledPayload, VisualPayload
+from mmserve.core.payloads import CanvasPayload, EncodedPayload, KVChunk, PrefilledPayload, VisualPayload
 from mmserve.core.progress import Milestone
 from mmserve.core.request import Request, Stage
 
@@ -26,13 +26,13 @@ class Handover:
     """A request, or one sample of it, between two stages or two decode steps.
 
     ``payload``: its state at ``stage``; None = nothing was done yet; visual tokens, where some of its media were shared
-    out. Times are seconds: ``age`` since it arrived, ``reached`` from its arrival to each milestone, ``run`` in each
-    stage.
+    out; K/V that go ahead of a prefilled request. Times are seconds: ``age`` since it arrived, ``reached`` from its
+    arrival to each milestone, ``run`` in each stage.
     """
 
     request: Request
     stage: Stage
-    payload: EncodedPayload | PrefilledPayload | CanvasPayload | VisualPayload | None
+    payload: EncodedPayload | PrefilledPayload | CanvasPayload | VisualPayload | KVChunk | None
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared
     looks: bool = False  # the decoder looks at its prompt before it takes pages
@@ -55,4 +55,14 @@ class Saved:
     """The request, or sample, goes on here, and could go on elsewhere from ``handover``, were this engine lost."""
 
     handover: Handover
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Some of the K/V of a request, or sample, whose prefill goes on here, and which then leaves: ``handover`` as it
+    will leave, but with a ``KVChunk``; ``number`` counts those from 0."""
+
+    handover: Handover
+    number: int
     sample: int = 0

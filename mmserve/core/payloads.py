@@ -38,9 +38,23 @@ class VisualPayload:
 
 @dataclass(frozen=True)
 class KVState:
-    """K/V of the first ``positions`` of a sequence, whole pages of them: ``tensors`` by the names of their store."""
+    """K/V of the first ``positions`` of a sequence, whole pages of them: ``tensors`` by the names of their store.
+
+    ``ahead``: so many ``KVChunk`` went before it and hold all of them; it has no tensors then.
+    """
 
     positions: int
+    page_size: int
+    tensors: Mapping[str, Tensor]
+    ahead: int = 0
+
+
+@dataclass(frozen=True)
+class KVChunk:
+    """Prefill → decode, ahead of the rest: K/V of some layers of the pages from ``first`` on, counted within their
+    request; ``tensors`` as of ``KVState``."""
+
+    first: int
     page_size: int
     tensors: Mapping[str, Tensor]
 

@@ -262,6 +262,7 @@ class Stage(Enum):
     LOADED = auto()  # waits for encode
     ENCODING = auto()
     ENCODED = auto()  # waits for prefill
+    EXPECTED = auto()  # in prefill on another engine; its K/V come ahead of it
     ARRIVED = auto()  # prefilled, or in the middle of its answer, on another engine; waits for pages
     PREFILLING = auto()
     PREFILLED = auto()  # waits for decode
@@ -279,8 +280,11 @@ TERMINAL = frozenset({Stage.FINISHED, Stage.FAILED, Stage.LEFT})
 #: The life of a request. A running stage ends in the next waiting one, or in failure; prefill may take several turns.
 TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
     Stage.QUEUED: frozenset(
-        {Stage.CONSTRAINING, Stage.LOADING, Stage.ENCODING, Stage.ENCODED, Stage.ARRIVED, Stage.LEFT, Stage.FAILED}
-    ),  # ENCODED, ARRIVED: on another engine
+        {
+            *(Stage.CONSTRAINING, Stage.LOADING, Stage.ENCODING, Stage.LEFT, Stage.FAILED),
+            *(Stage.ENCODED, Stage.EXPECTED, Stage.ARRIVED),  # on another engine
+        }
+    ),
     Stage.CONSTRAINING: frozenset({Stage.CONSTRAINED, Stage.FAILED}),
     Stage.CONSTRAINED: frozenset({Stage.LOADING, Stage.ENCODING, Stage.FAILED}),
     Stage.LOADING: frozenset({Stage.LOADED, Stage.FAILED}),
@@ -290,6 +294,7 @@ TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
         {Stage.PREFILLING, Stage.LOADED, Stage.LEFT, Stage.FAILED}
     ),  # LOADED: its clip was not as foreseen
     Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.ENCODED, Stage.FAILED}),  # ENCODED: a chunk of it is done
+    Stage.EXPECTED: frozenset({Stage.ARRIVED, Stage.FAILED}),
     Stage.ARRIVED: frozenset({Stage.PREFILLED, Stage.FAILED}),
     Stage.PREFILLED: frozenset({Stage.STEPPING, Stage.LEFT, Stage.FAILED}),
     Stage.STEPPING: frozenset({Stage.READY, Stage.FINISHED, Stage.FAILED}),

@@ -178,13 +178,15 @@ def forward(
     graphs: Graphs | None = None,
     between: Callable[[], None] | None = None,
     stacks: Stacks | None = None,
+    written: Callable[[int], None] | None = None,
 ) -> list[Logits]:
     """Logits of each request's wanted rows, made when they are read; K/V of all rows run is written to the store.
 
     Batches are padded to a multiple of ``floor`` rows (see ``row_floor``): what is left over when a tensor's elements
     are taken some at a time, such as in SiLU, is computed by other code, with other last bits. With ``sparse``, rows
     look at what the ``selection`` of one of its stages chooses. With ``graphs``, the pass is one of them if it can be.
-    ``between`` is called in each layer of one that is not: passes over other requests may run meanwhile.
+    ``between`` is called in each layer of one that is not: passes over other requests may run meanwhile. ``written`` is
+    called after each layer's attention with how many layers have their K/V in the store.
     """
     rows = [p.rows for p in batch]
     layout = store.layout(
@@ -203,13 +205,14 @@ def forward(
     hidden = graphs.run(x, positions, layout) if graphs is not None and plain else None
     if hidden is None:
         ragged = store.placed(layout)
-        stored, count = store.stored(ragged) if plain else None, len(layout.slots)
+        stored, count = store.stored(ragged) if plain and written is None else None, len(layout.slots)
         if stored is not None:
             hidden = model.decoder.hidden_rows(x[:count], positions[..., :count], stored, between)
         if hidden is None:
             read = sparse.read(selection, rows, ragged) if sparse is not None else None
             attend = store.attend(ragged, read, observe)
             attend = attend if between is None else _pausing(attend, between)
+            attend = attend if written is None else _reporting(attend, written)
             hidden = model.decoder(x, positions, attend, deep, adapted)
     offset, wanted = 0, []
     for p in batch:
@@ -259,6 +262,17 @@ def _pausing(attend: Attend, between: Callable[[], None]) -> Attend:
         return attend(layer, q, k, v, cos, sin)
 
     return paused
+
+
+def _reporting(attend: Attend, written: Callable[[int], None]) -> Attend:
+    """``attend``, with ``written`` called after each layer with how many there were."""
+
+    def reported(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rows = attend(layer, q, k, v, cos, sin)
+        written(layer + 1)
+        return rows
+
+    return reported
 
 
 def _observer(batch: list[Pass]) -> Observe | None:

@@ -40,7 +40,7 @@ _KIND = "is"
 def payload_of(parts: Parts, state: Prefilled | Decoding) -> PrefilledPayload | CanvasPayload:
     """A request that goes on over another store: as prefill hands it over, or between two steps of decode."""
     if isinstance(state, Prefilled):
-        return _prefilled(parts, state, state.candidates)
+        return _prefilled(parts, state, state.candidates, state.ahead)
     return CanvasPayload(
         _prefilled(parts, state.prefilled, state.candidates),
         state.text.state(),
@@ -57,7 +57,7 @@ def prefilled_of(
     parts: Parts, request: Request, payload: PrefilledPayload, pages: PageTable, session: Session | None
 ) -> tuple[Prefilled, Candidates | None]:
     """The state of ``request`` over ``pages`` of this store, which are its own, and the candidates of its next step
-    where they are there. ``session``: its constraint.
+    where they are there. ``session``: its constraint. K/V that came ahead are in the pages already.
 
     Raises ``TransferError`` where what came does not fit this store, or this server.
     """
@@ -67,7 +67,8 @@ def prefilled_of(
         ids, beside = ids[: len(ids) // 2], ids[len(ids) // 2 :]
         _fill(parts.store, beside, payload.guidance.kv)
         guidance = Guidance(payload.guidance.scale, beside, payload.guidance.embeddings)
-    _fill(parts.store, ids, payload.kv)
+    if not payload.kv.ahead:
+        _fill(parts.store, ids, payload.kv)
     parts.runner.took(ids[: pages_for(held, parts.store.page_size)], held)
     extensions = [_restored(parts, request, payload, plain) for plain in payload.extensions]
     if payload.draft_kv is not None:
@@ -94,13 +95,15 @@ def prefilled_of(
     ), found
 
 
-def _prefilled(parts: Parts, state: Prefilled, candidates: Candidates | None) -> PrefilledPayload:
+def _prefilled(parts: Parts, state: Prefilled, candidates: Candidates | None, ahead: int = 0) -> PrefilledPayload:
     guidance, constraint = state.guidance, extension_of(state.extensions, Constraint)
     snapshots = [each.snapshot() for each in state.extensions if each is not constraint]
+    store = parts.store
+    kv = KVState(state.held, store.page_size, {}, ahead) if ahead else _kv(store, state.pages, state.held)
     draft, draft_model = next((s for s in snapshots if isinstance(s, DraftState)), None), parts.extension(DraftModel)
     return PrefilledPayload(
         canvas=state.canvas,
-        kv=_kv(parts.store, state.pages, state.held),
+        kv=kv,
         recomputed=state.recomputed,
         candidates=candidates,
         constraint=None if constraint is None else session_state(constraint.session),
@@ -108,7 +111,7 @@ def _prefilled(parts: Parts, state: Prefilled, candidates: Candidates | None) ->
         deep=state.deep,
         guidance=None
         if guidance is None
-        else GuidanceState(guidance.scale, guidance.embeddings, _kv(parts.store, guidance.pages, state.held)),
+        else GuidanceState(guidance.scale, guidance.embeddings, _kv(store, guidance.pages, state.held)),
         draft_kv=None if draft is None or draft_model is None else _draft_kv(draft_model.store, draft, state.pages),
         extensions=tuple(_plain(snapshot) for snapshot in snapshots if snapshot is not None),
     )

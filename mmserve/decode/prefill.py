@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mmserve.constraint.session.session import Session
@@ -12,6 +14,7 @@ from mmserve.decode.extensions.base import watched
 from mmserve.decode.forward import Pass
 from mmserve.decode.parts import Parts
 from mmserve.decode.state import Prefilled, Prefilling
+from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
 
 
@@ -44,7 +47,7 @@ class Prefill:
             (p, None if begun.lacks_masks else begun.guidance)
             for p, (_request, begun) in zip(passes, batch, strict=True)
         ]
-        logits, seconds = parts.runner.run("prefill", guided)
+        logits, seconds = parts.runner.run("prefill", guided, self._written(batch, passes))
         proposed = [
             parts.proposer.propose(request, begun.commit, begun.extensions, p, rows) if len(p.targets) else None
             for (request, begun), p, rows in zip(batch, passes, logits, strict=True)
@@ -63,6 +66,7 @@ class Prefill:
             for each in begun.extensions:
                 each.after_forward(p, seconds)
             if found is None:
+                self._final(begun, p)
                 results.append(None)
                 continue
             p.canvas.count_forward()
@@ -70,7 +74,29 @@ class Prefill:
             run = begun.run - reused + (p.visible if begun.guidance is not None else 0)
             rest = begun.extensions, begun.deep, begun.guidance, begun.adapter
             results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, p.visible, *rest))
+        for (_request, begun), result in zip(batch, results, strict=True):
+            if result is not None and begun.outgoing is not None:
+                result.ahead = begun.outgoing.finish(result.held)
         return results
+
+    def _written(self, batch: list[tuple[Request, Prefilling]], passes: list[Pass]) -> Callable[[int], None] | None:
+        """What reports the layers of a pass to those requests whose K/V go ahead of them; None where none do."""
+        going = [(begun, p) for (_request, begun), p in zip(batch, passes, strict=True) if begun.outgoing is not None]
+        if not going:
+            return None
+
+        def written(layers: int) -> None:
+            for begun, p in going:
+                self._final(begun, p, layers)
+
+        return written
+
+    def _final(self, begun: Prefilling, p: Pass, layers: int | None = None) -> None:
+        """The first ``layers`` (None = all) have the K/V of a pass: of a prompt of which some is left, whole pages."""
+        if begun.outgoing is not None:
+            store = self._parts.store
+            pages = p.visible // store.page_size if not len(p.targets) else pages_for(p.visible, store.page_size)
+            begun.outgoing.final(store.num_layers if layers is None else layers, pages)
 
     def _first(self, begun: Prefilling) -> Pass:
         """What is run next; what extensions watch is the request's own sequence."""

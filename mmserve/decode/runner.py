@@ -53,9 +53,14 @@ class Runner:
         """Have passes of prefill and of decode call these in each layer: others may use the thread meanwhile."""
         self.ways = {"prefill": prefill, "decode": decode}
 
-    def run(self, stage: Stage, batch: list[tuple[Pass, Guidance | None]]) -> tuple[list[RowLogits], float]:
+    def run(
+        self,
+        stage: Stage,
+        batch: list[tuple[Pass, Guidance | None]],
+        written: Callable[[int], None] | None = None,
+    ) -> tuple[list[RowLogits], float]:
         """One forward pass of the ragged batch: each request's logits, and the processor time that the pass took
-        (seconds)."""
+        (seconds). ``written``: as of ``forward``."""
         begun, given, way = time.thread_time(), 0.0, self.ways.get(stage)
 
         def between() -> None:
@@ -77,6 +82,7 @@ class Runner:
             graphs=None if first else self.graphs,
             between=between,
             stacks=self._stacks,
+            written=written,
         )
         return combined(batch, logits), time.thread_time() - begun - given
 

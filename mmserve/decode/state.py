@@ -19,6 +19,7 @@ from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.text import TextStream
+from mmserve.kv.ahead import Outgoing
 from mmserve.models.lora import Adapter
 
 E = TypeVar("E", bound=RequestExtension)
@@ -132,11 +133,17 @@ class Prefilling:
     guidance: Guidance | None = None
     adapter: Adapter | None = None
     masks_run: int = 0  # positions of the guided sequence, whose prompt is masks, that have been run
+    outgoing: Outgoing | None = None  # its K/V on their way to another store
 
     @property
     def lacks_masks(self) -> bool:
         """Whether the guided sequence has fewer positions in its pages than the request's own, which were shared."""
         return self.guidance is not None and self.masks_run < self.run
+
+    @property
+    def rewrites_prompt(self) -> bool:
+        """Whether K/V that a pass has written may change before decode."""
+        return self.guidance is not None or any(each.rewrites_prompt for each in self.extensions)
 
     def extension(self, kind: type[E]) -> E | None:
         """Its extension of this kind, if it has one."""
@@ -157,6 +164,7 @@ class Prefilled:
     deep: DeepStack | None = None  # for policies that run the prompt again
     guidance: Guidance | None = None
     adapter: Adapter | None = None
+    ahead: int = 0  # chunks that its K/V went ahead in, all of them; 0 = they are here alone
 
 
 @dataclass

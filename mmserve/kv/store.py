@@ -153,17 +153,36 @@ class KVStore:
             for page in last[a : a + 1].tolist()
         ]
 
-    def read_pages(self, pages: np.ndarray) -> dict[str, Tensor]:
-        """A copy of what ``pages`` (int64) hold, in their order, layer by layer: what ``write_pages`` takes."""
-        at = self._tensor(pages)
-        return {name: self._relative(name, stored.index_select(0, at), at) for name, stored in self._stored()}
+    @property
+    def num_layers(self) -> int:
+        """Layers with K/V."""
+        return len(self._special)
 
-    def write_pages(self, pages: np.ndarray, held: Mapping[str, Tensor]) -> None:
+    def names(self) -> tuple[str, ...]:
+        """The names of all that ``read_pages`` gives."""
+        return tuple(name for name, _stored in self._stored())
+
+    def read_pages(self, pages: np.ndarray, layers: range | None = None) -> dict[str, Tensor]:
+        """A copy of what ``pages`` (int64) hold, in their order, layer by layer: what ``write_pages`` takes.
+
+        ``layers``: of these alone; None = all.
+        """
+        at, chosen = self._tensor(pages), range(self.num_layers) if layers is None else layers
+        return {
+            name: self._relative(name, stored.index_select(0, at), at)
+            for name, stored in self._stored()
+            if layer_of(name) in chosen
+        }
+
+    def write_pages(self, pages: np.ndarray, held: Mapping[str, Tensor], *, some: bool = False) -> None:
         """Fill ``pages`` (int64) with what ``read_pages`` of another store gave for as many.
 
-        Raises ``TransferError``, and writes nothing, where that store is of another form.
+        ``some``: of some layers, or of all. Raises ``TransferError``, and writes nothing, where that store is of
+        another form.
         """
         at, stored = self._tensor(pages), dict(self._stored())
+        if some:
+            stored = {name: into for name, into in stored.items() if name in held}
         check_form({name: (len(at), *into.shape[1:], into.dtype) for name, into in stored.items()}, held)
         for name, into in stored.items():
             into[at] = self._absolute(name, held[name].to(into.device), at)
@@ -226,6 +245,11 @@ class KVStore:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+
+
+def layer_of(name: str) -> int:
+    """The layer that a tensor of ``read_pages`` is of."""
+    return int(name.split(".")[1])
 
 
 def check_form(wanted: Mapping[str, tuple[Any, ...]], held: Mapping[str, Tensor]) -> None:

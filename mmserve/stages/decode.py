@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mmserve.constraint.restored import Restorer
 from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
@@ -11,6 +13,7 @@ from mmserve.core.request import Request, RequestId
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.state import Answer, Stepped, extension_of
 from mmserve.decode.step import step
+from mmserve.kv.ahead import Incoming
 from mmserve.kv.table import PageTable
 from mmserve.memory import trim_soon
 from mmserve.models.base import Model
@@ -26,11 +29,18 @@ class DecodeStage:
         self._restorer = Restorer(model)
         self.live: dict[RequestId, Any] = {}  # the decoder's states
         self._expected: dict[RequestId, PageTable] = {}  # pages of those that come from other stores
+        self._incoming: dict[RequestId, Incoming] = {}  # K/V that come ahead of their requests
         self.constraint_steps = self.constraint_fallbacks = self.constraint_late = 0  # of requests that ended
 
     def expect(self, request: RequestId, pages: PageTable) -> None:
-        """A request that was prefilled, or was being decoded, over another store comes; ``pages`` are its own here."""
+        """A request that is prefilled, or was being decoded, over another store comes; ``pages`` are its own here."""
         self._expected[request] = pages
+        if (incoming := self._incoming.get(request)) is not None:
+            incoming.open(np.asarray(pages.ids, np.int64))
+
+    def expect_ahead(self, request: RequestId, incoming: Incoming) -> None:
+        """K/V of a request that is still prefilled elsewhere come by ``incoming``; ``expect`` follows."""
+        self._incoming[request] = incoming
 
     def admit(self, request: Request, pages: PageTable) -> None:
         """Take over a request as of ``expect``, which ``decode`` does by itself.
@@ -61,6 +71,8 @@ class DecodeStage:
         """Forget a request; its pages are for others to take back. Not while the worker runs it."""
         self._to_decode.drop(request)
         self._expected.pop(request, None)
+        if (incoming := self._incoming.pop(request, None)) is not None:
+            incoming.close()  # before its pages are others'
         ended = self.live.pop(request, None)
         constraint = None if ended is None else extension_of(ended.extensions, Constraint)
         if constraint is not None:
@@ -73,7 +85,7 @@ class DecodeStage:
     @property
     def held(self) -> int:
         """Requests of which anything is kept here."""
-        return len(self.live)
+        return len(self.live) + len(self._incoming)
 
     def _states(self, requests: list[Request]) -> list[Any]:
         for request in requests:
@@ -86,6 +98,10 @@ class DecodeStage:
     def _opened(self, request: Request, came: Any) -> Any:
         if not isinstance(came, PrefilledPayload | CanvasPayload):
             return self._decoder.open(request, came)
+        if (incoming := self._incoming.pop(request.id, None)) is not None:
+            if came.prefilled.kv.ahead:
+                incoming.finish(came.prefilled.kv)
+            incoming.close()
         constraint = came.constraint
         session = None if constraint is None else self._restorer.restored(request, constraint)
         return self._decoder.restored(request, came, self._expected.pop(request.id), session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,10 @@ from mmserve.core.samples import samples
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
 from mmserve.decode.prompt_look import PromptLook
+from mmserve.decode.state import Prefilling
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.embedding import place_features
+from mmserve.kv.ahead import Outgoing, Send
 from mmserve.kv.prefix_tier import Fetched, PrefixTier
 from mmserve.kv.reuse import reuse_of
 from mmserve.kv.table import PageTable
@@ -59,6 +62,9 @@ class PrefillStage:
         self._tier = tier
         self.fetched: dict[RequestId, Fetched] = {}  # pages from beyond the pool, of those that are not begun
         self.restored: dict[RequestId, int] = {}  # how many of them were used, until the engine asks
+        #: Of requests that go on elsewhere, where their K/V go ahead of them, in chunks of so many bytes.
+        self.leads: dict[RequestId, tuple[Send, int]] = {}
+        self._leading = ThreadPoolExecutor(1, "mmserve-ahead")
 
     def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[Outcome]:
         """Prefill each request into its pages, a long prompt by a chunk.
@@ -85,6 +91,7 @@ class PrefillStage:
                 outcomes.append(outcome)
             else:
                 del self.begun[request.id]
+                self.leads.pop(request.id, None)
                 self._arriving.pop(request.id, None)
                 outcomes += run_isolated(self._handed_over, [(request, outcome)])
         return outcomes
@@ -93,7 +100,10 @@ class PrefillStage:
         """Drop what there is of a request, and its prompt if it waits; not while the worker runs it."""
         self._to_prefill.drop(request)
         self._prompts.pop(request, None)
-        self.begun.pop(request, None)
+        self.leads.pop(request, None)
+        begun = self.begun.pop(request, None)
+        if isinstance(begun, Prefilling) and begun.outgoing is not None:
+            begun.outgoing.close()
         self._arriving.pop(request, None)
         self.restored.pop(request, None)
         fetched = self.fetched.pop(request, None)
@@ -132,10 +142,22 @@ class PrefillStage:
                 self._arriving[request.id] = prompt.arriving
             session = next(iter(prompt.constraints), None)
             pages = self._restored(request.id, pages)
-            self.begun[request.id] = self._decoder.begin(request, self._keyed(request, prompt.encoded), pages, session)
+            begun = self._decoder.begin(request, self._keyed(request, prompt.encoded), pages, session)
+            self._lead(request.id, begun, arriving=prompt.arriving is not None)
+            self.begun[request.id] = begun
         state = self.begun[request.id]
         self._place_new(request.id, state)
         return (request, state) if self._decoder.ready(state) else None
+
+    def _lead(self, request: RequestId, begun: Any, *, arriving: bool) -> None:
+        """Let the K/V of a request that goes on elsewhere go ahead of it, if they are final once they are written."""
+        lead = self.leads.get(request)
+        if lead is None or arriving or not isinstance(begun, Prefilling) or begun.rewrites_prompt:
+            return
+        send, least = lead
+        store = self._decoder.parts.store
+        begun.outgoing = Outgoing(store, begun.pages, least, send, self._leading)
+        begun.outgoing.final(store.num_layers, begun.run // store.page_size)  # those that others had run
 
     def _restored(self, request: RequestId, pages: PageTable) -> PageTable:
         """``pages``, after those that the pool had filled with what was found beyond it."""

@@ -24,6 +24,7 @@ from mmserve.core.payloads import (
     CanvasPayload,
     EncodedPayload,
     GuidanceState,
+    KVChunk,
     KVState,
     PrefilledPayload,
     TextState,
@@ -32,7 +33,7 @@ from mmserve.core.payloads import (
 from mmserve.transfer.codec import Kinds
 
 PAYLOADS = Kinds(
-    {EncodedPayload: 1, PrefilledPayload: 2, CanvasPayload: 2, VisualPayload: 1},
+    {EncodedPayload: 1, PrefilledPayload: 3, CanvasPayload: 3, VisualPayload: 1, KVChunk: 1},
     (
         *(
             Alternatives,
@@ -50,5 +51,5 @@ PAYLOADS = Kinds(
         *(ConstraintState, GapState, LanguageState, MeterState, MetState, RankedState, RunState, SampledState),
         WitnessState,
     ),
-    views=(KVState,),
+    views=(KVState, KVChunk),
 )

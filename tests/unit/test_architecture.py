@@ -40,6 +40,7 @@ FLOORS = (
         "defaults",
         "kept",
         "live",
+        "arrivals",
         "migration",
         "needs",
         "outcomes",

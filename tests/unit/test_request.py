@@ -24,7 +24,10 @@ LIFE = [
 ]
 WAITING = [s for s in Stage if s not in RUNNING | TERMINAL]
 #: What follows where another engine ran the stages between.
-ELSEWHERE = {(Stage.QUEUED, Stage.ENCODED), (Stage.QUEUED, Stage.ARRIVED), (Stage.ARRIVED, Stage.PREFILLED)}
+ELSEWHERE = {
+    *((Stage.QUEUED, Stage.ENCODED), (Stage.QUEUED, Stage.EXPECTED), (Stage.QUEUED, Stage.ARRIVED)),
+    *((Stage.EXPECTED, Stage.ARRIVED), (Stage.ARRIVED, Stage.PREFILLED)),
+}
 
 
 @pytest.mark.parametrize("media", [[], [Stage.LOADING, Stage.LOADED]], ids=["text", "media"])

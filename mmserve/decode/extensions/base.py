@@ -54,6 +54,11 @@ class RequestExtension:
         return 0
 
     @property
+    def rewrites_prompt(self) -> bool:
+        """Whether K/V that a pass of prefill has written may change before decode."""
+        return False
+
+    @property
     def seconds(self) -> float:
         """Processor time that it took of the request's decode steps so far, where it measures that."""
         return 0.0

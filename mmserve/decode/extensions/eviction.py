@@ -35,6 +35,10 @@ class Eviction(RequestExtension):
     def evicted(self) -> int:
         return self.state.evicted
 
+    @property
+    def rewrites_prompt(self) -> bool:
+        return True
+
     def watch(self, p: Pass, *, first: bool) -> Pass:
         noted = self.evictor.watch(self.policy, self.state, p.rows, p.visible, p.pages)
         return replace(p, evicted=self.state.evicted, observation=noted)

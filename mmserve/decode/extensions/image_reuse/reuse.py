@@ -83,6 +83,10 @@ class ReusedImages(RequestExtension):
         return self._reused
 
     @property
+    def rewrites_prompt(self) -> bool:
+        return True
+
+    @property
     def runs_ahead(self) -> bool:
         """Not beside selective recompute: how many positions it runs goes by passes."""
         return self.kv is None or self.kv.selective is None

@@ -1,0 +1,106 @@
+"""Requests that come to an engine from others: whole, or after their K/V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from mmserve.core.handover import Handover
+from mmserve.core.payloads import KVChunk, PrefilledPayload
+from mmserve.core.request import Request, RequestId
+from mmserve.errors import TransferError
+from mmserve.kv.ahead import Incoming
+from mmserve.migration import Migration
+from mmserve.outcomes import StageOutcomes
+from mmserve.request_state import Sink
+from mmserve.stages import Stages
+from mmserve.waiting import WaitingQueue
+
+
+class Arrivals:
+    """The door for them; every method is called by one thread at a time. ``put`` has the engine's thread call what it
+    is given."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        queue: WaitingQueue,
+        migration: Migration,
+        outcomes: StageOutcomes,
+        put: Callable[[Callable[[], None]], None],
+        cancel: Callable[[RequestId], None],
+    ) -> None:
+        self._stages, self._queue, self._migration, self._outcomes = stages, queue, migration, outcomes
+        self._put, self._cancel = put, cancel
+        self._coming: dict[RequestId, Incoming] = {}  # K/V of those that are expected
+
+    def adopt(self, handover: Handover, sink: Sink) -> None:
+        """Go on with a request that another engine, or a queue in front of several, has taken in: no queue refuses it.
+
+        ``sink`` as of ``Engine.submit``, without ``Admitted``. Raises what ``submit`` does of one that cannot be served
+        here, and ``TransferError`` where K/V that went ahead of it are not here.
+        """
+        request = self._stages.resolved(handover.request)
+        handover = replace(handover, request=request)
+        if self._completed(handover, sink):
+            return
+        if handover.payload is None:
+            self._stages.check(request)
+            self._queue.check(request)
+        state = self._migration.state_of(handover, sink)
+        with self._queue.lock:
+            self._queue.adopt(request, state.due)
+            self._put(lambda: self._outcomes.adopted(state, handover))
+
+    def expect(self, handover: Handover, number: int, sink: Sink) -> None:
+        """Take in the ``number``-th chunk of K/V of a request that is still prefilled elsewhere (``Ahead``), and comes
+        by ``adopt`` unless it is cancelled.
+
+        Raises ``TransferError`` where the chunk does not fit, or chunks before it are missing; the request is then not
+        expected any more.
+        """
+        chunk, request = handover.payload, self._stages.resolved(handover.request)
+        if not isinstance(chunk, KVChunk):
+            raise TransferError("what came ahead of a request are no K/V")
+        if number == 0:
+            self._begin(replace(handover, request=request), sink)
+        try:
+            if (incoming := self._coming.get(request.id)) is None:
+                raise TransferError("K/V came ahead of a request that is not expected")
+            incoming.add(number, chunk)
+        except TransferError:
+            self._cancel(request.id)
+            raise
+
+    def forget(self, request: RequestId) -> None:
+        """It is not expected any more."""
+        self._coming.pop(request, None)
+
+    def _begin(self, handover: Handover, sink: Sink) -> None:
+        request: Request = handover.request
+        self._coming[request.id] = incoming = Incoming(self._stages.store)
+        state = self._migration.state_of(handover, sink)
+        with self._queue.lock:
+            self._queue.adopt(request, state.due)
+            self._put(lambda: self._migration.expect(state, incoming))
+
+    def _completed(self, handover: Handover, sink: Sink) -> bool:
+        """Whether this is the rest of a request that was expected."""
+        payload, incoming = handover.payload, self._coming.pop(handover.request.id, None)
+        kv = payload.kv if isinstance(payload, PrefilledPayload) else None
+        ahead = kv is not None and kv.ahead > 0
+        if incoming is None and not ahead:
+            return False
+        if kv is None:  # it is further than what was expected
+            self._cancel(handover.request.id)
+            return False
+        if ahead:
+            try:
+                if incoming is None:
+                    raise TransferError("a request came without the K/V that went ahead of it")
+                incoming.check(kv)
+            except TransferError:
+                self._cancel(handover.request.id)
+                raise
+        self._put(lambda: self._migration.complete(handover, sink))
+        return True

@@ -1,0 +1,148 @@
+"""K/V of a request that go to another store while its prefill runs: some layers, some pages at a time.
+
+A layer's keys and values are final once its attention has run, whatever the layers after it still compute, and those of
+a prompt that is run in chunks once the chunk has run. Mooncake (arXiv 2407.00079, section 5.2) and Splitwise (arXiv
+2311.18677, section 4.2) hide the transfer of a prompt's K/V within its prefill like this.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+
+import numpy as np
+import torch
+
+from mmserve.core.payloads import KVChunk, KVState
+from mmserve.errors import TransferError
+from mmserve.kv.pool import pages_for
+from mmserve.kv.store import KVStore
+
+logger = logging.getLogger("mmserve.kv")
+
+#: ``send(number, chunk)``: let a chunk go; ``number`` counts those of a request from 0.
+Send = Callable[[int, KVChunk], None]
+
+
+class Outgoing:
+    """The sender's end, of one request whose pages are ``pages`` (int64): chunks of ``least`` bytes or more are read
+    from ``store`` on ``threads``, of which there is one, and go by ``send``. For the thread of prefill."""
+
+    def __init__(self, store: KVStore, pages: np.ndarray, least: int, send: Send, threads: Executor) -> None:
+        self._store, self._pages, self._least, self._send, self._threads = store, pages, least, send, threads
+        self._gone = [0] * store.num_layers  # pages of each layer that are on their way, from the first
+        page = store.read_pages(pages[:1])
+        self._bytes = max(1, sum(each.nbytes for each in page.values()) // store.num_layers)  # of a page of a layer
+        self._chunks: list[Future[None]] = []
+        self._closed = False
+
+    def final(self, layers: int, pages: int) -> None:
+        """K/V of the first ``layers`` layers do not change any more in the first ``pages`` pages."""
+        self._cut(layers, pages, self._least)
+
+    def finish(self, positions: int) -> int:
+        """All K/V of the first ``positions`` are final: let the rest go, wait until it has, and return the number of
+        chunks. 0 = not all could go: the receiver has no use for those that did."""
+        if not self._chunks:  # so little that it can as well go with the rest of the request
+            return 0
+        self._cut(self._store.num_layers, pages_for(positions, self._store.page_size), 1)
+        try:
+            for chunk in self._chunks:
+                chunk.result()
+        except Exception:
+            logger.warning("K/V cannot go ahead of a request, and go with it", exc_info=True)
+            return 0
+        return len(self._chunks)
+
+    def close(self) -> None:
+        """Let nothing more go; from any thread."""
+        self._closed = True
+
+    def _cut(self, layers: int, pages: int, least: int) -> None:
+        """Let chunks go of what is final; as few layers each as have ``least`` bytes of it, or all that there are."""
+        begin = 0
+        while begin < layers:
+            first, end, size = self._gone[begin], begin, 0
+            while end < layers and self._gone[end] == first and size < self._least:
+                size += (pages - first) * self._bytes
+                end += 1
+            if size >= least and pages > first:
+                number, chosen = len(self._chunks), range(begin, end)
+                self._gone[begin:end] = [pages] * len(chosen)
+                self._chunks.append(self._threads.submit(self._go, number, chosen, first, pages))
+            begin = end
+
+    @torch.inference_mode()
+    def _go(self, number: int, layers: range, first: int, end: int) -> None:
+        if self._closed:
+            return
+        held = self._store.read_pages(self._pages[first:end], layers)
+        self._send(number, KVChunk(first, self._store.page_size, held))
+
+
+class Incoming:
+    """The receiver's end: chunks are written into the pages of their request as they come, or once it has pages.
+
+    For any threads. After ``close`` nothing is written any more, so the pages may be given to others.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._pages: np.ndarray | None = None  # int64
+        self._waiting: list[KVChunk] = []
+        self._placed: dict[str, set[int]] = {name: set() for name in store.names()}  # places of pages
+        self.count = 0  # chunks that have come
+        self._closed = False
+
+    def add(self, number: int, chunk: KVChunk) -> None:
+        """Take the next chunk. Raises ``TransferError`` where one is missing, or does not fit."""
+        with self._lock:
+            if number != self.count:
+                raise TransferError(f"chunk {number} of a request's K/V came after {self.count} of them")
+            if chunk.page_size != self._store.page_size:
+                sizes = f"{chunk.page_size} positions came to a store of pages of {self._store.page_size}"
+                raise TransferError(f"pages of {sizes}")
+            self.count += 1
+            self._waiting.append(chunk)
+            self._place()
+
+    def open(self, pages: np.ndarray) -> None:
+        """The request has these pages (int64) here; what has come is written with the next chunk, or at the end."""
+        with self._lock:
+            self._pages = pages
+
+    def check(self, kv: KVState) -> None:
+        """Raise ``TransferError`` unless all that ``kv`` lacks has come, and can be written."""
+        with self._lock:
+            if kv.ahead != self.count or self._closed:
+                raise TransferError(f"of {kv.ahead} chunks of K/V that went ahead {self.count} came")
+
+    def finish(self, kv: KVState) -> None:
+        """All chunks have come: write those that wait. Raises ``TransferError`` where some of ``kv`` is missing."""
+        with self._lock:
+            self._place()
+            whole = set(range(pages_for(kv.positions, self._store.page_size)))
+            if missing := [name for name, placed in self._placed.items() if not placed >= whole]:
+                raise TransferError(f"not all K/V of {missing[0]!r} came ahead of their request")
+
+    def close(self) -> None:
+        """Write nothing from now on; waits for a write under way."""
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+
+    @torch.inference_mode()
+    def _place(self) -> None:
+        if self._pages is None or self._closed:
+            return
+        while self._waiting:
+            chunk = self._waiting.pop(0)
+            count = len(next(iter(chunk.tensors.values()), ()))
+            if chunk.first < 0 or chunk.first + count > len(self._pages):
+                raise TransferError(f"K/V of pages up to {chunk.first + count} came for {len(self._pages)} pages")
+            self._store.write_pages(self._pages[chunk.first : chunk.first + count], chunk.tensors, some=True)
+            for name in chunk.tensors:
+                self._placed[name].update(range(chunk.first, chunk.first + count))

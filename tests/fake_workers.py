@@ -24,22 +24,26 @@ ALL = frozenset({"encode", "prefill", "decode"})
 
 
 class Depot:
-    """Parcels are strings; one that is ``slow`` is handed on once the test says so."""
+    """Parcels are strings; one that is ``slow`` is handed on once the test says so. ``held``: those that are there."""
 
     def __init__(self) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
+        self.held: list[str] = []
 
     def keep(self, parcel: Any) -> Any:
         if parcel == "slow":
             self.entered.set()
             assert self.go_on.wait(PATIENCE)
+        if parcel is not None:
+            self.held.append(parcel)
         return parcel
 
     def sent(self, parcel: Any, worker: str) -> Any:
         return parcel
 
     def drop(self, parcel: Any) -> None:
-        return
+        if parcel is not None:
+            self.held.remove(parcel)
 
 
 @dataclass
@@ -51,12 +55,13 @@ class Worker:
     answers: dict[str, Any] = field(default_factory=dict)
     orders: list[Order] = field(default_factory=list)
     asked: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
 
     def take(self, orders: list[Order]) -> None:
         self.orders += orders
 
     def cancel(self, model: str, ids: list[str], error: MMServeError) -> None:
-        return
+        self.cancelled += ids
 
     def serve(self, roles: Any) -> None:
         self.roles = frozenset(roles)

@@ -18,6 +18,7 @@ from mmserve.errors import ConfigError
 #: Section to its module.
 SECTIONS = {
     "transfer": "mmserve.bench.cluster_transfer",
+    "ahead": "mmserve.bench.cluster_ahead",
     "overhead": "mmserve.bench.cluster_overhead",
     "kills": "mmserve.bench.cluster_kills",
     "switching": "mmserve.bench.cluster_switching",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from io import BytesIO
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -68,11 +69,14 @@ class Answer:
         self.over.set()
 
 
-def ask_all(engine: Serves, requests: Sequence[Request]) -> list[Answer]:
-    """Send all at once, and wait for their ends."""
+A = TypeVar("A", bound=Answer)
+
+
+def ask_all(engine: Serves, requests: Sequence[Request], kind: Callable[[], A] = Answer) -> list[A]:  # type: ignore[assignment]
+    """Send all at once, and wait for their ends; what comes of each is of ``kind``."""
     answers = []
     for request in requests:
-        answer = Answer()
+        answer = kind()
         engine.submit(request, answer.sink)
         answers.append(answer)
     end = time.monotonic() + PATIENCE
@@ -88,11 +92,14 @@ def config(path: str) -> Config:
 
 
 @contextmanager
-def fleet(path: str, roles: str, **changes: Any) -> Iterator[tuple[Fleet, Coordinator]]:
+def fleet(
+    path: str, roles: str, *, engine: EngineConfig | None = None, **changes: Any
+) -> Iterator[tuple[Fleet, Coordinator]]:
     """Workers with these ``roles``, such as "e p d", and the coordinator of their model."""
     workers = [{"roles": each} for each in roles.split()]
     settings = {"switching": False, **changes}
-    made = Fleet(config(path), cluster_config({"cluster": settings, "workers": workers}))
+    served = config(path) if engine is None else replace(config(path), engine=engine)
+    made = Fleet(served, cluster_config({"cluster": settings, "workers": workers}))
     try:
         [coordinator] = made.start().values()
         coordinator.start()

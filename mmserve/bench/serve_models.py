@@ -24,6 +24,21 @@ def next_token(folder: Path) -> Path:
     return folder
 
 
+def deep(folder: Path, layers: int) -> Path:
+    """The same with so many layers, which are those of the bundled model again and again."""
+    next_token(folder)
+    config, found = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
+    known, begin = config["num_hidden_layers"], "model.layers."
+    tensors = {name: tensor for name, tensor in found.items() if not name.startswith(begin)}
+    for layer in range(layers):
+        own = f"{begin}{layer % known}."
+        tensors |= {
+            f"{begin}{layer}.{name.removeprefix(own)}": t.clone() for name, t in found.items() if name.startswith(own)
+        }
+    write_checkpoint(folder, {**config, "num_hidden_layers": layers}, tensors)
+    return folder
+
+
 def block_diffusion(folder: Path) -> Path:
     """The same decoder as block diffusion in SDAR's layout: queries and keys have norms, of weight 1."""
     source = _source()

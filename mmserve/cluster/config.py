@@ -45,6 +45,11 @@ class ClusterSettings:
         "how states travel; auto: shared memory within a host, Ray's object store between hosts",
     )
     save_every: int = value(8, at_least(0), "decode steps between two saved states of an answer; 0 = none")
+    ahead_kb: int = value(
+        1024,
+        at_least(0, meaning="with it"),
+        "keys and values of a prompt go to its decode worker while it is prefilled, in parts of so many KiB",
+    )
     silent_seconds: float = value(5.0, ABOVE_0, "a worker that reports nothing for so long is replaced")
     slow_factor: float = value(
         4.0, at_least(0), "a worker whose passes take so many times as long as usual is given no work; 0 = none is"

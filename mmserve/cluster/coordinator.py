@@ -14,7 +14,7 @@ from dataclasses import replace
 from mmserve.cluster.adapters import ClusterAdapters
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.kept import ClusterKept
-from mmserve.cluster.messages import Appended, Beat, Item, Lost, Moved, Order
+from mmserve.cluster.messages import Appended, Beat, Chunk, Item, Lost, Moved, Order
 from mmserve.cluster.requests import Sink
 from mmserve.cluster.streams import ClusterStreams
 from mmserve.cluster.switching import Switching
@@ -230,7 +230,7 @@ class Coordinator:
 
     def _keep(self, item: Item) -> Item | Lost:
         """``item`` with the memory of its state held here, or that its state is lost."""
-        if not isinstance(item, Moved):
+        if not isinstance(item, Moved | Chunk):
             return item
         why: MMServeError
         try:
@@ -239,7 +239,7 @@ class Coordinator:
             why = error
         except Exception as error:  # noqa: BLE001 - a bug with one state leaves the other requests alone
             why = Internal.logged(error, f"a state of request {item.key}", logger)
-        return Lost(item.model, item.key, item.sample, why, item.stays)
+        return Lost(item.model, item.key, item.sample, why, isinstance(item, Chunk) or item.stays)
 
     def _serving(self) -> list[Worker]:
         with self._lock:

@@ -16,6 +16,7 @@ from mmserve.cluster.workers import Depot, Worker
 from mmserve.core.handover import ROLES, Handover
 from mmserve.core.plan import Served
 from mmserve.core.request import Stage
+from mmserve.errors import Cancelled
 from mmserve.schedule.fair import charged, fair_order
 
 #: How much of a mean is new with each value.
@@ -93,15 +94,18 @@ class Dispatch:
             entries, costs = [part.entry(now) for part in waiting], [part.cost for part in waiting]
             for i in fair_order(entries, costs, self._served[role]):
                 part = waiting[i]
-                able = [name for name, worker in self.workers.items() if role in worker.roles]
+                able = self._able(role)
                 holding = [name for name in able if self._holds(name, part.group.request.adapter)]
                 if able and not holding:
                     stuck.append(part)
                     continue
-                name = self._chosen(role, part, holding, in_hand, loads)
+                name = part.reserved if part.reserved in holding else None
+                name = name or self._chosen(role, part, holding, in_hand, loads)
                 if name is None:
                     self._waiting[role].append(part)
                     continue
+                if part.reserved not in (None, name) and (other := self.workers.get(part.reserved or "")) is not None:
+                    other.cancel(self._model, [part.id], Cancelled("the request goes on elsewhere"))
                 self._served[role] = charged(self._served[role], [(entries[i], costs[i])])
                 in_hand[name][role] += 1
                 loads[name, role] += part.cost
@@ -111,6 +115,14 @@ class Dispatch:
         for name, each in orders.items():
             self.workers[name].take(each)
         return sent, stuck
+
+    def reserve(self, part: Part) -> str | None:
+        """The decode worker for K/V of ``part`` while it is prefilled: one with room; None while others wait for it."""
+        if self._waiting["decode"]:
+            return None
+        adapter = part.group.request.adapter  # roles change: the worker that has it may decode by now, too
+        names = [name for name in self._able("decode") if name != part.worker and self._holds(name, adapter)]
+        return self._chosen("decode", part, names, self._in_hand(), self._loads())
 
     def took(self, role: str, seconds: float) -> None:
         """A request took so long of a worker in the stage of ``role``."""
@@ -125,6 +137,9 @@ class Dispatch:
             busy.update(counts)
         demand = {role: Demand(len(self._waiting[role]) + busy[role], self._seconds[role]) for role in ROLES}
         return demand, {name: (worker.roles, in_hand[name].total()) for name, worker in self.workers.items()}
+
+    def _able(self, role: str) -> list[str]:
+        return [name for name, worker in self.workers.items() if role in worker.roles]
 
     def _chosen(
         self,
@@ -159,6 +174,8 @@ class Dispatch:
         for part in self._parts():
             if part.worker is not None:
                 loads[part.worker, part.stage] += part.cost
+            if part.reserved is not None:
+                loads[part.reserved, "decode"] += 1.0
         return loads
 
     def _in_hand(self) -> dict[str, Counter[str]]:
@@ -167,4 +184,6 @@ class Dispatch:
         for part in self._parts():
             if part.worker in found:
                 found[part.worker][part.stage] += 1
+            if part.reserved in found:
+                found[part.reserved]["decode"] += 1
         return found

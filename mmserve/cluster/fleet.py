@@ -17,7 +17,7 @@ from typing import Any
 
 from mmserve.cluster import ray_actors
 from mmserve.cluster.asking import WorkerEnded
-from mmserve.cluster.config import ClusterConfig, WorkerSettings
+from mmserve.cluster.config import ClusterConfig, ClusterSettings, WorkerSettings
 from mmserve.cluster.coordinator import Coordinator
 from mmserve.cluster.depot import SharedDepot
 from mmserve.cluster.draining import Act, Draining
@@ -43,8 +43,8 @@ _AGAIN, _AGAIN_MOST = 0.5, 30.0
 class Member:
     """A worker at its place: the roles stay with the place when its process is replaced."""
 
-    def __init__(self, index: int, settings: WorkerSettings, save_every: int) -> None:
-        self.index, self.settings, self._save_every = index, settings, save_every
+    def __init__(self, index: int, settings: WorkerSettings, cluster: ClusterSettings) -> None:
+        self.index, self.settings, self._cluster = index, settings, cluster
         self.roles = settings.stages
         self.threads = max(1, int(settings.cpus))  # of torch
         self.name = f"{index}"
@@ -69,7 +69,7 @@ class Member:
         """As of ``workers.Worker.serve``."""
         self.roles = frozenset(roles)
         if self.actor is not None:
-            self.actor.serve(self.roles, self._save_every)
+            self.actor.serve(self.roles, self._cluster.save_every, self._cluster.ahead_kb << 10)
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         """As of ``workers.Worker.ask``."""
@@ -116,7 +116,7 @@ class Fleet:
         self._config, self._cluster = _for_workers(config), cluster
         self._engine = config.engine
         settings = cluster.cluster
-        self.members = [Member(i, worker, settings.save_every) for i, worker in enumerate(cluster.each)]
+        self.members = [Member(i, worker, settings) for i, worker in enumerate(cluster.each)]
         self.coordinators: dict[str, Coordinator] = {}
         self.depot = SharedDepot(self._host_of, self._reuse)
         self._here = host_id()

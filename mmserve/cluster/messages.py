@@ -41,6 +41,14 @@ class Order:
     left: float | None = None
     shard: tuple[int, ...] = ()  # only these of its media are to be encoded, by their places among them
     seen: tuple[Parcel, ...] = ()  # its media that others have encoded
+    ahead: tuple[tuple[int, Parcel], ...] = ()  # numbered chunks of its K/V that go ahead of it
+    expects: bool = False  # only those are here: it is still prefilled elsewhere
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        """All that it refers to."""
+        found = [self.parcel, *self.seen, *(parcel for _number, parcel in self.ahead)]
+        return [parcel for parcel in found if parcel is not None]
 
     def request(self) -> Request:
         """The request, with its deadline on this host's clock."""
@@ -71,6 +79,18 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """K/V of a request that is still prefilled there, the ``number``-th from 0; ``handover`` as it will leave."""
+
+    model: str
+    key: RequestId
+    sample: int | None
+    handover: Handover
+    parcel: Parcel
+    number: int
+
+
+@dataclass(frozen=True)
 class Refused:
     """A worker could not take a request in, because its state did not come: it is where it was before."""
 
@@ -82,7 +102,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Lost:
-    """In place of a ``Moved`` whose state did not come; made by the coordinator."""
+    """In place of a ``Moved`` or ``Chunk`` whose state did not come; made by the coordinator."""
 
     model: str
     key: RequestId
@@ -109,7 +129,7 @@ class Beat:
     passes: tuple[Pass, ...] = ()
 
 
-Item = Happened | Moved | Refused | Appended | Beat
+Item = Happened | Moved | Chunk | Refused | Appended | Beat
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class Actor:
         """As of ``Worker.take``."""
         from mmserve.transfer.shared_memory import Ticket  # imports torch
 
-        if any(order.parcel is not None and not isinstance(order.parcel, Ticket) for order in orders):
+        if any(not isinstance(parcel, Ticket) for order in orders for parcel in order.parcels):
             self._handle.take.remote(list(orders))  # Ray must see references to its store
         else:  # its own pickling takes as long as the rest of the call
             self._handle.take.remote(pickle.dumps(list(orders), pickle.HIGHEST_PROTOCOL))
@@ -184,9 +184,9 @@ class Actor:
         """As of ``Worker.cancel``."""
         self._handle.cancel.remote(model, list(ids), error)
 
-    def serve(self, roles: Iterable[str], save_every: int) -> None:
+    def serve(self, roles: Iterable[str], save_every: int, ahead_bytes: int) -> None:
         """As of ``Worker.serve``."""
-        self._handle.serve.remote(list(roles), save_every)
+        self._handle.serve.remote(list(roles), save_every, ahead_bytes)
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         """As of ``Worker.ask``; raises ``WorkerEnded`` where the actor ends, or has not answered in time."""
@@ -265,8 +265,8 @@ def _actor_class() -> Any:
             self._worker.cancel(model, ids, error)
 
         @ray.method(concurrency_group="commands")
-        def serve(self, roles: list[str], save_every: int) -> None:
-            self._worker.serve(roles, save_every)
+        def serve(self, roles: list[str], save_every: int, ahead_bytes: int) -> None:
+            self._worker.serve(roles, save_every, ahead_bytes)
 
         @ray.method(concurrency_group="commands")
         def reuse(self, numbers: list[int]) -> None:

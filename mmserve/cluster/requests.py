@@ -85,6 +85,9 @@ class Part:
     seen: list[Parcel] = field(default_factory=list)  # its media that shards have encoded
     media: tuple[Hashable, ...] = ()  # what the index knows of its media, while they are to be encoded, and
     prefix: tuple[Hashable, ...] = ()  # of its prompt
+    ahead: list[tuple[int, Parcel]] = field(default_factory=list)  # numbered chunks of its K/V that came before it
+    reserved: str | None = None  # the decode worker that gets them at once
+    given: int = 0  # how many it has
 
     @property
     def id(self) -> RequestId:
@@ -104,8 +107,25 @@ class Part:
         deadline, now = self.group.request.deadline, time.monotonic()
         handover = replace(self.point, age=now - self.group.arrived)
         left = None if deadline is None else deadline - now
-        seen = tuple(sent(each) for each in self.seen)
-        return Order(model, self.group.id, self.sample, handover, sent(self.parcel), left, self.shard, seen)
+        seen, ahead = tuple(sent(each) for each in self.seen), self._ahead(worker, sent)
+        self.reserved, self.given = None, 0
+        return Order(model, self.group.id, self.sample, handover, sent(self.parcel), left, self.shard, seen, ahead)
+
+    def lead(self, model: str, handover: Handover, sent: Callable[[Parcel], Parcel]) -> Order:
+        """Have the worker that is reserved take what it does not have yet of the K/V. ``handover``: as the request will
+        leave; ``sent`` as of ``order``."""
+        assert self.reserved is not None
+        deadline, now = self.group.request.deadline, time.monotonic()
+        handover = replace(handover, age=now - self.group.arrived)
+        left = None if deadline is None else deadline - now
+        ahead = self._ahead(self.reserved, sent)
+        self.given = len(self.ahead)
+        return Order(model, self.group.id, self.sample, handover, left=left, ahead=ahead, expects=True)
+
+    def _ahead(self, worker: str, sent: Callable[[Parcel], Parcel]) -> tuple[tuple[int, Parcel], ...]:
+        """What ``worker`` does not have yet of the K/V."""
+        new = self.ahead[self.given if worker == self.reserved else 0 :]
+        return tuple((number, sent(parcel)) for number, parcel in new)
 
     def new_text(self, sample: int, text: str) -> str:
         """What of ``text`` the client does not have yet; noted as sent."""

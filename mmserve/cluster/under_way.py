@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from mmserve.cluster.adapters import missing
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.dispatch import Dispatch, Holds
-from mmserve.cluster.messages import Happened, Lost, Moved, Order, Refused, without_media
+from mmserve.cluster.messages import Chunk, Happened, Lost, Moved, Order, Refused, without_media
 from mmserve.cluster.requests import Group, Part, Sink
 from mmserve.cluster.streams import lost_question
 from mmserve.cluster.workers import Depot
@@ -26,7 +27,7 @@ from mmserve.waiting import WaitingQueue
 logger = logging.getLogger("mmserve.cluster")
 
 #: What a worker reports of a request.
-Report = Happened | Moved | Lost | Refused
+Report = Happened | Moved | Chunk | Lost | Refused
 
 
 class UnderWay:
@@ -73,6 +74,9 @@ class UnderWay:
 
     def left(self, worker: str) -> None:
         """``worker`` has ended: what it had goes on from where it was saved."""
+        for part in self.parts():
+            if part.reserved == worker:
+                part.reserved, part.given = None, 0
         for part in [part for part in self.parts() if part.worker == worker]:
             if part.group.id in self.groups:  # not where another part of it ended it
                 self._lost(part)
@@ -101,6 +105,7 @@ class UnderWay:
                 self.dispatch.withdraw(part)
             self._depot.drop(part.parcel)
             self._forget_seen(part)
+            self._forget_ahead(part)
         group.parts = {}
         self._end(group)
         group.sink(Failed(error))
@@ -139,6 +144,14 @@ class UnderWay:
             self._depot.drop(parcel)
         part.seen = []
 
+    def _forget_ahead(self, part: Part) -> None:
+        """No use for what came ahead of a request that begins anew, ends, or is further than that."""
+        for _number, parcel in part.ahead:
+            self._depot.drop(parcel)
+        if (worker := self.dispatch.workers.get(part.reserved or "")) is not None:
+            worker.cancel(self._model, [part.id], Cancelled("the request does not come"))
+        part.ahead, part.reserved, part.given = [], None, 0
+
     def _took(self, group: Group, part: Part, item: Report) -> None:
         if part.shard:
             self._shard_ended(group, part, item)
@@ -147,21 +160,46 @@ class UnderWay:
             if not item.stays:
                 self._lost(part)
         elif isinstance(item, Moved):
-            self._moved(group, part, item)
+            self._moved(group, self._split(group, part, item), item)
+        elif isinstance(item, Chunk):
+            self._came_ahead(self._split(group, part, item), item)
         elif isinstance(item, Refused):
             logger.warning("request %s begins anew, refused by worker %s: %s", group.id, part.worker, item.error)
             self._depot.drop(part.parcel)
             self._forget_seen(part)
+            self._forget_ahead(part)
             part.point, part.parcel = Handover(self._own(part), Stage.QUEUED, None), None
             self._lost(part)
         elif isinstance(item, Happened):
             self._happened(group, part, item.event)
 
-    def _moved(self, group: Group, part: Part, item: Moved) -> None:
+    def _split(self, group: Group, part: Part, item: Moved | Chunk) -> Part:
+        """The part that ``item`` is about, where it is the first of one sample: from now on each goes its own way."""
         one = item.handover.request.sampling.n == 1
-        if one and part.sample is None and group.request.sampling.n > 1:
-            group.split(part)
-            part = group.parts[item.sample]
+        if not one or part.sample is not None or group.request.sampling.n == 1:
+            return part
+        self._depot.drop(part.parcel)
+        self._forget_seen(part)
+        group.split(part)
+        return group.parts[item.sample]
+
+    def _came_ahead(self, part: Part, item: Chunk) -> None:
+        """K/V of a request whose prefill goes on: they go on to where it will be decoded."""
+        if part.point.stage in (Stage.PREFILLED, Stage.READY):  # its worker goes on with it after all
+            self._depot.drop(item.parcel)
+            return
+        if item.number == 0:
+            self._forget_ahead(part)
+        part.ahead.append((item.number, item.parcel))
+        part.reserved = part.reserved or self.dispatch.reserve(part)
+        if part.reserved is not None:
+            worker = self.dispatch.workers[part.reserved]
+            sent = partial(self._depot.sent, worker=worker.name)
+            worker.take([part.lead(self._model, item.handover, sent)])
+
+    def _moved(self, group: Group, part: Part, item: Moved) -> None:
+        if part.point.stage in (Stage.PREFILLED, Stage.READY) or item.handover.stage is not Stage.PREFILLED:
+            self._forget_ahead(part)
         self._depot.drop(part.parcel)
         self._forget_seen(part)
         own = self._own(part)
@@ -202,6 +240,7 @@ class UnderWay:
         if part.sample is not None or len(group.done) == total:
             self._depot.drop(part.parcel)
             self._forget_seen(part)
+            self._forget_ahead(part)
             group.parts = {sample: each for sample, each in group.parts.items() if each is not part}
         self._queue.served(group.work // total, event.times.total / 1000)
         if len(group.done) == total:
@@ -220,6 +259,8 @@ class UnderWay:
 
     def _lost(self, part: Part) -> None:
         """Its worker ended, or never had it: it goes on from where it was saved."""
+        if part.point.stage not in (Stage.PREFILLED, Stage.READY):
+            self._forget_ahead(part)
         if part.group.home and part.point.stage is Stage.QUEUED:
             self.fail(part.group, lost_question())
             return
@@ -239,5 +280,5 @@ class UnderWay:
 
     def _forget(self, item: Report) -> None:
         """A state of a request that has ended, or is elsewhere."""
-        if isinstance(item, Moved):
+        if isinstance(item, Moved | Chunk):
             self._depot.drop(item.parcel)

@@ -18,13 +18,24 @@ from typing import Any
 import torch
 
 from mmserve.assembly import build_engines
-from mmserve.cluster.messages import Beat, Described, Happened, Item, Moved, Order, Parcel, Refused, without_media
+from mmserve.cluster.messages import (
+    Beat,
+    Chunk,
+    Described,
+    Happened,
+    Item,
+    Moved,
+    Order,
+    Parcel,
+    Refused,
+    without_media,
+)
 from mmserve.cluster.object_store import fetched, stored
 from mmserve.cluster.questions import Subject, answer
 from mmserve.cluster.stream_home import StreamHome
 from mmserve.config import Config
 from mmserve.core.events import Admitted, Event, Failed
-from mmserve.core.handover import Handover, Left, Saved
+from mmserve.core.handover import Ahead, Handover, Left, Saved
 from mmserve.core.progress import Progress
 from mmserve.core.request import RequestId
 from mmserve.core.stats import Pass
@@ -82,8 +93,12 @@ class Worker:
             try:
                 for parcel in order.seen:
                     self._engines[order.model].stages.encoder.keep(order.request(), self._read(parcel))
-                handover = replace(order.handover, request=order.request(), payload=self._read(order.parcel))
-                self._engines[order.model].adopt(handover, self._sink(order))
+                engine, sink = self._engines[order.model], self._sink(order)
+                handover = replace(order.handover, request=order.request())
+                for number, parcel in order.ahead:
+                    engine.expect(replace(handover, payload=self._read(parcel)), number, sink)
+                if not order.expects:
+                    engine.adopt(replace(handover, payload=self._read(order.parcel)), sink)
             except TransferError as error:
                 self._outbox.put(Refused(order.model, order.key, order.sample, error))
             except MMServeError as error:
@@ -110,10 +125,11 @@ class Worker:
         for each in ids:
             self._engines[model].cancel(each, error)
 
-    def serve(self, roles: Collection[str], save_every: int) -> None:
-        """Change the roles: what waits for another stage, and answers under way, leave. Without any, all of it does."""
+    def serve(self, roles: Collection[str], save_every: int, ahead_bytes: int) -> None:
+        """Change the roles: what waits for another stage, and answers under way, leave. Without any, all of it does.
+        The rest as of ``Engine.serve_roles``."""
         for engine in self._engines.values():
-            engine.serve_roles(roles, save_every)
+            engine.serve_roles(roles, save_every, ahead_bytes)
             if "encode" in roles:
                 engine.warm()
 
@@ -169,8 +185,8 @@ class Worker:
                 found.append(self._outbox.get_nowait())
         return found
 
-    def _sink(self, order: Order) -> Callable[[Event | Progress | Left | Saved], None]:
-        def take(event: Event | Progress | Left | Saved) -> None:
+    def _sink(self, order: Order) -> Callable[[Event | Progress | Left | Saved | Ahead], None]:
+        def take(event: Event | Progress | Left | Saved | Ahead) -> None:
             if isinstance(event, Admitted):
                 return  # the coordinator has admitted it
             sample = getattr(event, "sample", None) if order.sample is None else order.sample
@@ -180,15 +196,18 @@ class Worker:
                 self._outbox.put(
                     self._moved(order, None if whole else sample, event.handover, isinstance(event, Saved))
                 )
+            elif isinstance(event, Ahead):
+                parcel = self._written(event.handover)
+                plain = _plain(event.handover)
+                self._outbox.put(Chunk(order.model, order.key, sample, plain, parcel, event.number))
             else:
                 self._outbox.put(Happened(order.model, order.key, sample, event))
 
         return take
 
     def _moved(self, order: Order, sample: int | None, handover: Handover, stays: bool) -> Moved:
-        plain = replace(handover, payload=None, request=without_media(handover.request))
         parcel = None if handover.payload is None else self._written(handover)
-        return Moved(order.model, order.key, sample, plain, parcel, stays)
+        return Moved(order.model, order.key, sample, _plain(handover), parcel, stays)
 
     def _written(self, handover: Handover) -> Parcel:
         packed = PAYLOADS.pack(handover.payload)
@@ -207,3 +226,8 @@ class Worker:
             with closing(self._reader.take(parcel)) as memory:
                 return PAYLOADS.decode(memory.read())
         return PAYLOADS.decode(fetched(parcel))
+
+
+def _plain(handover: Handover) -> Handover:
+    """``handover`` without what it need not carry: payload and media."""
+    return replace(handover, payload=None, request=without_media(handover.request))

@@ -59,7 +59,7 @@ def ray() -> Iterator[None]:
 def three(ray: None, config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     kept = tmp_path_factory.mktemp("kept")
     tiers = replace(config, kv_cache=KVCacheConfig(host_bytes=1 << 22, disk_folder=str(kept)))
-    with fleet(tiers, "e p d", save_every=2, silent_seconds=20.0, spares=1) as made:
+    with fleet(tiers, "e p d", save_every=2, ahead_kb=64, silent_seconds=20.0, spares=1) as made:
         yield made
         for file in kept.iterdir():
             file.unlink()

@@ -57,8 +57,9 @@ def pass_rows(
     positions: tuple[int, ...] = POSITIONS,
     threads: tuple[int, ...] = THREADS,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each number of threads and positions, and each engine: passes a second (medians over the rounds), and
-    how far the logits of the two fp32 passes are apart at most. ``model`` is in fp32 and not packed yet."""
+    """A row for each number of threads and positions, and each engine: passes a second (medians over the rounds), the
+    least processor time of a pass, which other work on the machine lengthens less, and how far the logits of the two
+    fp32 passes are apart at most. ``model`` is in fp32 and not packed yet."""
     before = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         files = {kind: Path(folder) / f"{kind}.gguf" for kind in TYPES}
@@ -109,12 +110,14 @@ def _measured(
             **{f"llama.cpp {kind}": partial(e.run, row) for kind, e in theirs.items()},
         }
         seconds: dict[str, list[float]] = {name: [] for name in passes}
+        least = dict.fromkeys(passes, float("inf"))
         for repeat in range(repeats + 1):
             for name, run in passes.items():
-                begun = time.perf_counter()
+                begun, spent = time.perf_counter(), time.process_time()
                 run()
                 if repeat:  # the first is a warm-up
                     seconds[name].append(time.perf_counter() - begun)
+                    least[name] = min(least[name], time.process_time() - spent)
     for name, taken in seconds.items():
         yield {
             "measured": f"{name}, {length} positions, {threads} threads",
@@ -122,6 +125,7 @@ def _measured(
             "positions": length,
             "threads": threads,
             "passes_per_second": round(1 / statistics.median(taken), 2),
+            "processor_ms": round(1000 * least[name], 2),
             "logits_apart": apart,
             "near": apart <= MOST_APART,
             **{

@@ -142,6 +142,17 @@ def _prompts(model: LoadedModel, canvases: list[Canvas]) -> list[int] | None:
     return [c.prompt_length for c in canvases] if model.spec.attention is Attention.PREFIX else None
 
 
+def _sights(model: LoadedModel, batch: list[Pass]) -> list[np.ndarray] | None:
+    """How many positions the rows of each pass see where images are seen whole; None where no row is of a prompt."""
+    if not model.spec.whole_images or all(int(p.rows[0]) >= p.canvas.prompt_length for p in batch):
+        return None
+    found = []
+    for p in batch:
+        sight = model.spec.sight(p.canvas.tokens)
+        found.append(p.rows + 1 if sight is None else sight[p.rows])
+    return found
+
+
 class Observation(Protocol):
     """Is shown a request's rows of a pass."""
 
@@ -195,13 +206,14 @@ def forward(
         [p.visible - p.evicted for p in batch],
         block=model.spec.attention_block,
         prompts=_prompts(model, [p.canvas for p in batch]),
+        sights=_sights(model, batch),
         whole=selection is not None,
     )
     fewest = model.decoder.fewest_rows if graphs is None else FEWEST_ROWS
     x, positions = _inputs(model, [(p.canvas, p.embeddings, p.rows) for p in batch], floor, fewest)
     observe, deep = _observer(batch), deep_rows((p.rows, p.deep) for p in batch)
     adapted = _adapted([(len(p.rows), p.adapter) for p in batch], model, stacks)
-    plain = sparse is None and observe is None and deep is None and adapted is None
+    plain = sparse is None and observe is None and deep is None and adapted is None and layout.window_end is None
     hidden = graphs.run(x, positions, layout) if graphs is not None and plain else None
     if hidden is None:
         ragged = store.placed(layout)

@@ -50,9 +50,10 @@ class Passes:
             rows = extension.rows(rows, first=True)
         size = self._chunk_rows(guided=p.guidance is not None)
         if size and len(rows) > size:
-            end = self._chunk_end(int(min(rows[size], whole.wanted[0])), size)  # none of the chunk's logits is wanted
+            first = int(whole.wanted[0])
+            end = self._past_images(p.canvas, self._chunk_end(min(int(rows[size]), first), size))
             chunk, none = rows[rows < end], rows[:0]
-            if len(chunk):
+            if len(chunk) and end <= first:  # none of the chunk's logits is wanted
                 return replace(whole, rows=chunk, targets=none, wanted=none, visible=end)
         return replace(whole, rows=rows)
 
@@ -79,6 +80,13 @@ class Passes:
         """The last position, at most ``most``, at which pages and blocks end; any where chunks are shorter."""
         unit = self._unit
         return most // unit * unit if unit <= size else most
+
+    def _past_images(self, canvas: Canvas, end: int) -> int:
+        """``end``, or where images are seen whole the first end of a page from there on that cuts none."""
+        sight = self.model.spec.sight(canvas.tokens[: canvas.prompt_length])
+        while sight is not None and 0 < end < len(sight) and sight[end - 1] > end:
+            end = -(-int(sight[end - 1]) // self._unit) * self._unit
+        return end
 
     @property
     def _unit(self) -> int:

@@ -28,6 +28,7 @@ def page_keys(
     page_size: int,
     block: int,
     logit_shift: int,
+    sight: np.ndarray | None = None,
     cache: str = "",
 ) -> tuple[bytes, ...]:
     """A key (32 bytes) for each page of a prompt that may be shared, in order of position.
@@ -36,6 +37,7 @@ def page_keys(
     ascending); ``places`` (int64 ``[prompt]`` or longer, or such a row an axis of position) are where the positions
     are for the rotary embedding, None = their indices. Text has the same position on every axis, so its pages
     are shared by prompts with images and without.
+    ``sight`` (int64 ``[prompt]``): how many positions each sees, where some see further right than their block.
     Only prompts of one ``cache`` share pages: that of their tenants.
     Attention ends with the row's block of ``block`` positions, counted from 0. Left out are pages that
     reach into an unfinished block, or to the first row whose logits are wanted: those are run by every request.
@@ -51,6 +53,7 @@ def page_keys(
     parent = sha256(cache.encode()).digest() if cache else b""
     for start in range(0, shared, page_size):
         end = -(-(start + page_size) // unit) * unit  # what the page's last block sees may lie in the next page
+        end = end if sight is None else max(end, int(sight[start : start + page_size].max()))
         made = sha256(parent)
         made.update(ids[start:end].astype(np.int64).tobytes())
         made.update(visual[start:end].tobytes())

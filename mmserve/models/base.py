@@ -11,11 +11,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from mmserve.core.decisions import Calibration
+from mmserve.core.sight import image_sight
 from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder
 from mmserve.models.packed import count_weights
@@ -65,6 +67,7 @@ class ModelSpec:
     max_tokens: int  # positions the checkpoint was made for
     default_block_length: int = 32  # of masked diffusion; the only one where attention is block-causal
     renoising: Renoising | None = None  # set where open positions hold random tokens, in whole blocks, and no mask
+    whole_images: bool = False  # visual tokens beside one another see each other, though attention is causal
     special_tokens: bool = False  # the tokenizer's go around a prompt whose template does not begin with its first
     logit_shift: int = 0  # how far left of a position its row of logits is: 1 for next-token models and Dream
 
@@ -76,6 +79,10 @@ class ModelSpec:
     def causal(self) -> bool:
         """Whether the model decodes left to right, one token a step."""
         return self.attention is Attention.CAUSAL
+
+    def sight(self, ids: np.ndarray) -> np.ndarray | None:
+        """Int64 ``[N]``: how many positions each of a prompt's ``ids`` sees, where ``whole_images``; else None."""
+        return image_sight(ids, self.image_id) if self.whole_images and self.image_id is not None else None
 
     def block_length(self, asked: int = 0) -> int:
         """Positions that are decoded together where a request ``asked`` for so many (0 = the default)."""

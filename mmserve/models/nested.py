@@ -75,10 +75,10 @@ def image_token(
     return token
 
 
-def layout_below(stem: str, head: str) -> Layout:
-    """LLaMA's and Qwen's tensor names with ``stem`` instead of ``model``, and ``head`` for the output layer."""
+def layout_below(stem: str, head: str, of: Layout = HUGGING_FACE) -> Layout:
+    """Tensor names ``of`` LLaMA and Qwen with ``stem`` instead of ``model``, and ``head`` for the output layer."""
     outer = {"embed": f"{stem}.embed_tokens", "norm": f"{stem}.norm", "head": head}
-    return replace(HUGGING_FACE, outer=outer, layers=f"{stem}.layers")
+    return replace(of, outer=outer, layers=f"{stem}.layers")
 
 
 def load_nested(

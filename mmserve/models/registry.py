@@ -27,6 +27,7 @@ LOADERS = {
     "Dream": "mmserve.models.dream",
     "diffusion_gemma": "mmserve.models.diffusion_gemma",
     "dimple": "mmserve.models.dimple",
+    "gemma3": "mmserve.models.gemma3",
     "idefics3": "mmserve.models.smolvlm",
     "internvl": "mmserve.models.internvl",
     "internvl_chat": "mmserve.models.internvl_chat",

@@ -31,10 +31,11 @@ TEXT: Mapping[str, str] = {
     "sdar_moe": "mmserve.models.sdar_moe",
 }
 #: ``text_config`` of a vision-language model may name any of these.
-NESTED = ("llama", "ministral3", "mistral", "qwen2", "qwen3")
+NESTED = ("gemma3_text", "llama", "ministral3", "mistral", "qwen2", "qwen3")
 #: Class that generates text, for each ``model_type`` that transformers also has other classes for (scores, embeddings).
 CLASSES = {
     "gemma2": ("Gemma2ForCausalLM",),
+    "gemma3": ("Gemma3ForConditionalGeneration",),
     "gemma3_text": ("Gemma3ForCausalLM",),
     "idefics3": ("Idefics3ForConditionalGeneration",),
     "internvl": ("InternVLForConditionalGeneration",),

@@ -52,7 +52,8 @@ def build(
 ) -> Case:
     """A random case. All pages start as NaN, in a random order (or ``in_order``: each request's one behind another),
     some of nobody; only what is written is not NaN. Rows are any of their request's positions, or with ``kv_limit``
-    ``tail`` its last ones, of which each sees up to itself.
+    ``tail`` its last ones, of which each sees up to itself; with ``images``, up to the next multiple of 32, while its
+    window ends with itself.
 
     ``contents`` numbers the requests' data, so that the same request can stand in several batches. ``keys`` and
     ``values`` are what ``dtype`` keeps of them, in fp32.
@@ -88,6 +89,7 @@ def build(
         page_tables=tuple(tables),
         slots=torch.cat(slots),
         kv_limit=torch.cat(limits) if kv_limit else None,
+        window_end=torch.cat(rows) + 1 if kv_limit == "images" else None,
     )
     return Case(torch.cat(q), keys, values, k_pages, v_pages, ragged, rows)
 
@@ -111,7 +113,8 @@ def _plain(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
             limit = len(key) if case.ragged.kv_limit is None else int(case.ragged.kv_limit[row])
             for head, query in enumerate(case.q[row].double()):
                 shared = head * key.shape[1] // heads
-                seen = slice(max(0, limit - case.window) if case.window else 0, limit)
+                end = limit if case.ragged.window_end is None else int(case.ragged.window_end[row])
+                seen = slice(max(0, end - case.window) if case.window else 0, limit)
                 scores = key[seen, shared].double() @ query / head_dim**0.5
                 scores = case.cap * torch.tanh(scores / case.cap) if case.cap else scores
                 out[row, head] = scores.softmax(0) @ value[seen, shared].double()

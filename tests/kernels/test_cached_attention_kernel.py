@@ -98,6 +98,7 @@ def test_windows_and_caps(window: int, cap: float, dtype: torch.dtype) -> None:
     case = build([(9, 150), (2, 2), (40, 100)], 16, "gqa", kv_limit="causal", dtype=dtype)
     check(replace(case, window=window, cap=cap))
     check(replace(build([(3, 90)], 7, "mha", dtype=dtype), window=window, cap=cap))
+    check(replace(build([(9, 150), (5, 33)], 16, "gqa", kv_limit="images", dtype=dtype), window=window, cap=cap))
 
 
 request = st.integers(1, 200).flatmap(lambda length: st.tuples(st.integers(0, min(length, 20)), st.just(length)))

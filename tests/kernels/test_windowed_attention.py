@@ -22,7 +22,7 @@ def special(case: Case, kind: str, path: ModuleType = cpu) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kv_limit", [None, "causal", "tail"])
+@pytest.mark.parametrize("kv_limit", [None, "causal", "tail", "images"])
 @pytest.mark.parametrize("path", [reference, cpu], ids=["reference", "cpu"])
 def test_agrees_with_plain_attention_and_reads_nothing_else(
     path: ModuleType, batch: str, heads: str, kv_limit: str | None, kind: str

@@ -19,6 +19,7 @@ import shuffled_checkpoints as shuffled
 import torch
 from clips import clip, video_model
 from foreseen import check_foreseen
+from gemma3_checkpoints import gemma3
 from helpers import ask, looked, picture, tiny_model
 from PIL import Image
 from tokenizers import AddedToken
@@ -82,6 +83,10 @@ def masked_logits(model: LoadedModel, oracle: Any, full: Encoded, left: Encoded,
     seen = torch.ones(len(ids), len(ids), dtype=torch.bool)
     if model.spec.attention is Attention.CAUSAL:
         seen = seen.tril()
+    if model.spec.whole_images:
+        runs = np.flatnonzero(np.diff(full.image_rows, prepend=-2) > 1)
+        for run in np.split(full.image_rows, runs[1:]):
+            seen[run[:, None], run] = True
     if model.spec.attention is Attention.BLOCK_CAUSAL:  # blocks are counted among what is left
         kept = torch.cat([torch.from_numpy(left.places[:-1]), torch.arange(len(full.ids), len(ids))])
         block = torch.arange(len(kept)) // model.spec.default_block_length
@@ -105,6 +110,7 @@ LAYOUTS: dict[str, Callable[[Path], tuple[LoadedModel, Any]]] = {
         image_aspect_ratio="anyres_max_2",
         image_grid_pinpoints="(1x1),...,(3x3)",
     ),
+    "gemma3": lambda folder: _nested(gemma3(folder, window=500)),
     "llava-1.5": lambda folder: _llava(folder),
     "llava": lambda folder: _nested(tiled.llava(folder)),
     "llava-next": lambda folder: _nested(tiled.llava_next(folder)),
@@ -130,7 +136,7 @@ def _nested(made: shuffled.Checkpoint) -> tuple[LoadedModel, Any]:
 
 
 #: Towers without a class token.
-CLASSLESS = {"llada-v with siglip", "llava-onevision", "sdar-vl", "smolvlm"}
+CLASSLESS = {"gemma3", "llada-v with siglip", "llava-onevision", "sdar-vl", "smolvlm"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

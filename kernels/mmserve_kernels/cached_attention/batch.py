@@ -31,7 +31,8 @@ class Ragged:
     Rows are laid request after request; ``row_counts[r]`` of them belong to request r, whose ``kv_lengths[r]``
     positions fill the pages ``page_tables[r]`` (int64 ``[ceil(kv_length / S)]``) in order. ``slots`` (int64 ``[T]``)
     gives the slot of each row's own key and value: page × S + offset. ``kv_limit`` (int64 ``[T]``) bounds what a
-    row may look at: positions below its limit; None = all of its request.
+    row may look at: positions below its limit; None = all of its request. ``window_end`` (int64 ``[T]``): where a
+    row's sliding window ends, before its limit, which it then sees as well; None = at the limit.
     """
 
     row_counts: tuple[int, ...]
@@ -39,6 +40,7 @@ class Ragged:
     page_tables: tuple[Tensor, ...]
     slots: Tensor
     kv_limit: Tensor | None = None
+    window_end: Tensor | None = None
 
     @cached_property
     def runs(self) -> tuple[int | None, ...]:

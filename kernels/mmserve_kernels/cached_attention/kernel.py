@@ -54,13 +54,13 @@ def _finish(out_ptr, lse_ptr, at, live, channel, acc, top, total, K: tl.constexp
 
 @triton.jit
 def _attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, programs_ptr, table_ptr, limit_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, programs_ptr, table_ptr, limit_ptr, end_ptr,
     table_width, scale,
     k_scale_ptr, k_low_ptr, k_kept_ptr, k_kept_at_ptr, v_scale_ptr, v_low_ptr, v_kept_ptr, v_kept_at_ptr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr,
     K_KIND: tl.constexpr, K_PER: tl.constexpr, K_KEPT: tl.constexpr,
     V_KIND: tl.constexpr, V_PER: tl.constexpr, V_KEPT: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, HAS_LSE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, HAS_END: tl.constexpr, HAS_LSE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows over one split or all of them. ``scale``: of the scores, in powers of two."""
@@ -82,8 +82,11 @@ def _attend(
         limit = tl.minimum(limit, tl.load(limit_ptr + first_row + row, mask=live, other=0).to(tl.int32))
     last = tl.max(limit, 0)
     begin = 0
+    end = limit
+    if HAS_END:
+        end = tl.minimum(limit, tl.load(end_ptr + first_row + row, mask=live, other=0).to(tl.int32))
     if WINDOW:  # whole blocks to the left of what the first row sees are left out: they would add exact zeros
-        least = tl.min(tl.where(live, limit, length), 0)
+        least = tl.min(tl.where(live, end, length), 0)
         begin = tl.maximum(least - WINDOW, 0) // BLOCK_N * BLOCK_N
 
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
@@ -113,7 +116,7 @@ def _attend(
                 scores = (CAP / ln2) * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
             seen_here = n[None, :] < limit[:, None]
             if WINDOW:
-                seen_here = seen_here & (n[None, :] >= limit[:, None] - WINDOW)
+                seen_here = seen_here & (n[None, :] >= end[:, None] - WINDOW)
             scores = tl.where(seen_here, scores, float("-inf"))
             highest = tl.maximum(top_s, tl.max(scores, 1))
             safe = tl.where(highest == float("-inf"), 0.0, highest)
@@ -201,13 +204,16 @@ def cached_attention(
         "BLOCK_M": sizes.block_m,
         "BLOCK_K": block_k,
     }
+    end = ragged.window_end if window and isinstance(ragged, Ragged) else None
     if len(plan.programs):
         _attend[(len(plan.programs), groups)](
             q_THK, _codes(k_PSGK), _codes(v_PSGK), out, out if lse_TH is None else lse_TH, partial, stats,
             plan.programs, plan.table, plan.table if ragged.kv_limit is None else ragged.kv_limit.contiguous(),
+            plan.table if end is None else end.contiguous(),
             plan.table.shape[1], head_size**-0.5 / math.log(2), *_parts(k_PSGK), *_parts(v_PSGK),
-            **_kinds(k_PSGK, v_PSGK), PAGE=page, HAS_LIMIT=ragged.kv_limit is not None, WINDOW=window, CAP=cap,
-            BLOCK_N=sizes.block_n, SPLIT=sizes.split, num_warps=sizes.num_warps, num_stages=sizes.num_stages, **shared,
+            **_kinds(k_PSGK, v_PSGK), PAGE=page, HAS_LIMIT=ragged.kv_limit is not None, HAS_END=end is not None,
+            WINDOW=window, CAP=cap, BLOCK_N=sizes.block_n, SPLIT=sizes.split, num_warps=sizes.num_warps,
+            num_stages=sizes.num_stages, **shared,
         )  # fmt: skip
     if len(plan.folds):
         _combine[(len(plan.folds), groups, sizes.block_m // FOLDED)](
@@ -255,7 +261,7 @@ def variants() -> Iterator[Variant]:
         constants = shared | _settings(sizes, kind, keys_per)
         yield Variant(f"attend {label}", _attend, results | _types(name, kind), constants, *launch)
         if kind == "plain" and backend == "cuda":
-            windowed = constants | {"WINDOW": 1024, "CAP": 50.0}
+            windowed = constants | {"WINDOW": 1024, "CAP": 50.0, "HAS_END": True}
             yield Variant(f"attend {label}, windowed", _attend, results | _types(name, kind), windowed, *launch)
         if kind == "plain":
             folds = {"folds_ptr": "*i32"}
@@ -265,6 +271,7 @@ def variants() -> Iterator[Variant]:
 def _types(name: str, kind: str) -> dict[str, str]:
     """Types of what ``_attend`` reads."""
     types = {"q_ptr": f"*{name}", "programs_ptr": "*i32", "table_ptr": "*i32", "limit_ptr": "*i64"}
+    types |= {"end_ptr": "*i64"}
     for x in ("k", "v"):
         types |= {f"{x}_ptr": f"*{name}" if kind == "plain" else "*u8"}
         types |= {f"{x}_kept_ptr": f"*{name}", f"{x}_kept_at_ptr": "*i32"}
@@ -276,5 +283,5 @@ def _settings(sizes: Tiling, kind: str, keys_per: str) -> dict[str, Any]:
     """Constants of ``_attend``; keys have a range a channel (KIVI) or a token (the store's), values one a token."""
     ranges = {"K_KIND": kind, "K_PER": keys_per, "V_KIND": kind, "V_PER": "token"}
     kept = {"K_KEPT": kind != "plain", "V_KEPT": kind != "plain"}
-    blocks = {"PAGE": 16, "HAS_LIMIT": True, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split, "WINDOW": 0, "CAP": 0.0}
-    return blocks | ranges | kept
+    blocks = {"PAGE": 16, "HAS_LIMIT": True, "HAS_END": False, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split}
+    return blocks | {"WINDOW": 0, "CAP": 0.0} | ranges | kept

@@ -27,7 +27,8 @@ def cached_attention(
 ) -> Tensor:
     """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
 
-    A row sees the positions of its request below its limit; with a ``window``, the last so many of them only. A ``cap``
+    A row sees the positions of its request below its limit; with a ``window``, only those from so many before its end
+    on (see ``Ragged.window_end``). A ``cap``
     makes ``cap * tanh(score / cap)`` of scaled scores (Gemma 2, arXiv 2408.00118). 0 is none of either. ``lse_TH``
     (fp32, if given) is filled with the natural log-sum-exp of each row's scaled scores. Rows that see nothing, and rows
     of no request, are zeros, and their log-sum-exp is -inf. Nothing is read of positions that a request does not have:
@@ -48,7 +49,10 @@ def cached_attention(
         limit_R = at_L.new_full((rows,), length) if ragged.kv_limit is None else ragged.kv_limit[here].clamp(max=length)
         unseen_RL = at_L >= limit_R[:, None]
         if window:
-            unseen_RL = unseen_RL | (at_L < limit_R[:, None] - window)
+            end_R = limit_R
+            if isinstance(ragged, Ragged) and ragged.window_end is not None:
+                end_R = torch.minimum(ragged.window_end[here], limit_R)
+            unseen_RL = unseen_RL | (at_L < end_R[:, None] - window)
         scores_GRUL = scores_GRUL.masked_fill(unseen_RL[:, None], -torch.inf)
         lse_GRU1 = scores_GRUL.logsumexp(-1, keepdim=True)
         weights_GRUL = (scores_GRUL - lse_GRU1).exp().where(lse_GRU1 > -torch.inf, 0.0)

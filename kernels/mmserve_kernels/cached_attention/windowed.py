@@ -34,7 +34,7 @@ def windowed_attention(
 
     ``read`` gives a request's keys and values ``[1, G, L, K]``; ``products`` is attention of ``[1, G, M, K]`` with an
     additive mask ``[M, L]``. Which keys a piece leaves unread follows from the page (of ``page`` positions) in which
-    its first row's sight ends, so a row's bits do not depend on which others are run with it.
+    its first row's window ends, so a row's bits do not depend on which others are run with it.
     """
     if lse_TH is not None:
         raise ValueError("log-sum-exps of windowed or capped attention are the kernel's and the reference's only")
@@ -48,13 +48,14 @@ def windowed_attention(
         limit_R = torch.full((rows,), width, device=q_THK.device)
         if ragged.kv_limit is not None:
             limit_R = ragged.kv_limit[here].clamp(max=width)
+        end_R = limit_R if ragged.window_end is None else torch.minimum(ragged.window_end[here], limit_R)
         first = 0
         if window and q_THK.device.type == "cpu":
-            first = max(0, (int(limit_R.min()) - 1) // page * page + 1 - window)
+            first = max(0, (int(end_R.min()) - 1) // page * page + 1 - window)
         at_L = torch.arange(first, width, device=q_THK.device)
         hidden_RL = at_L >= limit_R[:, None]
         if window:
-            hidden_RL |= at_L < limit_R[:, None] - window
+            hidden_RL |= at_L < end_R[:, None] - window
         k_1GLK, v_1GLK = (x.narrow(2, first, width - first) for x in (k_1GLK, v_1GLK))
         q_1GMK = q_THK[here].unflatten(1, (-1, share)).transpose(0, 1).flatten(1, 2).unsqueeze(0)
         mask_ML = torch.zeros_like(hidden_RL, dtype=q_THK.dtype).masked_fill_(hidden_RL, -torch.inf)

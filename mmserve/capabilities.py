@@ -220,6 +220,8 @@ class Capabilities:
         if model.spec.renoising is not None:
             known = RENOISING_COMMIT
         absent = ACCOMPANIED if model.companion is None else frozenset()
+        if model.spec.draft_mask is not None and self.reads_pages:
+            absent -= {"draft_model"}
         absent |= FILTERED if model.commit_filter is None else frozenset()
         absent |= frozenset() if self._drafts else DRAFTING
         added = ("scheduler",) if self._offered.schedulers else ()

@@ -10,6 +10,7 @@ from mmserve.decode.extensions.draft_model import DraftModel
 from mmserve.decode.extensions.eviction import KVEviction
 from mmserve.decode.extensions.image_reuse.checks import no_reuse
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
+from mmserve.decode.extensions.self_draft import SelfDraft
 from mmserve.decode.graphs import graphs_for
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.parts import Parts
@@ -50,6 +51,8 @@ def decoder_for(
     extensions: list[Extension] = [KVEviction(model, store), ImageKVReuse(model, store, kv), Decisions(model)]
     if beside is not None:
         extensions.append(DraftModel(beside, _store(beside, engine), model))
+    elif model.spec.draft_mask is not None and not chosen and not engine.kv_bits:
+        extensions.append(SelfDraft(model, store))
     sparse = Sparse(model, store, engine) if chosen else None
     return DiffusionDecoder(
         Parts.of(

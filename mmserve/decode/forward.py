@@ -143,13 +143,16 @@ def _prompts(model: LoadedModel, canvases: list[Canvas]) -> list[int] | None:
 
 
 def _sights(model: LoadedModel, batch: list[Pass]) -> list[np.ndarray] | None:
-    """How many positions the rows of each pass see where images are seen whole; None where no row is of a prompt."""
-    if not model.spec.whole_images or all(int(p.rows[0]) >= p.canvas.prompt_length for p in batch):
+    """How many positions the rows of each pass see, where passes say so, or of a prompt whose images are seen whole;
+    else None."""
+    within = model.spec.whole_images and any(int(p.rows[0]) < p.canvas.prompt_length for p in batch)
+    if not within and not any(p.sight for p in batch):
         return None
     found = []
     for p in batch:
-        sight = model.spec.sight(p.canvas.tokens)
-        found.append(p.rows + 1 if sight is None else sight[p.rows])
+        sight = model.spec.sight(p.canvas.tokens) if within else None
+        own = p.rows + 1 if sight is None else sight[p.rows]
+        found.append(np.full(len(p.rows), p.sight) if p.sight else own)
     return found
 
 
@@ -176,6 +179,7 @@ class Pass:
     evicted: int = 0  # of those, before the rows, that were dropped: what follows lies so far further left
     observation: Observation | None = None  # who notes what it shows
     adapter: Adapter | None = None
+    sight: int = 0  # positions, from the left, that each row sees; 0 = those that the model's attention shows it
 
 
 def forward(

@@ -1,15 +1,19 @@
-"""Nemotron-Labs-Diffusion (arXiv 2607.05722), token by token: ``nvidia/Nemotron-Labs-Diffusion-*``.
+"""Nemotron-Labs-Diffusion (arXiv 2607.05722): ``nvidia/Nemotron-Labs-Diffusion-*``.
 
-The weights are Ministral 3's under other names, and decode autoregressively as that does. Their other two modes are not
-implemented: denoising in blocks, which are counted from the prompt's end and whose K/V are made by a causal pass once a
-block is final, and the self-speculation that verifies such a block.
+The weights are Ministral 3's under other names. They decode token by token as that does, and draft blocks for
+themselves by their masks (``decode/extensions/self_draft.py``; the commit policy ``draft_model``). Their third mode is
+not implemented: denoising in blocks, which are counted from the prompt's end and whose K/V are made by a causal pass
+once a block is final. Nor is the adapter that the authors have for drafts.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mmserve.models.llama import load
+from mmserve.models.base import LoadedModel, ModelSpec
+from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.family import Sources, load_family, next_token
 from mmserve.models.ministral import dimensions
 from mmserve.models.nested import layout_below
 
@@ -20,3 +24,19 @@ LAYOUT = replace(
     name="nemotron_labs_diffusion",
     architecture="NemotronLabsDiffusionModel",
 )
+
+
+def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
+    """Load the layout; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
+    tokenizer = load_tokenizer(checkpoint.folder)
+    adapt_chat_template(tokenizer, checkpoint.folder, images=False, videos=False, vicuna=False)
+    return load_family(checkpoint, target, tokenizer, _spec)
+
+
+def _spec(sources: Sources) -> ModelSpec:
+    """Drafts predict their own positions: a ``dlm_type`` of "dream" would shift them."""
+    sources.keys.check({"dlm_type": ("llada", None)})
+    mask = sources.keys.values.get("mask_token_id")
+    if mask is None:
+        return next_token(sources)
+    return replace(next_token(sources), draft_mask=sources.keys.integer("mask_token_id"))

@@ -1,0 +1,113 @@
+"""A next-token model that drafts for itself, by a pass over masks in which a block sees all of itself.
+
+The linear self-speculation of Nemotron-Labs-Diffusion (arXiv 2607.05722; ``linear_spec_generate`` of its
+``modeling_nemotron_labs_diffusion.py``, with the threshold of 0 that it has by default): the newest token and masks
+after it run together, each seeing everything up to the last mask, and a mask's row predicts its own position. The pass
+that verifies the draft runs the same positions again, so that it leaves nothing of the draft's K/V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from mmserve.core.canvas import Canvas, among
+from mmserve.core.request import Request
+from mmserve.decode.commit import Candidates, Commit
+from mmserve.decode.commit.base import Drafted
+from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
+from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.sampler import candidates
+from mmserve.decode.scores import scores_for
+from mmserve.decode.state import Answer, Decoding, Live
+from mmserve.kv.store import KVStore
+from mmserve.models.base import LoadedModel
+
+
+@dataclass
+class OwnDraft:
+    """What a request has of its model's drafts: plain data."""
+
+    drafted: np.ndarray | None = None  # int64, from when it is drafted until candidates are verified by it
+    forwards: int = 0  # passes made for drafts
+
+
+@dataclass(eq=False)
+class SelfSpeculation(RequestExtension):
+    """A request whose model drafts for itself."""
+
+    state: OwnDraft
+
+    def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:
+        return drafted if self.state.drafted is None else self.state.drafted
+
+    def verify(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Candidates:
+        """What the policy makes of the candidates, given the draft, which is then used up."""
+        drafted, self.state.drafted = self.state.drafted, None
+        return (
+            commit.agreed(canvas, proposed, drafted)
+            if isinstance(commit, Drafted) and drafted is not None
+            else proposed
+        )
+
+    def report(self, answer: Answer, d: Live) -> Answer:
+        return replace(answer, companion_forwards=self.state.forwards)
+
+    def snapshot(self) -> OwnDraft:
+        return self.state
+
+
+class SelfDraft(Extension):
+    """``model`` drafts with its own weights and pages, for requests whose commit policy is ``draft_model``."""
+
+    def __init__(self, model: LoadedModel, store: KVStore) -> None:
+        assert model.spec.draft_mask is not None
+        self._model, self._store, self._mask = model, store, model.spec.draft_mask
+        self._scores, self._floor = scores_for(model, store), row_floor(model)
+        self._banned = tuple(sorted({*model.spec.banned_ids, self._mask}))
+
+    def attach(self, opening: Opening) -> SelfSpeculation | None:
+        return SelfSpeculation(OwnDraft()) if opening.request.diffusion.commit.name == "draft_model" else None
+
+    def restore(self, request: Request, canvas: Canvas, snapshot: object) -> SelfSpeculation | None:
+        return SelfSpeculation(snapshot) if isinstance(snapshot, OwnDraft) else None
+
+    @torch.inference_mode()
+    def before_rows(self, batch: Sequence[Decoding]) -> None:
+        """Draft for each request whose policy asks for it and which has no draft yet, in one pass over all.
+
+        A draft ends early, after an end of text. Tokens are greedy, or drawn with the noise that the model's own
+        tokens will be drawn with.
+        """
+        waiting: list[tuple[Decoding, OwnDraft, Pass]] = []
+        for d in batch:
+            found = d.extension(SelfSpeculation)
+            if found is None or found.state.drafted is not None or not isinstance(d.commit, Drafted):
+                continue
+            count = d.commit.wanted(d.canvas)
+            if count:
+                waiting.append((d, found.state, self._pass(d, count)))
+            else:
+                found.state.drafted = np.zeros(0, np.int64)
+        if not waiting:
+            return
+        logits = forward(self._model, self._store, [p for _d, _state, p in waiting], self._floor)
+        for (d, state, p), rows in zip(waiting, logits, strict=True):
+            made = candidates(
+                rows.whole(), p.targets, d.canvas, d.request.sampling, self._banned, None, self._scores, d.commit.reads
+            ).tokens
+            ends = np.flatnonzero(among(made, self._model.spec.end_ids))
+            state.drafted = made[: ends[0] + 1] if len(ends) else made
+            state.forwards += 1
+
+    def _pass(self, d: Decoding, count: int) -> Pass:
+        """The pass over the newest token and ``count`` masks after it."""
+        first, prefilled = d.canvas.known(), d.prefilled
+        rows = np.arange(first - 1, first + count)
+        masks = torch.full((count,), self._mask, device=self._model.device)
+        prefilled.embeddings[first : first + count] = self._model.decoder.embed(masks)
+        end = first + count
+        return Pass(d.canvas, prefilled.pages, prefilled.embeddings, rows, rows[1:], rows[1:], end, sight=end)

@@ -1,0 +1,128 @@
+"""Self-speculation of Nemotron-Labs-Diffusion: tokens and passes of the authors' loop, over transformers' Ministral 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Bench, Call
+from helpers import ask
+from llama_checkpoints import edit, load
+from safetensors.torch import load_file, save_file
+from test_causal_engine import LAST, answer
+from text_checkpoints import oracle, save
+
+from mmserve.core.request import Policy, Request
+from mmserve.errors import Unimplemented
+from mmserve.models.base import LoadedModel
+
+Make = Callable[..., Bench]
+MASK, NEW = 100, 24
+TEXTS = ("a red circle", "what is left of it? " * 2, "?")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]:
+    """A model whose next token depends less on what is far, so that drafts are right now and then."""
+    folder = tmp_path_factory.mktemp("model")
+    made = oracle("ministral3")
+    with torch.no_grad():
+        made.lm_head.weight[:12] *= 3
+        for name, weight in made.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight *= 0.4
+    save(made, folder, model_type="nemotron_labs_diffusion", architectures=["NemotronLabsDiffusionModel"])
+    file = folder / "model.safetensors"
+    names = {"lm_head.weight": "diffusion_head.weight"}
+    tensors = {names.get(n, n.replace("model.", "encoder.", 1)): t for n, t in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    edit(folder / "config.json", mask_token_id=MASK, dlm_paradigm="bidirectional", block_size=32)
+    model = load(folder)
+    return made, replace(model, spec=replace(model.spec, end_ids=frozenset({-1})))
+
+
+@torch.no_grad()
+def rows_of(made: Any, final: list[int], block: list[int], *, whole: bool) -> torch.Tensor:
+    """Logits ``[block, V]`` of a block after causal tokens; ``whole``: its rows see all of it, not up to themselves."""
+    row = torch.tensor([[*final, *block]])
+    length = row.shape[1]
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    if whole:
+        seen[len(final) :] = True
+    mask = torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    logits: torch.Tensor = made(input_ids=row, attention_mask=mask).logits[0, len(final) :]
+    return logits
+
+
+def authors_loop(made: Any, prompt: list[int], new: int, length: int, banned: set[int]) -> tuple[list[int], int]:
+    """Tokens of ``linear_spec_generate`` at temperature 0, with blocks of ``length`` masks, and how often it drafted.
+
+    Near its end an answer's blocks are shorter: what lies beyond it is neither drafted nor verified.
+    """
+
+    def best(logits: torch.Tensor, more: set[int]) -> list[int]:
+        logits[:, list(banned | more)] = -torch.inf
+        return logits.argmax(-1).tolist()
+
+    answer, cycles = best(rows_of(made, prompt[:-1], prompt[-1:], whole=False), set()), 0
+    while len(answer) < new:
+        masks = min(length, new - len(answer) - 1)
+        final, newest = [*prompt, *answer[:-1]], answer[-1]
+        drafted: list[int] = []
+        if masks:
+            drafted = best(rows_of(made, final, [newest, *[MASK] * masks], whole=True), {MASK})[1:]
+            cycles += 1
+        verified = best(rows_of(made, final, [newest, *drafted], whole=False), set())
+        kept = next((i for i, token in enumerate(drafted) if verified[i] != token), len(drafted))
+        answer += verified[: kept + 1]
+    return answer, cycles
+
+
+def asked(name: str, text: str, length: int) -> Request:
+    commit = Policy(name="draft_model", options={"length": length})
+    return ask(name, text, max_new_tokens=NEW, recompute=LAST, commit=commit)
+
+
+def prompt_of(bench: Bench, text: str) -> list[int]:
+    [found] = bench.engine.stages.encoder.encode([ask("p", text)])
+    ids: list[int] = found.ids.tolist()
+    return ids
+
+
+@pytest.mark.parametrize("length", [1, 6, 31])
+def test_tokens_and_passes_are_those_of_the_authors_loop(
+    pair: tuple[Any, LoadedModel], bench: Make, length: int
+) -> None:
+    made, model = pair
+    running = bench(model)
+    calls: list[Call] = running.submit(*[asked(f"{i}", text, length) for i, text in enumerate(TEXTS)])
+    saved = 0
+    for call, text in zip(calls, TEXTS, strict=True):
+        expected, cycles = authors_loop(made, prompt_of(running, text), NEW, length, set(model.spec.banned_ids))
+        assert answer(running, call) == expected
+        done = call.finished()
+        assert done.usage.companion_forwards == cycles
+        saved += NEW - done.forwards
+    assert saved > 0, "some drafts are right"
+
+
+def test_drawn_tokens_are_those_without_drafts(pair: tuple[Any, LoadedModel], bench: Make) -> None:
+    _made, model = pair
+    running = bench(model)
+    for seed in range(3):
+        plain = ask("plain", "what is it?", max_new_tokens=NEW, recompute=LAST, temperature=1.0, seed=seed)
+        drafting = replace(plain, id="drafting", diffusion=replace(asked("x", "", 6).diffusion))
+        assert running.ask(drafting).text == running.ask(plain).text
+
+
+def test_who_drafts(pair: tuple[Any, LoadedModel], bench: Make, tmp_path: Path) -> None:
+    _made, model = pair
+    assert model.spec.causal and model.spec.draft_mask == MASK
+    assert "draft_model" in bench(model).engine.stages.capabilities.describe({}).commit_policies
+    for other, options in ((model, {"sparse_decode": "quest"}), (load(save(oracle("ministral3"), tmp_path)), {})):
+        with pytest.raises(Unimplemented, match="no commit policy 'draft_model'"):
+            bench(other, **options).submit(asked("r", "?", 4))

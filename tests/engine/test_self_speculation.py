@@ -1,4 +1,4 @@
-"""Self-speculation of Nemotron-Labs-Diffusion: tokens and passes of the authors' loop, over transformers' Ministral 3."""
+"""Self-speculation of Nemotron-Labs-Diffusion: the tokens and passes of the authors' loop, over Ministral 3."""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ the commit policy ``edit``.
 from __future__ import annotations
 
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.family import Sources, load_family, make_spec, mask_id_of
+from mmserve.models.family import Sources, load_text, make_spec, mask_id_of
 
 #: Architecture to its mask token, and to the positions of a block where no configuration has them: those of SDAR's
 #: generate.py, and of ``generate`` in modeling_llada2_moe.py.
@@ -30,9 +29,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
     ``block_size`` of the configuration, where it is set, is the number of positions of a block.
     """
-    tokenizer = load_tokenizer(checkpoint.folder)
-    adapt_chat_template(tokenizer, checkpoint.folder, images=False, videos=False, vicuna=False)
-    return load_family(checkpoint, target, tokenizer, blocks)
+    return load_text(checkpoint, target, blocks)
 
 
 def blocks(sources: Sources) -> ModelSpec:

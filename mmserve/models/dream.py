@@ -7,9 +7,8 @@ predict the position to its right.
 from __future__ import annotations
 
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.family import Sources, load_family, make_spec, mask_id_of
+from mmserve.models.family import Sources, load_text, make_spec, mask_id_of
 
 MASK = "<|mask|>"
 
@@ -19,9 +18,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
     Models that go by the same name and decode otherwise, with blocks or M-RoPE, are refused.
     """
-    tokenizer = load_tokenizer(checkpoint.folder)
-    adapt_chat_template(tokenizer, checkpoint.folder, images=False, videos=False, vicuna=False)
-    return load_family(checkpoint, target, tokenizer, _spec)
+    return load_text(checkpoint, target, _spec)
 
 
 def _spec(sources: Sources) -> ModelSpec:

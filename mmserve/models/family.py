@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
-from mmserve.models.chat import IMAGE, VIDEO
+from mmserve.models.chat import IMAGE, VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder, RMSNorm
 from mmserve.models.decoder_config import DecoderConfig
@@ -81,6 +81,13 @@ def load_family(
         _check_frame_text(keys, tokenizer, llava)
     checkpoint.weights.check_all_read()
     return LoadedModel(made, decoder, tokenizer, seeing, target.dtype, target.device)
+
+
+def load_text(checkpoint: Checkpoint, target: Target, spec: Callable[[Sources], ModelSpec]) -> LoadedModel:
+    """As ``load_family``, a model of text alone with its own chat template."""
+    tokenizer = load_tokenizer(checkpoint.folder)
+    adapt_chat_template(tokenizer, checkpoint.folder, images=False, videos=False, vicuna=False)
+    return load_family(checkpoint, target, tokenizer, spec)
 
 
 def make_spec(

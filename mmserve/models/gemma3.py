@@ -6,13 +6,11 @@ decoder of Gemma 3. A picture's tokens see each other, and everything before the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isqrt
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import Gemma3Config, Gemma3ImageProcessorPil
@@ -20,29 +18,24 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel, ModelSpec
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.chat import load_tokenizer
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
-from mmserve.models.evidence import OF_PATCHES, layers_of
+from mmserve.models.evidence import layers_of
 from mmserve.models.family import Sources, next_token
 from mmserve.models.gemma import LAYOUT
 from mmserve.models.nested import (
+    found_layout,
     image_token,
-    layout_below,
     load_nested,
     load_part,
+    nested_tokenizer,
     read_config,
     read_processor,
-    use_processor_template,
 )
-from mmserve.models.picture import Picture, Prepared, Resize, Text, VisionEncoder, joined
-from mmserve.models.shuffle import ShuffledTower
+from mmserve.models.picture import Prepared, Resize, Text, Tile
+from mmserve.models.processors import pixels_of
+from mmserve.models.shuffle import ShuffledTower, ShuffledVision
 from mmserve.models.towers import KINDS, load_tower
-from mmserve.models.vision import describe_processor
-from mmserve.prune.base import Evidence
-
-#: Where the decoder's tensors lie: as published, and as transformers names them within.
-_PUBLISHED = layout_below("language_model.model", "language_model.lm_head", LAYOUT)
-_WITHIN = layout_below("model.language_model", "lm_head", LAYOUT)
 
 
 class PooledProjector(nn.Module):
@@ -62,22 +55,12 @@ class PooledProjector(nn.Module):
         return projected
 
 
-class GemmaImages(VisionEncoder):
+class GemmaImages(ShuffledVision):
     """An image processor, which makes one square of a picture of any shape, then ``tower``."""
 
     def __init__(self, tower: ShuffledTower, processor: Any) -> None:
-        super().__init__()
-        self.tower, self._processor = tower, processor
+        super().__init__(tower, processor)
         self.tokens_per_image = len(tower.blanks(1)[0].tokens)
-
-    @property
-    def evidence(self) -> frozenset[Evidence]:
-        return OF_PATCHES
-
-    def settings(self) -> Mapping[str, Any]:
-        tower: Any = self.tower.tower
-        processor = describe_processor(self._processor)
-        return {"processor": processor, "tower": tower.config.to_dict(), "factor": self.tower.factor}
 
     def first_resize(self, *, clip: bool, among: bool) -> Resize | None:
         p = self._processor
@@ -85,31 +68,24 @@ class GemmaImages(VisionEncoder):
 
     def prepare(self, image: Image.Image) -> Prepared:
         """``pixels [1, 3, side, side]``."""
-        made = self._processor([image], return_tensors="np")["pixel_values"]
-        return {"pixels": torch.from_numpy(np.ascontiguousarray(made, dtype=np.float32))}
+        return {"pixels": pixels_of(self._processor([image], return_tensors="np"))}
 
-    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
-        return joined(self.tower.blanks(1)).pieces
-
-    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
-        return [joined([tile]) for tile in self.tower(torch.cat([one["pixels"] for one in batch]), wanted)]
+    def row(self, tiles: Sequence[Tile], one: Prepared, *, clip: bool) -> Sequence[Tile | Text]:
+        return tiles
 
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load the layout; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
-    folder, config = checkpoint.folder, read_config(Gemma3Config, checkpoint)
-    tokenizer = load_tokenizer(folder)
-    use_processor_template(tokenizer, folder)
-    begin, image, end = (
-        image_token(tokenizer, config, checkpoint, name) for name in ("boi_token_id", "image_token_id", "eoi_token_id")
+    config = read_config(Gemma3Config, checkpoint)
+    plain = load_tokenizer(checkpoint.folder)
+    begin, end = (image_token(plain, config, checkpoint, name) for name in ("boi_token_id", "eoi_token_id"))
+    image = image_token(plain, config, checkpoint)
+    picture = f"\n\n{begin}{{}}{end}\n\n"  # as the processor writes it, tokenized with the text around it
+    tokenizer = nested_tokenizer(
+        checkpoint, config, picture=picture, change=lambda own: own.replace(begin, picture.format(image))
     )
-    picture = f"\n\n{begin}{image}{end}\n\n"  # as the processor writes it, tokenized with the text around it
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = tokenizer.chat_template.replace(begin, picture)
-    adapt_chat_template(tokenizer, folder, images=True, videos=False, vicuna=False, image=picture)
-    within = _WITHIN.tensor("embed.weight") in checkpoint.weights
-    vision = _vision(checkpoint, target, config, "model." if within else "")
-    layout = _WITHIN if within else _PUBLISHED
+    layout, prefix = found_layout(checkpoint, LAYOUT)
+    vision = _vision(checkpoint, target, config, prefix)
     return load_nested(checkpoint, target, config, tokenizer, layout, lambda _width: vision, _spec)
 
 

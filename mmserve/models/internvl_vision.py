@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -18,12 +17,10 @@ from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES, ShownLayer
 from mmserve.models.keys import Keys
-from mmserve.models.nested import load_part, read_processor, several
-from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
-from mmserve.models.processors import of_frames, video_settings
-from mmserve.models.shuffle import AT_ONCE, ShuffledTower, with_parts
-from mmserve.models.vision import describe_processor
-from mmserve.prune.base import Evidence
+from mmserve.models.nested import load_part, read_processor
+from mmserve.models.picture import Picture, Prepared, Text, Tile, joined
+from mmserve.models.processors import of_frames, pixels_of, video_settings
+from mmserve.models.shuffle import ShuffledTower, ShuffledVision, with_parts
 
 _BEGIN, _END = "<img>", "</img>"
 #: A clip's text in the chat template, tokenized together with the text before it.
@@ -32,28 +29,15 @@ CLIP_BEGIN = "Frame"
 FRAMES = 8
 
 
-class InternVision(VisionEncoder):
-    """An image processor that cuts tiles, then ``tower``; ``frames`` makes each frame one, None = takes no video."""
+class InternVision(ShuffledVision):
+    """An image processor that cuts tiles, then ``tower``; of a video ``frames_per_video`` are taken."""
+
+    frame = (_BEGIN, _END)
+    evidence = OF_PATCHES | OF_CLASS
 
     def __init__(self, tower: ShuffledTower, processor: Any, frames: Any | None, frames_per_video: int) -> None:
-        super().__init__()
-        self.tower, self._processor, self._frames = tower, processor, frames
-        self.tokens_per_image = 0
+        super().__init__(tower, processor, frames)
         self.frames_per_video = frames_per_video
-
-    @property
-    def evidence(self) -> frozenset[Evidence]:
-        return OF_PATCHES | OF_CLASS
-
-    def settings(self) -> Mapping[str, Any]:
-        tower: Any = self.tower.tower
-        return {
-            "processor": [describe_processor(p) for p in (self._processor, self._frames) if p is not None],
-            "tower": tower.config.to_dict(),
-            "factor": self.tower.factor,
-            "select_layer": self.tower.select_layer,
-            "text": (_BEGIN, _END),
-        }
 
     def prepare(self, image: Image.Image) -> Prepared:
         """``pixels [tiles, 3, side, side]``, the thumbnail last where there are several; ``grid``: rows and columns
@@ -61,30 +45,24 @@ class InternVision(VisionEncoder):
         p = self._processor
         size = (p.size.height, p.size.width)
         columns, rows = get_optimal_tiled_canvas((image.height, image.width), size, p.min_patches, p.max_patches)
-        return {"pixels": _pixels(p([image], return_tensors="np")), "grid": torch.tensor([rows, columns])}
+        return {"pixels": pixels_of(p([image], return_tensors="np")), "grid": torch.tensor([rows, columns])}
 
     def prepare_clip(
         self, frames: Sequence[Image.Image], seconds: Sequence[float], *, length: float | None = None
     ) -> Prepared:
         """``pixels [frames, 3, side, side]`` and the frames' ``seconds``."""
         assert self._frames is not None
-        pixels = _pixels(self._frames(list(frames), return_tensors="np"))
+        pixels = pixels_of(self._frames(list(frames), return_tensors="np"))
         return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
-
-    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
-        return _picture(self.tower.blanks(len(one["pixels"])), one, clip).pieces
-
-    frames_at_once = AT_ONCE
-
-    def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
-        return self.tower(some["pixels"], wanted)
 
     def clip_of(self, tiles: Sequence[Tile], seconds: Tensor, length: float) -> Picture:
         return joined(_clip(tiles))
 
-    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
-        tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
-        return [_picture([next(tiles) for _ in one["pixels"]], one, clip) for one in batch]
+    def row(self, tiles: Sequence[Tile], one: Prepared, *, clip: bool) -> Sequence[Tile | Text]:
+        if clip:
+            return _clip(tiles)
+        grid = one["grid"].tolist() if len(tiles) > 1 else (0, 0)
+        return [_BEGIN, *with_parts(tiles, *grid), _END]
 
 
 def load_intern_vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str) -> InternVision:
@@ -108,11 +86,7 @@ def check_fit(folder: Path, config: Any, processor: Any) -> None:
     ``processor`` makes."""
     keys, vision = Keys(config.to_dict(), folder / "config.json"), config.vision_config
     keys.check({"vision_feature_select_strategy": ("default",), "downsample_ratio": (0.5, 0.25, 1.0)})
-    select, layers = config.vision_feature_layer, vision.num_hidden_layers
-    if not isinstance(select, int) or isinstance(select, bool) or not -layers - 1 <= select <= layers:
-        raise ConfigError(
-            f"{keys.path}: vision_feature_layer = {select!r} is not one of the tower's {layers} layers{several(select)}"
-        )
+    keys.layer("vision_feature_layer", config.vision_feature_layer, vision.num_hidden_layers)
     size = (processor.size.height, processor.size.width)
     if tuple(vision.image_size) != size or size[0] != size[1]:
         raise ConfigError(f"{folder}: the image processor makes tiles of {size}, the tower takes {vision.image_size}")
@@ -149,17 +123,6 @@ def _frame_processor(folder: Path, config: Any) -> Any:
         tower = config.vision_config.image_size
         raise ConfigError(f"{path}: the video processor makes frames of {size}, the tower takes {tower}")
     return processor
-
-
-def _pixels(made: Any) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))
-
-
-def _picture(tiles: Sequence[Tile], one: Prepared, clip: bool) -> Picture:
-    if clip:
-        return joined(_clip(tiles))
-    grid = one["grid"].tolist() if len(tiles) > 1 else (0, 0)
-    return joined([_BEGIN, *with_parts(tiles, *grid), _END])
 
 
 def _clip(frames: Sequence[Tile]) -> list[Tile | Text]:

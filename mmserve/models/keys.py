@@ -45,6 +45,20 @@ class Keys:
                     f"{self.path}: {name} = {self.values[name]!r} is not supported; it can be {_listed(accepted)}"
                 )
 
+    def layer(self, name: str, value: object, layers: int) -> int:
+        """``value`` of the key ``name`` as a hidden state of a tower of so many ``layers``, counted from the end.
+
+        ``ConfigError`` where it is none of them, or several.
+        """
+        if isinstance(value, int) and not isinstance(value, bool) and -layers - 1 <= value <= layers:
+            return value if value < 0 else value - layers - 1
+        more = ""
+        if isinstance(value, list | tuple):
+            more = (
+                f": features of several layers ({len(value)} here) side by side are not implemented, only those of one"
+            )
+        raise ConfigError(f"{self.path}: {name} = {value!r} is not one of the tower's {layers} layers{more}")
+
     def _number(self, names: tuple[str, ...], kinds: tuple[type, ...], default: float | None) -> Any:
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:

@@ -10,11 +10,10 @@ from dataclasses import replace
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.dimensions import from_hugging_face
-from mmserve.models.family import Sources, load_family, make_spec, mask_id_of
+from mmserve.models.family import Sources, load_text, make_spec, mask_id_of
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE
 from mmserve.models.moe import MoEConfig
@@ -37,9 +36,7 @@ _SWITCHES = {
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load the layout; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
     checkpoint = Checkpoint(checkpoint.folder, {**checkpoint.config, "model_type": KIND}, checkpoint.weights)
-    tokenizer = load_tokenizer(checkpoint.folder)
-    adapt_chat_template(tokenizer, checkpoint.folder, images=False, videos=False, vicuna=False)
-    return load_family(checkpoint, target, tokenizer, _spec)
+    return load_text(checkpoint, target, _spec)
 
 
 def _spec(sources: Sources) -> ModelSpec:

@@ -14,12 +14,11 @@ from typing import Any
 from transformers import LlavaConfig, LlavaNextConfig, LlavaNextVideoConfig, LlavaOnevisionConfig
 
 from mmserve.models.base import LoadedModel, ModelSpec
-from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.family import Sources, next_token
 from mmserve.models.llava_vision import CLIPS, load_llava_vision
 from mmserve.models.mistral3 import load as load_pixtral
-from mmserve.models.nested import image_token, layout_below, load_nested, read_config, use_processor_template
+from mmserve.models.nested import found_layout, image_token, load_nested, nested_tokenizer, read_config
 
 _CONFIGS = {
     "llava": LlavaConfig,
@@ -27,9 +26,6 @@ _CONFIGS = {
     "llava_next_video": LlavaNextVideoConfig,
     "llava_onevision": LlavaOnevisionConfig,
 }
-#: Where the decoder's tensors lie: as published, and as transformers names them within.
-_PUBLISHED = layout_below("language_model.model", "language_model.lm_head")
-_WITHIN = layout_below("model.language_model", "lm_head")
 
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
@@ -42,14 +38,9 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
 def load_as(checkpoint: Checkpoint, target: Target, config: Any, spec: Callable[[Sources], ModelSpec]) -> LoadedModel:
     """Load ``config`` (of transformers), the model being what ``spec`` says. Raises as ``load``."""
-    tokenizer = load_tokenizer(checkpoint.folder)
-    use_processor_template(tokenizer, checkpoint.folder)
-    image, videos = image_token(tokenizer, config, checkpoint), config.model_type in CLIPS
-    video = image_token(tokenizer, config, checkpoint, "video_token_id") if videos else VIDEO
-    adapt_chat_template(
-        tokenizer, checkpoint.folder, images=True, videos=videos, vicuna=False, image=image, video=video
-    )
-    layout = _WITHIN if _WITHIN.tensor("embed.weight") in checkpoint.weights else _PUBLISHED
-    prefix = "model." if layout is _WITHIN else ""
+    videos = config.model_type in CLIPS
+    tokenizer = nested_tokenizer(checkpoint, config, videos=videos, video="video_token_id")
+    video = image_token(tokenizer, config, checkpoint, "video_token_id") if videos else ""
+    layout, prefix = found_layout(checkpoint)
     see = partial(load_llava_vision, checkpoint, target, config, prefix)
     return load_nested(checkpoint, target, config, tokenizer, layout, see, spec, video)

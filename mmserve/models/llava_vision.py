@@ -21,7 +21,7 @@ from mmserve.errors import ConfigError
 from mmserve.models.anyres import Anyres, check_pinpoints
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
 from mmserve.models.keys import Keys
-from mmserve.models.nested import UNREADABLE, read_processor, several
+from mmserve.models.nested import UNREADABLE, read_processor
 from mmserve.models.processors import of_frames, video_settings
 from mmserve.models.projectors import NewlineProjector, mlp_projector
 from mmserve.models.towers import KINDS, load_tower
@@ -76,7 +76,7 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
         )
     side = int(tower_config.image_size)
     whole = (side // int(tower_config.patch_size)) ** 2
-    select = _select_layer(config.vision_feature_layer, tower_config.num_hidden_layers, keys)
+    select = keys.layer("vision_feature_layer", config.vision_feature_layer, tower_config.num_hidden_layers)
     tower, later, absent = load_tower(kind, tower_config, weights, f"{prefix}vision_tower.", select, target)
     with torch.device("meta"):
         projector: torch.nn.Module = mlp_projector("mlp2x_gelu", tower_config.hidden_size, width)
@@ -111,14 +111,6 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
     if anyres is None and kind.has_cls and not cut:
         vision.tokens_per_image = whole + 1
     return vision
-
-
-def _select_layer(value: Any, layers: int, keys: Keys) -> int:
-    if not isinstance(value, int) or not -layers - 1 <= value <= layers:
-        raise ConfigError(
-            f"{keys.path}: vision_feature_layer = {value!r} is not one of the tower's {layers} layers{several(value)}"
-        )
-    return value if value < 0 else value - layers - 1
 
 
 def _processor_kind(folder: Path) -> type[Any]:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmserve.models.base import LoadedModel, ModelSpec
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.family import Sources, load_family, next_token
+from mmserve.models.family import Sources, load_text, next_token
 from mmserve.models.ministral import dimensions
 from mmserve.models.nested import layout_below
 
@@ -28,9 +27,7 @@ LAYOUT = replace(
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load the layout; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
-    tokenizer = load_tokenizer(checkpoint.folder)
-    adapt_chat_template(tokenizer, checkpoint.folder, images=False, videos=False, vicuna=False)
-    return load_family(checkpoint, target, tokenizer, _spec)
+    return load_text(checkpoint, target, _spec)
 
 
 def _spec(sources: Sources) -> ModelSpec:

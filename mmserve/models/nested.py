@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel, ModelSpec
-from mmserve.models.chat import VIDEO
+from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target, read_json
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.family import Sources, check_vocabulary, load_decoder, next_token, placeholder
@@ -48,13 +48,6 @@ def read_processor(kind: type[Any], folder: Path, **changes: Any) -> Any:
         raise ConfigError(f"{folder}: the image processor's settings cannot be read: {error}") from error
 
 
-def several(layers: object) -> str:
-    """What an error adds where a configuration names several layers of a tower."""
-    if not isinstance(layers, list | tuple):
-        return ""
-    return f": features of several layers ({len(layers)} here) side by side are not implemented, only those of one"
-
-
 def use_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Give ``tokenizer`` the chat template of ``chat_template.json``, where processors kept theirs before there was
     ``chat_template.jinja``."""
@@ -73,6 +66,39 @@ def image_token(
         path = checkpoint.folder / "config.json"
         raise ConfigError(f"{path}: {name} {getattr(config, name)!r} is no token of the tokenizer")
     return token
+
+
+def nested_tokenizer(
+    checkpoint: Checkpoint,
+    config: Any,
+    *,
+    videos: bool = False,
+    video: str = "",
+    picture: str = "{}",
+    change: Callable[[str], str] = str,
+) -> PreTrainedTokenizerFast:
+    """The tokenizer, with a chat template that renders images, and ``videos`` where they are taken.
+
+    ``video``: the key of a video's token, which is ``VIDEO`` without one; ``picture``: the text around an image's token
+    in a chat; ``change`` is made to the checkpoint's own template first. Raises ``ConfigError``.
+    """
+    tokenizer = load_tokenizer(checkpoint.folder)
+    use_processor_template(tokenizer, checkpoint.folder)
+    image = picture.format(image_token(tokenizer, config, checkpoint))
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = change(tokenizer.chat_template)
+    clip = image_token(tokenizer, config, checkpoint, video) if videos and video else VIDEO
+    adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=videos, vicuna=False, image=image, video=clip)
+    return tokenizer
+
+
+def found_layout(checkpoint: Checkpoint, of: Layout = HUGGING_FACE) -> tuple[Layout, str]:
+    """Where a decoder's tensors lie, and the prefix of all others: as published, or as transformers names them
+    within. ``of``: names of a layer's parts."""
+    within = layout_below("model.language_model", "lm_head", of)
+    if within.tensor("embed.weight") in checkpoint.weights:
+        return within, "model."
+    return layout_below("language_model.model", "language_model.lm_head", of), ""
 
 
 def layout_below(stem: str, head: str, of: Layout = HUGGING_FACE) -> Layout:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -16,12 +15,11 @@ from transformers import PixtralImageProcessorPil, PixtralVisionModel
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
-from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target, read_json
 from mmserve.models.keys import Keys
-from mmserve.models.nested import load_part, read_processor, several
+from mmserve.models.nested import load_part, read_processor
 from mmserve.models.picture import Grid, Picture, Prepared, Text, VisionEncoder, check_shape
-from mmserve.models.processors import BOTH
+from mmserve.models.processors import BOTH, pixels_of
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence, Look
 
@@ -68,7 +66,7 @@ class PixtralVision(VisionEncoder):
         """``pixels [1, 3, height, width]``, whole squares of patches."""
         check_shape(image)
         made = self._processor([image], patch_size=self._square, return_tensors="np")
-        return {"pixels": torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))}
+        return {"pixels": pixels_of(made)}
 
     def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
         rows, columns = self._grid(one)
@@ -103,12 +101,9 @@ def load_pixtral_vision(checkpoint: Checkpoint, target: Target, config: Any, pre
 
     Raises ``ConfigError`` naming the key, tensor or file that is wrong.
     """
-    keys, select = Keys(checkpoint.config, checkpoint.folder / CONFIG), config.vision_feature_layer
-    layers, merge = config.vision_config.num_hidden_layers, int(getattr(config, "spatial_merge_size", 1))
-    if not isinstance(select, int) or not -layers - 1 <= select <= layers:
-        raise ConfigError(
-            f"{keys.path}: vision_feature_layer = {select!r} is not one of the tower's {layers} layers{several(select)}"
-        )
+    keys, merge = Keys(checkpoint.config, checkpoint.folder / CONFIG), int(getattr(config, "spatial_merge_size", 1))
+    layers = config.vision_config.num_hidden_layers
+    select = keys.layer("vision_feature_layer", config.vision_feature_layer, layers)
     if config.model_type == "llava":
         keys.check({"vision_feature_select_strategy": ("full",)})
     settings = _settings(checkpoint)

@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from mmserve.core.own_frames import OwnFrames
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import read_json
@@ -30,6 +34,11 @@ _OF_FRAMES = (
     "rescale_factor",
     "size",
 )
+
+
+def pixels_of(made: Mapping[str, Any]) -> Tensor:
+    """The ``pixel_values`` that an image processor of transformers made (numpy arrays), fp32."""
+    return torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))
 
 
 def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:

@@ -7,15 +7,16 @@ Shapes in names: B tiles, N the tower's positions, C its width, D the decoder's;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmserve.models.evidence import ShownLayer, Watched
-from mmserve.models.picture import Tile, blank
+from mmserve.models.evidence import OF_PATCHES, ShownLayer, Watched
+from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, blank, joined
+from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence, Look, Part
 
 #: Tiles that go through a tower together: of a long clip, all at once would fill the memory.
@@ -95,3 +96,41 @@ class ShuffledTower(nn.Module):
         wide = values if values.dim() == 3 else values[..., None]
         pooled = squares(wide, self.factor).mean(2)
         return pooled if values.dim() == 3 else pooled[..., 0]
+
+
+class ShuffledVision(VisionEncoder):
+    """An image processor, then ``tower``; ``frames`` makes each frame of a clip one tile, None = takes no video."""
+
+    frames_at_once = AT_ONCE
+    tokens_per_image = 0
+    #: What encloses a picture's tiles.
+    frame: tuple[str, ...] = ()
+    evidence = OF_PATCHES
+
+    def __init__(self, tower: ShuffledTower, processor: Any, frames: Any | None = None) -> None:
+        super().__init__()
+        self.tower, self._processor, self._frames = tower, processor, frames
+
+    def row(self, tiles: Sequence[Tile], one: Prepared, *, clip: bool) -> Sequence[Tile | Text]:
+        """The row of an image or clip ``one`` of these tiles."""
+        raise NotImplementedError
+
+    def settings(self) -> Mapping[str, Any]:
+        tower: Any = self.tower.tower
+        return {
+            "processor": [describe_processor(p) for p in (self._processor, self._frames) if p is not None],
+            "tower": tower.config.to_dict(),
+            "factor": self.tower.factor,
+            "select_layer": self.tower.select_layer,
+            "text": self.frame,
+        }
+
+    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
+        return joined(self.row(self.tower.blanks(len(one["pixels"])), one, clip=clip)).pieces
+
+    def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
+        return self.tower(some["pixels"], wanted)
+
+    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+        tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
+        return [joined(self.row([next(tiles) for _ in one["pixels"]], one, clip=clip)) for one in batch]

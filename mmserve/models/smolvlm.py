@@ -16,9 +16,9 @@ from transformers import (
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE, DEFAULT_MEDIA_OUTTRO
 
 from mmserve.models.base import LoadedModel
-from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
+from mmserve.models.chat import VIDEO
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.nested import image_token, layout_below, load_nested, read_config, use_processor_template
+from mmserve.models.nested import layout_below, load_nested, nested_tokenizer, read_config
 from mmserve.models.smolvlm_vision import CLIP_BEGIN, load_smol_vision
 
 _KINDS = {"idefics3": (Idefics3Config, Idefics3VisionTransformer), "smolvlm": (SmolVLMConfig, SmolVLMVisionTransformer)}
@@ -34,16 +34,14 @@ _EITHER = (
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load either of these layouts; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
-    folder = checkpoint.folder
     kind, tower = _KINDS[checkpoint.architecture]
     config = read_config(kind, checkpoint)
-    tokenizer = load_tokenizer(folder)
-    use_processor_template(tokenizer, folder)
     vision = load_smol_vision(checkpoint, target, config, tower)
-    image, videos = image_token(tokenizer, config, checkpoint), bool(vision.frames_per_video)
-    if videos and isinstance(tokenizer.chat_template, str):
-        own = tokenizer.chat_template
-        tokenizer.chat_template = f"{_EITHER}{_VIDEO_CHAT}{{% else %}}{own}{{% endif %}}"
-    adapt_chat_template(tokenizer, folder, images=True, videos=videos, vicuna=False, image=image)
+    videos = bool(vision.frames_per_video)
+
+    def either(own: str) -> str:
+        return f"{_EITHER}{_VIDEO_CHAT}{{% else %}}{own}{{% endif %}}" if videos else own
+
+    tokenizer = nested_tokenizer(checkpoint, config, videos=videos, change=either)
     layout = layout_below("model.text_model", "lm_head")
     return load_nested(checkpoint, target, config, tokenizer, layout, lambda _width: vision)

@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -19,13 +18,11 @@ from transformers.models.smolvlm.processing_smolvlm import DEFAULT_VIDEO_INTRO, 
 from mmserve.core.own_frames import OwnFrames
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.evidence import OF_PATCHES, layers_of
+from mmserve.models.evidence import layers_of
 from mmserve.models.nested import load_part, read_processor
-from mmserve.models.picture import CannotPrepare, Picture, Prepared, Text, Tile, VisionEncoder, joined
-from mmserve.models.processors import image_settings, of_frames, video_settings
-from mmserve.models.shuffle import AT_ONCE, ShuffledTower, with_parts
-from mmserve.models.vision import describe_processor
-from mmserve.prune.base import Evidence
+from mmserve.models.picture import CannotPrepare, Picture, Prepared, Text, Tile, joined
+from mmserve.models.processors import image_settings, of_frames, pixels_of, video_settings
+from mmserve.models.shuffle import ShuffledTower, ShuffledVision, with_parts
 
 #: A clip's text in the chat template, and what comes with its first frame.
 CLIP_BEGIN, _INTRO = DEFAULT_VIDEO_INTRO.split(" {frame_count}")
@@ -57,36 +54,25 @@ _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 MOST_FRAMES = 999
 
 
-class SmolVision(VisionEncoder):
-    """An image processor, then ``tower``; ``frames`` is one that makes each frame one tile, None = takes no video."""
+class SmolVision(ShuffledVision):
+    """An image processor, then ``tower``; ``own``: the frames that are taken of a video."""
 
     def __init__(self, tower: ShuffledTower, processor: Any, frames: Any | None, own: OwnFrames | None) -> None:
-        super().__init__()
-        self.tower, self._processor, self._frames = tower, processor, frames
-        self.tokens_per_image = 0
+        super().__init__(tower, processor, frames)
         self.own_frames = own
         self.frames_per_video, self.frames_per_second = (0, 0.0) if own is None else (own.frames, own.rate)
-
-    @property
-    def evidence(self) -> frozenset[Evidence]:
-        return OF_PATCHES
-
-    def settings(self) -> Mapping[str, Any]:
-        tower: Any = self.tower.tower
-        processors = [describe_processor(p) for p in (self._processor, self._frames) if p is not None]
-        return {"processor": processors, "tower": tower.config.to_dict(), "factor": self.tower.factor}
 
     def prepare(self, image: Image.Image) -> Prepared:
         """``pixels [tiles, 3, side, side]``, the whole picture last; ``grid``: rows and columns, 0 of a single tile."""
         made = self._processor([image], return_tensors="np", return_row_col_info=True)
-        return {"pixels": _pixels(made), "grid": torch.tensor([made["rows"][0][0], made["cols"][0][0]])}
+        return {"pixels": pixels_of(made)[0], "grid": torch.tensor([made["rows"][0][0], made["cols"][0][0]])}
 
     def prepare_clip(
         self, frames: Sequence[Image.Image], seconds: Sequence[float], *, length: float | None = None
     ) -> Prepared:
         """``pixels [frames, 3, side, side]``, the frames' ``seconds`` and the clip's ``length``."""
         assert self._frames is not None
-        pixels = _pixels(self._frames([list(frames)], return_tensors="np"))
+        pixels = pixels_of(self._frames([list(frames)], return_tensors="np"))[0]
         whole = seconds[-1] if length is None else length
         return {
             "pixels": pixels,
@@ -94,25 +80,13 @@ class SmolVision(VisionEncoder):
             "length": torch.tensor(whole, dtype=torch.float64),
         }
 
-    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
-        return self._picture(self.tower.blanks(len(one["pixels"])), one, clip).pieces
-
-    frames_at_once = AT_ONCE
-
-    def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
-        return self.tower(some["pixels"], wanted)
-
     def clip_of(self, tiles: Sequence[Tile], seconds: Tensor, length: float) -> Picture:
         return joined(_clip(tiles, seconds, length))
 
-    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
-        tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
-        return [self._picture([next(tiles) for _ in one["pixels"]], one, clip) for one in batch]
-
-    def _picture(self, tiles: Sequence[Tile], one: Prepared, clip: bool) -> Picture:
+    def row(self, tiles: Sequence[Tile], one: Prepared, *, clip: bool) -> Sequence[Tile | Text]:
         if clip:
-            return joined(_clip(tiles, one["seconds"], float(one["length"])))
-        return joined(_image(tiles, *one["grid"].tolist()))
+            return _clip(tiles, one["seconds"], float(one["length"]))
+        return _image(tiles, *one["grid"].tolist())
 
 
 def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, kind: type[Any]) -> SmolVision:
@@ -170,10 +144,6 @@ def _own_frames(video: Mapping[str, Any], path: Path) -> OwnFrames:
             f"there can be 1 to {MOST_FRAMES} frames, more than 0 a second"
         )
     return OwnFrames("skip_ends", rate=float(rate), frames=frames)
-
-
-def _pixels(made: Any) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(made["pixel_values"][0], dtype=np.float32))
 
 
 def _image(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile | Text]:

@@ -103,7 +103,8 @@ def load_vision(
     folder = _tower_folder(checkpoint, target, weights=not own)
     kind, config = _tower_config(folder)
     weights = checkpoint.weights if own else _tower_weights(folder)
-    select = kind.fixed_layer or _select_layer(keys, config.num_hidden_layers)
+    layer = keys.values.get("mm_vision_select_layer", -2)
+    select = kind.fixed_layer or keys.layer("mm_vision_select_layer", layer, config.num_hidden_layers)
     tower, later, cut = load_tower(kind, config, weights, TOWER if own else "", select, target)
     feature = keys.choice("mm_vision_select_feature", ("patch", "cls_patch"), "patch")
     projector: nn.Module = _load_projector(checkpoint, keys, config.hidden_size, hidden_size, target)
@@ -180,13 +181,6 @@ def _time_format(keys: Keys) -> str:
     if value and first == second:
         raise ConfigError(f"{keys.path}: mm_video_time = {value!r} does not name {{seconds}}")
     return str(value)
-
-
-def _select_layer(keys: Keys, layers: int) -> int:
-    select = keys.values.get("mm_vision_select_layer", -2)
-    if not isinstance(select, int) or isinstance(select, bool) or not -layers - 1 <= select <= layers:
-        raise ConfigError(f"{keys.path}: mm_vision_select_layer = {select!r} is not one of the tower's {layers} layers")
-    return select if select < 0 else select - layers - 1
 
 
 def _tower_folder(checkpoint: Checkpoint, target: Target, *, weights: bool) -> Path:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from mmserve.models.picture import (
     check_shape,
     joined,
 )
+from mmserve.models.processors import pixels_of
 from mmserve.models.projectors import (
     NewlineProjector,
     pool_grid,
@@ -331,8 +331,7 @@ def _first_resize(processor: Any) -> Resize | None:
 
 
 def _pixels(processor: Any, image: Image.Image) -> Tensor:
-    pixels = processor(image, return_tensors="np")["pixel_values"]
-    return torch.from_numpy(np.ascontiguousarray(pixels, dtype=np.float32))
+    return pixels_of(processor(image, return_tensors="np"))
 
 
 def describe_processor(processor: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Policies and stages ask the spec, never the model's name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -152,18 +152,8 @@ class EncoderOnly:
     @classmethod
     def of(cls, model: EncoderModel) -> Self:
         """The part of ``model`` that encodes; its decoder's weights are free once nothing else refers to them."""
-        return cls(
-            spec=model.spec,
-            tokenizer=model.tokenizer,
-            vision=model.vision,
-            dtype=model.dtype,
-            device=model.device,
-            companion=None if model.companion is None else cls.of(model.companion),
-            position_axes=model.position_axes,
-            deep_layers=model.deep_layers,
-            vocab_size=model.vocab_size,
-            width=model.width,
-        )
+        values = {each.name: getattr(model, each.name) for each in fields(cls)}
+        return cls(**values | {"companion": None if model.companion is None else cls.of(model.companion)})
 
 
 #: Products of rows with a model's weights, one of each shape and kind, and the width of the rows that each takes.

@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 from mmserve.core.decisions import DECISION_KINDS, Calibration, Scaling
-from mmserve.errors import ConfigError
+from mmserve.models.own_files import finite, read_own, write_own
 
 CALIBRATION_FILE = "decisions.json"
-FORMAT = 1
 _REMEDY = "write it anew with `mmserve calibrate`, or remove it"
 
 
@@ -26,28 +23,16 @@ def load_calibration(folder: Path) -> Calibration:
     path = folder / CALIBRATION_FILE
     if not path.is_file():
         return Calibration()
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable as JSON ({error}): {_REMEDY}") from error
-    try:
-        return _calibration(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{path} is not a calibration of this version: {why}; {_REMEDY}") from error
+    return read_own(path, "a calibration", _calibration, _REMEDY)
 
 
 def save_calibration(path: Path, calibration: Calibration) -> None:
     """Write a file that ``load_calibration`` reads."""
     kinds = {kind: {"temperature": s.temperature, "bias": s.bias} for kind, s in calibration.kinds.items()}
-    data = {"format": FORMAT, "kinds": kinds, "measured": dict(calibration.measured)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_own(path, {"kinds": kinds, "measured": dict(calibration.measured)})
 
 
 def _calibration(data: Any) -> Calibration:
-    if data["format"] != FORMAT:
-        raise ValueError(f"its format is {data['format']!r}, not {FORMAT}")
     if unknown := set(data["kinds"]) - set(DECISION_KINDS):
         raise ValueError(f"it has the kinds {sorted(unknown)}, and known are {', '.join(DECISION_KINDS)}")
     kinds = {kind: _scaling(kind, values) for kind, values in data["kinds"].items()}
@@ -55,10 +40,7 @@ def _calibration(data: Any) -> Calibration:
 
 
 def _scaling(kind: str, values: Any) -> Scaling:
-    temperature, bias = values["temperature"], values["bias"]
-    for name, value in (("temperature", temperature), ("bias", bias)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{name} of {kind} must be a finite number, not {value!r}")
+    temperature, bias = (finite(f"{name} of {kind}", values[name]) for name in ("temperature", "bias"))
     if temperature <= 0:
         raise ValueError(f"temperature of {kind} must be above 0, not {temperature}")
-    return Scaling(temperature=float(temperature), bias=float(bias))
+    return Scaling(temperature=temperature, bias=bias)

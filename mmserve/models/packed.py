@@ -25,13 +25,12 @@ FEWEST_ROWS = 4
 _parts: dict[tuple[int, int], int | None] = {}
 
 
-class Product(nn.Module):
-    """A linear layer in another form than ``nn.Linear``, for inference."""
+class LinearForm(nn.Module):
+    """A linear layer in another form than ``nn.Linear``, for inference; copies and checkpoints have a plain one."""
 
     in_features: int
     out_features: int
     bias: Tensor | None
-    has_few_rows: bool  # whether few rows take less time than ``FEWEST_ROWS``
 
     @property
     def weight(self) -> Tensor:
@@ -56,6 +55,12 @@ class Product(nn.Module):
         destination[prefix + "weight"] = self.weight
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
+
+
+class Product(LinearForm):
+    """A form that multiplies by itself."""
+
+    has_few_rows: bool  # whether few rows take less time than ``FEWEST_ROWS``
 
 
 class PackedLinear(Product):
@@ -122,7 +127,7 @@ class JointLinear(nn.Module):
         return {} if destination is None else destination
 
 
-class PartLinear(nn.Module):
+class PartLinear(LinearForm):
     """One of the layers of a ``JointLinear``. It computes all of them: to get several, call the joint layer."""
 
     def __init__(self, joint: JointLinear, index: int) -> None:
@@ -139,7 +144,7 @@ class PartLinear(nn.Module):
         return self._joint[0].product.weight[self._rows].clone()
 
     @property
-    def bias(self) -> Tensor | None:
+    def bias(self) -> Tensor | None:  # type: ignore[override]
         """The bias ``[out]``, if the layers have one."""
         bias: Tensor | None = self._joint[0].product.bias
         return None if bias is None else bias[self._rows]
@@ -147,21 +152,6 @@ class PartLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts: tuple[Tensor, ...] = self._joint[0](x)
         return parts[self._index]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        """A plain layer with weights of its own."""
-        with torch.device("meta"):
-            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
-        linear.weight = nn.Parameter(self.weight, requires_grad=False)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=False)
-        return linear.train(self.training)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As ``nn.Linear`` saves itself."""
-        destination[prefix + "weight"] = self.weight
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,11 @@ from typing import Any
 from mmserve.core.request import Policy
 from mmserve.core.tuning import Measured, Pair
 from mmserve.errors import ConfigError
+from mmserve.models.own_files import finite, read_own, write_own
 
 POLICY_FILE = "policy.json"
 #: What a configuration names instead of a file where none is to be read.
 NO_FILE = "off"
-FORMAT = 1
 _REMEDY = "write it anew with `mmserve tune`, or remove it"
 _ROW = {
     "quality": float,
@@ -50,28 +48,18 @@ def load_policies(path: Path, *, required: bool = False) -> PolicyFile | None:
         if required:
             raise ConfigError(f"there is no policy file {path}: `mmserve tune --out {path}` writes one")
         return None
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable as JSON ({error}): {_REMEDY}") from error
-    try:
-        return _file(path, data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{path} is not a policy file of this version: {why}; {_REMEDY}") from error
+    return read_own(path, "a policy file", lambda data: _file(path, data), _REMEDY)
 
 
 def save_policies(path: Path, plain: Pair, default: Pair, curve: list[Measured], measured: dict[str, Any]) -> None:
     """Write a file that ``load_policies`` reads."""
     data = {
-        "format": FORMAT,
         "plain": _pair_data(plain),
         "default": _pair_data(default),
         "measured": measured,
         "curve": [row_data(row) for row in curve],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_own(path, data)
 
 
 def row_data(row: Measured) -> dict[str, Any]:
@@ -80,8 +68,6 @@ def row_data(row: Measured) -> dict[str, Any]:
 
 
 def _file(path: Path, data: Any) -> PolicyFile:
-    if data["format"] != FORMAT:
-        raise ValueError(f"its format is {data['format']!r}, not {FORMAT}")
     return PolicyFile(
         path=path,
         plain=_pair(data["plain"]),
@@ -92,17 +78,11 @@ def _file(path: Path, data: Any) -> PolicyFile:
 
 
 def _row(data: Any) -> Measured:
-    numbers = {name: _number(name, data[name]) for name in _ROW}
+    numbers = {name: finite(name, data[name]) for name in _ROW}
     if numbers["time_ratio"] <= 0:
         raise ValueError(f"time_ratio must be above 0, not {numbers['time_ratio']}")
-    accuracy = None if data.get("accuracy") is None else _number("accuracy", data["accuracy"])
+    accuracy = None if data.get("accuracy") is None else finite("accuracy", data["accuracy"])
     return Measured(pair=_pair(data), accuracy=accuracy, **numbers)
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, not {value!r}")
-    return float(value)
 
 
 def _pair(data: Any) -> Pair:

@@ -1,0 +1,44 @@
+"""Files of our own beside a checkpoint, in JSON with a ``format``: read and written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mmserve.errors import ConfigError
+
+Read = TypeVar("Read")
+
+
+def read_own(path: Path, what: str, read: Callable[[Any], Read], remedy: str, version: int = 1) -> Read:
+    """What ``read`` makes of the file, which is ``what``.
+
+    Raises ``ConfigError`` with the ``remedy`` where it cannot be read, or has another form or ``version``.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not readable as JSON ({error}): {remedy}") from error
+    try:
+        if data["format"] != version:
+            raise ValueError(f"its format is {data['format']!r}, not {version}")
+        return read(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} is not {what} of this version: {why}; {remedy}") from error
+
+
+def write_own(path: Path, data: Mapping[str, Any], version: int = 1) -> None:
+    """Write a file that ``read_own`` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"format": version, **data}, indent=1) + "\n", encoding="utf-8")
+
+
+def finite(name: str, value: Any) -> float:
+    """``value`` as a finite number; ``ValueError`` naming it where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    return float(value)

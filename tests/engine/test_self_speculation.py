@@ -105,7 +105,7 @@ def test_tokens_and_passes_are_those_of_the_authors_loop(
         expected, cycles = authors_loop(made, prompt_of(running, text), NEW, length, set(model.spec.banned_ids))
         assert answer(running, call) == expected
         done = call.finished()
-        assert done.usage.companion_forwards == cycles
+        assert done.companion_forwards == cycles
         saved += NEW - done.forwards
     assert saved > 0, "some drafts are right"
 

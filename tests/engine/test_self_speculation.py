@@ -110,13 +110,19 @@ def test_tokens_and_passes_are_those_of_the_authors_loop(
     assert saved > 0, "some drafts are right"
 
 
-def test_drawn_tokens_are_those_without_drafts(pair: tuple[Any, LoadedModel], bench: Make) -> None:
+def test_drawn_answers_are_the_same_alone_and_together(pair: tuple[Any, LoadedModel], bench: Make) -> None:
+    """Each token is the model's own draw, with the noise of its step; a draft is drawn with the same."""
     _made, model = pair
     running = bench(model)
-    for seed in range(3):
-        plain = ask("plain", "what is it?", max_new_tokens=NEW, recompute=LAST, temperature=1.0, seed=seed)
-        drafting = replace(plain, id="drafting", diffusion=replace(asked("x", "", 6).diffusion))
-        assert running.ask(drafting).text == running.ask(plain).text
+    drawn = [
+        replace(
+            asked(f"{seed}", TEXTS[seed], 6), sampling=replace(asked("x", "", 6).sampling, temperature=1.0, seed=seed)
+        )
+        for seed in range(3)
+    ]
+    together = [call.finished().text for call in running.submit(*drawn)]
+    assert [running.ask(replace(r, id=f"alone {r.id}")).text for r in drawn] == together
+    assert len(set(together)) == 3
 
 
 def test_who_drafts(pair: tuple[Any, LoadedModel], bench: Make, tmp_path: Path) -> None:

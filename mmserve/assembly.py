@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -94,9 +93,7 @@ class BackgroundServer:
         asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

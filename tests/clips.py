@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,13 +13,30 @@ import av
 import numpy as np
 import torch
 from helpers import tiny_model
+from PIL import Image
 from tokenizers import AddedToken
 
+from mmserve.config import MediaConfig
+from mmserve.encode.video import read_video
 from mmserve.models.base import LoadedModel
 from mmserve.models.decoder import Decoder
 from mmserve.models.vision import LlavaVision, VideoSettings
 
 SIZE = (64, 48)  # pixels
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Frames of a video in order, mode RGB, upright, all as large as they were; ``seconds`` since its first frame."""
+
+    frames: tuple[Image.Image, ...]
+    seconds: tuple[float, ...]
+
+
+def decode_video(data: bytes, limits: MediaConfig, *, frames: int, rate: float = 0.0, field: str = "video") -> Clip:
+    """A file's frames as ``read_video`` yields them."""
+    seconds, images = zip(*read_video(data, limits, frames=frames, rate=rate, field=field), strict=True)
+    return Clip(images, seconds)
 
 
 def frame_tokens(vision: LlavaVision, pixels: torch.Tensor) -> list[torch.Tensor]:

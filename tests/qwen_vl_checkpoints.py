@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from clips import Clip, decode_video
 from helpers import tokenizer
 from llama_checkpoints import ROWS, edit
 from PIL import Image
@@ -43,7 +44,6 @@ from mmserve.decode.forward import forward
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.parts import Parts
 from mmserve.encode.media import decode_image
-from mmserve.encode.video import Clip, decode_video
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import LoadedModel

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mmserve.bench.attackers import ATTACKS
+from mmserve.bench.measures import Figures, Progress, at_most, percentile
 from mmserve.bench.served import ServedProcess
+from mmserve.bench.settings import named_tasks
 from mmserve.client import Client, Options
-from mmserve.errors import ConfigError, MMServeError
+from mmserve.errors import MMServeError
 from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.reference.items import Question
 
@@ -44,19 +45,24 @@ class Seen:
     failures: list[str] = field(default_factory=list)
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each attack, and each goal as a measure."""
-    names = [name for name in arguments.tasks.split(",") if name] or list(ATTACKS)
-    if unknown := [name for name in names if name not in ATTACKS]:
-        raise ConfigError(f"--tasks of `attacks`: {unknown[0]!r} is none of {', '.join(ATTACKS)}")
     rows = []
-    for name in names:
+    for name in named_tasks(arguments, ATTACKS):
         with ServedProcess(arguments) as served:  # a server each: what one leaves is not counted for the next
             rows.append(_attacked(served, name, arguments.seed, progress))
-    return {"rows": rows, "measures": [measure for row in rows for measure in _measures(row)], "settings": _settings()}
+    return {
+        "rows": rows,
+        "measures": [measure for row in rows for measure in _measures(row)],
+        "settings": {
+            "attack_seconds": ATTACK_SECONDS,
+            "settle_seconds": SETTLE_SECONDS,
+            "check_every_seconds": CHECK_EVERY,
+        },
+    }
 
 
-def _attacked(served: ServedProcess, name: str, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def _attacked(served: ServedProcess, name: str, seed: int, progress: Progress) -> Figures:
     asks = [item("arithmetic", index, seed)[1] for index in range(16)]
     with Client(served.address, timeout=PATIENCE) as client:
         client.wait_ready()
@@ -84,7 +90,7 @@ def _attacked(served: ServedProcess, name: str, seed: int, progress: Callable[[s
     return {
         "measured": name,
         "text_ms_p50": [round(statistics.median(_waits(each.texts)), 1) for each in (idle, seen)],
-        "text_ms_p99": [round(_p99(_waits(each.texts)), 1) for each in (idle, seen)],
+        "text_ms_p99": [round(percentile(_waits(each.texts), 0.99), 1) for each in (idle, seen)],
         "check_ms_max": [round(max(_waits(each.checks)), 1) for each in (idle, seen)],
         "memory_mib": [before >> 20, most >> 20, after >> 20],
         "texts": len(seen.texts),
@@ -138,28 +144,16 @@ def _watch(address: str, asks: Sequence[Question], seconds: float, answers: dict
 
 
 def _waits(latencies: list[float]) -> list[float]:
-    """Latencies in ascending order; where there is none, how long was waited in vain."""
-    return sorted(latencies) or [1000 * PATIENCE]
+    """Latencies; where there is none, how long was waited in vain."""
+    return latencies or [1000 * PATIENCE]
 
 
-def _p99(ordered: list[float]) -> float:
-    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-
-
-def _measures(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _measures(row: Figures) -> list[Figures]:
     """The row's figures against their goals."""
     name, (idle, attacked) = row["measured"], row["text_ms_p99"]
     before, _most, after = row["memory_mib"]
-    figures = (
-        ("text p99 over idle", attacked / idle, "x", SLOWER),
-        ("slowest health check", row["check_ms_max"][1], "ms", CHECK_MS),
-        ("memory after over before", after / before, "x", GROWTH),
-    )
     return [
-        {"name": f"{name}: {what}", "value": round(value, 2), "unit": unit, "goal": f"<= {goal}", "met": value <= goal}
-        for what, value, unit, goal in figures
+        at_most(f"{name}: text p99 over idle", attacked / idle, "x", SLOWER),
+        at_most(f"{name}: slowest health check", row["check_ms_max"][1], "ms", CHECK_MS),
+        at_most(f"{name}: memory after over before", after / before, "x", GROWTH),
     ]
-
-
-def _settings() -> dict[str, float]:
-    return {"attack_seconds": ATTACK_SECONDS, "settle_seconds": SETTLE_SECONDS, "check_every_seconds": CHECK_EVERY}

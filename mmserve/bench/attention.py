@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from mmserve.assembly import BackgroundServer
 from mmserve.bench.attention_rows import KEYS, plot
+from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.resumed import Kept
-from mmserve.bench.settings import measured_config, measured_policies
-from mmserve.client import Client, Options
+from mmserve.bench.settings import measured_config, measured_policies, named_tasks
+from mmserve.client import Client
 from mmserve.config import Config, EngineConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import DeepStack
@@ -72,15 +73,13 @@ class Prompt:
     deep: DeepStack | None = None
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each variant: how far its logits are from dense ones in nats, how often the best token is the same, the
     accuracy of ``--limit`` items of each task, and of a choice of blocks the share that it takes.
 
     A row that ``--resume`` has is not measured again; ``ConfigError`` where it was measured with other settings.
     """
-    tasks = arguments.tasks.split(",") if arguments.tasks else list(DEFAULT_TASKS)
-    if unknown := set(tasks) - set(TASKS):
-        raise ConfigError(f"no task is called {min(unknown)!r}; there are {', '.join(TASKS)}")
+    tasks = named_tasks(arguments, TASKS, DEFAULT_TASKS)
     config = measured_config(arguments)
     model = load_model(config.models[0])
     if isinstance(model, CanvasModel):
@@ -102,14 +101,13 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     floor = row_floor(model)
     exact = [_logits(model, Variant({}).engine(engine), p, floor, decoding=False) for p in prompts]
 
-    def measured(variant: Variant) -> dict[str, Any]:
+    def measured(variant: Variant) -> Figures:
         wanted = variant.engine(config.engine)
         made = [_logits(model, wanted, p, floor, decoding=variant.row.get("stage") == "decode") for p in prompts]
         figures = _differences(exact, made)
         with BackgroundServer(replace(config, engine=wanted)) as server, Client(server.address) as client:
             client.wait_ready()
-            recompute, commit = measured_policies(arguments, client.describe())
-            options: Options = {"recompute": recompute, "commit": commit}
+            options = measured_policies(arguments, client.describe())
             asked = {"tasks": tasks, "limit": arguments.limit, "seed": arguments.seed, "options": options}
             answers = evaluate(server.address, **asked, progress=lambda _text: None)
         by_task = {row.task: row.accuracy for row in answers}
@@ -154,7 +152,7 @@ def changed(config: Config) -> dict[str, dict[str, Any]]:
     }
 
 
-def _other(given: EngineConfig | MediaConfig, default: EngineConfig | MediaConfig) -> dict[str, Any]:
+def _other(given: EngineConfig | MediaConfig, default: EngineConfig | MediaConfig) -> Figures:
     return {name: value for name, value in vars(given).items() if value != vars(default)[name]}
 
 
@@ -191,12 +189,7 @@ def _prompts(model: LoadedModel, tasks: list[str], limit: int, seed: int, media:
 def _logits(model: LoadedModel, engine: EngineConfig, p: Prompt, floor: int, *, decoding: bool) -> Tensor:
     """Logits ``[wanted, V]`` of prefill, or of a decode step that runs the wanted rows after a dense prefill."""
     pages = np.arange(-(-p.canvas.size // PAGE))
-    room: dict[str, Any] = {
-        "pages": len(pages),
-        "page_size": PAGE,
-        "dtype": model.dtype,
-        "device": model.device,
-    }
+    room: dict[str, Any] = {"pages": len(pages), "page_size": PAGE, "dtype": model.dtype, "device": model.device}
     if engine.kv_bits:
         store: KVStore = QuantizedStore(model.decoder.config, **room, bits=engine.kv_bits, kept=engine.kv_kept)
     else:

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from mmserve.bench.cluster_fleets import Answer, ask_all, config, fleet, request
-from mmserve.bench.measures import at_least, stated
+from mmserve.bench.cluster_fleets import config, fleet, request
+from mmserve.bench.in_process import Answer, ask_all
+from mmserve.bench.measures import Figures, at_least, stated
 from mmserve.bench.serve_models import deep
 from mmserve.core.events import Event
 from mmserve.core.progress import Progress, Reached, StageEntered
@@ -45,7 +45,7 @@ class _Traced(Answer):
         super().sink(event)
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figures:
     """From the end of prefill until the first decode step elsewhere has run, and from the beginning of prefill until
     then, by turns."""
     rows, measures = [], []

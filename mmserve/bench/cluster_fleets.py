@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -18,71 +16,11 @@ from mmserve.cluster.config import cluster_config
 from mmserve.cluster.coordinator import Coordinator
 from mmserve.cluster.fleet import Fleet
 from mmserve.config import Config, EngineConfig, ModelConfig
-from mmserve.core.events import Delta, Event, Failed, Finished
-from mmserve.core.progress import Progress
 from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, TextPart
 from mmserve.engine import Engine
-from mmserve.errors import MMServeError
 
-#: Seconds until a request that has not ended is counted as lost.
-PATIENCE = 600.0
 #: Pixels of a picture's side.
 SIDE = 72
-
-
-class Serves(Protocol):
-    """An engine, or a coordinator."""
-
-    def submit(self, request: Request, sink: Any) -> None:
-        """As of ``Engine.submit``."""
-
-
-class Answer:
-    """What came of one request; times are on the monotonic clock (seconds)."""
-
-    def __init__(self) -> None:
-        self.begun = time.monotonic()
-        self.ended = 0.0
-        self.finished: Finished | None = None
-        self.error: MMServeError | None = None
-        self.endings = 0
-        self.text = ""
-        self.deltas: list[float] = []
-        self.over = threading.Event()
-
-    def sink(self, event: Event | Progress) -> None:
-        """Take an event."""
-        match event:
-            case Delta(text):
-                self.text += text
-                self.deltas.append(time.monotonic())
-            case Finished():
-                self.finished = event
-                self._end()
-            case Failed(error):
-                self.error = error
-                self._end()
-
-    def _end(self) -> None:
-        self.ended = time.monotonic()
-        self.endings += 1
-        self.over.set()
-
-
-A = TypeVar("A", bound=Answer)
-
-
-def ask_all(engine: Serves, requests: Sequence[Request], kind: Callable[[], A] = Answer) -> list[A]:  # type: ignore[assignment]
-    """Send all at once, and wait for their ends; what comes of each is of ``kind``."""
-    answers = []
-    for request in requests:
-        answer = kind()
-        engine.submit(request, answer.sink)
-        answers.append(answer)
-    end = time.monotonic() + PATIENCE
-    for answer in answers:
-        answer.over.wait(max(0.0, end - time.monotonic()))
-    return answers
 
 
 def config(path: str) -> Config:

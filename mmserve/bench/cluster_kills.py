@@ -8,12 +8,12 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
-from mmserve.bench.cluster_fleets import Answer, ask_all, fleet, one_process, request
-from mmserve.bench.measures import at_least, at_most, percentile, stated
+from mmserve.bench.cluster_fleets import fleet, one_process, request
+from mmserve.bench.in_process import Answer, ask_all
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, percentile, stated
 from mmserve.cluster.fleet import Fleet, Member
 
 _REQUESTS, _IMAGES, _TOKENS, _EVERY = 200, 2, 48, 3.0
@@ -22,13 +22,13 @@ _LOOK = 0.01
 _PATH, _RECOMPUTE, _ROLES = "bundled-causal", "last", "e e p d d"
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """200 requests of two distinct images each: alone, on 2e1p2d, and there with a kill every three seconds."""
     asked = [request(f"q{i}", _IMAGES, _TOKENS, _RECOMPUTE, i) for i in range(_REQUESTS)]
     with one_process(_PATH) as engine:
         right = [answer.text for answer in ask_all(engine, asked)]
     progress("the answers of one process are there")
-    measures: list[dict[str, Any]] = []
+    measures: list[Figures] = []
     with fleet(_PATH, _ROLES) as (made, coordinator):
         answers = ask_all(coordinator, asked)
         measures += _judged("all at once", answers, right, made)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     }
 
 
-def _judged(label: str, answers: Sequence[Answer], right: Sequence[str], made: Fleet) -> list[dict[str, Any]]:
+def _judged(label: str, answers: Sequence[Answer], right: Sequence[str], made: Fleet) -> list[Figures]:
     same = sum(a.finished is not None and a.text == text for a, text in zip(answers, right, strict=True))
     typed = sum(answer.error is not None for answer in answers)
     end = time.monotonic() + 30

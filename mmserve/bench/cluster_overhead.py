@@ -8,14 +8,15 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from mmserve.bench.cluster_fleets import ask_all, fleet, one_process, request
-from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.bench.cluster_fleets import fleet, one_process, request
+from mmserve.bench.in_process import ask_all
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.cluster.coordinator import Coordinator
 
 _REQUESTS, _TOKENS, _IMAGES = 30, 16, 1
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """Requests one after another, in turns here and on 1e1p1d; and the coordinator's own time."""
     rows, measures = [], []
     for path, recompute in (("bundled", "none"), ("bundled-causal", "last")):

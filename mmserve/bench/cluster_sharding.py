@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
 from statistics import median
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from mmserve.bench.cluster_fleets import Answer, ask_all, fleet, request
-from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.bench.cluster_fleets import fleet, request
+from mmserve.bench.in_process import Answer, ask_all
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.core.request import ImagePart, Message, Request
 
 _IMAGES, _TOKENS, _SIDE = 8, 4, 768
@@ -21,7 +20,7 @@ _IMAGES, _TOKENS, _SIDE = 8, 4, 768
 _GOAL = 0.8
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each number of encode workers: medians over requests that come one at a time, the fleets in turn."""
     path, recompute = "bundled-causal", "last"
     with (

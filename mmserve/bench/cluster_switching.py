@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from statistics import mean, median
-from typing import Any
 
-from mmserve.bench.cluster_fleets import SIDE, Answer, ask_all, config, fleet, one_process, request
-from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.bench.cluster_fleets import SIDE, config, fleet, one_process, request
+from mmserve.bench.in_process import Answer, ask_all
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.config import resolve
 from mmserve.plan.beside import Beside
 from mmserve.plan.layout import Batching, Layout
@@ -26,7 +26,7 @@ _PATH, _RECOMPUTE, _ROLES, _LAYOUT = "bundled-causal", "last", "e p d d d d", "1
 _DECIDE, _LOOK = 1.0, 1.5
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """The time of the same work both ways, in turns, and the simulator's from costs measured before and after."""
     asked = [request(f"q{i}", _IMAGES, _TOKENS, _RECOMPUTE, i) for i in range(_REQUESTS)]
     with one_process(_PATH) as engine:

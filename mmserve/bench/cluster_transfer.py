@@ -7,14 +7,13 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
-from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.cluster import prefork
 from mmserve.cluster.object_store import fetched, stored
 from mmserve.core.canvas import Canvas
@@ -82,7 +81,7 @@ class _End:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts alone
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """Times of a write and a read by two calls of Ray, and what is left after killed receivers."""
     import ray
 
@@ -112,7 +111,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     return {"rows": rows, "measures": measures, "settings": {"repeats": arguments.repeats, "kills": _KILLS}}
 
 
-def _kills(actor: Any, one: Any, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def _kills(actor: Any, one: Any, progress: Progress) -> list[Figures]:
     """Kill the receiver in the middle of a transfer, again and again."""
     import ray
 

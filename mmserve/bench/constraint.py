@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ import jsonschema_rs
 
 from mmserve.assembly import BackgroundServer
 from mmserve.bench import search
+from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.schemas import SCHEMAS
-from mmserve.bench.settings import measured_config, measured_policies
+from mmserve.bench.settings import measured_config, measured_policies, named_tasks
 from mmserve.client import Client, Options, Result
 from mmserve.core.info import ModelInfo
-from mmserve.errors import ConfigError
 from mmserve.reference.evaluate import Shown, canvas, item, shown
 from mmserve.reference.images import schema_asked
 from mmserve.reference.items import Question
@@ -69,12 +69,9 @@ class Answered:
     exact: bool | None
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each part, number of steps, and with and without the constraint; and ``search`` if it is asked for."""
-    parts = arguments.tasks.split(",") if arguments.tasks else list(PARTS)
-    unknown = set(parts) - set(PARTS)
-    if unknown:
-        raise ConfigError(f"constraints are measured on {', '.join(PARTS)}, not on {sorted(unknown)[0]!r}")
+    parts = named_tasks(arguments, PARTS)
     report: dict[str, Any] = {"rows": [], "settings": {"parts": parts, "seed": arguments.seed}}
     asked = [*_scenes(arguments), *_documents(arguments)]
     asked = [one for one in asked if one.part in parts]
@@ -82,15 +79,10 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         with BackgroundServer(measured_config(arguments)) as server, Client(server.address, timeout=600) as client:
             client.wait_ready()
             model = client.describe()
-            recompute, commit = measured_policies(arguments, model)
-            answered = _ask_all(client, asked, model, {"recompute": recompute, "commit": commit}, progress)
+            policies = measured_policies(arguments, model)
+            answered = _ask_all(client, asked, model, policies, progress)
         report["rows"] = [_row(variant, answers) for variant, answers in answered.items()]
-        report["settings"] |= {
-            "model": model.name,
-            "recompute": recompute,
-            "commit": commit,
-            "prefix_cache": False,
-        }
+        report["settings"] |= {"model": model.name, **policies, "prefix_cache": False}
     if "search" in parts:
         report["search"] = search.run(arguments.repeats, arguments.seed, progress)
     return report
@@ -109,7 +101,7 @@ def _documents(arguments: argparse.Namespace) -> Iterator[Asked]:
 
 
 def _ask_all(
-    client: Client, asked: list[Asked], model: ModelInfo, policies: Options, progress: Callable[[str], None]
+    client: Client, asked: list[Asked], model: ModelInfo, policies: Options, progress: Progress
 ) -> dict[Variant, list[Answered]]:
     """Each item in each way, one after another."""
     answered: dict[Variant, list[Answered]] = defaultdict(list)
@@ -140,7 +132,7 @@ def _judged(one: Asked, result: Result) -> Answered:
     return Answered(result, valid, None if one.question is None else correct(one.question, result.text))
 
 
-def _row(variant: Variant, answers: list[Answered]) -> dict[str, Any]:
+def _row(variant: Variant, answers: list[Answered]) -> Figures:
     results = [answer.result for answer in answers]
     exact = [answer.exact for answer in answers if answer.exact is not None]
     took = [result.constraint for result in results if result.constraint is not None]

@@ -118,33 +118,6 @@ def decode(
     return result
 
 
-_WORDS = ("red", "green", "big", "small", "circle", "left", "of", "the", "picture")
-
-
-def draw(schema: dict[str, Any], rng: random.Random) -> Any:
-    """A document that obeys one of the plain schemas of these tests."""
-    if "const" in schema:
-        return schema["const"]
-    if "enum" in schema:
-        return rng.choice(schema["enum"])
-    if "anyOf" in schema:
-        return draw(rng.choice(schema["anyOf"]), rng)
-    kind = schema["type"]
-    if kind == "object":
-        names = [n for n in schema["properties"] if n in schema["required"] or rng.random() < 0.5]
-        return {name: draw(schema["properties"][name], rng) for name in names}
-    if kind == "array":
-        low = schema.get("minItems", 0)
-        return [draw(schema["items"], rng) for _ in range(rng.randint(low, schema.get("maxItems", low + 4)))]
-    if kind == "string":
-        if "examples" in schema:
-            return rng.choice(schema["examples"])
-        return " ".join(rng.choice(_WORDS) for _ in range(3))
-    if kind == "integer":
-        return rng.randint(schema.get("minimum", 0), schema.get("maximum", 999))
-    return {"number": round(rng.uniform(-99, 99), 2), "boolean": rng.random() < 0.5, "null": None}[kind]
-
-
 def written(document: Any) -> str:
     """The document as compact JSON."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False)

@@ -21,9 +21,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.settings import measured_config
+from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.plots import drawn
+from mmserve.bench.settings import measured_config, named_tasks
 from mmserve.client import Client, DkvDecode, EarlyCommit, Guided, Options, Result
-from mmserve.errors import ConfigError
 from mmserve.reference.evaluate import Shown, item, shown
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import TASKS, correct
@@ -102,12 +103,9 @@ class Group:
     seconds: float
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row of figures for each pair; ``speedup`` is the median over groups of the baseline's time over the pair's."""
-    tasks = arguments.tasks.split(",") if arguments.tasks else list(DEFAULT_TASKS)
-    unknown = set(tasks) - set(TASKS)
-    if unknown:
-        raise ConfigError(f"no task is called {sorted(unknown)[0]!r}; there are {', '.join(TASKS)}")
+    tasks = named_tasks(arguments, TASKS, DEFAULT_TASKS)
     with BackgroundServer(measured_config(arguments)) as server, Client(server.address, timeout=600) as client:
         client.wait_ready()
         described = client.describe()
@@ -156,11 +154,7 @@ def _asked(task: str, index: int, seed: int, tokenizer: PreTrainedTokenizerBase,
 
 
 def _measure(
-    client: Client,
-    asked: Sequence[Asked],
-    pairs: Sequence[Pair],
-    concurrent: int,
-    progress: Callable[[str], None],
+    client: Client, asked: Sequence[Asked], pairs: Sequence[Pair], concurrent: int, progress: Progress
 ) -> dict[Pair, list[Group]]:
     """Each group of ``concurrent`` items with every pair, one after another."""
     groups: dict[Pair, list[Group]] = defaultdict(list)
@@ -189,7 +183,7 @@ def _measure(
     return groups
 
 
-def _row(pair: Pair, groups: list[Group], baseline: list[Group]) -> dict[str, Any]:
+def _row(pair: Pair, groups: list[Group], baseline: list[Group]) -> Figures:
     results, against = ([r for group in of for r in group.results] for of in (groups, baseline))
     ratios = [b.seconds / g.seconds for g, b in zip(groups, baseline, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
@@ -225,26 +219,19 @@ def _by_task(groups: list[Group]) -> dict[str, float]:
     return {task: round(sum(answers) / len(answers), 4) for task, answers in right.items()}
 
 
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+def _plot(rows: list[Figures], path: Path) -> None:
     """Speed-up with its quartiles, and accuracy beside it, a line a pair, fastest on top, as PNG."""
-    try:
-        import matplotlib.figure  # an extra: only this needs it
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'") from error
     ordered = sorted(rows, key=lambda row: row["speedup"])
     lines = range(len(ordered))
     middle = [row["speedup"] for row in ordered]
     low, high = ([row["speedup_quartiles"][i] for row in ordered] for i in (0, 1))
     whiskers = [[m - v for m, v in zip(middle, low, strict=True)], [v - m for m, v in zip(middle, high, strict=True)]]
-    figure = matplotlib.figure.Figure(figsize=(9, 1.2 + 0.27 * len(ordered)), layout="constrained", dpi=110)
-    speed, accuracy = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    speed.errorbar(middle, lines, xerr=whiskers, fmt="o", color="#0072b2", ecolor="#56b4e9", capsize=2)
-    speed.axvline(1, color="#999999", linewidth=1, linestyle=":")
-    speed.set(xscale="log", xlabel="speed, times the baseline (median, quartiles)")
-    speed.set_yticks(lines, [f"{row['recompute']} × {row['commit']}" for row in ordered], fontsize=8)
-    accuracy.plot([row["accuracy"] for row in ordered], lines, "o", color="#d55e00")
-    accuracy.axvline(rows[0]["accuracy"], color="#999999", linewidth=1, linestyle=":")
-    accuracy.set(xlim=(-0.03, 1.03), xlabel="accuracy (dotted: the baseline's)")
-    for axes in (speed, accuracy):
-        axes.grid(alpha=0.25)
-    figure.savefig(path)
+    with drawn(path, 9, 1.2 + 0.27 * len(ordered)) as figure:
+        speed, accuracy = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        speed.errorbar(middle, lines, xerr=whiskers, fmt="o", color="#0072b2", ecolor="#56b4e9", capsize=2)
+        speed.axvline(1, color="#999999", linewidth=1, linestyle=":")
+        speed.set(xscale="log", xlabel="speed, times the baseline (median, quartiles)")
+        speed.set_yticks(lines, [f"{row['recompute']} × {row['commit']}" for row in ordered], fontsize=8)
+        accuracy.plot([row["accuracy"] for row in ordered], lines, "o", color="#d55e00")
+        accuracy.axvline(rows[0]["accuracy"], color="#999999", linewidth=1, linestyle=":")
+        accuracy.set(xlim=(-0.03, 1.03), xlabel="accuracy (dotted: the baseline's)")

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmserve.bench.measures import Figures
 from mmserve.client import Options
 
 #: Tokens asked for: fewer than most of these need.
@@ -68,7 +69,7 @@ def _grammars(mark: str) -> list[Hostile]:
     ]
 
 
-def _case(name: str, number: int) -> dict[str, Any]:
+def _case(name: str, number: int) -> Figures:
     """A closed object of several properties that is distinguished from the others by the value of one."""
     kind, rest = {"const": f"{name}_{number}"}, {"a": {"type": "string"}, "b": {"type": "integer"}}
     required = ["kind", name, "a", "b"]
@@ -76,7 +77,7 @@ def _case(name: str, number: int) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def _open_case(name: str) -> dict[str, Any]:
+def _open_case(name: str) -> Figures:
     """An object that has a property, and maybe any others."""
     return {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
 

@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.bench.served import ServedProcess
-from mmserve.errors import ConfigError
+from mmserve.bench.settings import named_tasks
 from mmserve.reference.evaluate import item
 
 CLIENTS, VIEWERS, EACH = 16, 4, 1
@@ -41,8 +41,6 @@ _LARGE: dict[str, Any] = {
 }
 _READ, _SLOW_BUFFER = 1 << 16, 4 << 10
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Streamed:
@@ -55,12 +53,10 @@ class Streamed:
     seconds: float  # that the client waited
 
 
-def run(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A measure for each figure of the tasks."""
-    tasks = arguments.tasks.split(",") if arguments.tasks else list(TASKS)
-    if unknown := set(tasks) - set(TASKS):
-        raise ConfigError(f"--tasks takes any of {', '.join(TASKS)}, not {', '.join(sorted(unknown))}")
-    measures: list[dict[str, Any]] = []
+    tasks = named_tasks(arguments, TASKS)
+    measures: list[Figures] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     changed = {**vars(arguments), "set": [*arguments.set, f"server.http_port={port}"]}
@@ -153,7 +149,7 @@ def _streamed(response: bytes, seconds: float) -> Streamed:
 
 async def _viewers(
     client: _Client, served: ServedProcess, arguments: argparse.Namespace, progress: Progress
-) -> list[dict[str, Any]]:
+) -> list[Figures]:
     prompts = [item("arithmetic", index, arguments.seed)[1].text for index in range(CLIENTS * EACH)]
 
     async def asker(number: int, *, drafts: bool) -> int:
@@ -185,7 +181,7 @@ async def _viewers(
     ]
 
 
-async def _slow(client: _Client, progress: Progress) -> list[dict[str, Any]]:
+async def _slow(client: _Client, progress: Progress) -> list[Figures]:
     progress("slow: a viewer that does not read")
     done = asyncio.Event()
 
@@ -207,7 +203,7 @@ async def _slow(client: _Client, progress: Progress) -> list[dict[str, Any]]:
 
 async def _front(
     client: _Client, served: ServedProcess, arguments: argparse.Namespace, progress: Progress
-) -> list[dict[str, Any]]:
+) -> list[Figures]:
     progress(f"front: {_SHORT_REQUESTS} short requests")
     used = served.loop_seconds()
     found = [

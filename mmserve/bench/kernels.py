@@ -6,22 +6,20 @@ On a GPU that is the Triton kernels; on a CPU the PyTorch code that serves there
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from mmserve_kernels.bench import OPS
 from mmserve_kernels.bench.harness import Device, figures, kept, surroundings
 
+from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.settings import named_tasks
 from mmserve.errors import ConfigError
 
 
 @torch.inference_mode()
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each op and shape, of ``--limit`` rounds; a wrong result has no figures. ``--csv`` writes them too."""
-    ops = arguments.tasks.split(",") if arguments.tasks else list(OPS)
-    if unknown := set(ops) - set(OPS):
-        raise ConfigError(f"no op is called {min(unknown)!r}; there are {', '.join(OPS)}")
+    ops = named_tasks(arguments, OPS)
     if arguments.limit < 2:
         raise ConfigError("`bench kernels` gives quartiles: --limit must be at least 2 rounds")
     torch.set_num_threads(1)  # processor time is one thread's

@@ -11,10 +11,11 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmserve.bench.measures import Figures, Progress, percentile
 from mmserve.bench.served import ServedProcess
 from mmserve.client import AsyncClient, Finished, Options
 from mmserve.errors import ConfigError, MMServeError
@@ -66,7 +67,7 @@ def mix(limit: int, seed: int, policies: Options) -> list[Ask]:
     return asks
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row of figures for each number of clients; latencies are milliseconds."""
     counts = _counts(arguments.clients)
     policies: Options = {}
@@ -101,8 +102,8 @@ def _counts(text: str) -> Sequence[int]:
 
 
 async def _measure(
-    served: ServedProcess, asks: Sequence[Ask], counts: Sequence[int], progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
+    served: ServedProcess, asks: Sequence[Ask], counts: Sequence[int], progress: Progress
+) -> list[Figures]:
     async with AsyncClient(served.address, timeout=PATIENCE) as client:
         await client.wait_ready(PATIENCE)
         progress(f"each of {len(asks)} requests alone")
@@ -150,7 +151,7 @@ async def _ask(client: AsyncClient, ask: Ask) -> str:
     return text
 
 
-def _row(outcome: Outcome, count: int, total: int, seconds: float, used: float) -> dict[str, Any]:
+def _row(outcome: Outcome, count: int, total: int, seconds: float, used: float) -> Figures:
     answered = len(outcome.latencies)
     ordered = sorted(1000 * latency for latency in outcome.latencies) or [0.0]
     return {
@@ -158,7 +159,7 @@ def _row(outcome: Outcome, count: int, total: int, seconds: float, used: float) 
         "requests": total,
         "answers_per_second": round(answered / seconds, 2),
         "latency_ms_p50": round(statistics.median(ordered), 1),
-        "latency_ms_p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 1),
+        "latency_ms_p99": round(percentile(ordered, 0.99), 1),
         "accuracy": round(outcome.right / max(1, answered), 4),
         "changed": outcome.changed,
         "failed": len(outcome.failures),

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from mmserve.bench.llama_cpp import LlamaCpp, library
+from mmserve.bench.measures import Figures, Progress
 from mmserve.errors import ConfigError
 from mmserve.export.gguf import TYPES, form_of, write_gguf
 from mmserve.models.base import LoadedModel
@@ -52,7 +53,7 @@ def missing(model: LoadedModel) -> str:
 def pass_rows(
     model: LoadedModel,
     repeats: int,
-    progress: Callable[[str], None],
+    progress: Progress,
     *,
     positions: tuple[int, ...] = POSITIONS,
     threads: tuple[int, ...] = THREADS,
@@ -76,7 +77,7 @@ def pass_rows(
             torch.set_num_threads(before)
 
 
-def _decoders(model: LoadedModel) -> dict[str, Any]:
+def _decoders(model: LoadedModel) -> Figures:
     made = {"f32": copy.deepcopy(model.decoder)}
     pack(made["f32"])
     for kind in MADE:

@@ -15,9 +15,8 @@ import os
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -28,23 +27,22 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mmserve.bench import vllm_peer
+from mmserve.bench.in_process import ask_all
+from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.passes import missing, pass_rows
 from mmserve.bench.settings import measured_config
-from mmserve.config import EngineConfig, resolve
-from mmserve.core.events import Event, Failed, Finished
-from mmserve.core.progress import Progress
+from mmserve.config import EngineConfig, MediaConfig, resolve
+from mmserve.core.events import Finished
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, Streaming, TextPart
 from mmserve.engine import Engine
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.models.names import shipped_folder
 from mmserve.models.registry import load_model, model_folder
-from mmserve.request_state import ClientSink
+from mmserve.settle import settle
 
 NEW_TOKENS = 48
 BATCHES = (1, 4, 16)
-#: Seconds until an answer is given up.
-_PATIENCE = 300.0
 
 
 class Peer(Protocol):
@@ -62,7 +60,7 @@ class Peer(Protocol):
         ...
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row of figures for each batch size and engine: milliseconds a token (median and quartiles over the rounds)."""
     threads = arguments.threads
     torch.set_num_threads(threads)
@@ -112,7 +110,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     }
 
 
-def _measured(engines: dict[str, Peer], size: int, repeats: int, progress: Callable[[str], None]) -> Iterator[Any]:
+def _measured(engines: dict[str, Peer], size: int, repeats: int, progress: Progress) -> Iterator[Any]:
     """The rows of one batch size; ``times_X`` is the median over rounds of the engine's time over that of X."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     tokens = {name: engine.tokens(size) for name, engine in engines.items()}
@@ -179,36 +177,14 @@ class Ours:
         return seconds, [event.text for event in ended]
 
     def _ask(self, requests: list[Request]) -> tuple[float, list[Finished]]:
-        count = len(requests)
-        ended: list[Event | None] = [None] * count
-        left, done = threading.Semaphore(0), range(count)
-
-        def sink(index: int) -> ClientSink:
-            def take(event: Event | Progress) -> None:
-                if isinstance(event, Finished | Failed):
-                    ended[index] = event
-                    left.release()
-
-            return take
-
         begun = time.perf_counter()
-        for index, request in enumerate(requests):
-            self._engine.submit(request, sink(index))
-        for _each in done:
-            if not left.acquire(timeout=_PATIENCE):
-                raise RuntimeError("the engine gave no answer")
+        answers = ask_all(self._engine, requests)
         seconds = time.perf_counter() - begun
-        finished = [event for event in ended if isinstance(event, Finished)]
-        if len(finished) < count:
-            raise RuntimeError(f"the engine failed: {ended}")
-        return seconds, finished
+        return seconds, [answer.whole() for answer in answers]
 
 
 @contextmanager
 def _ours(model: LoadedModel, config: EngineConfig, count: int) -> Iterator[Ours]:
-    from mmserve.config import MediaConfig
-    from mmserve.settle import settle
-
     engine = Engine(model, config, MediaConfig())
     engine.start()
     settle()

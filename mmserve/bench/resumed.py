@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmserve.bench.measures import Figures
 from mmserve.errors import ConfigError
 
 
@@ -44,7 +45,7 @@ class Kept:
         """The row that has the names and numbers of ``of``, if there is one."""
         return self._rows.get(self._key(of))
 
-    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+    def add(self, row: dict[str, Any]) -> Figures:
         """Keep a row, and give it back."""
         self._rows[self._key(row)] = row
         if self._path is not None:

@@ -13,16 +13,16 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.settings import measured_config, measured_policies
+from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.settings import measured_config, measured_policies, named_tasks
 from mmserve.client import Blend, Client, KvShare, LegoLink, Options, RandomReuse, Result
 from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
@@ -66,7 +66,7 @@ class Setting:
     reuse: ImageReuse | None = None
 
     @property
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Figures:
         """How a row of figures begins."""
         numbers = {"share" if name == "recompute" else name: value for name, value in self._numbers.items()}
         return {"measured": self.name or "plain", **numbers}
@@ -77,7 +77,7 @@ class Setting:
         return None if self.reuse is None else Policy(name=self.name, options=self._numbers)
 
     @property
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> Figures:
         return {} if self.reuse is None else asdict(self.reuse)
 
 
@@ -90,12 +90,11 @@ class Item:
     new_tokens: int
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each rule and share: how far its logits are from plain ones under the right answer (nats a token), and
     accuracy, rows run and times (medians, milliseconds) of ``--limit`` items of each task."""
-    tasks = arguments.tasks.split(",") if arguments.tasks else list(DEFAULT_TASKS)
-    if unknown := {task for task in tasks if TASKS.get(task) not in ("image", "json", "pair")}:
-        raise ConfigError(f"no task about pictures is called {min(unknown)!r}")
+    pictured = [task for task, kind in TASKS.items() if kind in ("image", "json", "pair")]
+    tasks = named_tasks(arguments, pictured, DEFAULT_TASKS)
     config = replace(measured_config(arguments), encoder_cache=EncoderCacheConfig(kv_bytes=_ALL))
     model = load_model(config.models[0])
     if not isinstance(model, LoadedModel) or (lacking := no_reuse(model, reads_pages=True)):
@@ -114,11 +113,9 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     times: dict[Setting, list[float]] = {setting: [] for setting in chosen}
     with BackgroundServer(config) as server, Client(server.address, timeout=600) as client:
         client.wait_ready()
-        recompute, commit = measured_policies(arguments, client.describe())
-        decoding: Options = {"recompute": recompute, "commit": commit}
-        cold = [
-            _ask(client, one, Blend(0.0), decoding).times.prefill for one in items
-        ]  # which keeps what the others find
+        decoding = measured_policies(arguments, client.describe())
+        # this keeps what the others find
+        cold = [_ask(client, one, Blend(0.0), decoding).times.prefill for one in items]
         for i, one in enumerate(items):
             progress(f"{i} of {len(items)} items, {len(chosen)} times each")
             for setting in chosen:
@@ -144,8 +141,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             "model": model.spec.name,
             "tasks": tasks,
             "items": len(items),
-            "recompute": recompute,
-            "commit": commit,
+            **decoding,
             "seed": arguments.seed,
             "pictures_of_long_prompts": MANY,
             "long_prompts": LONG_PROMPTS,
@@ -270,7 +266,7 @@ def _logit_figures(distances: Sequence[tuple[float, float]]) -> dict[str, float]
     return {"nats": round(statistics.mean(nats), 5), "same_best": round(statistics.mean(same), 4)}
 
 
-def _answer_figures(asked: Sequence[Question], answers: Sequence[Result], plain: Sequence[Result]) -> dict[str, Any]:
+def _answer_figures(asked: Sequence[Question], answers: Sequence[Result], plain: Sequence[Result]) -> Figures:
     right: dict[str, list[bool]] = {}
     for question, result in zip(asked, answers, strict=True):
         right.setdefault(question.task, []).append(correct(question, result.text))

@@ -11,7 +11,6 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -20,6 +19,7 @@ import jsonschema_rs
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.bench import suites
+from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.resumed import Kept
 from mmserve.bench.suite_counts import Counts, Found
 from mmserve.constraint.compile.attempts import Grammar
@@ -39,7 +39,7 @@ _CHARS = 300  # of a refusal, an instance or an answer in the report
 _EVERY = 5.0  # seconds between two lines of progress
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each suite found under ``--data``, its schemas in an order by chance.
 
     A schema that ``--resume`` has is not compiled again; ``ConfigError`` where it was with other settings.
@@ -65,10 +65,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             counts.setdefault(case.suite, Counts(case.suite)).add(Found(**found))
     finally:
         compiler.close()
-    return {
-        "rows": [found.row() for found in counts.values()],
-        "settings": settings | {"sample": arguments.sample},
-    }
+    return {"rows": [found.row() for found in counts.values()], "settings": settings | {"sample": arguments.sample}}
 
 
 def _found(case: suites.Case, compiler: Compiler, trie: Any, arguments: argparse.Namespace) -> Found:

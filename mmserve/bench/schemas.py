@@ -131,11 +131,7 @@ SCHEMAS: tuple[Wanted, ...] = (
         (["move", 3.5, -20, True],),
     ),
     Wanted("tree", _TREE, ({"value": 1, "children": [{"value": 12, "children": []}, {"value": 7, "children": []}]},)),
-    Wanted(
-        "expression",
-        _EXPRESSION,
-        ({"op": "add", "left": 12, "right": {"op": "mul", "left": 3, "right": 140}},),
-    ),
+    Wanted("expression", _EXPRESSION, ({"op": "add", "left": 12, "right": {"op": "mul", "left": 3, "right": 140}},)),
     Wanted(
         "payment",
         {

@@ -14,7 +14,7 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
+from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.settings import measured_config
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount
@@ -72,13 +73,13 @@ class Share:
         tower, cost = (round(1e3 * statistics.median(of), 3) for of in (towers, costs))
         return cls(tower, cost, (round(low, 4), round(middle, 4), round(high, 4)), len(shares))
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Figures:
         """As a report has it."""
         shares = {"tower_ms": self.tower_ms, "scoring_ms": self.scoring_ms, "scoring_share": list(self.share)}
         return {**shares, "rounds": self.rounds}
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each tower, number of tiles and pruner, of ``--limit`` rounds, or of as many as ``paced`` allows."""
     if arguments.limit < 2:
         raise ConfigError("`bench scoring` gives quartiles: --limit must be at least 2 rounds")
@@ -115,7 +116,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     return {"rows": rows, "settings": {"model": model.spec.name, "dtype": str(model.dtype), **bounds}}
 
 
-def paced(rounds: int, progress: Callable[[str], None]) -> Iterator[int]:
+def paced(rounds: int, progress: Progress) -> Iterator[int]:
     """Numbers of so many ``rounds``, from 1, after one of number 0 that is not to be counted.
 
     None begins that would end after ``SECONDS`` by the average so far, once there have been ``FEWEST``. So one
@@ -157,7 +158,7 @@ def tower_shares(
     names: Sequence[str],
     tiles: int,
     rounds: int,
-    progress: Callable[[str], None] = lambda _text: None,
+    progress: Progress = lambda _text: None,
     *,
     later: Sequence[nn.Module] = (),
 ) -> dict[str, Share]:
@@ -198,7 +199,7 @@ def tower_shares(
 
 @torch.inference_mode()
 def decoder_shares(
-    model: LoadedModel, names: Sequence[str], rounds: int, progress: Callable[[str], None] = lambda _text: None
+    model: LoadedModel, names: Sequence[str], rounds: int, progress: Progress = lambda _text: None
 ) -> dict[str, tuple[Share, float]]:
     """What the pruners ``names``, which ask the decoder, add to the tower's time for a picture of one tile, and the
     milliseconds (median) of that which the layers take that run before there are scores.

@@ -10,13 +10,14 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import LLParserLimits
 
 from mmserve.bench.copyist import Copyist, decode, written
+from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.schemas import SCHEMAS, Wanted
 from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
@@ -99,13 +100,8 @@ def made_up(tokens: int, seed: int = 0) -> Language:
 
 
 def run(
-    rounds: int,
-    seed: int,
-    progress: Callable[[str], None],
-    *,
-    tokens: int = TOKENS,
-    schemas: Sequence[Wanted] = SCHEMAS,
-) -> dict[str, Any]:
+    rounds: int, seed: int, progress: Progress, *, tokens: int = TOKENS, schemas: Sequence[Wanted] = SCHEMAS
+) -> Figures:
     """Figures over ``rounds`` decodings of each document of ``schemas``, with a vocabulary of ``tokens``.
 
     The vocabulary is out of the garbage collector's rounds, as in a server.

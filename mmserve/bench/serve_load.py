@@ -6,13 +6,12 @@ import argparse
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from mmserve.bench.arrivals import arrival_times, kinds
-from mmserve.bench.measures import at_most, percentile, stated
+from mmserve.bench.measures import Figures, Progress, at_most, percentile, stated
 from mmserve.bench.open_loop import ANSWERED, LOST, Outcome, run_open_loop
 from mmserve.bench.serve_mix import TASKS, mix_of, requests, weights_text
 from mmserve.bench.served import ServedProcess
@@ -37,7 +36,7 @@ class Targets:
     per_token: float
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for all requests of each rate and one for each kind of them, and the measures."""
     rates, targets = _rates(arguments.rates), Targets(arguments.first_token, arguments.per_token)
     for name in ("seconds", "burst", "first_token", "per_token", "timeout"):
@@ -81,11 +80,7 @@ _Measured = list[tuple[float, list[Outcome], float | None]]
 
 
 async def _measure(
-    arguments: argparse.Namespace,
-    rates: Sequence[float],
-    at: Reached,
-    served: ServedProcess | None,
-    progress: Callable[[str], None],
+    arguments: argparse.Namespace, rates: Sequence[float], at: Reached, served: ServedProcess | None, progress: Progress
 ) -> tuple[_Measured, dict[str, float]]:
     measured: _Measured = []
     async with AsyncExitStack() as stack:
@@ -121,7 +116,7 @@ async def _measure(
 
 def _rows(
     rate: float, outcomes: Sequence[Outcome], seconds: float, targets: Targets, cores: float | None
-) -> list[dict[str, Any]]:
+) -> list[Figures]:
     rows = [_row(f"{rate:g}/s", outcomes, seconds, targets)]
     if cores is not None:
         rows[0]["server_cores"] = round(cores, 2)
@@ -133,10 +128,10 @@ def _rows(
     return rows
 
 
-def _row(name: str, outcomes: Sequence[Outcome], seconds: float, targets: Targets) -> dict[str, Any]:
+def _row(name: str, outcomes: Sequence[Outcome], seconds: float, targets: Targets) -> Figures:
     ended = Counter(o.ended for o in outcomes)
     good = sum(o.good(targets.first_token, targets.per_token) for o in outcomes)
-    row: dict[str, Any] = {
+    row: Figures = {
         "measured": name,
         "requests": len(outcomes),
         "offered_per_second": round(len(outcomes) / seconds, 2),
@@ -160,7 +155,7 @@ def _row(name: str, outcomes: Sequence[Outcome], seconds: float, targets: Target
 
 def _measures(
     rate: float, outcomes: Sequence[Outcome], arguments: argparse.Namespace, targets: Targets
-) -> list[dict[str, Any]]:
+) -> list[Figures]:
     good, ended = _good(outcomes, targets), Counter(o.ended for o in outcomes)
     at = f"at {rate:g}/s"
     found = [

@@ -12,14 +12,12 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.measures import at_most, stated
+from mmserve.bench.measures import Figures, Progress, at_most, stated
 from mmserve.bench.serve_models import next_token
 from mmserve.bench.settings import measured_config
 from mmserve.client import Client, Delta, Finished
@@ -42,7 +40,7 @@ class _Asked:
     prompt: int
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each place that the K/V come from; times are medians over the rounds."""
     found: dict[str, list[_Asked]] = {"computed": [], "pages": [], "host": [], "disk": []}
     with tempfile.TemporaryDirectory(prefix="mmserve-prefix-") as folder, ExitStack() as stack:
@@ -100,7 +98,7 @@ def _check(name: str, computed: _Asked, again: _Asked) -> None:
         raise RuntimeError(f"{name}: {again.cached} of {again.prompt} tokens were kept")
 
 
-def _report(found: dict[str, list[_Asked]], repeats: int) -> dict[str, Any]:
+def _report(found: dict[str, list[_Asked]], repeats: int) -> Figures:
     median = {name: statistics.median(one.seconds for one in each) for name, each in found.items()}
     rows = [
         {

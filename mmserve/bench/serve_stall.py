@@ -14,14 +14,13 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.bench.serve_models import POSITIONS, block_diffusion, next_token
 from mmserve.bench.settings import measured_config
 from mmserve.client import Client, Finished, Snapshot
@@ -50,7 +49,7 @@ class Served:
     server: BackgroundServer
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each model, arrangement of stages and budget; times are medians over the rounds."""
     gaps: dict[tuple[str, str, int], list[float]] = {}
     passes: dict[tuple[str, str], list[float]] = {}
@@ -158,9 +157,7 @@ def _await_steps(streams: Sequence[_Stream], steps: Sequence[int]) -> None:
         time.sleep(0.01)
 
 
-def _report(
-    gaps: dict[tuple[str, str, int], list[float]], passes: dict[tuple[str, str], list[float]]
-) -> dict[str, Any]:
+def _report(gaps: dict[tuple[str, str, int], list[float]], passes: dict[tuple[str, str], list[float]]) -> Figures:
     rows, measures = [], []
     for (model, stages, budget), found in gaps.items():
         one = statistics.median(passes[model, stages])

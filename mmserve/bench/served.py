@@ -9,7 +9,6 @@ import sys
 import threading
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from mmserve.errors import ConfigError
@@ -44,9 +43,7 @@ class ServedProcess:
             raise ConfigError("the server did not start:\n" + "".join(self._lines))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def resident_bytes(self) -> int:

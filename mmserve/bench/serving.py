@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mmserve.assembly import BackgroundServer
+from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.settings import measured_config
 from mmserve.client import Client, Result
 from mmserve.config import Config
@@ -26,7 +26,7 @@ from mmserve.reference.tasks import correct
 CONCURRENT = 8
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """Rows of figures; times are medians (milliseconds) with their quartiles."""
     settings: Config = measured_config(arguments)
     scenes = [item("json", index, arguments.seed) for index in range(arguments.limit)]
@@ -52,9 +52,7 @@ def _ask(client: Client, scene: Any, question: Question, **options: Any) -> Resu
     )
 
 
-def _policies(
-    client: Client, scenes: list[tuple[Any, Question]], repeats: int, progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def _policies(client: Client, scenes: list[tuple[Any, Question]], repeats: int, progress: Progress) -> list[Figures]:
     """Each policy on each scene in turn, so that noise falls on all alike."""
     policies: dict[str, dict[str, Any]] = {
         "none × low_confidence": {"recompute": "none", "commit": "low_confidence"},
@@ -75,7 +73,7 @@ def _policies(
     return [_policy_row(name, measured, baseline) for name, measured in results.items()]
 
 
-def _policy_row(name: str, measured: list[tuple[Result, float, bool]], baseline: float) -> dict[str, Any]:
+def _policy_row(name: str, measured: list[tuple[Result, float, bool]], baseline: float) -> Figures:
     totals = [r.times.total for r, _seen, _right in measured]
     # What the client waited beyond the stages' own time: queues, the engine's loop, gRPC and the network stack.
     outside = [1 - (r.times.encode + r.times.prefill + r.times.decode) / seen for r, seen, _right in measured]
@@ -93,9 +91,7 @@ def _policy_row(name: str, measured: list[tuple[Result, float, bool]], baseline:
     }
 
 
-def _throughput(
-    client: Client, scenes: list[tuple[Any, Question]], repeats: int, progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def _throughput(client: Client, scenes: list[tuple[Any, Question]], repeats: int, progress: Progress) -> list[Figures]:
     """The same requests one after another and ``CONCURRENT`` at once, alternating."""
     serial: list[float] = []
     together: list[float] = []

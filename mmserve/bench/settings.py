@@ -1,14 +1,25 @@
-"""The configuration that benchmarks run with."""
+"""The configuration that benchmarks run with, and what their arguments name."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 from mmserve.cli.options import any_port, read_config
+from mmserve.client import Options
 from mmserve.config import Config, EncoderCacheConfig
 from mmserve.core.info import ModelInfo
+from mmserve.errors import ConfigError
+
+
+def named_tasks(arguments: argparse.Namespace, known: Collection[str], default: Iterable[str] = ()) -> list[str]:
+    """What ``--tasks`` names of ``known``; without names the ``default``, or all. ``ConfigError`` for another name."""
+    names = [name for name in arguments.tasks.split(",") if name] or list(default) or list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--tasks: {unknown[0]!r} is none of {', '.join(known)}")
+    return names
 
 
 def measured_config(arguments: argparse.Namespace) -> Config:
@@ -24,7 +35,9 @@ def measured_config(arguments: argparse.Namespace) -> Config:
     )
 
 
-def measured_policies(arguments: argparse.Namespace, model: ModelInfo) -> tuple[Any, Any]:
+def measured_policies(arguments: argparse.Namespace, model: ModelInfo) -> Options:
     """The policies that a benchmark decodes by: those of ``--recompute`` and ``--commit``, else plain decoding's."""
     plain = model.policies.plain
-    return arguments.recompute or plain.recompute.name, arguments.commit or plain.commit.name
+    recompute: Any = arguments.recompute or plain.recompute.name
+    commit: Any = arguments.commit or plain.commit.name
+    return {"recompute": recompute, "commit": commit}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import jsonschema_rs
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.measures import at_least
+from mmserve.bench.measures import Figures, Progress, at_least
 from mmserve.cli.options import any_port, read_config
 from mmserve.client import Client, Tool
 from mmserve.reference.calls import CALLS
@@ -36,7 +35,7 @@ class _Outcome:
     arguments: bool  # and their arguments
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each task, and the measures over all of them."""
     tasks = tuple(ROOM)
     outcomes: list[_Outcome] = []
@@ -84,7 +83,7 @@ def _expected(answer: str) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in made.values()]
 
 
-def _row(task: str, outcomes: list[_Outcome]) -> dict[str, Any]:
+def _row(task: str, outcomes: list[_Outcome]) -> Figures:
     count = max(1, len(outcomes))
     calls = sum(o.called for o in outcomes)
     return {

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import argparse
 import random
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmserve.assembly import build_engines
-from mmserve.bench.measures import at_least
+from mmserve.bench.in_process import Answer
+from mmserve.bench.measures import Figures, Progress, at_least
 from mmserve.bench.video_clips import PART, Shown, clips_of, frame_at
 from mmserve.config import Config, ModelConfig
-from mmserve.core.events import Failed, Finished
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, Streaming, TextPart
 from mmserve.core.session import Memory
 from mmserve.core.tenant import ANONYMOUS
@@ -69,7 +68,7 @@ class Score:
         """Of all questions."""
         return sum(self.right.values()) / max(1, sum(self.asked.values()))
 
-    def row(self, measured: str, **settings: Any) -> dict[str, Any]:
+    def row(self, measured: str, **settings: Any) -> Figures:
         """A row of figures, with the Wilson interval at 95%."""
         count = sum(self.asked.values())
         whole = share_of("", sum(self.right.values()), max(1, count))
@@ -78,11 +77,11 @@ class Score:
         return {"measured": f"accuracy: {measured}", **settings, **figures, "by_task": tasks}
 
 
-class _Answer:
+class _Asked:
     """A question under way."""
 
     def __init__(self, stream: Stream, question: Question, scope: Scope | None) -> None:
-        self.question, self._text, self._done = question, "", threading.Event()
+        self.question, self._answer = question, Answer()
         request = Request(
             id=uuid.uuid4().hex,
             model="",
@@ -91,18 +90,12 @@ class _Answer:
             diffusion=Diffusion(recompute=Policy(name="last")),
             streaming=Streaming(deltas=False),
         )
-        stream.ask(request, scope, self._take)
-
-    def _take(self, event: Any) -> None:
-        if isinstance(event, Finished):
-            self._text = event.text
-        if isinstance(event, Finished | Failed):
-            self._done.set()
+        stream.ask(request, scope, self._answer.sink)
 
     def text(self) -> str:
         """The answer; "" where there was none in time."""
-        self._done.wait(PATIENCE)
-        return self._text
+        self._answer.over.wait(PATIENCE)
+        return "" if self._answer.finished is None else self._answer.finished.text
 
 
 class Running:
@@ -137,20 +130,20 @@ class Running:
                 ended = next((s for s in clips if s.end == second + 1), None)
                 if ended is None:
                     continue
-                asked += [(score, _Answer(stream, q, None)) for q in ended.questions(rng)]
+                asked += [(score, _Asked(stream, q, None)) for q in ended.questions(rng)]
                 asked += [(ago, each) for each in self._recalled(clips, stream, rng, second)]
             for of, each in asked:
                 of.add(each.question, each.text())
         return {"last": score, "ago": ago}
 
-    def _recalled(self, clips: list[Shown], stream: Stream, rng: random.Random, second: int) -> list[_Answer]:
+    def _recalled(self, clips: list[Shown], stream: Stream, rng: random.Random, second: int) -> list[_Asked]:
         if not self.recalls:
             return []
         then = next((s for s in clips if s.begin <= second - AGO < s.end), None)
         if then is None:
             return []
         scope = Scope(then.begin, then.end)
-        return [_Answer(stream, question, scope) for question in then.questions(rng)]
+        return [_Asked(stream, question, scope) for question in then.questions(rng)]
 
     def close(self) -> None:
         """Forget the streams."""
@@ -174,7 +167,7 @@ def engine_streams(arguments: argparse.Namespace) -> Iterator[EngineStreams]:
         engine.stop()
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """Accuracy by memory policy, rule for positions and budget, beside unbounded memory."""
     count = max(1, arguments.limit // STREAMS_EACH)
     seeds = range(1000 * arguments.seed, 1000 * arguments.seed + count)
@@ -185,9 +178,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     return {"rows": rows + more_rows, "measures": measures + more_measures, "settings": settings}
 
 
-def _long(
-    streams: Streams, seeds: Sequence[int], progress: Callable[[str], None]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _long(streams: Streams, seeds: Sequence[int], progress: Progress) -> tuple[list[Figures], list[Figures]]:
     rows, best = [], 0.0
     for memory in LONG:
         progress(f"accuracy: {memory.policy}, {memory.positions}, budget {memory.budget}, {FRAMES} frames")
@@ -204,9 +195,7 @@ def _long(
     ]
 
 
-def _unbounded(
-    streams: Streams, seeds: Sequence[int], progress: Callable[[str], None]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _unbounded(streams: Streams, seeds: Sequence[int], progress: Progress) -> tuple[list[Figures], list[Figures]]:
     """Everything kept, and a quarter of its rows, asked the same questions."""
     rows, shares = [], {}
     whole = 12 * (WHOLE_FRAMES + 4)
@@ -230,5 +219,5 @@ def _scores(streams: Streams, memory: Memory, seeds: Sequence[int], frames: int)
         running.close()
 
 
-def _named(memory: Memory) -> dict[str, Any]:
+def _named(memory: Memory) -> Figures:
     return {"policy": memory.policy, "positions": memory.positions, "budget": memory.budget}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mmserve.bench.measures import at_most, percentile, stated
+from mmserve.bench.measures import Figures, Progress, at_most, percentile, stated
 from mmserve.bench.video_clips import PART, clips_of
 from mmserve.bench.video_served import PATIENCE, push, served
 from mmserve.client import Client
@@ -24,8 +24,8 @@ Holds = Callable[[Clip, float], bool]
 
 
 def event_to_alert(
-    arguments: argparse.Namespace, asked: Sequence[tuple[str, Holds | None]], progress: Callable[[str], None]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    arguments: argparse.Namespace, asked: Sequence[tuple[str, Holds | None]], progress: Progress
+) -> tuple[Figures, list[Figures]]:
     """Alerts of ``asked`` over ``--seconds``: questions, and whether a clip's moment has it (None = not judged).
 
     An event is when a shape appears in the stream, not when a frame first shows it: up to a second lies between.

@@ -11,12 +11,10 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
-from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.bench.video_clips import clips_of
 from mmserve.bench.video_served import PATIENCE, push, served
 from mmserve.client import Client
@@ -44,9 +42,7 @@ class CutProxy:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.close()
         self.cut()
 
@@ -98,7 +94,7 @@ class Played:
     resumes: int
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """The stream of ``--seconds`` frames without a cut, and with ``CUTS``."""
     count = max(ASK_EVERY, int(arguments.seconds))
     with served(arguments) as server:

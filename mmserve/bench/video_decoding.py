@@ -21,6 +21,7 @@ import numpy as np
 from PIL import Image
 
 from mmserve.bench.hostile_media import black_clip
+from mmserve.bench.measures import Figures, Progress, at_least, at_most
 from mmserve.config import MediaConfig
 from mmserve.encode.frames import opened
 from mmserve.encode.video import read_video
@@ -38,13 +39,13 @@ _BLOCK = 8
 Frames = list[tuple[float, Image.Image]]
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each distance of keyframes, and one for an hour's file."""
     rows = [_row(gop, arguments.repeats, progress) for gop in GOPS]
     progress("decoding: the index of an hour")
     index = _index_of_an_hour()
     measures = [measure for row in rows for measure in _measures(row)]
-    measures.append(_measure("index of an hour's file", index["bytes_a_frame"], "bytes a frame", INDEX_BYTES))
+    measures.append(at_most("index of an hour's file", index["bytes_a_frame"], "bytes a frame", INDEX_BYTES))
     settings = {"seconds": SECONDS, "rate": RATE, "size": list(SIZE), "codec": "H.264", "sampled": "1 frame/s"}
     return {
         "rows": [*rows, index],
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     }
 
 
-def _row(gop: int, repeats: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def _row(gop: int, repeats: int, progress: Progress) -> Figures:
     progress(f"decoding: a keyframe every {gop} frames")
     path = _minute(gop)
     data = path.read_bytes()
@@ -86,31 +87,21 @@ def _row(gop: int, repeats: int, progress: Callable[[str], None]) -> dict[str, A
             if not turn:
                 equal &= _same(frames, expected)
             del frames
-    row: dict[str, Any] = {"measured": f"decoding, GOP {gop}", "gop": gop, "bit_equal": equal}
+    row: Figures = {"measured": f"decoding, GOP {gop}", "gop": gop, "bit_equal": equal}
     row["cpu_seconds"] = {way: round(statistics.median(values), 3) for way, values in cpu.items()}
     row["wall_seconds"] = {way: round(statistics.median(values), 3) for way, values in wall.items()}
     return row
 
 
-def _measures(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _measures(row: Figures) -> list[Figures]:
     cpu, wall, name = row["cpu_seconds"], row["wall_seconds"], row["measured"]
     cheaper = min(cpu["sequential"], cpu["seeking"])
     return [
-        _measure(f"{name}: CPU over the cheaper of sequential and seeking", cpu["mmserve"] / cheaper, "x", DEARER),
-        _measure(f"{name}: CPU of two threads over one", cpu["mmserve, 2 threads"] / cpu["mmserve"], "x", DEARER),
-        _measure(f"{name}: wall time of two threads over one", wall["mmserve, 2 threads"] / wall["mmserve"], "x", 0.7),
-        {
-            "name": f"{name}: frames bit-equal to sequential decoding",
-            "value": float(row["bit_equal"]),
-            "unit": "",
-            "goal": "== 1",
-            "met": row["bit_equal"],
-        },
+        at_most(f"{name}: CPU over the cheaper of sequential and seeking", cpu["mmserve"] / cheaper, "x", DEARER),
+        at_most(f"{name}: CPU of two threads over one", cpu["mmserve, 2 threads"] / cpu["mmserve"], "x", DEARER),
+        at_most(f"{name}: wall time of two threads over one", wall["mmserve, 2 threads"] / wall["mmserve"], "x", 0.7),
+        at_least(f"{name}: frames bit-equal to sequential decoding", float(row["bit_equal"]), "", 1),
     ]
-
-
-def _measure(name: str, value: float, unit: str, goal: float) -> dict[str, Any]:
-    return {"name": name, "value": round(value, 3), "unit": unit, "goal": f"<= {goal}", "met": value <= goal}
 
 
 def _same(frames: Frames, expected: Frames) -> bool:
@@ -180,7 +171,7 @@ def _minute(gop: int) -> Path:
     return path
 
 
-def _index_of_an_hour() -> dict[str, Any]:
+def _index_of_an_hour() -> Figures:
     """What is held of a file of an hour while it is decoded, beside its bytes."""
     count = 3600 * RATE
     data = black_clip(64, 48, count)

@@ -22,10 +22,9 @@ import av
 import numpy as np
 import torch
 
-from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.bench.in_process import ask_all
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, ModelConfig, resolve
-from mmserve.core.events import Event, Failed, Finished
-from mmserve.core.progress import Progress
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, TextPart, VideoPart, VideoSampling
 from mmserve.encode.child import Planned
 from mmserve.encode.decoding import DecodePool
@@ -49,7 +48,7 @@ _ROWS_A_FRAME, _TEXT_ROWS = 16, 256
 _PATIENCE = 3600.0
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """One row, and the measures of a file of ``arguments.seconds``."""
     path = arguments.model[0] if arguments.model else "bundled-causal"
     model = load_model(ModelConfig(path=path))
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         bench.close()
 
 
-def _measured(bench: _Bench, seconds: int, repeats: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def _measured(bench: _Bench, seconds: int, repeats: int, progress: Progress) -> Figures:
     ways: dict[str, Callable[[], str | None]] = {
         "end to end": bench.overlapped,
         "one after the other": bench.in_turn,
@@ -91,7 +90,7 @@ def _measured(bench: _Bench, seconds: int, repeats: int, progress: Callable[[str
             answers |= {answer} - {None}  # type: ignore[arg-type]
     medians = {name: statistics.median(values) for name, values in wall.items()}
     dearest = max(medians[name] for name in ("decode", "encode", "prefill"))
-    row: dict[str, Any] = {
+    row: Figures = {
         "measured": "files: end to end",
         "seconds": seconds,
         "wall_seconds": {name: round(value, 3) for name, value in medians.items()},
@@ -193,22 +192,8 @@ class _Bench:
             sampling=Sampling(max_new_tokens=1),
             diffusion=Diffusion(recompute=Policy(name="last")),
         )
-        ended = threading.Event()
-        events: list[Event | Progress] = []
-
-        def sink(event: Event | Progress) -> None:
-            events.append(event)
-            if isinstance(event, Finished | Failed):
-                ended.set()
-
-        engine.submit(request, sink)
-        if not ended.wait(_PATIENCE):
-            raise TimeoutError("the request never ended")
-        last = events[-1]
-        if isinstance(last, Failed):
-            raise last.error
-        assert isinstance(last, Finished)
-        return last.text
+        [answer] = ask_all(engine, [request], patience=_PATIENCE)
+        return answer.whole().text
 
 
 def _file(seconds: int) -> bytes:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
-from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.bench.video_accuracy import Score
 from mmserve.bench.video_clips import clips_of
 from mmserve.bench.video_served import PATIENCE, push, served
@@ -28,7 +27,7 @@ WARM, POINTS, FLAT = 300, 2.0, 0.03
 CROSSED = 4
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """One session of ``--hours``."""
     count = max(600, int(3600 * arguments.hours))
     part = min(3600, count // 10)

@@ -12,11 +12,10 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from mmserve.bench.measures import at_least, at_most, percentile
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, percentile
 from mmserve.bench.served import ServedProcess
 from mmserve.bench.video_clips import clips_of
 from mmserve.bench.video_served import PATIENCE, ReadyTimes, push, served
@@ -54,7 +53,7 @@ class Bytes:
     kv: list[int] = field(default_factory=list)
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """``SESSIONS`` sessions for ``--seconds``."""
     seen, held, ready = Seen(), Bytes(), ReadyTimes()
     seconds = float(arguments.seconds)
@@ -145,7 +144,7 @@ def growth(held: Sequence[int], seconds: Sequence[float], warm: float) -> float:
     return max(abs(mean / means[0] - 1) for mean in means) if means[0] else 0.0
 
 
-def _report(seen: Seen, held: Bytes, ready: list[float], seconds: float) -> dict[str, Any]:
+def _report(seen: Seen, held: Bytes, ready: list[float], seconds: float) -> Figures:
     warm = min(WARM, seconds / 2)
     first = [1000 * value for value in seen.first] or [1000 * PATIENCE]
     ready = ready or [PATIENCE]

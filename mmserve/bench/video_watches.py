@@ -11,14 +11,14 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from mmserve.bench.measures import at_least, at_most, percentile, stated
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, percentile, stated
 from mmserve.bench.video_alerts import event_to_alert
 from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
@@ -92,7 +92,7 @@ def calibration_error(judgements: Sequence[Judgement], bins: int = 10) -> float:
     )
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """Costs, accuracy and alarms of standing questions about the bundled causal model, or the one of ``--model``."""
     path = arguments.model[0] if arguments.model else "bundled-causal"
     model = load_model(ModelConfig(path=path))
@@ -107,9 +107,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         torch.set_num_threads(threads)
 
 
-def _measured(
-    model: LoadedModel, standing: Standing, arguments: argparse.Namespace, progress: Callable[[str], None]
-) -> dict[str, Any]:
+def _measured(model: LoadedModel, standing: Standing, arguments: argparse.Namespace, progress: Progress) -> Figures:
     seed = arguments.seed
     cost = _cost(model, standing, ROUNDS * arguments.repeats, seed, progress)
     pictures = _pictures(model, standing, PICTURES * arguments.limit, seed, progress)
@@ -137,9 +135,7 @@ def see(model: LoadedModel, picture: Any) -> Seen:
     return Seen(0.0, tokens[:0], tokens)
 
 
-def _cost(
-    model: LoadedModel, standing: Standing, rounds: int, seed: int, progress: Callable[[str], None]
-) -> dict[str, Any]:
+def _cost(model: LoadedModel, standing: Standing, rounds: int, seed: int, progress: Progress) -> Figures:
     progress(f"watches: cost, {rounds} rounds")
     frame = see(model, draw_scene(random.Random(TEST_SEEDS[seed])).picture)
     asked = [each for _name, each in watches()]
@@ -160,8 +156,8 @@ def _cost(
 
 
 def _pictures(
-    model: LoadedModel, standing: Standing, count: int, seed: int, progress: Callable[[str], None]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    model: LoadedModel, standing: Standing, count: int, seed: int, progress: Progress
+) -> tuple[list[Figures], list[Figures]]:
     """Accuracy about drawn pictures and about frames of clips: half of the questions are to be answered yes."""
     progress(f"watches: {count} pictures and as many frames of clips")
     rng = random.Random(f"watched pictures {seed}")
@@ -214,8 +210,8 @@ def _holds_name(name: Named, clip: Clip, moment: float) -> bool:
 
 
 def _stream(
-    model: LoadedModel, standing: Standing, count: int, seed: int, progress: Callable[[str], None]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    model: LoadedModel, standing: Standing, count: int, seed: int, progress: Progress
+) -> tuple[Figures, list[Figures]]:
     """Alarms of all questions over ``count`` frames of clip after clip, one frame a second."""
     asked = [(name, each) for name, each in watches() if name != (None, None)]
     states = [Watch(each.text, Rule()) for _name, each in asked]

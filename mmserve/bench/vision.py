@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.assembly import BackgroundServer
+from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.plots import drawn
 from mmserve.bench.scoring import decoder_shares, scored_by, tower_shares
-from mmserve.bench.settings import measured_config, measured_policies
+from mmserve.bench.settings import measured_config, measured_policies, named_tasks
 from mmserve.client import (
     Blend,
     Client,
@@ -96,14 +98,10 @@ class Reduced:
         return {"kv_reduction": _REDUCTIONS[self.name](max(_LEAST, round(whole.prompt_tokens * self.ratio)))}
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row of figures for each setting (times are medians, milliseconds), and one for a picture that comes again."""
-    tasks = arguments.tasks.split(",") if arguments.tasks else list(SHORT_TASKS)
     pictured = [task for task, kind in TASKS.items() if kind in ("image", "json")]
-    if unknown := set(tasks) - set(pictured):
-        raise ConfigError(
-            f"no task about one picture is called {sorted(unknown)[0]!r}; there are {', '.join(pictured)}"
-        )
+    tasks = named_tasks(arguments, pictured, SHORT_TASKS)
     config = measured_config(arguments)
     asked = [item(task, index, arguments.seed) for index in range(arguments.limit) for task in tasks]
     with BackgroundServer(config) as server, Client(server.address, timeout=600) as client:
@@ -113,8 +111,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         if not isinstance(model, LoadedModel) or model.vision is None:
             raise ConfigError(f"{described.name} takes no images")
         settings = _chosen(arguments.pruners, _settings(described.pruners), described.kv_reductions)
-        recompute, commit = measured_policies(arguments, described)
-        decoding: Options = {"recompute": recompute, "commit": commit}
+        decoding = measured_policies(arguments, described)
         _ask(client, *asked[0], decoding)  # warm-up
         answers: dict[Setting | Reduced, list[Answer]] = defaultdict(list)
         with ThreadPoolExecutor(arguments.concurrent) as pool:
@@ -149,8 +146,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             "model": described.name,
             "tasks": tasks,
             "items": len(asked),
-            "recompute": recompute,
-            "commit": commit,
+            **decoding,
             "concurrent": arguments.concurrent,
             "seed": arguments.seed,
             "prefix_cache": False,
@@ -195,7 +191,7 @@ def _token_bytes(model: LoadedModel) -> int:
 
 def _row(
     setting: Setting, answers: list[Answer], whole: list[Answer], token: int, cost: tuple[float, float, float] | None
-) -> dict[str, Any]:
+) -> Figures:
     results = [result for result, _right in answers]
     accuracy, unpruned = (sum(right for _result, right in of) / len(of) for of in (answers, whole))
 
@@ -216,7 +212,7 @@ def _row(
     }
 
 
-def _reduced_row(setting: Reduced, answers: list[Answer], whole: list[Answer]) -> dict[str, Any]:
+def _reduced_row(setting: Reduced, answers: list[Answer], whole: list[Answer]) -> Figures:
     accuracy, unreduced = (sum(right for _result, right in of) / len(of) for of in (answers, whole))
     return {
         "kv_reduction": setting.name,
@@ -243,7 +239,7 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, tuple[floa
 
 def _again(
     config: Config, asked: Sequence[tuple[Any, Question]], decoding: Options, reuse: ImageReuse | None = None
-) -> dict[str, Any]:
+) -> Figures:
     """The first request with a picture against the second, the same; one denoising step: the time to the first token is
     that of encode and prefill. Both caches are on: next-token models spare the prompt's prefill, too; where both ask
     for a ``reuse`` of K/V, the first makes the picture's, the second finds them. A third one is answered in full.
@@ -275,26 +271,21 @@ def _again(
     }
 
 
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+def _plot(rows: list[Figures], path: Path) -> None:
     """Accuracy against visual tokens, a line a pruner, as PNG."""
-    try:
-        import matplotlib
-        import matplotlib.figure  # an extra: only this needs it
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'") from error
-    figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained", dpi=110)
-    axes = figure.subplots()
-    lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        lines[row["pruner"]].append(row)
-    axes.plot([rows[0]["visual_tokens"]], [rows[0]["accuracy"]], "k*", markersize=10, label="none")
-    for index, name in enumerate(name for name in lines if name != "none"):
-        ordered = sorted([*lines[name], rows[0]], key=lambda row: row["visual_tokens"])
-        style = "--" if name in ("random", "resize") else "-"
-        tokens = [row["visual_tokens"] for row in ordered]
-        accuracy, color = [row["accuracy"] for row in ordered], matplotlib.colormaps["tab20"](index * 2 % 19)
-        axes.plot(tokens, accuracy, style, color=color, marker="o", markersize=4, label=name)
-    axes.set(xscale="log", xlabel="visual tokens", ylabel="accuracy (dashed: the baselines)", ylim=(0, 1.03))
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
-    figure.savefig(path)
+    with drawn(path, 8, 5) as figure:
+        import matplotlib  # is there: the figure is
+
+        axes = figure.subplots()
+        lines: dict[str, list[Figures]] = defaultdict(list)
+        for row in rows:
+            lines[row["pruner"]].append(row)
+        axes.plot([rows[0]["visual_tokens"]], [rows[0]["accuracy"]], "k*", markersize=10, label="none")
+        for index, name in enumerate(name for name in lines if name != "none"):
+            ordered = sorted([*lines[name], rows[0]], key=lambda row: row["visual_tokens"])
+            style = "--" if name in ("random", "resize") else "-"
+            tokens = [row["visual_tokens"] for row in ordered]
+            accuracy, color = [row["accuracy"] for row in ordered], matplotlib.colormaps["tab20"](index * 2 % 19)
+            axes.plot(tokens, accuracy, style, color=color, marker="o", markersize=4, label=name)
+        axes.set(xscale="log", xlabel="visual tokens", ylabel="accuracy (dashed: the baselines)", ylim=(0, 1.03))
+        axes.legend(fontsize=8)

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "repeats" in counts and counts["repeats"] * counts.get("limit", 2) < 2:
         raise ConfigError("a benchmark needs at least 2 measurements: --limit 2 or --repeats 2")
     with redirect_stdout(sys.stderr):  # stdout has the result alone; Ray writes there, too
-        figures = import_module(BENCHMARKS[arguments.name].module).run(arguments, _progress)
+        figures = import_module(f"mmserve.bench.{BENCHMARKS[arguments.name].module}").run(arguments, _progress)
     report = {"bench": arguments.name, **figures, "machine": describe()}
     if arguments.json:
         print_json(report)

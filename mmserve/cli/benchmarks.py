@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mmserve.cli.options import add_config, add_server
+from mmserve.core.constraint import ConstraintMode
 
 #: Adds one option, or a few that belong together, to a benchmark's parser.
 Option = Callable[[argparse.ArgumentParser], object]
@@ -17,7 +19,7 @@ Option = Callable[[argparse.ArgumentParser], object]
 class Benchmark:
     """A benchmark: one line on what it measures, and its options beside ``--json`` and ``--verbose``.
 
-    ``module`` has ``run(arguments, progress)``, which returns the figures.
+    ``module``, of ``mmserve.bench``, has ``run(arguments, progress)``, which returns the figures.
     """
 
     module: str
@@ -25,123 +27,78 @@ class Benchmark:
     options: tuple[Option, ...]
 
 
+def _option(name: str, what: str, default: Any = "", metavar: str = "N", unset: str = "") -> Option:
+    """The option ``name``, of its default's type; ``unset``: what it then is, where the default does not show that."""
+    kind = type(default)
+    shown = unset or (f"{default:g}" if kind is float else default)
+    text = f"{what} (default {shown})"
+    return lambda parser: parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+
+
+def _file(name: str, what: str, metavar: str = "FILE") -> Option:
+    return lambda parser: parser.add_argument(name, type=Path, metavar=metavar, help=what)
+
+
 def _limit(what: str, default: int = 16) -> Option:
-    return lambda parser: parser.add_argument(
-        "--limit", type=int, default=default, metavar="N", help=f"{what} (default {default})"
-    )
+    return _option("--limit", what, default)
 
 
 def _repeats(what: str) -> Option:
-    return lambda parser: parser.add_argument("--repeats", type=int, default=3, metavar="N", help=f"{what} (default 3)")
+    return _option("--repeats", what, 3)
 
 
-def _tasks(what: str) -> Option:
-    return lambda parser: parser.add_argument("--tasks", default="", metavar="A,B,…", help=f"{what} (default all)")
-
-
-def _policies(default: str) -> Option:
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--recompute", metavar="NAME", help=f"cache policy (default {default})")
-        parser.add_argument("--commit", metavar="NAME", help=f"commit policy (default {default})")
-
-    return add
-
-
-def _concurrent(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--concurrent", type=int, default=1, metavar="N", help="requests at once (default 1)")
-
-
-def _block_length(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--block-length", type=int, default=0, metavar="N", help="tokens of a block (default the model's)"
-    )
+def _tasks(what: str, unset: str = "all") -> Option:
+    return _option("--tasks", what, metavar="A,B,…", unset=unset)
 
 
 def _pruners(what: str) -> Option:
-    return lambda parser: parser.add_argument("--pruners", default="", metavar="A,B,…", help=f"{what} (default all)")
+    return _option("--pruners", what, metavar="A,B,…", unset="all")
 
 
 def _plot(what: str) -> Option:
-    return lambda parser: parser.add_argument("--plot", type=Path, metavar="FILE", help=f"PNG of {what}")
+    return _file("--plot", f"PNG of {what}")
 
 
-def _resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep rows here, and take those that are there")
-
-
-def _clients(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--clients", default="", metavar="N,N,…", help="clients at once, a row each (default 1,4,16,64,200)"
+def _policies(default: str) -> tuple[Option, ...]:
+    return (
+        lambda parser: parser.add_argument("--recompute", metavar="NAME", help=f"cache policy (default {default})"),
+        lambda parser: parser.add_argument("--commit", metavar="NAME", help=f"commit policy (default {default})"),
     )
 
 
-def _durations(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="length of `files`, `sessions`, `watches` and `cuts` (default 60)",
-    )
-    parser.add_argument(
-        "--hours", type=float, default=8.0, metavar="H", help="length of the stream of `long` (default 8)"
-    )
-
-
-def _open_loop(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rates", default="1,2,4", metavar="R,R,…", help="requests a second, a load each (default 1,2,4)"
-    )
-    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="length of a load (default 30)")
-    parser.add_argument(
-        "--burst", type=int, default=1, metavar="N", help="requests that arrive at once (default 1: Poisson arrivals)"
-    )
-    parser.add_argument(
-        "--mix", default="", metavar="KIND=W,…", help="weights of text, image and video (default what the model takes)"
-    )
-    parser.add_argument(
-        "--first-token", type=float, default=1.4, metavar="S", help="target of the first text (default 1.4)"
-    )
-    parser.add_argument(
-        "--per-token", type=float, default=0.04, metavar="S", help="target of each token after it (default 0.04)"
-    )
-    parser.add_argument("--slo-class", default="", metavar="NAME", help="class of all requests (default none)")
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="deadline of each request (default 60)"
-    )
-
-
-def _csv(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows here")
-
-
-def _peers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads (default 1)")
-    parser.add_argument(
-        "--vllm-python", type=Path, metavar="PATH", help="interpreter that has vLLM, which is then measured too"
-    )
-
-
-def _suites(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, metavar="DIR", help="MaskBench's or JSON-Schema-Test-Suite's files")
-    parser.add_argument(
-        "--sample", type=int, default=0, metavar="N", help="so many schemas of a suite by chance (default all)"
-    )
-    parser.add_argument(
-        "--mode",
-        default="strict",
-        choices=("strict", "validate", "lenient"),
-        help="the constraint mode (default strict)",
-    )
-    parser.add_argument(
+_BLOCK_LENGTH = _option("--block-length", "tokens of a block", 0, unset="the model's")
+_CLIENTS = _option("--clients", "clients at once, a row each", metavar="N,N,…", unset="1,4,16,64,200")
+_CONCURRENT = _option("--concurrent", "requests at once", 1)
+_RESUME = _file("--resume", "keep rows here, and take those that are there")
+_SEED = _option("--seed", "which items are drawn", 0)
+_DURATIONS = (
+    _option("--seconds", "length of `files`, `sessions`, `watches` and `cuts`", 60.0, "S"),
+    _option("--hours", "length of the stream of `long`", 8.0, "H"),
+)
+_OPEN_LOOP = (
+    _option("--rates", "requests a second, a load each", "1,2,4", "R,R,…"),
+    _option("--seconds", "length of a load", 30.0, "S"),
+    _option("--burst", "requests that arrive at once", 1, unset="1: Poisson arrivals"),
+    _option("--mix", "weights of text, image and video", metavar="KIND=W,…", unset="what the model takes"),
+    _option("--first-token", "target of the first text", 1.4, "S"),
+    _option("--per-token", "target of each token after it", 0.04, "S"),
+    _option("--slo-class", "class of all requests", metavar="NAME", unset="none"),
+    _option("--timeout", "deadline of each request", 60.0, "S"),
+)
+_PEERS = (
+    _option("--threads", "torch threads", 1),
+    _file("--vllm-python", "interpreter that has vLLM, which is then measured too", "PATH"),
+)
+_SUITES = (
+    _file("--data", "MaskBench's or JSON-Schema-Test-Suite's files", "DIR"),
+    _option("--sample", "so many schemas of a suite by chance", 0, unset="all"),
+    lambda parser: parser.add_argument(
+        "--mode", default="strict", choices=list(ConstraintMode), help="the constraint mode (default strict)"
+    ),
+    lambda parser: parser.add_argument(
         "--schema-option", action="append", default=[], metavar="NAME", help="as of `mmserve generate`; give several"
-    )
-
-
-def _seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="which items are drawn (default 0)")
-
-
+    ),
+)
 _PLAIN = "plain decoding's"
 _SCENES = _limit("scenes, a task each")
 _SCENE_TASKS = _tasks("tasks of the bundled model's scenes")
@@ -149,143 +106,131 @@ _SCENE_TASKS = _tasks("tasks of the bundled model's scenes")
 #: Benchmarks by name.
 BENCHMARKS = {
     "attacks": Benchmark(
-        "mmserve.bench.attacks", "What hostile requests cost everybody else", (_tasks("attacks"), _seed, add_config)
+        "attacks", "What hostile requests cost everybody else", (_tasks("attacks"), _SEED, add_config)
     ),
     "attention": Benchmark(
-        "mmserve.bench.attention",
+        "attention",
         "What sparse attention and quantised K/V do to logits and answers",
-        (_SCENES, _SCENE_TASKS, _policies(_PLAIN), _seed, _plot("accuracy against density"), _resume, add_config),
+        (_SCENES, _SCENE_TASKS, *_policies(_PLAIN), _SEED, _plot("accuracy against density"), _RESUME, add_config),
     ),
     "constraint": Benchmark(
-        "mmserve.bench.constraint",
+        "constraint",
         "What constraints do to answers, and what they cost",
         (
             _limit("scenes"),
             _repeats("rounds over the scenes"),
             _tasks("any of scenes, schemas and search"),
-            _policies(_PLAIN),
-            _seed,
+            *_policies(_PLAIN),
+            _SEED,
             add_config,
         ),
     ),
     "decisions": Benchmark(
-        "mmserve.bench.decisions",
+        "decisions",
         "What many typed questions cost beside one, and how right their probabilities are",
         (
             _limit("questions about scenes", 600),
             _repeats("rounds of one question and 32, in turn"),
             _tasks("any of picture, context, accuracy, order"),
-            _seed,
+            _SEED,
             add_config,
         ),
     ),
     "decode": Benchmark(
-        "mmserve.bench.decode",
+        "decode",
         "What each pair of policies gains, and what it costs in accuracy",
-        (
-            _SCENES,
-            _SCENE_TASKS,
-            _policies("all"),
-            _concurrent,
-            _seed,
-            _plot("accuracy against speed"),
-            add_config,
-        ),
+        (_SCENES, _SCENE_TASKS, *_policies("all"), _CONCURRENT, _SEED, _plot("accuracy against speed"), add_config),
     ),
     "http": Benchmark(
-        "mmserve.bench.http",
+        "http",
         "What viewers of drafts cost, and what the HTTP front does",
-        (_repeats("rounds with viewers and without"), _tasks("any of viewers, slow, front"), _seed, add_config),
+        (_repeats("rounds with viewers and without"), _tasks("any of viewers, slow, front"), _SEED, add_config),
     ),
     "kernels": Benchmark(
-        "mmserve.bench.kernels",
+        "kernels",
         "How fast each attention and cache op is, beside others' implementations",
-        (_limit("rounds"), _tasks("ops"), _csv),
+        (_limit("rounds"), _tasks("ops"), _file("--csv", "also write the rows here")),
     ),
     "load": Benchmark(
-        "mmserve.bench.load",
+        "load",
         "A mixed load from many clients at once over real sockets",
-        (_limit("requests of a row"), _clients, _policies("the model's"), _seed, add_config),
+        (_limit("requests of a row"), _CLIENTS, *_policies("the model's"), _SEED, add_config),
     ),
     "peers": Benchmark(
-        "mmserve.bench.peers",
-        "Next-token decoding beside other engines",
-        (_repeats("rounds of all engines"), _peers, add_config),
+        "peers", "Next-token decoding beside other engines", (_repeats("rounds of all engines"), *_PEERS, add_config)
     ),
     "quality": Benchmark(
-        "mmserve.bench.quality",
+        "quality",
         "Accuracy of every task with a 95% interval, through the whole server",
-        (_SCENES, _SCENE_TASKS, _policies(_PLAIN), _block_length, _seed, add_config),
+        (_SCENES, _SCENE_TASKS, *_policies(_PLAIN), _BLOCK_LENGTH, _SEED, add_config),
     ),
     "reuse": Benchmark(
-        "mmserve.bench.reuse",
+        "reuse",
         "What reused K/V of images do to logits, answers and times",
-        (_SCENES, _SCENE_TASKS, _policies(_PLAIN), _seed, add_config),
+        (_SCENES, _SCENE_TASKS, *_policies(_PLAIN), _SEED, add_config),
     ),
     "schemas": Benchmark(
-        "mmserve.bench.schema_suites",
+        "schema_suites",
         "Public suites of JSON schemas: how many are admitted, and whether answers under them are right",
-        (_suites, _repeats("answers drawn under each schema"), _seed, _resume),
+        (*_SUITES, _repeats("answers drawn under each schema"), _SEED, _RESUME),
     ),
     "scoring": Benchmark(
-        "mmserve.bench.scoring",
+        "scoring",
         "What pruners' scores and choices take beside the tower's own run",
         (_limit("rounds, at most"), _pruners("pruners"), add_config),
     ),
     "cluster": Benchmark(
-        "mmserve.bench.cluster",
+        "cluster",
         "Stages on a Ray cluster of this host against one process: transfers, overhead, killed workers, role "
         "switching, one request's images on several workers",
         (_tasks("sections: transfer, overhead, kills, switching, sharding"), _repeats("rounds")),
     ),
     "serve": Benchmark(
-        "mmserve.bench.serve",
+        "serve",
         "An open-loop load of text, images and videos: goodput under targets; and what a long prompt does to streams",
         (
-            lambda parser: parser.add_argument(
-                "--tasks", default="", metavar="A,B", help="sections: load, stall, prefix (default load)"
-            ),
-            _open_loop,
+            _tasks("sections: load, stall, prefix", "load"),
+            *_OPEN_LOOP,
             _repeats("rounds of `stall` and `prefix`"),
-            _policies("the model's"),
-            _seed,
+            *_policies("the model's"),
+            _SEED,
             add_server,
             add_config,
         ),
     ),
     "serving": Benchmark(
-        "mmserve.bench.serving",
+        "serving",
         "Time, forwards and throughput of the server, over real gRPC",
-        (_SCENES, _repeats("rounds over the scenes"), _seed, add_config),
+        (_SCENES, _repeats("rounds over the scenes"), _SEED, add_config),
     ),
     "tools": Benchmark(
-        "mmserve.bench.tools",
+        "tools",
         "Tool calls: how many have valid arguments, and how many are the right ones",
-        (_limit("requests, of which each needs a tool", 500), _concurrent, _seed, add_config),
+        (_limit("requests, of which each needs a tool", 500), _CONCURRENT, _SEED, add_config),
     ),
     "video": Benchmark(
-        "mmserve.bench.video",
+        "video",
         "What streams of video cost, and how right answers about them are",
         (
             _limit("streams of `accuracy`, frames of `watches`"),
             _repeats("rounds of `decoding`, `files` and `watches`"),
             _tasks("sections: decoding, files, accuracy, sessions, watches, long, cuts"),
-            _durations,
-            _seed,
+            *_DURATIONS,
+            _SEED,
             _plot("accuracy by budget, and of memory over time"),
             add_config,
         ),
     ),
     "vision": Benchmark(
-        "mmserve.bench.vision",
+        "vision",
         "What pruning visual tokens saves, and what it costs in accuracy",
         (
             _SCENES,
             _SCENE_TASKS,
-            _policies(_PLAIN),
+            *_policies(_PLAIN),
             _pruners("pruners and K/V reductions"),
-            _concurrent,
-            _seed,
+            _CONCURRENT,
+            _SEED,
             _plot("accuracy against tokens"),
             add_config,
         ),

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
 import grpc
@@ -16,12 +15,12 @@ from mmserve.client.asynchronous_video import AsyncVideoSession
 from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
 from mmserve.client.cache import AsyncCache
 from mmserve.client.decisions import Decisions, TypedQuestion, build_decision, to_decisions
-from mmserve.client.options import Chat, Image, Options, Video, documented
+from mmserve.client.options import ARGUMENTS, Chat, Image, Options, Video, documented
 from mmserve.client.outgoing import build_request, file_bytes, request_label
 from mmserve.client.result import Result, to_result
 from mmserve.client.retries import Retries
 from mmserve.client.schemas import Adapter
-from mmserve.client.session_options import SessionOptions, documented_session
+from mmserve.client.session_options import SessionOptions
 from mmserve.client.video_requests import configuration
 from mmserve.core.events import Event, Finished
 from mmserve.core.info import AdapterInfo, ModelInfo
@@ -56,19 +55,7 @@ class AsyncClient(Base):
         prompt: str | Sequence[Chat],
         images: Sequence[Image] = (),
         *,
-        schema: type[T],
-        timeout: float | None = None,
-        request_id: str | None = None,
-        **options: Unpack[Options],
-    ) -> Result[T]: ...
-
-    @overload
-    async def generate(
-        self,
-        prompt: str | Sequence[Chat],
-        images: Sequence[Image] = (),
-        *,
-        schema: Adapter[T],
+        schema: type[T] | Adapter[T],
         timeout: float | None = None,
         request_id: str | None = None,
         **options: Unpack[Options],
@@ -86,7 +73,7 @@ class AsyncClient(Base):
         **options: Unpack[Options],
     ) -> Result[Any]: ...
 
-    @documented
+    @documented(Options, ARGUMENTS)
     async def generate(
         self,
         prompt: str | Sequence[Chat],
@@ -106,7 +93,7 @@ class AsyncClient(Base):
         done = [event async for event in events if isinstance(event, Finished)]
         return to_result(done, message.sampling.n or 1, label, schema, tools=options.get("tools"))
 
-    @documented
+    @documented(Options, ARGUMENTS)
     async def stream(
         self,
         prompt: str | Sequence[Chat],
@@ -143,7 +130,7 @@ class AsyncClient(Base):
         finally:
             await events.aclose()
 
-    @documented_session
+    @documented(SessionOptions)
     def video_session(self, *, timeout: float | None = None, **options: Unpack[SessionOptions]) -> AsyncVideoSession:
         """A session of streaming video; ``async with`` opens and closes it.
 
@@ -253,7 +240,7 @@ class AsyncClient(Base):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _pause(self, seconds: float) -> None:

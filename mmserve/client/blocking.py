@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
 import grpc
@@ -15,12 +14,12 @@ from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unre
 from mmserve.client.blocking_video import VideoSession
 from mmserve.client.cache import Cache
 from mmserve.client.decisions import Decisions, TypedQuestion, build_decision, to_decisions
-from mmserve.client.options import Chat, Image, Options, Video, documented
+from mmserve.client.options import ARGUMENTS, Chat, Image, Options, Video, documented
 from mmserve.client.outgoing import build_request, file_bytes, request_label
 from mmserve.client.result import Result, to_result
 from mmserve.client.retries import Retries
 from mmserve.client.schemas import Adapter
-from mmserve.client.session_options import SessionOptions, documented_session
+from mmserve.client.session_options import SessionOptions
 from mmserve.client.video_requests import configuration
 from mmserve.core.events import Event, Finished
 from mmserve.core.info import AdapterInfo, ModelInfo
@@ -55,19 +54,7 @@ class Client(Base):
         prompt: str | Sequence[Chat],
         images: Sequence[Image] = (),
         *,
-        schema: type[T],
-        timeout: float | None = None,
-        request_id: str | None = None,
-        **options: Unpack[Options],
-    ) -> Result[T]: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: str | Sequence[Chat],
-        images: Sequence[Image] = (),
-        *,
-        schema: Adapter[T],
+        schema: type[T] | Adapter[T],
         timeout: float | None = None,
         request_id: str | None = None,
         **options: Unpack[Options],
@@ -85,7 +72,7 @@ class Client(Base):
         **options: Unpack[Options],
     ) -> Result[Any]: ...
 
-    @documented
+    @documented(Options, ARGUMENTS)
     def generate(
         self,
         prompt: str | Sequence[Chat],
@@ -107,7 +94,7 @@ class Client(Base):
         done = [event for event in events if isinstance(event, Finished)]
         return to_result(done, message.sampling.n or 1, label, schema, tools=options.get("tools"))
 
-    @documented
+    @documented(Options, ARGUMENTS)
     def stream(
         self,
         prompt: str | Sequence[Chat],
@@ -134,7 +121,7 @@ class Client(Base):
         )
         return self._events(message, self._retries(timeout), request_label(request_id))
 
-    @documented_session
+    @documented(SessionOptions)
     def video_session(self, *, timeout: float | None = None, **options: Unpack[SessionOptions]) -> VideoSession:
         """Open a session of streaming video; use it as a context manager, which closes it.
 
@@ -253,7 +240,7 @@ class Client(Base):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _pause(self, seconds: float) -> None:

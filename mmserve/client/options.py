@@ -88,7 +88,8 @@ class Options(TypedDict, total=False):
     parallel_tool_calls: bool | None
 
 
-_ARGUMENTS = """\
+#: What ``generate`` and ``stream`` take beside their options.
+ARGUMENTS = """\
 prompt: the text of the user's message, or a chat: messages that end with the user's.
 images: images placed before the text of the last message: file bytes, ``Path``, PIL image or media id.
 schema: JSON schema, or Python type, of the answer; default none.
@@ -105,8 +106,12 @@ def describe(options: type[Any], known: Mapping[str, Value]) -> None:
 describe(Options, REQUEST)
 
 
-def documented(method: _Method) -> _Method:
-    """Append the documentation of the arguments and options to the docstring of ``method``."""
-    parts = (inspect.getdoc(method), _ARGUMENTS, inspect.getdoc(Options))
-    method.__doc__ = "\n\n".join(part for part in parts if part)
-    return method
+def documented(options: type[Any], arguments: str = "") -> Callable[[_Method], _Method]:
+    """Append the documentation of a method's ``arguments`` and of its ``options`` to its docstring."""
+
+    def document(method: _Method) -> _Method:
+        parts = (inspect.getdoc(method), arguments, inspect.getdoc(options))
+        method.__doc__ = "\n\n".join(part for part in parts if part)
+        return method
+
+    return document

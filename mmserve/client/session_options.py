@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, TypeVar
+from collections.abc import Sequence
+from typing import Literal, TypedDict
 
 from mmserve.client.options import describe
 from mmserve.core.options import SESSION
@@ -12,8 +11,6 @@ from mmserve.core.policies.commit import Commit
 from mmserve.core.policies.pruner import Pruner
 from mmserve.core.policies.recompute import Recompute
 from mmserve.core.tuning import Quality
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class SessionOptions(TypedDict, total=False):
@@ -51,9 +48,3 @@ class SessionOptions(TypedDict, total=False):
 
 
 describe(SessionOptions, SESSION)
-
-
-def documented_session(method: _Method) -> _Method:
-    """Append the documentation of the options to the docstring of ``method``."""
-    method.__doc__ = "\n\n".join(part for part in (inspect.getdoc(method), inspect.getdoc(SessionOptions)) if part)
-    return method

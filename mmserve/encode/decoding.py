@@ -6,7 +6,6 @@ The pool takes turns between its callers: a caller with many files delays anothe
 from __future__ import annotations
 
 import atexit
-import ctypes
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -242,7 +241,7 @@ class DecodePool:
                 if trim:
                     self._held = 0
             if trim:
-                _give_memory_back()
+                trim()
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
@@ -338,11 +337,3 @@ def _job(run: Callable[[], T], future: Future[T], check: Check) -> Callable[[], 
             future.set_exception(error)
 
     return job
-
-
-def _give_memory_back() -> None:
-    """Return freed memory to the system, where the C library can (glibc): large pictures leave holes in its arenas."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):
-        return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
@@ -21,20 +20,6 @@ from mmserve.errors import InvalidArgument
 
 #: Called with the seconds of the frames of a clip before they are decoded, or None, and its length.
 Plan = Callable[[Sequence[float] | None, float], None]
-
-
-@dataclass(frozen=True)
-class Clip:
-    """Frames of a video in order, mode RGB, upright, all as large as they were; ``seconds`` since its first frame."""
-
-    frames: tuple[Image.Image, ...]
-    seconds: tuple[float, ...]
-
-
-def decode_video(data: bytes, limits: MediaConfig, *, frames: int, rate: float = 0.0, field: str = "video") -> Clip:
-    """All that ``read_video`` yields."""
-    seconds, images = zip(*read_video(data, limits, frames=frames, rate=rate, field=field), strict=True)
-    return Clip(images, seconds)
 
 
 def read_video(

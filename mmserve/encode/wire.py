@@ -18,8 +18,6 @@ from typing import Any
 JOB, GO, STOP = b"j", b"g", b"x"
 #: After a band of a picture: whether the job goes on.
 MORE, CUT = b"+", b"-"
-#: What ends a job.
-LAST = ("done", "stopped", "refused", "failed")
 _HEADER = struct.Struct(">I")
 HEADER_BYTES = _HEADER.size
 #: Of a picture that are sent, and received, in one piece.

@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -28,6 +27,7 @@ from mmserve.encode.sampling import Sampled, packed, unpacked
 from mmserve.encode.segments import Segment, read_segment
 from mmserve.encode.video import clip_frames
 from mmserve.errors import InvalidArgument
+from mmserve.memory import resident
 from mmserve.priority import lower_priority
 
 #: Without a file to decode, before the process ends.
@@ -109,7 +109,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
         ending = _decode(file, limits)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        last = _taken() > _KEPT_BYTES
+        last = resident() > _KEPT_BYTES
         _send({**ending, "last": last})
         if last:
             return
@@ -187,14 +187,6 @@ def _return_memory() -> None:
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD, of glibc's malloc.h
     except (AttributeError, OSError):
         return
-
-
-def _taken() -> int:
-    """Bytes of memory that this process has now; 0 where the system does not report it."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
 
 
 def _readable(seconds: float) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clips import clip
+from clips import clip, decode_video
 from harness import Bench
 from helpers import ask, picture
 from llama_checkpoints import edit, load, our_logits
@@ -23,7 +23,6 @@ from mmserve.config import MediaConfig
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, ImagePart, Message, Policy, Request, TextPart, VideoPart, Vision
 from mmserve.encode.encoder import Encoder
-from mmserve.encode.video import decode_video
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 

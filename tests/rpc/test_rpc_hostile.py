@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+import message_bombs as bombs
 import pytest
 from echo_server import EchoEngine, config, threaded
 from google.protobuf.message import DecodeError
@@ -31,7 +32,7 @@ from mmserve.wire.status import from_rpc_error
 MiB = 1 << 20
 SHAPE = shape_of(pb.GenerateRequest.DESCRIPTOR)
 #: Those whose size is that of many small things.
-OF_MANY = sorted(set(hostile.BOMBS) - {"long_text", "long_schema", "large_image"})
+OF_MANY = sorted(set(bombs.BOMBS) - {"long_text", "long_schema", "large_image"})
 
 
 def wait_for(what: str, condition: Callable[[], Any]) -> None:
@@ -55,7 +56,7 @@ class Looked(bytes):
 def test_counting_fields_takes_no_longer_for_more_of_them(bomb: str) -> None:
     looks = []
     for size in (MiB // 2, 4 * MiB):
-        data = Looked(hostile.BOMBS[bomb](size))
+        data = Looked(bombs.BOMBS[bomb](size))
         with pytest.raises(InvalidArgument, match="at most"):
             check_fields(data, SHAPE)
         looks.append(data.looks)
@@ -64,7 +65,7 @@ def test_counting_fields_takes_no_longer_for_more_of_them(bomb: str) -> None:
 
 
 def test_what_can_be_parsed_passes_the_count() -> None:
-    for make in (hostile.valid, lambda: hostile.long_text(MiB), lambda: hostile.large_image(MiB), bytes):
+    for make in (bombs.valid, lambda: bombs.long_text(MiB), lambda: bombs.large_image(MiB), bytes):
         data = make()
         check_fields(data, SHAPE)
         pb.GenerateRequest.FromString(data)
@@ -89,7 +90,7 @@ def test_what_can_be_parsed_passes_the_count() -> None:
         b"\x10" + b"\xff" * 11,
         b"\x15ab",
         b"\x11abcd",
-        hostile.nested(101),
+        bombs.nested(101),
     ],
 )
 def test_what_is_no_message_does_not_pass(data: bytes) -> None:
@@ -129,7 +130,7 @@ def refused(address: str, message: bytes, method: str = hostile.GENERATE) -> MMS
 
 @pytest.mark.parametrize("bomb", OF_MANY)
 def test_messages_of_very_many_fields_are_refused(address: str, bomb: str) -> None:
-    error = refused(address, hostile.BOMBS[bomb](MiB))
+    error = refused(address, bombs.BOMBS[bomb](MiB))
     assert isinstance(error, InvalidArgument) and f"at most {MAX_FIELDS} fields" in str(error)
     with Client(address, timeout=60) as client:
         assert client.generate("a b").text == "a b"
@@ -155,7 +156,7 @@ def test_large_messages_are_parsed_off_the_loop(address: str, monkeypatch: pytes
     assert threads[True] == {"mmserve-parse"} and "mmserve-parse" not in threads[False]
 
 
-@pytest.mark.parametrize("method", [hostile.HEALTH, "/mmserve.v1.ModelService/ListModels"])
+@pytest.mark.parametrize("method", [bombs.HEALTH, "/mmserve.v1.ModelService/ListModels"])
 def test_messages_that_carry_names_must_be_small(address: str, method: str) -> None:
     error = refused(address, hostile.field(1, b"x" * SMALL_BYTES), method)
     assert isinstance(error, InvalidArgument) and f"at most {SMALL_BYTES} bytes" in str(error)
@@ -236,7 +237,7 @@ def test_connections_end_and_clients_connect_anew(limit: str) -> None:
         assert client.generate("a").text == "a"
         with hostile.RawConnection(address) as connection:
             if limit == "connection_idle_seconds":
-                connection.call(hostile.HEALTH)  # time without calls begins after the first
+                connection.call(bombs.HEALTH)  # time without calls begins after the first
                 connection.send(1, bytes(5))
             wait_for("the end of the connection", lambda: connection.going_away)
         assert client.generate("b").text == "b"

@@ -47,7 +47,6 @@ FLOORS = (
         "prefixes",
         "request_state",
         "waiting",
-        "worker",
         "workers",
     ),
     ("video",),

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from clips import Clip
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from qwen_vl_checkpoints import PROCESSOR, TOGETHER, VIDEOS, clip_rows, installed
 
-from mmserve.encode.video import Clip
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import write_json
 from mmserve.models.picture import CannotPrepare

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clips import clip
+from clips import Clip, clip, decode_video
 from helpers import ask, picture
 from llama_checkpoints import edit, load, our_logits
 from PIL import Image
@@ -25,7 +25,6 @@ from mmserve.config import MediaConfig
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Message, TextPart, VideoPart
 from mmserve.encode.encoder import Encoder
-from mmserve.encode.video import Clip, decode_video
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.models.checkpoint import write_json

@@ -11,7 +11,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from clips import SIZE, all_frames, clip, pictures_of, silence
+from clips import SIZE, Clip, all_frames, clip, decode_video, pictures_of, silence
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -19,7 +19,6 @@ from PIL import Image
 from mmserve.config import MediaConfig
 from mmserve.encode import frames as decoding
 from mmserve.encode.sampling import spread
-from mmserve.encode.video import Clip, decode_video
 from mmserve.errors import FieldViolation, InvalidArgument
 
 LIMITS = MediaConfig()

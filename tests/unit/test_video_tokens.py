@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from clips import clip, frame_tokens, video_model
+from clips import clip, decode_video, frame_tokens, video_model
 from helpers import ask, picture
 from PIL import Image
 from torch import Tensor
@@ -18,7 +18,6 @@ from mmserve.config import MediaConfig
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import ImagePart, Message, Part, Request, TextPart, VideoPart
 from mmserve.encode.encoder import Encoder
-from mmserve.encode.video import decode_video
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.models.projectors import NewlineProjector, pool_grid, pooled_side

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmserve.core.isolation import run_isolated
-from mmserve.worker import InlineWorker, ThreadWorker
+from mmserve.workers import InlineWorker, ThreadWorker
 
 
 class Broken(Exception):

@@ -1,0 +1,81 @@
+"""Requests to an engine of this process, and what came of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from mmserve.core.events import Delta, Failed, Finished
+from mmserve.core.request import Request
+from mmserve.errors import MMServeError
+
+
+class Serves(Protocol):
+    """An engine, or a coordinator."""
+
+    def submit(self, request: Request, sink: Any) -> None:
+        """As of ``Engine.submit``."""
+
+
+class Answer:
+    """What came of one request; times are on the monotonic clock (seconds)."""
+
+    def __init__(self) -> None:
+        self.begun = time.monotonic()
+        self.ended = 0.0
+        self.finished: Finished | None = None
+        self.error: MMServeError | None = None
+        self.endings = 0
+        self.text = ""
+        self.deltas: list[float] = []
+        self.over = threading.Event()
+
+    def sink(self, event: Any) -> None:
+        """Take an event."""
+        match event:
+            case Delta(text):
+                self.text += text
+                self.deltas.append(time.monotonic())
+            case Finished():
+                self.finished = event
+                self._end()
+            case Failed(error):
+                self.error = error
+                self._end()
+
+    def whole(self) -> Finished:
+        """How it finished; raises what it failed with, ``TimeoutError`` where it did not end."""
+        if self.error is not None:
+            raise self.error
+        if self.finished is None:
+            raise TimeoutError("the request never ended")
+        return self.finished
+
+    def _end(self) -> None:
+        self.ended = time.monotonic()
+        self.endings += 1
+        self.over.set()
+
+
+A = TypeVar("A", bound=Answer)
+
+
+def ask_all(
+    engine: Serves,
+    requests: Sequence[Request],
+    kind: Callable[[], A] = Answer,  # type: ignore[assignment]
+    *,
+    patience: float = 600.0,
+) -> list[A]:
+    """Send all at once, and wait ``patience`` seconds at most for their ends; each answer is of ``kind``."""
+    answers = []
+    for request in requests:
+        answer = kind()
+        engine.submit(request, answer.sink)
+        answers.append(answer)
+    end = time.monotonic() + patience
+    for answer in answers:
+        answer.over.wait(max(0.0, end - time.monotonic()))
+    return answers

@@ -1,0 +1,27 @@
+"""Figures that ``--plot`` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmserve.errors import ConfigError
+
+
+@contextmanager
+def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A matplotlib figure of so many inches; after the context it has a grid in all axes, and is in ``path`` as PNG.
+
+    Raises ``ConfigError`` where matplotlib, which is an extra, is not installed.
+    """
+    try:
+        import matplotlib.figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'") from error
+    figure = matplotlib.figure.Figure(figsize=(width, height), layout="constrained", dpi=110)
+    yield figure
+    for axes in figure.axes:
+        axes.grid(alpha=0.25)
+    figure.savefig(path)

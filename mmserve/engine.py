@@ -125,13 +125,13 @@ class Engine:
     def start(self) -> None:
         """Start the engine's thread and its workers."""
         self._workers.start()
-        self.stages.give_way(self._workers.give_way("prefill"), self._workers.give_way("decode"))
+        self.stages.decoder.give_way(self._workers.give_way("prefill"), self._workers.give_way("decode"))
         self._queue.refusal = ""
         self._thread.start()
 
     def warm(self) -> None:
         """Have what the first constrained request needs made ready in the background, for servers that stay."""
-        threading.Thread(target=self.stages.warm, name="mmserve-warm", daemon=True).start()
+        threading.Thread(target=self.stages.encoding.warm, name="mmserve-warm", daemon=True).start()
 
     def submit(
         self, request: Request, sink: ClientSink, prompt: Encoded | None = None, *, of_session: bool = False
@@ -147,13 +147,13 @@ class Engine:
         ``Saved``, too.
         """
         request = self.stages.resolved(request)
-        self.stages.check(request)
+        self.stages.capabilities.check(request)
         self._queue.check(request)
         state = open_group(request, cast(Sink, sink), time.monotonic())
         with self._queue.lock:
             ahead = self._queue.take(request, state.due, of_session=of_session)
             if prompt is not None:
-                self.stages.give(request.id, prompt)
+                self.stages.encoding.give(request.id, prompt)
             # Within the lock: a drain that begins now must find the request in the inbox before its own message.
             # Before `Admitted`: so must a client that cancels as soon as it has that. No other event comes before that
             # one, for whatever happens to a queued request first takes it out of the queue, under this lock.
@@ -195,8 +195,8 @@ class Engine:
 
         Takes as long as the constraint does to compile. Raises what the request would fail with.
         """
-        self.stages.check(request)
-        return self.stages.check_constraint(request, answer)
+        self.stages.capabilities.check(request)
+        return self.stages.encoding.check_constraint(request, answer)
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests, wait for the live ones; after ``timeout`` seconds fail what is left.
@@ -215,7 +215,7 @@ class Engine:
             self._inbox.put(
                 lambda: self._live.fail_all(Unavailable("the server shut down before the request finished"))
             )
-            self.stages.close()  # else a child process that makes no progress would hold its request for a minute
+            self.stages.encoding.close()  # else a child process without progress would hold its request for a minute
             queue.idle.wait()
         return in_time
 
@@ -225,10 +225,10 @@ class Engine:
             self.drain(0.0)
             self._inbox.put(lambda: setattr(self, "_stopping", True))
             self._thread.join()
-        self.stages.close()
+        self.stages.encoding.close()
         self._workers.stop()
         self._prefixes.flush()
-        self.stages.stop()
+        self.stages.decoders.close()
 
     def stats(self) -> Stats:
         """A snapshot of counters; values may be a moment old."""
@@ -347,7 +347,7 @@ class Engine:
 
     def _constrain(self, states: list[RequestState]) -> Callable[[], list[Any]]:
         requests = [r.request for r in states]
-        return lambda: self.stages.constrain(requests)
+        return lambda: self.stages.encoding.constrain(requests)
 
     def _load(self, states: list[RequestState]) -> Callable[[], list[Any]]:
         [state] = states
@@ -356,11 +356,11 @@ class Engine:
         def tell(prompt: EncodedPrompt | None, rows: int) -> None:
             self._inbox.put(lambda: self._outcomes.rows_read(state, prompt, rows))
 
-        return lambda: self.stages.load([state.request], state.group.cancellation, tell if overlaps else None)
+        return lambda: self.stages.encoding.load([state.request], state.group.cancellation, tell if overlaps else None)
 
     def _encode(self, states: list[RequestState]) -> Callable[[], list[Any]]:
         requests = [r.request for r in states]
-        return lambda: self.stages.encode(requests)
+        return lambda: self.stages.encoding.encode(requests)
 
     def _prefill(self, states: list[RequestState]) -> Callable[[], list[Any]]:
         for state in states:
@@ -373,13 +373,13 @@ class Engine:
 
         def run() -> list[Any]:
             copy_evicted()
-            return self._migration.prefilling(states, lambda: self.stages.prefill(batch))
+            return self._migration.prefilling(states, lambda: self.stages.prefilling.prefill(batch))
 
         return run
 
     def _decode(self, states: list[RequestState]) -> Callable[[], list[Any]]:
         requests, run = [r.request for r in states], self._migration.decoding(states)
-        return lambda: run(lambda: self.stages.decode(requests))
+        return lambda: run(lambda: self.stages.decoding.decode(requests))
 
     def _report(self, name: str, own: bool, states: list[RequestState], outcomes: list[Any], seconds: float) -> None:
         """Apply the outcomes of a stage's batch to its requests. ``own``: as of ``Workers.run``."""

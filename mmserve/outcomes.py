@@ -114,7 +114,7 @@ class StageOutcomes:
     def _begin_again(self, state: RequestState) -> None:
         if state.in_flight:
             return  # in prefill, whose outcome comes here
-        self._stages.forget_prefill(state.request.id)
+        self._stages.prefilling.forget(state.request.id)
         self._pool.release(state.pages.ids)
         state.pages, state.keys, state.prefilled = PageTable(), (), None
         state.final, state.again = None, False
@@ -161,7 +161,7 @@ class StageOutcomes:
             self._live.advance(state, Stage.READY)
             self._migration.stepped(state)
             return
-        answer = self._stages.finished(state.request.id)
+        answer = self._stages.decoding.finished(state.request.id)
         self._live.advance(state, Stage.FINISHED)
         event = state.finished(outcome.reason, answer, time.monotonic())
         self._queue.served(state.work, event.times.total / 1000)

@@ -140,7 +140,7 @@ class Bench:
             self.engine.start()
 
     def _watch(self) -> None:
-        decode, stages = self.engine.stages.decode, self.engine.stages
+        decode, stages = self.engine.stages.decoding.decode, self.engine.stages
 
         def watched(batch: list[Request]) -> list[Any]:
             self.batches.append([r.id for r in batch])
@@ -151,7 +151,7 @@ class Bench:
                     self._keep(request.id, stages.decoding.live[request.id].canvas)
             return outcomes
 
-        self.engine.stages.decode = watched  # type: ignore[method-assign]
+        self.engine.stages.decoding.decode = watched  # type: ignore[method-assign]
 
     def _keep(self, name: str, canvas: Any) -> None:
         tokens, committed = canvas.tokens.copy(), canvas.committed_at.copy()

@@ -110,8 +110,8 @@ class StageBench:
 
     def close(self) -> None:
         """Give back what runs beside the stages."""
-        self.stages.close()
-        self.stages.stop()
+        self.stages.encoding.close()
+        self.stages.decoders.close()
 
     def request(self, images: int, sentences: int, side: int) -> Request:
         """A question with distinct images, decoded by the model's default policies."""
@@ -138,11 +138,11 @@ class StageBench:
         times = self.times if counts else Times()
         for request in requests:
             begun = self.clock()
-            _raised(self.stages.load([request], Cancellation()))
+            _raised(self.stages.encoding.load([request], Cancellation()))
             if images:
                 times.add("load", images * side * side / 1e6, 0.0, self.clock() - begun)
         begun = self.clock()
-        prompts: list[EncodedPrompt] = _raised(self.stages.encode(requests))
+        prompts: list[EncodedPrompt] = _raised(self.stages.encoding.encode(requests))
         seconds = self.clock() - begun
         before = [prompt.usage.visual_tokens_before // max(1, images) for prompt in prompts]
         if images:
@@ -152,7 +152,7 @@ class StageBench:
         self._prefill(requests, tables, prompts, times)
         passes, rows = self._decode(requests, prompts, times)
         for request, table, prompt, size in zip(requests, tables, prompts, before, strict=True):
-            answer = self.stages.finished(request.id)
+            answer = self.stages.decoding.finished(request.id)
             self.stages.release(request.id)
             self.pool.release(table.ids)
             visual = prompt.usage.visual_tokens // max(1, images)
@@ -181,7 +181,7 @@ class StageBench:
         left = [(r, t, p.usage.prompt_tokens + more, 0) for r, t, p in zip(requests, tables, prompts, strict=True)]
         while left:
             begun = self.clock()
-            outcomes = _raised(self.stages.prefill([(request, table) for request, table, _, _ in left]))
+            outcomes = _raised(self.stages.prefilling.prefill([(request, table) for request, table, _, _ in left]))
             seconds = self.clock() - begun
             ends = [whole if run is None else run for run, (_, _, whole, _) in zip(outcomes, left, strict=True)]
             x = sum(end - done for end, (_, _, _, done) in zip(ends, left, strict=True))
@@ -200,7 +200,7 @@ class StageBench:
         left = list(requests)
         while left:
             begun = self.clock()
-            stepped = _raised(self.stages.decode(left))
+            stepped = _raised(self.stages.decoding.decode(left))
             seconds = self.clock() - begun
             ran = {name: due[name] for name in (request.id for request in left) if due.get(name)}
             if ran:

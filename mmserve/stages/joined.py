@@ -6,7 +6,7 @@ request alone met. Payloads (visual tokens, pages, canvases) travel by the trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -15,29 +15,24 @@ import numpy as np
 
 from mmserve.capabilities import Capabilities
 from mmserve.config import EngineConfig, MediaConfig
-from mmserve.core.cancellation import Cancellation
-from mmserve.core.constraint import CheckedConstraint
-from mmserve.core.encoded import Encoded
 from mmserve.core.info import ModelInfo
 from mmserve.core.payloads import CanvasPayload, EncodedPayload, PrefilledPayload
 from mmserve.core.request import Request, RequestId
 from mmserve.decode.policies import Offered
 from mmserve.decode.schedulers import Discrete
-from mmserve.decode.state import Answer, Stepped
 from mmserve.decoders import decoder_for
 from mmserve.encode.decoders import Decoders
 from mmserve.encode.decoding import DecodePool
 from mmserve.errors import InvalidArgument
 from mmserve.kv.prefix_tier import PrefixTier, fingerprint
 from mmserve.kv.store import KVStore
-from mmserve.kv.table import PageTable
 from mmserve.models.adapters import Adapters
 from mmserve.models.base import CanvasModel, LoadedModel, Model
 from mmserve.models.decisions import slots
 from mmserve.stages.decode import DecodeStage
-from mmserve.stages.encode import EncodeStage, Tell
-from mmserve.stages.prefill import Outcome, PrefillStage
-from mmserve.stages.prompt import EncodedPrompt, plain_prompt
+from mmserve.stages.encode import EncodeStage
+from mmserve.stages.prefill import PrefillStage
+from mmserve.stages.prompt import plain_prompt
 from mmserve.tiers.caches import Caches
 from mmserve.tiers.keys import weights_digest
 from mmserve.transfer.base import Transport
@@ -45,10 +40,10 @@ from mmserve.transfer.local import LocalTransport
 
 
 class Stages:
-    """Encode, prefill and decode of one model, over one store. Each method belongs to one worker; all may run at the
-    same time, and ``constrain`` more than once.
+    """Encode, prefill and decode of one model, over one store.
 
-    ``to_prefill`` and ``to_decode`` join the stages; None = by reference.
+    ``encoding``, ``prefilling`` and ``decoding`` are the stages, each for workers of its own; all may run at the same
+    time. ``to_prefill`` and ``to_decode`` join them; None = by reference.
     """
 
     def __init__(
@@ -107,52 +102,6 @@ class Stages:
             raise InvalidArgument.of("questions", f"{why}: ask fewer at once")
         return replace(request, sampling=replace(request.sampling, max_new_tokens=size))
 
-    def check(self, request: Request) -> None:
-        """Refuse at once what no stage could do, as ``Capabilities.check`` does."""
-        self.capabilities.check(request)
-
-    def give(self, request: RequestId, prompt: Encoded) -> None:
-        """As ``EncodeStage.give``."""
-        self.encoding.give(request, prompt)
-
-    def constrain(self, batch: list[Request]) -> list[BaseException | None]:
-        """As ``EncodeStage.constrain``."""
-        return self.encoding.constrain(batch)
-
-    def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
-        """As ``EncodeStage.check_constraint``."""
-        return self.encoding.check_constraint(request, answer)
-
-    def load(
-        self, batch: list[Request], cancellation: Cancellation, tell: Tell | None = None
-    ) -> list[EncodedPrompt | BaseException | None]:
-        """As ``EncodeStage.load``."""
-        return self.encoding.load(batch, cancellation, tell)
-
-    def encode(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
-        """As ``EncodeStage.encode``."""
-        return self.encoding.encode(batch)
-
-    def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
-        """Have long passes call these between their layers, each on its stage's thread; before the first request."""
-        self.decoder.give_way(prefill, decode)
-
-    def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[Outcome]:
-        """As ``PrefillStage.prefill``."""
-        return self.prefilling.prefill(batch)
-
-    def forget_prefill(self, request: RequestId) -> None:
-        """Drop what was prefilled of a prompt that turned out to be another; not while a stage runs it."""
-        self.prefilling.forget(request)
-
-    def decode(self, batch: list[Request]) -> list[Stepped | BaseException]:
-        """As ``DecodeStage.decode``."""
-        return self.decoding.decode(batch)
-
-    def finished(self, request: RequestId) -> Answer:
-        """As ``DecodeStage.finished``."""
-        return self.decoding.finished(request)
-
     def encoded_payload(self, request: RequestId) -> EncodedPayload:
         """What waits for prefill, taken out of here as plain data.
 
@@ -186,18 +135,6 @@ class Stages:
         self.encoding.release(request)
         self.prefilling.forget(request)
         self.decoding.release(request)
-
-    def warm(self) -> None:
-        """As ``EncodeStage.warm``."""
-        self.encoding.warm()
-
-    def close(self) -> None:
-        """End what runs beside the stages, and what waits for it; from any thread, and more than once."""
-        self.encoding.close()
-
-    def stop(self) -> None:
-        """Give back what decodes media; after the last request."""
-        self.decoders.close()
 
     @property
     def held(self) -> int:

@@ -174,7 +174,7 @@ class EngineStreams:
     def ask(self, request: Request, state: StreamState, scope: Scope | None, sink: Sink) -> Asked:
         """Submit a question about a stream to the engine."""
         request = self._engine.stages.resolved(request)
-        self._engine.stages.check(request)
+        self._engine.stages.capabilities.check(request)
         if request.kv_reduction is not None:
             raise InvalidArgument.of("kv_reduction", "must not be set with a question about a stream")
         if request.adapter:

@@ -170,10 +170,15 @@ class Gates:
 @contextmanager
 def gated(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
     """Gates for as long as the context lasts, whatever happens in it."""
-    gates = Gates(*(Gate(getattr(engine.stages, name)) for name in ("encode", "prefill", "decode")))
+    stages = {
+        "encode": engine.stages.encoding,
+        "prefill": engine.stages.prefilling,
+        "decode": engine.stages.decoding,
+    }
+    gates = Gates(*(Gate(getattr(stage, name)) for name, stage in stages.items()))
     with monkeypatch.context() as patch:
-        for name in ("encode", "prefill", "decode"):
-            patch.setattr(engine.stages, name, getattr(gates, name))
+        for name, stage in stages.items():
+            patch.setattr(stage, name, getattr(gates, name))
         try:
             yield gates
         finally:

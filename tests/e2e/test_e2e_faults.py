@@ -148,8 +148,8 @@ def test_the_client_comes_back_after_a_refusal(small: Running, monkeypatch: pyte
         queued = [small.ask(f"queued {i}") for i in range(QUEUE)]
         wait_for("a full queue", lambda: small.engine.stats().queued == QUEUE)
         refusals: list[Request] = []
-        check = small.engine.stages.check
-        monkeypatch.setattr(small.engine.stages, "check", lambda r: (refusals.append(r), check(r))[1])
+        check = small.engine.stages.capabilities.check
+        monkeypatch.setattr(small.engine.stages.capabilities, "check", lambda r: (refusals.append(r), check(r))[1])
         patient = small.ask("patient")
         wait_for("its first attempt", lambda: refusals)
         gates.encode.open()
@@ -162,7 +162,7 @@ def test_a_client_with_time_asks_a_full_server_until_there_is_room(
 ) -> None:
     monkeypatch.setattr("mmserve.client.retries._LAST_DELAY", 0.1)
     monkeypatch.setattr(small.engine._queue, "_seconds", 0.0)  # a request takes nothing: short waits
-    check, attempts = small.engine.stages.check, Counter[str]()
+    check, attempts = small.engine.stages.capabilities.check, Counter[str]()
 
     def counted(request: Request) -> None:
         attempts[text_of(request)] += 1
@@ -178,7 +178,7 @@ def test_a_client_with_time_asks_a_full_server_until_there_is_room(
         small.reach("first", Stage.ENCODING)
         queued = [small.ask(f"queued {i}") for i in range(QUEUE)]
         wait_for("a full queue", lambda: small.engine.stats().queued == QUEUE)
-        monkeypatch.setattr(small.engine.stages, "check", counted)
+        monkeypatch.setattr(small.engine.stages.capabilities, "check", counted)
         patient = [small.ask("blocking"), small.start(asyncio.run, asked())]
         wait_for("many attempts of both", lambda: min(attempts["blocking"], attempts["async"]) > 6)
         gates.encode.open()
@@ -350,7 +350,7 @@ def test_a_bug_while_a_cancelled_request_is_freed_leaves_nothing(
 def test_a_bug_in_a_requests_last_step_is_that_requests_alone(
     server: Running, gates: Gates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = fail_once(monkeypatch, server.engine.stages, "finished")
+    failed = fail_once(monkeypatch, server.engine.stages.decoding, "finished")
     assert isinstance(failure(server.ask("unlucky")), Internal)
     assert failed
     assert isinstance(list(server.client.stream("next", max_new_tokens=2))[-1], Finished)

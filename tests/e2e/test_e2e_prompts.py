@@ -108,8 +108,10 @@ def test_a_text_of_megabytes_is_refused_without_a_stage_looking_at_it(
 ) -> None:
     """Turning ten megabytes into tokens would keep everybody else waiting for many seconds."""
     looked: list[int] = []
-    encode = server.engine.stages.encode
-    monkeypatch.setattr(server.engine.stages, "encode", lambda batch: (looked.append(len(batch)), encode(batch))[1])
+    encode = server.engine.stages.encoding.encode
+    monkeypatch.setattr(
+        server.engine.stages.encoding, "encode", lambda batch: (looked.append(len(batch)), encode(batch))[1]
+    )
     with pytest.raises(InvalidArgument) as raised:
         server.client.generate("many words " * 200_000, max_new_tokens=4)
     assert fields(raised.value) == ["messages"]

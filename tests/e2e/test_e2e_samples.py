@@ -75,7 +75,7 @@ def test_numbers_of_samples_that_are_refused(server: Running, n: int) -> None:
 
 def test_a_full_queue_takes_none_of_the_samples() -> None:
     with running(settings(engine={"max_queued": 4})) as server:
-        gate_open = server.engine.stages.encode
+        gate_open = server.engine.stages.encoding.encode
         held: list[Any] = []
         go = threading.Event()
 
@@ -84,7 +84,7 @@ def test_a_full_queue_takes_none_of_the_samples() -> None:
             assert go.wait(60)
             return gate_open(batch)
 
-        server.engine.stages.encode = waiting  # type: ignore[method-assign]
+        server.engine.stages.encoding.encode = waiting  # type: ignore[method-assign]
         first = server.ask("first", n=2)
         wait_for("the first to be encoded", lambda: held)
         second = server.ask("second", n=3)

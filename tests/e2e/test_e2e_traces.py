@@ -259,7 +259,7 @@ def test_lines_of_the_log_name_the_request_its_tenant_and_its_trace(
         good = traced.root()
         traced.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(stages, "prefill", broken)
+            patch.setattr(stages.prefilling, "prefill", broken)
             with pytest.raises(Exception, match="internal error"):
                 traced.server.client.generate("How many?", max_new_tokens=4, request_id="bad")
         bad = traced.root()

@@ -37,7 +37,7 @@ class Watched:
         self.ran: list[tuple[str, int]] = []  # ("prefill" or "decode", rows) of each forward pass
         self.ended: dict[str, tuple[Any, ...]] = {}
         stages = self.engine.stages
-        run, finished, store = stages.decoder.parts.runner.run, stages.finished, stages.store
+        run, finished, store = stages.decoder.parts.runner.run, stages.decoding.finished, stages.store
 
         def ran(stage: Any, batch: Any) -> Any:
             given = runner.spread(batch)
@@ -56,7 +56,7 @@ class Watched:
             return finished(name)
 
         monkeypatch.setattr(stages.decoder.parts.runner, "run", ran)
-        monkeypatch.setattr(stages, "finished", ended)
+        monkeypatch.setattr(stages.decoding, "finished", ended)
 
     def ask(self, request: Request) -> Any:
         return self.bench.ask(request)

@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def turns(b: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What ran, in order: ("prefill", rows) of each pass and ("decode", requests) of each batch."""
     ran: list[tuple[str, int]] = []
-    first, decode = Passes.first, b.engine.stages.decode
+    first, decode = Passes.first, b.engine.stages.decoding.decode
 
     def watched(passes, begun):
         made = first(passes, begun)
@@ -39,7 +39,7 @@ def turns(b: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return decode(batch)
 
     monkeypatch.setattr(Passes, "first", watched)
-    monkeypatch.setattr(b.engine.stages, "decode", watched_decode)
+    monkeypatch.setattr(b.engine.stages.decoding, "decode", watched_decode)
     return ran
 
 
@@ -111,13 +111,13 @@ def test_a_request_cancelled_between_chunks_leaves_nothing(model: LoadedModel, b
     b: Bench = bench(model, prefill_tokens=4)
     seen: list[int] = []
     gate = b.gate("prefill", lambda _ids: len(seen) >= 2)
-    prefill = b.engine.stages.prefill
+    prefill = b.engine.stages.prefilling.prefill
 
     def counted(batch):
         seen.append(len(batch))
         return prefill(batch)
 
-    b.engine.stages.prefill = counted
+    b.engine.stages.prefilling.prefill = counted
     call = b.submit(ask("x", LONG, max_new_tokens=4, recompute=LAST))[0]
     gate.wait()
     assert b.stage("x") is Stage.PREFILLING and b.engine.stats().pages_in_use > 0

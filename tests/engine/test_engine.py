@@ -822,13 +822,13 @@ def test_a_whole_stage_that_breaks_fails_its_batch_and_the_engine_goes_on(
     bench: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     b = bench()
-    prefill = b.engine.stages.prefill
+    prefill = b.engine.stages.prefilling.prefill
 
     def broken(_batch: list[Any]) -> list[Any]:
-        b.engine.stages.prefill = prefill  # type: ignore[method-assign]
+        b.engine.stages.prefilling.prefill = prefill  # type: ignore[method-assign]
         raise RuntimeError("broken on purpose")
 
-    b.engine.stages.prefill = broken  # type: ignore[method-assign,assignment]
+    b.engine.stages.prefilling.prefill = broken  # type: ignore[method-assign,assignment]
     with caplog.at_level(logging.ERROR, logger="mmserve"):
         [call] = b.submit(ask("unlucky"))
         error = call.error()
@@ -842,14 +842,14 @@ def test_a_bug_at_the_end_of_a_request_fails_it_and_leaves_the_engine_running(
     bench: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     b = bench()
-    finished = b.engine.stages.finished
+    finished = b.engine.stages.decoding.finished
 
     def broken(request: str) -> Any:
         if request == "victim":
             raise RuntimeError("broken on purpose")
         return finished(request)
 
-    b.engine.stages.finished = broken  # type: ignore[method-assign]
+    b.engine.stages.decoding.finished = broken  # type: ignore[method-assign]
     gate = b.gate("decode")
     with caplog.at_level(logging.ERROR, logger="mmserve"):
         first, middle, last = b.submit(ask("first"), ask("victim"), ask("last"))
@@ -901,7 +901,7 @@ def test_a_long_answer_is_not_starved_by_a_stream_of_short_ones(bench: Make) -> 
     """Whoever waited longest decodes next, also when a newcomer always waits beside it."""
     shorts = 40
     b = bench(decode_tokens=1, prefill_tokens=1, encode_batch=1, max_pending_per_stage=4)
-    decode, prefill = b.engine.stages.decode, b.engine.stages.prefill
+    decode, prefill = b.engine.stages.decoding.decode, b.engine.stages.prefilling.prefill
     prefilled: list[str] = []
 
     def counted(batch: list[Any]) -> list[Any]:
@@ -913,7 +913,7 @@ def test_a_long_answer_is_not_starved_by_a_stream_of_short_ones(bench: Make) -> 
         eventually(lambda: waiting.waiting >= 2 or len(prefilled) == shorts + 1, "newcomers wait for decode")
         return decode(batch)
 
-    b.engine.stages.prefill, b.engine.stages.decode = counted, slow  # type: ignore[method-assign]
+    b.engine.stages.prefilling.prefill, b.engine.stages.decoding.decode = counted, slow  # type: ignore[method-assign]
     gate = b.gate("encode")
     calls = b.submit(ask("long", max_new_tokens=8), *(ask(f"short{i}", max_new_tokens=1) for i in range(shorts)))
     gate.open()

@@ -168,7 +168,7 @@ def test_running_decodes_wait_for_a_chunk_of_what_comes_before_a_pass(
     """Images that are run alone, and the prompt that is looked at: no more than a chunk, and the layer it ends in."""
     b = bench(causal, stages="inline", prefill_tokens=8, prefix_cache=False)
     ran: list[tuple[str, int]] = []
-    alone, load, decode = image_kv.kv_alone, b.engine.stages.load, b.engine.stages.decode
+    alone, load, decode = image_kv.kv_alone, b.engine.stages.encoding.load, b.engine.stages.decoding.decode
     loaded = threading.Event()
 
     def watched(decoder: Any, x: torch.Tensor, *given: Any, **named: Any) -> Any:
@@ -189,8 +189,8 @@ def test_running_decodes_wait_for_a_chunk_of_what_comes_before_a_pass(
 
     for module in (image_kv, reuse):  # of images alone, and of the prompt that is looked at
         monkeypatch.setattr(module, "kv_alone", watched)
-    monkeypatch.setattr(b.engine.stages, "load", watched_load)
-    monkeypatch.setattr(b.engine.stages, "decode", watched_decode)
+    monkeypatch.setattr(b.engine.stages.encoding, "load", watched_load)
+    monkeypatch.setattr(b.engine.stages.decoding, "decode", watched_decode)
     parts = (TextPart("a line of text. " * 3), ONE, TWO, ONE, TextPart("what?"))
     calls = b.submit(
         say("short", (TextPart("?"),), None, max_new_tokens=40),

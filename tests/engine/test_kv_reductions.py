@@ -83,13 +83,13 @@ def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, mo
 def test_pages_come_back_while_it_decodes(bench: Make, causal: LoadedModel, by: str) -> None:
     b = bench(causal, max_tokens=256, stages="inline")
     pages: list[int] = []
-    decode = b.engine.stages.decode
+    decode = b.engine.stages.decoding.decode
 
     def watched(batch: list[Request]) -> list[Any]:
         pages.append(b.engine.stats().pages_in_use)
         return decode(batch)
 
-    b.engine.stages.decode = watched  # type: ignore[method-assign]
+    b.engine.stages.decoding.decode = watched  # type: ignore[method-assign]
     done = b.ask(reduced("r", by, LONG * 2))
     assert pages[0] == pages_for(done.usage.prompt_tokens + 20, 8)
     assert pages[1] == pages_for(BUDGETS[by] + 8, 8), "from its first step on"

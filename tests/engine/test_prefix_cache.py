@@ -65,7 +65,7 @@ class Watched:
         pool, store, stages = self.engine._pool, self.engine.stages.store, self.engine.stages
         for tensor in (*store.keys, *store.values):
             tensor.fill_(torch.nan)
-        publish, evict, attend, finished = pool.publish, pool._evict, store.attend, stages.finished
+        publish, evict, attend, finished = pool.publish, pool._evict, store.attend, stages.decoding.finished
 
         def published(page: int, key: bytes) -> None:
             publish(page, key)
@@ -94,7 +94,7 @@ class Watched:
             return finished(name)
 
         pool.publish, pool._evict = published, evicted  # type: ignore[method-assign]
-        store.attend, stages.finished = attended, ended  # type: ignore[method-assign]
+        store.attend, stages.decoding.finished = attended, ended  # type: ignore[method-assign]
 
     def _bits(self, pages: Any, positions: int | None = None) -> bytes:
         store = self.engine.stages.store

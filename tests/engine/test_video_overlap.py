@@ -202,7 +202,7 @@ def test_a_clip_that_is_not_as_foreseen_begins_again(causal: LoadedModel, monkey
     """Of some files less can be decoded than their packets promise."""
     b, expected = bench_of(causal), bench_of(causal)
     picture_of, again = Watching.picture, []
-    forget = b.engine.stages.forget_prefill
+    forget = b.engine.stages.prefilling.forget
 
     def other(watching: Watching, decoders: Any, *rest: Any) -> Any:
         class Promising:
@@ -218,10 +218,12 @@ def test_a_clip_that_is_not_as_foreseen_begins_again(causal: LoadedModel, monkey
     try:
         answer = told(expected.ask(watching("v")))
         monkeypatch.setattr(Watching, "picture", other)
-        monkeypatch.setattr(b.engine.stages, "forget_prefill", lambda request: (again.append(request), forget(request)))
+        monkeypatch.setattr(
+            b.engine.stages.prefilling, "forget", lambda request: (again.append(request), forget(request))
+        )
         assert told(b.ask(watching("v"))) == answer
-        assert again == ["v"]
         eventually(lambda: (b.engine.stats().pages_in_use, b.engine.stats().held) == (0, 0), "nothing is left")
+        assert again == ["v", "v"], "once to begin again, and once at its end"
     finally:
         b.close()
         expected.close()

@@ -41,7 +41,7 @@ def literature(spec: ModelSpec) -> Pair | None:
 
     Masked diffusion: Fast-dLLM's caches and confidence threshold (arXiv 2505.22618), the dual cache where a position
     predicts itself; where it predicts the next one (Dream) or prompts do not see their answer (LaViDa), the prefix
-    cache, which runs all that stands right of the block at each step. Block diffusion: a threshold of 0.95, which is
+    cache, which runs all that is right of the block at each step. Block diffusion: a threshold of 0.95, which is
     SGLang's default for LLaDA2.0. Canvases of random tokens have their own schedule, and next-token models their cache.
     """
     if spec.renoising is not None or spec.causal:

@@ -353,10 +353,12 @@ class Engine:
         [state] = states
         overlaps = "prefill" in self._migration.roles
 
-        def tell(prompt: EncodedPrompt | None, rows: int) -> None:
+        def report(prompt: EncodedPrompt | None, rows: int) -> None:
             self._inbox.put(lambda: self._outcomes.rows_read(state, prompt, rows))
 
-        return lambda: self.stages.encoding.load([state.request], state.group.cancellation, tell if overlaps else None)
+        return lambda: self.stages.encoding.load(
+            [state.request], state.group.cancellation, report if overlaps else None
+        )
 
     def _encode(self, states: list[RequestState]) -> Callable[[], list[Any]]:
         requests = [r.request for r in states]

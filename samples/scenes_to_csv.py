@@ -1,7 +1,7 @@
 """Pictures of scenes to a table: ``python samples/scenes_to_csv.py [HOST:PORT] > shapes.csv``.
 
 Draws scenes and asks for each of them as JSON under a schema. Every answer is valid, so nothing here has to check one;
-how many scenes are right in every detail is told at the end.
+how many scenes are right in every detail is printed at the end.
 """
 
 import csv

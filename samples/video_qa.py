@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Ask about a video while it plays.")
     parser.add_argument("film", type=Path)
     parser.add_argument("--server", help="HOST:PORT")
-    parser.add_argument("--model", help="a model that takes sessions (`mmserve models` says which)")
+    parser.add_argument("--model", help="a model that takes sessions (`mmserve models` lists them)")
     parser.add_argument("--out", type=Path, default=Path("answers"), help="folder for pictures (default: answers)")
     parser.add_argument("--at-once", action="store_true", help="push the file as fast as the server takes it")
     asked = parser.parse_args(arguments)

@@ -62,7 +62,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Answered:
-    """What came of it; ``exact`` is None where nothing is known to be right."""
+    """Its result; ``exact`` is None where nothing is known to be right."""
 
     result: Result
     valid: bool

@@ -44,7 +44,7 @@ _READ, _SLOW_BUFFER = 1 << 16, 4 << 10
 
 @dataclass(frozen=True)
 class Streamed:
-    """What came of one streamed request."""
+    """The result of one streamed request."""
 
     drafts: int
     text: str

@@ -1,4 +1,4 @@
-"""Requests to an engine of this process, and what came of them."""
+"""Requests to an engine of this process, and their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Serves(Protocol):
 
 
 class Answer:
-    """What came of one request; times are on the monotonic clock (seconds)."""
+    """The result of one request; times are on the monotonic clock (seconds)."""
 
     def __init__(self) -> None:
         self.begun = time.monotonic()

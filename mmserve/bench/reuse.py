@@ -1,4 +1,4 @@
-"""What taking an image's K/V from where it stood alone does to logits, answers and times: ``mmserve bench reuse``.
+"""What taking an image's K/V from a pass over it alone does to logits, answers and times: ``mmserve bench reuse``.
 
 Every rule at every share answers the same fresh items, by turns with plain prefill: pairs of pictures, and questions
 about one picture both before and after it, so that no picture that counts begins its chat. All

@@ -35,7 +35,7 @@ from mmserve.video.streams import EngineStreams
 FRAMES, WHOLE_FRAMES, ASKED_SECONDS = 600, 64, 48
 #: Streams side by side, for each of ``--limit``, and frames of each that are under way.
 STREAMS_EACH, UNDER_WAY = 4, 4
-#: Seconds that an event lies back, where it is recalled.
+#: Seconds since an event, where it is recalled.
 AGO = 60
 #: Longest answer in tokens, and seconds until one that does not come is given up.
 ANSWER, PATIENCE = 32, 120.0

@@ -28,7 +28,7 @@ def event_to_alert(
 ) -> tuple[Figures, list[Figures]]:
     """Alerts of ``asked`` over ``--seconds``: questions, and whether a clip's moment has it (None = not judged).
 
-    An event is when a shape appears in the stream, not when a frame first shows it: up to a second lies between.
+    An event is when a shape appears in the stream, not when a frame first shows it: up to a second later.
     """
     seconds = int(arguments.seconds)
     clips = clips_of(arguments.seed, seconds + 16)

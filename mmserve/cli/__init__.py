@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         code = int(modules[arguments.command].run(arguments))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever reads, as `head` does, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 1
     except (ConfigError, MMServeError, OSError) as error:

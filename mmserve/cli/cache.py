@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do one thing, and print what came of it."""
+    """Do one thing, and print its result."""
     with connected(arguments) as client:
         if arguments.what == "list":
             return _list(arguments, client)

@@ -67,19 +67,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--items must be at least 1, not {arguments.items}")
     if arguments.video:
         return demo_video.run(arguments)
-    say = _Teller(quiet=arguments.json)
-    say.line("Loading the server …")
+    printer = _Printer(quiet=arguments.json)
+    printer.line("Loading the server …")
     items: list[Item] = []
     model = asked_model(arguments)
     with connected(arguments) as client:
         client.wait_ready(timeout=60)
-        say.line(f"Serving on {client.target}. {arguments.items} questions about what was drawn just now:")
+        printer.line(f"Serving on {client.target}. {arguments.items} questions about what was drawn just now:")
         for number, (media, question) in enumerate(_questions(arguments.items, arguments.seed), start=1):
             if arguments.save is not None:
                 _save(arguments.save, f"{number:03}-{question.task}", media)
-            say.question(number, question)
-            items.append(_ask(client, model, media, question, say))
-            say.answer(items[-1])
+            printer.question(number, question)
+            items.append(_ask(client, model, media, question, printer))
+            printer.answer(items[-1])
     right = sum(asked.correct for asked in items)
     answered = not any(asked.error for asked in items)
     if arguments.json:
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         totals = _totals(items)
-        say.line(
+        printer.line(
             f"\n{right} of {len(items)} right. Plain decoding has {sum(asked.plain_correct for asked in items)} right, "
             f"and gives the same answer {sum(asked.same for asked in items)} times; {totals['total_ms'] / 1000:.1f} s "
             f"in all against {totals['plain_ms'] / 1000:.1f} s: {totals['speedup']:g} times as fast."
@@ -113,8 +113,8 @@ def _questions(count: int, seed: int) -> Iterator[tuple[Shown, Question]]:
         yield shown(task, thing), question
 
 
-def _ask(client: Client, model: str, media: Shown, question: Question, say: _Teller) -> Item:
-    answer = _answered(client, model, media, question, say)
+def _ask(client: Client, model: str, media: Shown, question: Question, printer: _Printer) -> Item:
+    answer = _answered(client, model, media, question, printer)
     plain = _answered(client, model, media, question, None) if not answer.error else answer
     return Item(
         question.task,
@@ -146,18 +146,18 @@ class _Answered:
     error: str = ""
 
 
-def _answered(client: Client, model: str, media: Shown, question: Question, say: _Teller | None) -> _Answered:
-    """The answer by default, shown by ``say`` while it is made; by plain decoding where there is none to show it."""
+def _answered(client: Client, model: str, media: Shown, question: Question, printer: _Printer | None) -> _Answered:
+    """The answer by default, shown by ``printer`` while it is made; without one, that by plain decoding."""
     started = time.monotonic()
     finished: Finished | None = None
     options: Options = {"model": model or None, "max_new_tokens": canvas(question.task), "videos": media["videos"]}
-    if say is None:
+    if printer is None:
         options["quality"] = "exact"
     try:
-        shows = say is not None and not say.quiet
+        shows = printer is not None and not printer.quiet
         for event in client.stream(question.text, media["images"], snapshots=shows, **options):
-            if isinstance(event, Snapshot) and say is not None:
-                say.canvas(event)
+            if isinstance(event, Snapshot) and printer is not None:
+                printer.canvas(event)
             elif isinstance(event, Finished):
                 finished = event
     except MMServeError as raised:
@@ -204,7 +204,7 @@ def _by_task(items: list[Item]) -> dict[str, float]:
     return {name: round(sum(group) / len(group), 4) for name, group in sorted(groups.items())}
 
 
-class _Teller:
+class _Printer:
     """What the demo prints for a person: on stdout, or nothing at all where a program reads it."""
 
     def __init__(self, *, quiet: bool) -> None:

@@ -192,9 +192,10 @@ class _Played:
         turn = (alert.seconds, alert.active)
         watched.alerts.append(turn)
         now = "yes" if alert.active else "no"
-        told = "right" if turn in watched.truth else "WRONG, it did not turn then"
+        verdict = "right" if turn in watched.truth else "WRONG, it did not turn then"
         self._show.at(
-            alert.seconds, f"alert: {watched.question} Now {now}, probability of yes {alert.probability:.2f}   [{told}]"
+            alert.seconds,
+            f"alert: {watched.question} Now {now}, probability of yes {alert.probability:.2f}   [{verdict}]",
         )
 
     def report(self, arguments: argparse.Namespace) -> int:
@@ -237,9 +238,9 @@ def _line(answered: Answered, newest: float) -> str:
     """An answer as a person reads it; ``newest`` is the newest frame taken meanwhile."""
     if answered.error:
         return f"{answered.question} No answer: {answered.error}"
-    told = "right" if answered.correct else f"WRONG, it is {answered.expected_on_clock}"
+    verdict = "right" if answered.correct else f"WRONG, it is {answered.expected_on_clock}"
     times = f"first token {answered.first_token_ms:.0f} ms, frames up to {newest:g} s are taken"
-    return f"{answered.question} {answered.on_clock}   [{told}; {times}]"
+    return f"{answered.question} {answered.on_clock}   [{verdict}; {times}]"
 
 
 def _questions(clips: Sequence[Shown], seconds: int, most: int, seed: int) -> dict[int, tuple[Shown, Question]]:

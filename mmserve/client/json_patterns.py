@@ -210,7 +210,7 @@ def _span(schema: Mapping[str, Any]) -> tuple[dt.date, dt.date] | None:
     if last is None:
         last = dt.date(min(9999, first.year + _MOST_YEARS), 12, 31)
     if last < first:
-        raise TypeError("no date lies within the bounds")
+        raise TypeError("no date is within the bounds")
     return first, last
 
 
@@ -222,7 +222,7 @@ def _listed(first: dt.date, last: dt.date) -> list[str]:
     """Each day from ``first`` to ``last`` where they are few."""
     count = (last - first).days + 1
     if count < 1:
-        raise TypeError("no whole day lies within the bounds")
+        raise TypeError("no whole day is within the bounds")
     return [str(first + dt.timedelta(days=i)) for i in range(count)] if count <= _MOST_DAYS else []
 
 

@@ -141,12 +141,12 @@ class SessionView(Generic[QuestionT, AlertsT]):
         return time.monotonic() - self._begun if seconds is None else seconds
 
     def _begin_deciding(self, questions: Any, text: Any, scope: Any, timeout: float | None) -> tuple[Pending, float]:
-        """Ask typed questions; what comes of them, and the seconds to wait for it."""
+        """Ask typed questions; their answers to be, and the seconds to wait for it."""
         seconds = self._client.timeout if timeout is None else timeout
         return self._act(lambda: self._state.decide(questions, text, scope, seconds)), seconds
 
     def _decided(self, pending: Pending) -> Decisions:
-        """What came of typed questions; raises what they failed with."""
+        """The answers to typed questions; raises what they failed with."""
         if pending.decisions is None:
             assert pending.error is not None
             raise pending.error

@@ -43,7 +43,9 @@ class ServerConfig:
     drain_seconds: float = value(30.0, at_least(0), "how long running requests may go on after SIGTERM")
     keepalive_seconds: float = value(30.0, at_least(1, most=_MOST_SECONDS), "between pings of a silent connection")
     metrics_port: int = value(0, _PORT, "Prometheus metrics over HTTP, or HTTPS where TLS is set; 0 = none")
-    metrics_host: str = value("127.0.0.1", meaning="whoever reaches it may read the metrics: no token is asked for")
+    metrics_host: str = value(
+        "127.0.0.1", meaning="any client that reaches it may read the metrics: no token is asked for"
+    )
     http_port: int = value(0, _PORT, "the HTTP APIs (extra mmserve[http]) on host, with its TLS and tokens; 0 = none")
     http_names: tuple[str, ...] = value(
         (),

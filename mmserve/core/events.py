@@ -39,7 +39,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A token that might stand at a position: its text alone, its log-probability before temperature and filters."""
+    """A possible token of a position: its text alone, its log-probability before temperature and filters."""
 
     id: int
     text: str
@@ -48,7 +48,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class DraftAlternative:
-    """A token that might stand at a position of a draft: its text alone, and its probability, as ``confidence``."""
+    """A possible token of a position of a draft: its text alone, and its probability, as ``confidence``."""
 
     id: int
     text: str

@@ -120,7 +120,7 @@ class _Chosen:
         said="none",
     )
     slo_class: str = value(
-        None, meaning="class of the server's configuration that says how soon tokens are wanted", said="none"
+        None, meaning="class of the server's configuration that sets how soon tokens are due", said="none"
     )
     tools: tuple[object, ...] = value(
         None,

@@ -14,7 +14,7 @@ from mmserve.models.base import ModelSpec
 def check_sampling(request: Request, spec: ModelSpec, commit: Commit) -> None:
     """Refuse a constraint's sampling that has no meaning for this request.
 
-    Only where each token is drawn from the model's distribution given all that stands left of it is there a
+    Only where each token is drawn from the model's distribution given all that is left of it is there a
     probability of a whole answer to be true to.
 
     Raises:

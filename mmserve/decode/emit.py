@@ -46,7 +46,7 @@ def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
 
 
 def answer_of(d: Live, model: Model) -> Answer:
-    """What came of a request that ended in decode."""
+    """The answer of a request that ended in decode."""
     held = d.held
     if model.spec.causal:  # what a draft left after the answer's end is of no use
         evicted = sum(extension.evicted for extension in d.extensions)

@@ -133,12 +133,12 @@ def _adapted(batch: list[tuple[int, Adapter | None]], model: LoadedModel, stacks
     """What the adapters of requests add, each with so many rows of a pass; None where there is none."""
     if all(adapter is None for _rows, adapter in batch):
         return None
-    assert stacks is not None, "whoever gives passes adapters has their weights side by side"
+    assert stacks is not None, "callers that give passes adapters have their weights side by side"
     return Adapted([rows for rows, _adapter in batch], [adapter for _rows, adapter in batch], model.device, stacks)
 
 
 def _prompts(model: LoadedModel, canvases: list[Canvas]) -> list[int] | None:
-    """Lengths of the prompts where they do not see what stands after them."""
+    """Lengths of the prompts where they do not see what follows them."""
     return [c.prompt_length for c in canvases] if model.spec.attention is Attention.PREFIX else None
 
 
@@ -176,7 +176,7 @@ class Pass:
     wanted: np.ndarray  # int64 rows whose logits predict the targets: the same, or those left of them
     visible: int  # positions, from the left, that have had K/V once this pass has run
     deep: DeepStack | None = None
-    evicted: int = 0  # of those, before the rows, that were dropped: what follows lies so far further left
+    evicted: int = 0  # of those, before the rows, that were dropped: what follows is so many slots further left
     observation: Observation | None = None  # who notes what it shows
     adapter: Adapter | None = None
     sight: int = 0  # positions, from the left, that each row sees; 0 = those that the model's attention shows it

@@ -10,8 +10,8 @@ limit and request, and what else is in a layer works on each row by itself. Only
 the bucket's, as it is the batch's in an ordinary pass: on a GPU that may move last bits.
 
 Recorded work must ask the device nothing, since the host only looks on while it is recorded. What did ask, or was made
-on the host, stands outside: the programs of attention (``fixed_schedule`` makes them on the device), rotary angles (the
-axes of M-RoPE's frequencies come from the host), the rows whose logits are wanted. What cannot stand outside is not
+on the host, is outside: the programs of attention (``fixed_schedule`` makes them on the device), rotary angles (the
+axes of M-RoPE's frequencies come from the host), the rows whose logits are wanted. What cannot be outside is not
 recorded: experts, which run as many rows as come to them, sparse attention and quantised K/V, which ask which pages a
 pass writes (``obstacle``); passes with deep features or with an observer; prefill, whose sizes are seldom the same.
 """

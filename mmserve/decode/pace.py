@@ -16,7 +16,7 @@ _SEED_MIX, _BLOCK_MIX = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 def tokens_of_step(canvas: Canvas, steps: int, done: int) -> int:
     """Tokens that the block's step number ``done`` (from 0) commits, of ``steps`` for the whole canvas.
 
-    The block's tokens, but for those that stood there from the start, are spread evenly over its steps, the remainder
+    The block's tokens, but for those that were there from the start, are spread evenly over its steps, the remainder
     over the first ones (ML-GSAI/LLaDA, generate.py). ``steps`` 0 means one token a step; blocks share the steps by
     length. The last step takes what is left, which is at most a whole block.
     """

@@ -96,7 +96,7 @@ class Passes:
     def next(self, d: Decoding, rows: np.ndarray) -> Pass:
         """The pass over ``rows`` (int64 positions, ascending) of a request that decodes, and over what is drafted.
 
-        A draft's embeddings are put into the request's own: it is run as if it stood on the canvas. What of the rows is
+        A draft's embeddings are put into the request's own: it is run as if it were on the canvas. What of the rows is
         run, and what is drafted, the request's extensions may change.
         """
         p, drafted = d.prefilled, None
@@ -120,7 +120,7 @@ class Passes:
     ) -> Pass:
         """What to run for the open positions of the block, or of the canvas if ``commit`` looks at all of it.
 
-        The rows that predict them are run too. Where attention ends at a row, or at its block, what stands right of
+        The rows that predict them are run too. Where attention ends at a row, or at its block, what is right of
         that is of no use yet. ``drafted``: what is drafted for this pass; None = that is the policy's to do.
         """
         spec = self.model.spec

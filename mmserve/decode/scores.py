@@ -39,7 +39,7 @@ def scores_for(model: LoadedModel, store: KVStore) -> Scores | None:
 
 
 class CountedNoise:
-    """The Gumbel noise of one step, by seed, step, and how far right of the block's first position a row stands."""
+    """The Gumbel noise of one step, by seed, step, and how far right of the block's first position a row is."""
 
     def __init__(self, canvas: Canvas, seed: int) -> None:
         self._step = np.uint64((seed * _SEED_MIX + (canvas.step + 1) * _STEP_MIX) % (1 << 64))

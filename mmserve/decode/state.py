@@ -41,7 +41,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request that ended in decode; ``tokens`` only if it asked for them."""
+    """The answer of a request that ended in decode; ``tokens`` only if it asked for them."""
 
     text: str
     completion_tokens: int

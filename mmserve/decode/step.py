@@ -69,7 +69,7 @@ class Decoder(Protocol[P, H, D]):
         ...
 
     def answer(self, d: D) -> Answer:
-        """What came of a request that ended."""
+        """The answer of a request that ended."""
         ...
 
     def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from mmserve.core.encoded import Encoded
 class Arriving:
     """One request's prompt with one clip, from when its rows are known until all of its visual tokens are there.
 
-    Written by the thread that reads the clip; ``filled`` is read by others, and what lies before it never changes.
+    Written by the thread that reads the clip; ``filled`` is read by others, and what is before it never changes.
     ``begun`` is called with the prompt, its ``features`` zero, and ``more`` how many of its rows are final.
     """
 

@@ -113,7 +113,7 @@ class Encoder:
 
     @torch.inference_mode()
     def see(self, request: Request, chosen: Sequence[int], check: Check = lambda: None) -> VisualPayload:
-        """Visual tokens of the ``chosen`` of a request's media, by their places among them: for whoever encodes it.
+        """Visual tokens of the ``chosen`` of a request's media, by their places among them: for another encoder.
 
         The files of the others may be left out. Raises typed errors for bad media.
         """

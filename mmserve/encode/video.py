@@ -37,7 +37,7 @@ def read_video(
     seconds since the first frame of the file; it returns the seconds of the whole file.
 
     Of a short one there are ``rate`` a second, one at least (0 = no fewer). Which frames is ``spread``'s choice. Only
-    what they need is decoded: packets are read once, and decoding continues from where it is unless a keyframe lies
+    what they need is decoded: packets are read once, and decoding continues from where it is unless a keyframe is
     between there and the next frame wanted; then it starts again at that keyframe. The frames are bit for bit those of
     decoding everything. A display matrix (a phone held upright) is applied, to the nearest quarter turn; pixels are
     taken as square.

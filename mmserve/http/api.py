@@ -12,7 +12,7 @@ from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
-#: Name to accepted values, and what is said of others.
+#: Name to accepted values, and the error for others.
 Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
 
 

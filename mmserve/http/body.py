@@ -86,7 +86,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def _too_deep(found: Any) -> bool:
-    """Whether objects and arrays stand in one another more than ``MAX_DEPTH`` deep."""
+    """Whether objects and arrays are nested more than ``MAX_DEPTH`` deep."""
     level = [found]
     for _ in range(MAX_DEPTH + 1):
         level = [

@@ -67,7 +67,7 @@ class EvictionState:
     visual_rows: int  # how many rows of the prompt are visual
     visual: Tensor  # bool [prompt + answer]
     layers: list[LayerNotes]
-    evicted: int = 0  # positions dropped: a position's slot lies so many further left, once it is after them
+    evicted: int = 0  # positions dropped: a position's slot is so many further left, once it is after them
     outputs: int = 0
 
     def absorb(self, seen: Observation) -> None:

@@ -1,6 +1,6 @@
 """Keys of pages that requests may share: a hash of everything that the page's K/V depend on.
 
-Where attention ends at a row, or at the end of its block, the K/V of a prompt's finished blocks depend on what stands
+Where attention ends at a row, or at the end of its block, the K/V of a prompt's finished blocks depend on what is
 there and left of it, and on nothing else. A page's key is the SHA-256 of the key of the page before it and of the
 page's own contents, as in vLLM's automatic prefix caching (``vllm/v1/core/kv_cache_utils.py``), but never shortened,
 and with the visual tokens' own bits: their placeholders all have the same id.
@@ -33,7 +33,7 @@ def page_keys(
 ) -> tuple[bytes, ...]:
     """A key (32 bytes) for each page of a prompt that may be shared, in order of position.
 
-    ``ids`` int64 ``[prompt]``; ``features`` uint8 ``[visual tokens, bytes]`` stand at ``visual_rows`` (int64,
+    ``ids`` int64 ``[prompt]``; ``features`` uint8 ``[visual tokens, bytes]`` are at ``visual_rows`` (int64,
     ascending); ``places`` (int64 ``[prompt]`` or longer, or such a row an axis of position) are where the positions
     are for the rotary embedding, None = their indices. Text has the same position on every axis, so its pages
     are shared by prompts with images and without.

@@ -151,7 +151,7 @@ class KVStore:
         their ``own`` positions, those that also stand in one page.
 
         Sums over another number of keys come out with other last bits. So none of a row's bits depends on how much
-        of its request is run with it, and a page's K/V are the same whoever computes them. It costs little: 1008 rows
+        of its request is run with it, and a page's K/V do not depend on the request. It costs little: 1008 rows
         of 8 heads of 32 took 14.9 ms in pages of 16, and 14.1 as one request.
         """
         last = (limits - 1) // self.page_size

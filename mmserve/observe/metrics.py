@@ -82,7 +82,7 @@ class Metrics:
             visual_tokens="Visual tokens of prompts, as they were left",
             pruned_visual_tokens="Visual tokens that were pruned",
             cached_prompt_tokens="Tokens of prompts that a shared prefix spared",
-            reused_prompt_tokens="Tokens of prompts whose K/V were taken from where an image stood alone",
+            reused_prompt_tokens="Tokens of prompts whose K/V were taken from a pass over an image alone",
             forwards="Forward passes that requests took part in",
             recomputed_tokens="Token positions that were run through the model",
         )

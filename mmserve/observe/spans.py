@@ -305,7 +305,7 @@ def _asked(request: Request) -> dict[str, AttributeValue]:
 
 
 def _answered(finished: Sequence[Finished]) -> dict[str, AttributeValue]:
-    """What came of a request."""
+    """The outcome of a request."""
     samples = sorted(finished, key=lambda each: each.sample)
     prompt, output = samples[0].usage, sum(each.usage.completion_tokens for each in samples)
     forwards = sum(each.forwards for each in samples)

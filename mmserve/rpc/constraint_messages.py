@@ -118,7 +118,7 @@ def _wrong_hole(hole: pb.Hole, path: str, most_tokens: int) -> Iterator[tuple[st
     if not hole.HasField("constraint"):
         return
     if hole.constraint.WhichOneof("kind") == "template":
-        yield f"{path}.constraint.template", "must not stand in a hole: write its parts into the outer template"
+        yield f"{path}.constraint.template", "must not be in a hole: write its parts into the outer template"
     else:
         yield from _wrong(hole.constraint, f"{path}.constraint", most_tokens)
 

@@ -53,7 +53,7 @@ def wrong_max_steps(diffusion: pb.DiffusionParams, info: ModelInfo) -> Iterator[
 
 
 def _bounds(diffusion: pb.DiffusionParams, info: ModelInfo) -> bool:
-    """Whether the bound has a say in how many tokens a step commits."""
+    """Whether the bound has an effect on how many tokens a step commits."""
     masked = "low_confidence" in info.commit_policies
     return masked and 0 < diffusion.max_steps < (diffusion.block_length or info.block_length)
 

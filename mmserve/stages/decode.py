@@ -63,7 +63,7 @@ class DecodeStage:
         return [state if isinstance(state, BaseException) else next(ran) for state in opened]
 
     def finished(self, request: RequestId) -> Answer:
-        """What came of a request that ended in decode."""
+        """The answer of a request that ended in decode."""
         answer: Answer = self._decoder.answer(self.live[request])
         return answer
 

@@ -26,11 +26,11 @@ from mmserve.tiers.caches import Caches
 from mmserve.transfer.base import Transport
 
 #: Called with the prompt of a request that is prefilled while its clip is read, then None; and the count of final rows.
-Tell = Callable[[EncodedPrompt | None, int], None]
+Report = Callable[[EncodedPrompt | None, int], None]
 
 
 class EncodeStage:
-    """Encode of one model; what comes of it goes to prefill by ``to_prefill``.
+    """Encode of one model; its results go to prefill by ``to_prefill``.
 
     Each method belongs to one worker; all may run at the same time, and ``constrain`` more than once.
     """
@@ -78,19 +78,19 @@ class EncodeStage:
         return self.admission.check(request.constraint, most, request.tenant.cache, answer)
 
     def load(
-        self, batch: list[Request], cancellation: Cancellation, tell: Tell | None = None
+        self, batch: list[Request], cancellation: Cancellation, report: Report | None = None
     ) -> list[EncodedPrompt | BaseException | None]:
         """Read the media of a request, which ``cancellation`` ends between two frames.
 
-        The prompt of a next-token model with a long clip may be prefilled meanwhile: then ``tell`` is called with its
+        The prompt of a next-token model with a long clip may be prefilled meanwhile: then ``report`` is called with its
         outline first, and later with the number of its rows that are final. Such a request is encoded in the end, and
-        its prompt returned; None where it is only loaded, in spite of those calls. Without ``tell``, nothing is
+        its prompt returned; None where it is only loaded, in spite of those calls. Without ``report``, nothing is
         prefilled meanwhile.
         """
 
         def load(requests: list[Request]) -> list[EncodedPrompt | None]:
             [request] = requests
-            arriving = self._arriving_of(request, tell) if tell is not None and self._overlaps(request) else None
+            arriving = self._arriving_of(request, report) if report is not None and self._overlaps(request) else None
             loaded = self.encoder.load(request, cancellation.check, arriving)
             if arriving is not None and arriving.encoded is not None:
                 with closing(loaded):
@@ -210,10 +210,10 @@ class EncodeStage:
         one = request.sampling.n == 1 and request.id not in self._given and self._prefill_rows > 0
         return plain and one and len(media) == 1 and isinstance(media[0], VideoPart) and model.position_axes == 1
 
-    def _arriving_of(self, request: Request, tell: Tell) -> Arriving:
+    def _arriving_of(self, request: Request, report: Report) -> Arriving:
         def begun(encoded: Encoded) -> None:
             self._to_prefill.send(request.id, Prompt(encoded, arriving=arriving))
-            tell(self.summaries.begun(request, encoded), int(encoded.image_rows[0]))
+            report(self.summaries.begun(request, encoded), int(encoded.image_rows[0]))
 
-        arriving = Arriving(begun, lambda rows: tell(None, rows))
+        arriving = Arriving(begun, lambda rows: report(None, rows))
         return arriving

@@ -1,9 +1,9 @@
 """The last tier of a cache: a folder of safetensors files, bounded in bytes, that outlives the server.
 
-Processes of one host may share a folder: whoever changes it holds a lock on the folder, and the bound is on all files
+Processes of one host may share a folder: who changes it holds a lock on the folder, and the bound is on all files
 of a kind together. Each file has its key, a label and the hash of its contents: one that was cut off, changed or
 renamed is never used, and is removed if its header is one of ours. Files appear whole, under a name that was free.
-Whatever else lies in the folder, a model's weights for example, is neither counted nor touched.
+Whatever else is in the folder, a model's weights for example, is neither counted nor touched.
 """
 
 from __future__ import annotations

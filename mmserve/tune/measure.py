@@ -15,7 +15,7 @@ from mmserve.wire.policies import named
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a prompt with one pair; ``seconds`` is the median of the rounds."""
+    """The result of a prompt with one pair; ``seconds`` is the median of the rounds."""
 
     text: str
     tokens: tuple[int, ...]

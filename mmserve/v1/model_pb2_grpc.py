@@ -91,7 +91,7 @@ class ModelServiceServicer(object):
     def LoadModel(self, request, context):
         """LoadModel loads a checkpoint of the server's model_folder and serves it beside the other models. Only for tenants
         with `admin`, as UnloadModel; on a server without tokens for everybody. It goes on where the caller leaves.
-        RESOURCE_EXHAUSTED says how much memory is missing, before any is taken; FAILED_PRECONDITION, that its name is taken.
+        RESOURCE_EXHAUSTED reports how much memory is missing, before any is taken; FAILED_PRECONDITION: its name is taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,8 +52,8 @@ class VideoServiceServicer(object):
         its last connection.
 
         Indexes make both directions exact over any number of connections. Every request but `configure`, `resume` and one
-        that is empty has the next index, from 1; `acknowledged` says up to which the session has taken them, each once, and
-        after a resume the client goes on with the one after that. Responses that tell what happened (`frames_taken`,
+        that is empty has the next index, from 1; `acknowledged` reports up to which the session has taken them, each once, and
+        after a resume the client goes on with the one after that. Responses about what happened (`frames_taken`,
         `push_failed`, `answer`, `alert`, `watch_state`, `statistics`, `closed`) are numbered in the same way, kept until
         `SessionRequest.received` confirms them, and sent again after a resume; those about the connection (`configured`,
         `acknowledged`, `go_away`) have the index 0.

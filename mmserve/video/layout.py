@@ -45,7 +45,7 @@ def streaming_model(model: Model) -> LoadedModel:
 
 
 def around(model: LoadedModel, request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (int64) of a chat up to where the stream stands, in front of its last message's text, and from there on.
+    """Ids (int64) of a chat up to where the stream is placed, in front of its last message's text, and from there on.
 
     ``InvalidArgument`` where the request holds anything but text, ``FailedPrecondition`` where the model's chat format
     takes no video there.
@@ -104,7 +104,7 @@ class Shown:
         return self.unit.ids
 
     def at(self, number: int, time: int) -> Shown:
-        """As unit ``number`` of its stream, which lies at ``time``."""
+        """As unit ``number`` of its stream, which is at ``time``."""
         coordinates = self.unit.coordinates.copy()
         coordinates[:1, self.ids == VISUAL] += time
         return replace(self, number=number, unit=replace(self.unit, coordinates=coordinates))
@@ -238,7 +238,7 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
 
 
 def _places(kept: Table, shift: int, front: np.ndarray, after: int) -> np.ndarray | None:
-    """Where a prompt's rows stand, and its answer begins (int64 ``[prompt + 1]``, or such a row an axis); None = each
+    """Where a prompt's rows are, and its answer begins (int64 ``[prompt + 1]``, or such a row an axis); None = each
     where it is."""
     axes = kept.places.shape[:-1]
     texts = (np.arange(len(front)), kept.following + shift + np.arange(after + 1))

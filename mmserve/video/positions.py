@@ -1,6 +1,6 @@
 """Positions of a stream's rows for the rotary embedding, which a model knows up to a limit only.
 
-Where positions have several axes (M-RoPE), rows of text stand at one place on all of them, and visual tokens without
+Where positions have several axes (M-RoPE), rows of text are at one place on all of them, and visual tokens without
 text between them share the place where they begin, and lie from there in time, by rows and by columns: see
 ``mmserve.encode.places``. Times are counted from the oldest frame that is kept of such a run. Shapes in names: A axes,
 0 of them where a position is one number; n rows.

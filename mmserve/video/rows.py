@@ -76,7 +76,7 @@ class Table:
 
     @property
     def shape(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows are visual tokens, and where each of those lies: what places depend on."""
+        """Which rows are visual tokens, and where each of those is: what places depend on."""
         return self.ids == VISUAL, self.coordinates
 
     @property
@@ -92,7 +92,7 @@ class Table:
 
     @property
     def visual(self) -> np.ndarray:
-        """Rows (int64) where visual tokens stand."""
+        """Rows (int64) where visual tokens are."""
         return np.flatnonzero(self.ids == VISUAL)
 
     @property

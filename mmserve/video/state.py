@@ -275,7 +275,7 @@ class StreamState:
         return Rows(table.kind, table.frame, norms, features)
 
     def _whole(self, rows: int) -> int:
-        """How many of so many rows stand in whole blocks."""
+        """How many of so many rows are in whole blocks."""
         return rows - rows % self._model.block
 
     def _written(

@@ -111,7 +111,7 @@ class Judged(Protocol):
     """A commit policy whose candidates a companion judges before any is chosen."""
 
     def verified(self, canvas: Canvas, candidates: Candidates, verdict: Verdict) -> Candidates:
-        """What is left of ``candidates``, and what stands instead, ascending and at least one."""
+        """What is left of ``candidates``, and what replaces the rest, ascending and at least one."""
         ...
 
 
@@ -143,8 +143,8 @@ class Proposing(Protocol):
     ) -> Candidates:
         """Candidates for positions of the current block, from the logits ``[block, V]`` of all of them.
 
-        ``mask_id`` stands at masked positions; tokens of ``banned`` are never proposed. ``best`` notes more of each
-        row, and may rule tokens out first. The same for the same request and canvas, whoever else is served.
+        ``mask_id`` is at masked positions; tokens of ``banned`` are never proposed. ``best`` notes more of each
+        row, and may rule tokens out first. The same for the same request and canvas, whatever else is served.
         """
         ...
 
@@ -238,7 +238,7 @@ def most_confident(candidates: Candidates, count: int) -> np.ndarray:
 
 
 def first(values: np.ndarray, count: int) -> np.ndarray:
-    """Bool ``[n]``: where the ``count`` smallest of ``values [n]`` stand; of equals, the leftmost."""
+    """Bool ``[n]``: where the ``count`` smallest of ``values [n]`` are; of equals, the leftmost."""
     chosen = np.zeros(len(values), dtype=bool)
     chosen[np.argsort(values, kind="stable")[:count]] = True
     return chosen

@@ -28,7 +28,7 @@ class DraftModel(numbers.DraftModel, Undrafted):
         return True
 
     def wanted(self, canvas: Canvas) -> int:
-        return min(self.length, canvas.size - canvas.known() - 1)  # after the last drafted token stands one more
+        return min(self.length, canvas.size - canvas.known() - 1)  # one more follows the last drafted token
 
     def agreed(self, canvas: Canvas, candidates: Candidates, drafted: np.ndarray) -> Candidates:
         drafted = drafted[: len(candidates.positions) - 1]

@@ -41,7 +41,7 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
     of the answer, next to one another, spell that text; with a length of 0, those of the current block after it. Until
     it is found ``base`` goes on. ``spell``: what a row of tokens (int64 ``[n]``) reads.
     The mean is over the answer's positions whose logits the pass has, all masked ones among them; an answer that is
-    final is sure only if their gaps are, and one that stood there before the first pass never is.
+    final is sure only if their gaps are, and one that was there before the first pass never is.
     ``ends``: tokens that end an answer; nothing after the first of them in it, final or proposed, counts.
     ``mistakes``: where above 0, it is sure instead when no more of the masked positions than that are expected to be
     wrong, at any time: a gap g between two candidates makes the other right with probability 1 / (1 + e^g).

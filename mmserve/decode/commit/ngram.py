@@ -1,6 +1,6 @@
 """Prompt-lookup speculation for next-token models (apoorvumang/prompt-lookup-decoding; vLLM's ``ngram``).
 
-The last tokens are looked up in what stands before them; what followed there is the draft. One pass runs the whole
+The last tokens are looked up in the text before them; what followed there is the draft. One pass runs the whole
 draft, and the tokens that the model itself would have chosen are kept. Greedy, the answer is the one without a draft,
 in fewer passes, but for ties: a row beside a draft's sums in another order than alone, so where two tokens are equally
 likely but for the last bits of their logits, the other may be chosen. Drawn, it is another draw from the same
@@ -34,7 +34,7 @@ class Ngram(numbers.Ngram, Undrafted):
 
     def draft(self, canvas: Canvas) -> np.ndarray:
         known = canvas.tokens[: canvas.known()]
-        most = min(self.length, canvas.size - len(known) - 1)  # after the last drafted token stands one more
+        most = min(self.length, canvas.size - len(known) - 1)  # one more follows the last drafted token
         for size in range(min(self.longest, len(known) - 1), self.shortest - 1, -1):
             windows = np.lib.stride_tricks.sliding_window_view(known[:-1], size)
             found = np.flatnonzero((windows == known[-size:]).all(1))

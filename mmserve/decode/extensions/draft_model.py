@@ -99,7 +99,7 @@ class DraftModel(Extension):
         if opening.request.diffusion.commit.name not in ACCOMPANIED:
             return None
         tokens, encoded = opening.canvas.tokens.copy(), opening.encoded
-        tokens[encoded.image_rows] = self.model.spec.mask_id  # features take the place of whatever stands there
+        tokens[encoded.image_rows] = self.model.spec.mask_id  # features take the place of whatever is there
         embeddings = self._embed(tokens)
         deep = None
         if encoded.companion_features is not None:
@@ -191,7 +191,7 @@ class DraftModel(Extension):
             return []
         passes = [self._pass(part) for part in parts]
         for part, p in zip(parts, passes, strict=True):
-            part.state.seen[p.rows[0] :] = -1  # until the pass is done; right of it, what stood there is of old
+            part.state.seen[p.rows[0] :] = -1  # until the pass is done; right of it, what was there is older
             written = p.rows[p.rows >= part.canvas.prompt_length]
             places = torch.from_numpy(written).to(self.model.device)
             part.state.embeddings[places] = self._embed(part.tokens[written])
@@ -211,13 +211,13 @@ class DraftModel(Extension):
         return Pass(part.canvas, part.pages, state.embeddings, rows, part.asked, wanted, end, state.deep)
 
     def _embed(self, tokens: np.ndarray) -> Tensor:
-        """Embeddings ``[n, D]``; a token that only the served model has stands as a mask."""
+        """Embeddings ``[n, D]``; a token that only the served model has is taken as a mask."""
         known = np.where(tokens < self.model.decoder.config.vocab_size, tokens, self.model.spec.mask_id)
         return self.model.decoder.embed(torch.from_numpy(known).to(self.model.device))
 
 
 def _valid(part: _Part) -> int:
-    """Positions, from the left, whose K/V is of the tokens that stand there."""
+    """Positions, from the left, whose K/V is of the tokens that are there."""
     return leading(part.state.seen[: len(part.tokens)] == part.tokens)
 
 

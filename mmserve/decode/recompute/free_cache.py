@@ -1,4 +1,4 @@
-"""FreeCache (arXiv 2505.21467): what stands left of the block is never run again.
+"""FreeCache (arXiv 2505.21467): what is left of the block is never run again.
 
 The very first pass runs everything and keeps the prompt's K/V; each later one runs from the block's start on. A
 finished block keeps the K/V of its last pass, in which the tokens committed after it were masks: with one token a step

@@ -54,5 +54,5 @@ def share_of(size: int, share: float) -> int:
 
 
 def largest(deviation: np.ndarray, count: int) -> np.ndarray:
-    """Where the ``count`` largest stand: int64, ascending; of equal ones the first."""
+    """Where the ``count`` largest are: int64, ascending; of equal ones the first."""
     return np.sort(np.argsort(-deviation, kind="stable")[:count])

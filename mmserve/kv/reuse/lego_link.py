@@ -1,4 +1,4 @@
-"""EPIC's LegoLink (arXiv 2410.15332): the first positions of an image that stood alone drew attention as the first of
+"""EPIC's LegoLink (arXiv 2410.15332): the first positions of an image that was run alone drew attention as the first of
 everything, which they are not here; they are run again."""
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def no_reuse(model: Model, *, reads_pages: bool) -> str:
     if isinstance(model, CanvasModel):
         return "its network keeps its K/V to itself"
     if model.spec.attention is Attention.BLOCK_CAUSAL:
-        return "its positions look no further than their block, and an image may stand across two"
+        return "its positions look no further than their block, and an image may be in two of them"
     if not model.decoder.config.plain_attention:
         return UNEVEN
     return "" if reads_pages else "the server has [engine] sparse_* or kv_bits"

@@ -119,7 +119,7 @@ class ImageKV:
                 ids = prompt_ids(self._model.tokenizer, chat, special_tokens=spec.special_tokens)
             except InvalidArgument as error:
                 raise FailedPrecondition(f"{unable}; ask without it") from error
-            if placeholder not in ids:  # those of the request stood in its text
+            if placeholder not in ids:  # those of the request were in its text
                 raise FailedPrecondition(f"{unable}; ask without it")
             self._contexts[clip] = np.asarray(ids[: ids.index(placeholder)], dtype=np.int64)
         return self._contexts[clip]

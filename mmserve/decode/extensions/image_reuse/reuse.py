@@ -50,12 +50,12 @@ class ReusedKV:
 
 
 #: K/V on their way into a request's pages: how many positions each piece of that work has run through a layer, and in
-#: the end what came of it.
+#: the end its result.
 Making = Generator[int, None, ReusedKV]
 
 
 def in_one_go(making: Making) -> ReusedKV:
-    """What comes of ``making``, with nothing else done in between."""
+    """The result of ``making``, with nothing else done in between."""
     while True:
         try:
             next(making)

@@ -1,7 +1,7 @@
 """The paged K/V store in 8 or 4 bits, with each page's salient tokens kept as they are.
 
 Each token of a head has a range of its own, so what is stored of it depends on nothing but itself: not on how much of
-its request was run with it, and a shared page does not depend on who filled it. KIVI (arXiv 2402.02750) gives keys a range
+its request was run with it, and no shared page depends on who filled it. KIVI (arXiv 2402.02750) gives keys a range
 a channel, which every write to a page would change for all of its tokens. Salient are the tokens whose keys have the
 smallest norms over all heads, which tend to draw the most attention (arXiv 2406.11430). ZipCache (arXiv 2405.14256)
 asks attention itself; a page that is shared has no one request's attention to ask.

@@ -45,7 +45,7 @@ class Arrivals:
         if self._completed(handover, sink):
             return
         if handover.payload is None:
-            self._stages.check(request)
+            self._stages.capabilities.check(request)
             self._queue.check(request)
         state = self._migration.state_of(handover, sink)
         with self._queue.lock:

@@ -7,6 +7,7 @@ import json
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.info import ModelInfo, lacking, undecided
 from mmserve.core.request import Request, TextPart
+from mmserve.decode.checks import check_sampling, check_uniform_state
 from mmserve.decode.commit import (
     ACCOMPANIED,
     CAUSAL_COMMIT,
@@ -15,13 +16,11 @@ from mmserve.decode.commit import (
     FILTERED,
     RENOISING_COMMIT,
 )
-from mmserve.decode.constraint_sampling import check_sampling
 from mmserve.decode.extensions.image_reuse.checks import check_reuse, no_reuse
 from mmserve.decode.guidance import check_guidance
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import BLOCK_CAUSAL_ATTENTION, CAUSAL_ATTENTION, FULL_ATTENTION, RENOISING
 from mmserve.decode.seeded import check_seed
-from mmserve.decode.uniform_state.checks import check_uniform_state
 from mmserve.defaults import tuning_of
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.kv.reduction import REDUCTIONS, reduction_of

@@ -29,7 +29,6 @@ from mmserve.core.stats import Pass, Stats
 from mmserve.decode.schedulers import Discrete
 from mmserve.encode.decoders import Decoders
 from mmserve.errors import Cancelled, ConfigError, Internal, MMServeError, Unavailable
-from mmserve.kept import Kept
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
 from mmserve.live import LiveRequests
@@ -37,7 +36,7 @@ from mmserve.migration import Migration
 from mmserve.models.adapters import Adapters
 from mmserve.models.base import Model
 from mmserve.outcomes import StageOutcomes
-from mmserve.prefixes import Prefixes
+from mmserve.prefixes import Kept, Prefixes
 from mmserve.request_state import ClientSink, RequestState, Sink, open_group, pass_size
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import EncodedPrompt, Stages

@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits
 from mmserve.bench import suites
 from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.resumed import Kept
-from mmserve.bench.suite_counts import Counts, Found
+from mmserve.bench.suites import Counts, Found
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.document import Orders
 from mmserve.constraint.compile.service import Compiler

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 
-from mmserve.bench.arrivals import arrival_times, kinds
 from mmserve.bench.measures import Figures, Progress, at_most, percentile, stated
 from mmserve.bench.open_loop import ANSWERED, LOST, Outcome, run_open_loop
-from mmserve.bench.serve_mix import TASKS, mix_of, requests, weights_text
+from mmserve.bench.serve_mix import TASKS, arrival_times, kinds, mix_of, requests, weights_text
 from mmserve.bench.served import ServedProcess
 from mmserve.cli.options import Reached, reached
 from mmserve.client import AsyncClient, Options

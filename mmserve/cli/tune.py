@@ -40,8 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mmserve.models.policy_file import NO_FILE, POLICY_FILE, row_data, save_policies
     from mmserve.models.registry import model_folder
     from mmserve.observe.machine import describe
-    from mmserve.tune.measure import measure
-    from mmserve.tune.pairs import pairs_for
+    from mmserve.tune.measure import measure, pairs_for
     from mmserve.tune.prompts import bundled_prompts, read_prompts
 
     if min(arguments.limit, arguments.repeats) < 1:

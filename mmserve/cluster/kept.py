@@ -13,7 +13,7 @@ from mmserve.prefixes import own
 class ClusterKept:
     """``KeptLike`` of ``model``. Slow, for any thread: every call asks all ``workers`` and waits for them.
 
-    Raises ``Unavailable`` where there are none, and what ``mmserve.kept.Kept`` raises, with the name of the worker.
+    Raises ``Unavailable`` where there are none, and what ``mmserve.prefixes.Kept`` raises, with the name of the worker.
     ``dropped``: is called with the names of pages that no worker has any more.
     """
 

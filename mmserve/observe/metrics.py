@@ -19,8 +19,7 @@ from mmserve.core.events import Finished
 from mmserve.core.stats import Stats
 from mmserve.observe.aliases import also_under
 from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, add_build
-from mmserve.observe.sessions import SessionMetrics
-from mmserve.observe.tenants import TenantMetrics
+from mmserve.observe.sessions import SessionMetrics, TenantMetrics
 
 #: Upper bounds of histograms: seconds of a whole request or a part of it, seconds between tokens, and counts of tokens.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)

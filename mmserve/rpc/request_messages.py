@@ -29,9 +29,8 @@ from mmserve.errors import FieldViolation, InvalidArgument, Unimplemented
 from mmserve.rpc.constraint_messages import asked_constraint
 from mmserve.rpc.default_policies import asked_diffusion
 from mmserve.rpc.tool_messages import asked_calls, asked_tools, tool_constraint
-from mmserve.rpc.video_sampling import asked_video_sampling
 from mmserve.rpc.violations import violations
-from mmserve.rpc.vision_messages import asked_vision
+from mmserve.rpc.vision_messages import asked_video_sampling, asked_vision
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import ROLES
 from mmserve.wire.plain import from_message

@@ -17,8 +17,7 @@ from mmserve.errors import FieldViolation
 from mmserve.rpc.constraint_messages import wrong_constraint
 from mmserve.rpc.default_policies import wrong_max_steps, wrong_quality
 from mmserve.rpc.tool_messages import wrong_tools
-from mmserve.rpc.video_sampling import wrong_video_sampling
-from mmserve.rpc.vision_messages import wrong_vision
+from mmserve.rpc.vision_messages import wrong_video_sampling, wrong_vision
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import ROLES
 from mmserve.wire.policies import options_of

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mmserve.config import MediaConfig
 from mmserve.core.options import AMOUNTS, PIXELS, Amounts, Pixels
-from mmserve.core.request import Amount, PixelRange, Vision
+from mmserve.core.request import Amount, PixelRange, VideoSampling, Vision
 from mmserve.core.values import wrong
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.plain import from_message
 
 
 def wrong_vision(vision: pb.VisionParams) -> Iterator[tuple[str, str]]:
@@ -32,3 +34,22 @@ def asked_vision(vision: pb.VisionParams) -> Vision:
         images=PixelRange(*pixels[:2]),
         videos=PixelRange(*pixels[2:]),
     )
+
+
+def wrong_video_sampling(sampling: pb.VideoSampling, path: str, limits: MediaConfig) -> Iterator[tuple[str, str]]:
+    """Each field of ``sampling`` that is wrong, with ``path`` in front, and what it must be."""
+    given = from_message(VideoSampling, sampling)
+    asked = {name: number for name, number in vars(given).items() if number is not None}
+    for name, rule in wrong(VideoSampling, asked):
+        yield f"{path}.{name}", rule
+    if given.frames is not None and given.frames > limits.max_sampled_frames:
+        most = f"{limits.max_sampled_frames} ([media] max_sampled_frames of the server)"
+        yield f"{path}.frames", f"must be at least 1 and at most {most}, not {given.frames}"
+    if given.frames is not None and (given.fps is not None or given.scenes):
+        yield f"{path}.frames", "must not be set with fps, scene_similarity or scene_frames: they are other rules"
+
+
+def asked_video_sampling(video: pb.Video) -> VideoSampling | None:
+    """The core form of a video's sampling; None where it asks for nothing."""
+    found = from_message(VideoSampling, video.sampling)
+    return None if found == VideoSampling() else found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from echo_server import EchoEngine, threaded
 
-from mmserve.bench.arrivals import arrival_times
+from mmserve.bench.serve_mix import arrival_times
 from mmserve.bench.serve_models import POSITIONS, block_diffusion, next_token
 from mmserve.bench.serve_stall import CHUNK, WHOLE, _report
 from mmserve.cli import main

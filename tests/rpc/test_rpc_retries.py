@@ -17,7 +17,7 @@ from echo_server import EchoEngine, config, served, threaded
 from harness import eventually
 
 from mmserve.client import AsyncClient, Client
-from mmserve.client.connection import _channel_options
+from mmserve.client.base import _channel_options
 from mmserve.client.retries import Retries
 from mmserve.errors import (
     Cancelled,

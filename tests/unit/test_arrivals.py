@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.bench.arrivals import arrival_times, kinds
+from mmserve.bench.serve_mix import arrival_times, kinds
 
 
 @given(st.floats(0.1, 50), st.floats(0.1, 20), st.integers(0, 99), st.integers(1, 9))

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mmserve.bench.attention import DENSITIES, changed, variants
-from mmserve.bench.attention_rows import KEYS, plot
+from mmserve.bench.attention import DENSITIES, KEYS, changed, plot, variants
 from mmserve.bench.resumed import Kept
 from mmserve.config import SPARSE_DECODE, SPARSE_PREFILL, Config, from_mapping
 from mmserve.errors import ConfigError

@@ -12,10 +12,9 @@ import pytest
 
 from mmserve.bench import video_accuracy, video_files
 from mmserve.bench.measures import at_least, at_most, percentile, stated
-from mmserve.bench.video import run
+from mmserve.bench.video import plot, run
 from mmserve.bench.video_clips import clips_of, drawn_clip, frame_at
 from mmserve.bench.video_cuts import CutProxy
-from mmserve.bench.video_plot import plot
 from mmserve.bench.video_sessions import growth
 from mmserve.bench.video_watches import Judgement, calibration_error, holds, names, watches
 from mmserve.errors import ConfigError

@@ -21,8 +21,7 @@ from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.names import SHIPPED, shipped_folder
 from mmserve.models.policy_file import PolicyFile, load_policies, save_policies
 from mmserve.models.registry import load_model
-from mmserve.tune.measure import Answer, agreement, figures
-from mmserve.tune.pairs import pairs_for
+from mmserve.tune.measure import Answer, agreement, figures, pairs_for
 from mmserve.tune.prompts import Prompt, bundled_prompts, read_prompts
 from mmserve.wire.models import from_model_info, to_model_info
 from mmserve.wire.policies import named

@@ -32,10 +32,15 @@ from mmserve.decode.sampler import described, step_generator
 from mmserve.decode.state import Answer, Stepped
 from mmserve.decode.text import TextStream
 from mmserve.decode.uniform_state.constraint import CanvasConstraint
-from mmserve.decode.uniform_state.handover import go_on, payload_of, prefilled_of
-from mmserve.decode.uniform_state.samplers import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step
-from mmserve.decode.uniform_state.seeded import pinned, seed_of
-from mmserve.decode.uniform_state.state import CanvasDecoding, CanvasPrefilled
+from mmserve.decode.uniform_state.samplers import (
+    CanvasSampler,
+    EntropyBoundSampler,
+    ScheduledSampler,
+    Step,
+    pinned,
+    seed_of,
+)
+from mmserve.decode.uniform_state.state import CanvasDecoding, CanvasPrefilled, go_on, payload_of, prefilled_of
 from mmserve.kv.table import PageTable
 from mmserve.models.base import CanvasModel, OpenCanvas
 

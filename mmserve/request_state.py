@@ -205,24 +205,9 @@ class RequestState:
     def finished(self, reason: str, answer: Answer, now: float) -> Finished:
         """The event that ends it; ``now`` is on the monotonic clock (seconds)."""
         usage = replace(self.usage, completion_tokens=answer.completion_tokens, kv_positions=answer.kv_positions)
-        return Finished(
-            reason,
-            answer.text,
-            usage,
-            answer.forwards,
-            answer.recomputed_tokens,
-            self._times(now),
-            warnings=answer.warnings,
-            edits=answer.edits,
-            tokens=answer.tokens,
-            sample=self.sample,
-            closed_by_budget=answer.closed_by_budget,
-            companion_forwards=answer.companion_forwards,
-            log_weight=answer.log_weight,
-            constraint=answer.constraint,
-            holes=answer.holes,
-            decisions=answer.decisions,
-        )
+        of_usage = ("completion_tokens", "kv_positions")
+        own = {name: value for name, value in vars(answer).items() if name not in of_usage}
+        return Finished(reason=reason, usage=usage, times=self._times(now), sample=self.sample, **own)
 
     def _times(self, now: float) -> StageTimes:
         total = now - self.group.arrived

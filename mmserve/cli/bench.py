@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from mmserve.cli.benchmarks import BENCHMARKS
-from mmserve.cli.options import add_json, print_json
+from mmserve.cli.options import add_json, print_json, show_progress
 from mmserve.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "repeats" in counts and counts["repeats"] * counts.get("limit", 2) < 2:
         raise ConfigError("a benchmark needs at least 2 measurements: --limit 2 or --repeats 2")
     with redirect_stdout(sys.stderr):  # stdout has the result alone; Ray writes there, too
-        figures = import_module(f"mmserve.bench.{BENCHMARKS[arguments.name].module}").run(arguments, _progress)
+        figures = import_module(f"mmserve.bench.{BENCHMARKS[arguments.name].module}").run(arguments, show_progress)
     report = {"bench": arguments.name, **figures, "machine": describe()}
     if arguments.json:
         print_json(report)
@@ -48,10 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
         if "search" in report:
             print(_line({"measured": "search", **report["search"]}))
     return 0
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _measure(measure: dict[str, Any]) -> str:

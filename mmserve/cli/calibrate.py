@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from mmserve.cli.options import add_config, add_json, any_port, print_json, read_config
+from mmserve.cli.options import add_config, add_json, any_port, print_json, read_config, show_progress
 from mmserve.cli.tune import require_writable
 from mmserve.errors import ConfigError
 
@@ -58,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     with BackgroundServer(config) as server, Client(server.address, timeout=3600) as client:
         client.wait_ready()
         model = client.describe()
-        found = list(judged(client, items, model.name, load_calibration(folder), _progress))
+        found = list(judged(client, items, model.name, load_calibration(folder), show_progress))
     learned, held = found[::2], found[1::2]
     kinds = fitted(learned)
     plain = Calibration()
@@ -97,7 +96,3 @@ def run(arguments: argparse.Namespace) -> int:
         )
     print(f"wrote {out}")
     return 0
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,6 +101,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def print_json(value: Any) -> None:
     """One line of JSON on stdout."""
     print(json.dumps(value, ensure_ascii=False))
+
+
+def show_progress(text: str) -> None:
+    """A line for a person on stderr: stdout has the result alone."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmserve.cli.options import add_config, add_json, print_json
+from mmserve.cli.options import add_config, add_json, print_json, show_progress
 from mmserve.core.tuning import BALANCED, FAST, FLOORS, Measured, Pair, fastest
 from mmserve.errors import ConfigError
 
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         client.wait_ready()
         model = client.describe()
         pairs = pairs_for(model)
-        curve = measure(client, model.name, prompts, pairs, arguments.repeats, _progress)
+        curve = measure(client, model.name, prompts, pairs, arguments.repeats, show_progress)
     chosen = {name: fastest(curve, floor) for name, floor in FLOORS.items()}
     default = chosen[BALANCED]
     assert default is not None, "plain decoding is as good as itself"
@@ -96,10 +95,6 @@ def require_writable(out: Path) -> None:
             f"{out} cannot be written: name another file with --out, and have the server read it with `policies = "
             '"FILE"` under [[models]]'
         )
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _line(row: Measured, plain: Pair, chosen: dict[str, Pair]) -> str:

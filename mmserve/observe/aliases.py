@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
-from mmserve.observe.inventory import PREFIX
+from mmserve.observe.inventory import PREFIX, Unasked
 
 #: Families that mean in vLLM what they mean here; of the prefix cache the ratio, since pages are counted here.
 SHARED = frozenset(
@@ -44,13 +43,9 @@ def also_under(registry: CollectorRegistry, prefixes: Sequence[str]) -> Collecto
     return served
 
 
-class _Aliased(Collector):
+class _Aliased(Unasked):
     def __init__(self, registry: CollectorRegistry, prefixes: Sequence[str]) -> None:
         self._registry, self._prefixes = registry, prefixes
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: names are checked where the metrics are registered first."""
-        return iter(())
 
     def collect(self) -> Iterator[Metric]:
         """Each family, followed by its aliases."""

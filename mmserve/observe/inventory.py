@@ -71,15 +71,19 @@ class Calls:
         self._uploads.labels(code).inc()
 
 
-class Models(Collector):
+class Unasked(Collector):
+    """A collector that is registered without being asked for its names: engines may not have started by then."""
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing."""
+        return iter(())
+
+
+class Models(Unasked):
     """What each loaded model is, read when it is asked for."""
 
     def __init__(self, engines: Mapping[str, Described]) -> None:
         self._engines = engines
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: the names are known without asking an engine that has not started."""
-        return iter(())
 
     def collect(self) -> Iterator[Metric]:
         """One family after another, a sample each model."""

@@ -13,13 +13,12 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
 from mmserve.core.events import Finished
 from mmserve.core.stats import Stats
 from mmserve.observe.aliases import also_under
-from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, add_build
-from mmserve.observe.sessions import SessionMetrics, TenantMetrics
+from mmserve.observe.counters import SessionMetrics, TenantMetrics
+from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, Unasked, add_build
 
 #: Upper bounds of histograms: seconds of a whole request or a part of it, seconds between tokens, and counts of tokens.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
@@ -155,15 +154,11 @@ class Metrics:
         return Counter(PREFIX + name, text, (MODEL, *labels), registry=self.registry)
 
 
-class _Held(Collector):
+class _Held(Unasked):
     """What engines hold now and have counted, read when it is asked for."""
 
     def __init__(self, engines: Mapping[str, Measured]) -> None:
         self._engines = engines
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: the names are known without asking an engine that has not started."""
-        return iter(())
 
     def collect(self) -> Iterator[Metric]:
         """One family after another, a sample each model."""

@@ -1,4 +1,4 @@
-"""What becomes of visual tokens, as messages name it."""
+"""What the model sees of pictures and videos, as messages name it: pixels, visual tokens, frames."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from mmserve.encode.decoders import Decoders
 from mmserve.encode.sampling import Sampler
 from mmserve.engine import Engine
 from mmserve.errors import Unimplemented
-from mmserve.observe.sessions import SessionMetrics
+from mmserve.observe.counters import SessionMetrics
 from mmserve.video.base import Streams
 from mmserve.video.facts import Facts, facts_of, standing_of
 from mmserve.video.reading import PushReader

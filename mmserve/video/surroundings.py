@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from mmserve.config import VideoConfig
 from mmserve.core.events import Event
 from mmserve.errors import InvalidArgument, MMServeError
-from mmserve.observe.sessions import SessionMetrics
+from mmserve.observe.counters import SessionMetrics
 from mmserve.video import messages as m
 from mmserve.video.base import Frame, Seen
 from mmserve.video.standing import Judged, StandingQuestion

@@ -1,4 +1,4 @@
-"""Metrics of video sessions."""
+"""Counters of tenants, whose labels are names of the configuration alone, and of video sessions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from mmserve.core.events import Finished
 from mmserve.observe.inventory import PREFIX
 
-_PREFIX = "mmserve:"
-
 
 class TenantMetrics:
     """Counters for each tenant, and of calls that are no tenant's; a server without tenants counts nothing here."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(_PREFIX + name, text, labels, registry=registry)
+            return Counter(PREFIX + name, text, labels, registry=registry)
 
         self._ended = counter("tenant_requests", "Generate requests that ended, by status", "tenant", "code")
         self._tokens = counter("tenant_tokens", "Tokens of prompts and of answers", "tenant", "kind")

@@ -78,7 +78,7 @@ class Migration:
         self._live.advance(state, Stage.ARRIVED)
 
     def open_arrived(self, states: Sequence[RequestState], now: float) -> bool:
-        """Give pages to those that wait for them, in order; whether some still wait: nobody else may take pages then.
+        """Give pages to those that wait for them, in order; whether some still wait: no others may take pages then.
 
         Those that are only expected take what the others leave. ``now``: virtual time of decode.
         """

@@ -59,5 +59,5 @@ def _pool_bytes(model: LoadedModel, engine: EngineConfig) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that nobody holds on ``device``, of this machine's memory or a GPU's."""
+    """Free bytes on ``device``, of this machine's memory or a GPU's."""
     return free_bytes(device) if device.type == "cuda" else available()

@@ -161,7 +161,7 @@ class Prefixes:
         ]
 
     def _copied(self, names: Sequence[str]) -> None:
-        """Copy pages that are in the pool; nobody else may take them meanwhile."""
+        """Copy pages that are in the pool; they are held there meanwhile."""
         tier = self._tier
         assert tier is not None, "asked for by ``pin`` alone"
 

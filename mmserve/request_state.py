@@ -25,7 +25,7 @@ from mmserve.schedule.deadlines import due, pace
 from mmserve.schedule.fair import aged
 from mmserve.stages.prompt import EncodedPrompt
 
-#: Gets what is for the client and, of a request with a ``trace``, how it gets on.
+#: Gets what is for the client and, of a request with a ``trace``, its progress.
 ClientSink = Callable[[Event | Progress], None]
 #: The same where stages are apart: it gets the request's state, too.
 Sink = Callable[[Event | Progress | Left | Saved | Ahead], None]

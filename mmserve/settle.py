@@ -2,7 +2,7 @@
 
 import gc
 
-#: Objects made and not gone yet, from which on the collector looks at them. At 700, Python's own, most of what it finds
+#: Objects allocated and not freed before the collector runs. At 700, Python's own, most of what it finds
 #: is what a search is at, which is looked at again and again: it took 4% of searches' time, now 1%.
 _YOUNG = 5_000
 

@@ -1,4 +1,4 @@
-"""What hostile requests cost everybody else: ``mmserve bench attacks``.
+"""What hostile requests cost other clients: ``mmserve bench attacks``.
 
 For each attack: the latency of short text requests and of health checks while it runs, beside the same on an idle
 server, and the server's memory before it and some time after it. The server runs in a process of its own, and so does
@@ -144,7 +144,7 @@ def _watch(address: str, asks: Sequence[Question], seconds: float, answers: dict
 
 
 def _waits(latencies: list[float]) -> list[float]:
-    """Latencies; where there is none, how long was waited in vain."""
+    """Latencies; without any, the time that was waited."""
     return latencies or [1000 * PATIENCE]
 
 

@@ -93,7 +93,7 @@ def _others() -> float:
 
 
 def _kind(answers: Sequence[Answer]) -> Kind:
-    """What a request is, from what became of all of them."""
+    """The kind of a request, from the answers to all of them."""
     finished = [answer.finished for answer in answers if answer.finished is not None]
     usage = finished[0].usage
     return Kind(

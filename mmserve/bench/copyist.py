@@ -79,7 +79,7 @@ def blank(session: Session, block: int) -> Canvas:
 
 @dataclass
 class Decoded:
-    """What a decoding came to."""
+    """The result of a decoding."""
 
     tokens: list[int]  # of the answer, without its end
     commits: list[int] = field(default_factory=list)

@@ -46,7 +46,7 @@ class Ask:
 
 @dataclass
 class Outcome:
-    """What the requests of one number of clients came to; times in seconds."""
+    """The outcomes of the requests of one number of clients; times in seconds."""
 
     latencies: list[float] = field(default_factory=list)
     right: int = 0

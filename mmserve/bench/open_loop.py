@@ -1,4 +1,4 @@
-"""Requests sent when they are due, whatever becomes of those before them, and what became of each.
+"""Requests sent when they are due, whether those before them have ended or not, and the outcome of each.
 
 Open loop: a slow server, or client, does not thin the load. All times of a request count from when it was due, so that
 a generator that is late lengthens latencies and cannot hide them; how late it was is reported beside them.
@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass
 class Outcome:
-    """What became of one request. Times are seconds from when it was due; None = it did not get so far.
+    """The outcome of one request. Times are seconds from when it was due; None = it did not get so far.
 
     ``late``: how long after that it was sent. ``ended``: ``ANSWERED``, ``LOST``, or the code of its error.
     """

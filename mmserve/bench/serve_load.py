@@ -1,4 +1,4 @@
-"""The section ``load`` of ``mmserve bench serve``: a mixed open-loop load at each rate, and what became of it."""
+"""The section ``load`` of ``mmserve bench serve``: a mixed open-loop load at each rate, and its outcome."""
 
 from __future__ import annotations
 

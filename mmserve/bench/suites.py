@@ -1,4 +1,4 @@
-"""Public suites of JSON schemas with instances, read from files that the user fetches, and what they come to.
+"""Public suites of JSON schemas with instances, read from files that the user fetches, and counts of results.
 
 MaskBench (github.com/guidance-ai/jsonschemabench, ``maskbench/data``): a file is one object with ``schema`` and
 ``tests``. JSON-Schema-Test-Suite (github.com/json-schema-org/JSON-Schema-Test-Suite, ``tests/draft*``): a file is a
@@ -94,7 +94,7 @@ _EXAMPLES = 400  # of each kind in the report
 
 @dataclass
 class Found:
-    """What one schema came to; without ``refusal`` it is admitted."""
+    """The result of one schema; without ``refusal`` it is admitted."""
 
     suite: str
     name: str
@@ -111,7 +111,7 @@ class Found:
 
 @dataclass
 class Counts:
-    """What the schemas of one suite came to."""
+    """The results of the schemas of one suite."""
 
     suite: str
     schemas: int = 0

@@ -47,7 +47,7 @@ class CutProxy:
         self.cut()
 
     def cut(self) -> None:
-        """End every connection at once, in both directions and without a goodbye."""
+        """End every connection at once, in both directions, without a closing handshake."""
         with self._lock:
             ended, self._open = self._open, []
         self.cuts += bool(ended)

@@ -105,9 +105,7 @@ _SCENE_TASKS = _tasks("tasks of the bundled model's scenes")
 
 #: Benchmarks by name.
 BENCHMARKS = {
-    "attacks": Benchmark(
-        "attacks", "What hostile requests cost everybody else", (_tasks("attacks"), _SEED, add_config)
-    ),
+    "attacks": Benchmark("attacks", "What hostile requests cost other clients", (_tasks("attacks"), _SEED, add_config)),
     "attention": Benchmark(
         "attention",
         "What sparse attention and quantised K/V do to logits and answers",

@@ -19,7 +19,7 @@ from mmserve.client import TLS, Client
 from mmserve.config import Config
 from mmserve.errors import ConfigError
 
-#: How long a command tries to reach a server that cannot be reached: somebody waits for it.
+#: How long a command tries to reach a server that cannot be reached: a person waits for it.
 _RECONNECT_SECONDS = 2.0
 #: Variable of the environment that holds the bearer token for ``--server``.
 TOKEN_VARIABLE = "MMSERVE_TOKEN"
@@ -207,7 +207,7 @@ def _refuse_settings(arguments: argparse.Namespace) -> None:
 
 
 def any_port(settings: Config) -> Config:
-    """The settings of a server that only its own process talks to: a free port, and nobody is asked who they are."""
+    """The settings of a server that only its own process talks to: a free port, and no authentication."""
     server = replace(
         settings.server,
         port=0,

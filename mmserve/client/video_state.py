@@ -43,7 +43,7 @@ _FAILURES = 256
 
 @dataclass(eq=False)
 class Pending:
-    """A question in progress: events that nobody has read yet, and how it ended."""
+    """A question in progress: events not read yet, and how it ended."""
 
     question_id: str
     samples: int
@@ -62,7 +62,7 @@ class Pending:
 
 @dataclass(eq=False)
 class Watching:
-    """A standing question: alerts that nobody has read yet, and why it is not asked any more."""
+    """A standing question: alerts not read yet, and why it is not asked any more."""
 
     watch_id: str
     alerts: deque[Alert] = field(default_factory=lambda: deque(maxlen=1024))

@@ -36,7 +36,7 @@ class SessionView(Generic[QuestionT, AlertsT]):
         self._begun = time.monotonic()
 
     def _act(self, act: Callable[[], _T]) -> _T:
-        """Change the state, and have everybody who waits look again."""
+        """Change the state, and wake all that wait."""
         raise NotImplementedError
 
     def _question(self, pending: Pending, schema: Any, timeout: float) -> QuestionT:
@@ -247,7 +247,7 @@ class QuestionView:
 
 
 class AlertsView:
-    """The alerts of a standing question that nobody has read yet."""
+    """The alerts of a standing question not read yet."""
 
     def __init__(self, session: SessionView[Any, Any], watching: Watching) -> None:
         self._view, self._watching = session, watching

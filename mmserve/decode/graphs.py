@@ -12,7 +12,7 @@ the bucket's, as it is the batch's in an ordinary pass: on a GPU that may move l
 Recorded work must ask the device nothing, since the host only looks on while it is recorded. What did ask, or was made
 on the host, is outside: the programs of attention (``fixed_schedule`` makes them on the device), rotary angles (the
 axes of M-RoPE's frequencies come from the host), the rows whose logits are wanted. What cannot be outside is not
-recorded: experts, which run as many rows as come to them, sparse attention and quantised K/V, which ask which pages a
+recorded: experts, which run the rows routed to them, sparse attention and quantised K/V, which ask which pages a
 pass writes (``obstacle``); passes with deep features or with an observer; prefill, whose sizes are seldom the same.
 """
 
@@ -86,7 +86,7 @@ def obstacle(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | 
     if sparse is not None:
         return "attention is sparse (sparse_*)"
     if model.decoder.config.moe is not None:
-        return "how many rows come to an expert is not known before"
+        return "how many rows are routed to an expert is not known before"
     slow = [op for op in ("cached_attention", "rope_scatter") if store.kernels[op] != "triton"]
     return f"{slow[0]} runs as {store.kernels[slow[0]]}" if slow else ""
 
@@ -237,7 +237,7 @@ class CudaCapture:
                 with torch.cuda.stream(self._aside):
                     run()  # kernels are compiled and libraries make their workspaces: not while recording
                 self._aside.synchronize()
-                # Other stages' threads allocate and wait as they like meanwhile.
+                # Other stages' threads allocate and wait freely meanwhile.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"):
                     out = run()
             except RuntimeError:

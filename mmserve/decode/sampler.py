@@ -174,7 +174,7 @@ def _figures(
 class _Noise:
     """The Gumbel noise of one step, a row for each position from the block's first on.
 
-    Rows that nobody asks for are drawn all the same, so that a position's noise does not depend on them; they are drawn
+    Rows not asked for are drawn all the same, so that a position's noise does not depend on them; they are drawn
     one after another, so that none of it depends on how many are wanted at once.
     """
 

@@ -1,7 +1,7 @@
 """``commit_scores`` for the sampler, where it runs as a kernel: no copy of the logits, and noise that is counted.
 
 Its noise is of a seed and a token's id (``mmserve_kernels/commit_scores/noise.py``), so each row has a seed of its own,
-and nothing is drawn for rows that nobody asks for. It is another than the CPU's sampler draws, one row after another.
+and nothing is drawn for rows that are not asked for. It is another than the CPU's sampler draws, one row after another.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class Footage:
         if first is not None and (first.pts, first.size) == self.index.first:
             yield first
             yield from packets
-        else:  # a container that cannot be gone back in
+        else:  # a container without seeking backwards
             with self.again() as own:
                 yield from (packet for packet in own.container.demux(own.stream) if packet.size)
 

@@ -103,7 +103,7 @@ def main() -> None:
         piece = wire.Piece(**message["piece"]) if message["piece"] else None
         kept = {name: message[name] for name in ("clip", "name", "frames", "rate", "sampler", "window")}
         file = wire.MediaFile(data, resize=resize, piece=piece, **kept)
-        # The backstop, where a decoder does not come to its next frame.
+        # The backstop, where a decoder does not reach its next frame.
         signal.setitimer(signal.ITIMER_PROF, limits.decode_seconds + 1)
         most = _BASE_BYTES + _BYTES_A_PIXEL * limits.max_pixels
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
@@ -196,7 +196,7 @@ def _readable(seconds: float) -> bool:
 
 
 def _exactly(size: int) -> bytes:
-    """The next ``size`` bytes; ends the process where the server is gone."""
+    """The next ``size`` bytes; ends the process where the server has ended."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(0, min(1 << 20, size - len(parts)))

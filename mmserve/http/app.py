@@ -70,9 +70,9 @@ class App:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        # one thread: parsing holds the interpreter, so that two would serve nobody sooner
+        # one thread: parsing holds the interpreter, so that two would not be faster
         self._parser = ThreadPoolExecutor(1, "mmserve-http-parse")
-        # one thread: a constraint that is hard to compile makes those wait that are only checked, and nobody else
+        # one thread: a constraint that is hard to compile delays other checks only
         self._checker = ThreadPoolExecutor(1, "mmserve-http-check")
         self._bodies = Bodies(server.config.server, server.room, self._parser)
         self.asgi = Starlette(

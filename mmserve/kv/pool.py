@@ -11,14 +11,14 @@ class PagePool:
     """A fixed number of pages with reference counts, and a cache of those that hold a known prefix.
 
     A page is handed out blank by ``allocate``, and may then be published under a key of all that its K/V depends on
-    (``kv.prefix``). ``share`` hands it to others as well. A published page that nobody references is kept, and is
+    (``kv.prefix``). ``share`` hands it to others as well. A published page without references is kept, and is
     blank again when room is needed: least recently used first, and of one request's pages the last first, for without
     the pages before it a page is of no use. Pages are shared in whole units of ``unit`` pages.
     """
 
     def __init__(self, total: int, *, unit: int = 1) -> None:
         self.total, self.unit = total, unit
-        #: Pages that were published and are handed out again, with the keys they had: None = nobody asks for them.
+        #: Pages that were published and are handed out again, with the keys they had: None = they are not wanted.
         self.evicted: list[tuple[int, bytes]] | None = None
         self.lookups = 0  # pages asked for with ``share``, and
         self.hits = 0  # those of them that it found
@@ -26,7 +26,7 @@ class PagePool:
         self._references: dict[int, int] = {}  # of the pages that are handed out
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published, referenced by nobody; least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, without references; least recently used first
 
     @property
     def free(self) -> int:
@@ -57,7 +57,7 @@ class PagePool:
         return pages
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """``count`` pages of nobody else's; ``ValueError`` where there are too few (the scheduler asks first).
+        """``count`` unshared pages; ``ValueError`` where there are too few (the scheduler asks first).
 
         Pages that follow one another where there is such a run: on a CPU those are read where they are, and others
         copied together in each layer of each pass.
@@ -85,7 +85,7 @@ class PagePool:
         return found - found % self.unit
 
     def published(self) -> dict[bytes, int]:
-        """Pages that are published, by key; those that nobody references first, the least recently used first of
+        """Pages that are published, by key; those without references first, the least recently used first of
         all."""
         idle = {self._key_of[page]: page for page in self._idle}
         return idle | self._page_of
@@ -97,7 +97,7 @@ class PagePool:
             self._references[page] = self._references.get(page, 0) + 1
 
     def withdraw(self, keys: Sequence[bytes]) -> int:
-        """Share the pages of these keys no longer; those that nobody references are blank. How many there were."""
+        """Share the pages of these keys no longer; those without references are blank. How many there were."""
         pages = [self._page_of.pop(key) for key in keys if key in self._page_of]
         for page in pages:
             del self._key_of[page]

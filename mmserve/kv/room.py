@@ -28,7 +28,7 @@ def pool_bytes(decoder: DecoderConfig, engine: EngineConfig, dtype: torch.dtype)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that nobody holds, or that PyTorch holds for nothing."""
+    """Free bytes of a GPU, and those that PyTorch caches unused."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0] + unused)
 

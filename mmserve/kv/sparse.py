@@ -112,7 +112,7 @@ class Sparse:
     def read(self, selection: Selection | None, rows: list[np.ndarray], ragged: Ragged) -> Read | None:
         """What attends in one pass over ``rows`` (positions of each request); None = dense attention, as always.
 
-        Every pass must come by here: pages' summaries are kept up to date by it.
+        Every pass must call it: it keeps the summaries of pages up to date.
         """
         if selection is None and self._bounds is None:
             return None

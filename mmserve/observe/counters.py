@@ -48,7 +48,7 @@ class SessionMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.sessions = Gauge(PREFIX + "video_sessions", "Sessions, with and without a connection", registry=registry)
-        self._frames = Counter(PREFIX + "video_frames", "Frames by what became of them", ("result",), registry=registry)
+        self._frames = Counter(PREFIX + "video_frames", "Frames by outcome", ("result",), registry=registry)
         self._failed = Counter(PREFIX + "video_push_failures", "Pushes that failed", ("code",), registry=registry)
         self._resumes = Counter(PREFIX + "video_resumes", "Sessions that were resumed", registry=registry)
         self._alerts = Counter(PREFIX + "video_alerts", "Alerts of standing questions", registry=registry)

@@ -48,9 +48,7 @@ class Calls:
             buckets=_SECONDS,
             registry=registry,
         )
-        self._uploads = Counter(
-            PREFIX + "media_uploads", "Uploads by what became of them", ("result",), registry=registry
-        )
+        self._uploads = Counter(PREFIX + "media_uploads", "Uploads by outcome", ("result",), registry=registry)
         self._upload_bytes = Counter(
             PREFIX + "media_upload_bytes", "Bytes of uploads that were accepted", registry=registry
         )

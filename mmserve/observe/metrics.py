@@ -1,7 +1,7 @@
 """What a server counts and times, as Prometheus metrics.
 
 Names are those that vLLM made usual where there is one, with the prefix ``mmserve:``; the rest is what diffusion models
-add to them. Every server has a registry of its own. What requests come to is noted as they end (``watch.py``); what
+add to them. Every server has a registry of its own. Outcomes of requests are noted as they end (``watch.py``); what
 engines hold is read from them at each scrape (``_Held``).
 """
 
@@ -84,7 +84,7 @@ class Metrics:
             forwards="Forward passes that requests took part in",
             recomputed_tokens="Token positions that were run through the model",
         )
-        self._ended = self._counter("request_success", "Samples that came to an end", "finished_reason")
+        self._ended = self._counter("request_success", "Samples that ended", "finished_reason")
         self._messages = Counter(
             PREFIX + "messages_refused", "Messages that were refused unread", ("code",), registry=self.registry
         )
@@ -109,7 +109,7 @@ class Metrics:
         self._longest.labels(model).observe(longest)
 
     def finished(self, model: str, event: Finished) -> None:
-        """Note what a sample came to."""
+        """Note the outcome of a sample."""
         times, usage = event.times, event.usage
         tokens = usage.completion_tokens
         for histogram, milliseconds in (

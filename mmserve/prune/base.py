@@ -71,7 +71,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a grid of n patches.
+    """What is done with a grid of n patches.
 
     ``places``: int64 ``[k]``, ascending: the patches that stay, or whose place a merged token takes. ``weights``: fp32
     ``[k, n]``, the weight of each patch in each token; None = the patches themselves. Both on the CPU.

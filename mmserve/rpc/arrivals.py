@@ -1,6 +1,6 @@
 """Calls whose message is still on its way: how long each may take, and how many there may be.
 
-gRPC collects a message outside Python and hands it over whole, so nobody here knows how much of one has come. What is
+gRPC collects a message outside Python and hands it over whole, so how much of one has come is not known here. What is
 known is that a message on its way may hold as many bytes as a message may have. Most messages come at once and are
 never counted; of those that are late there may be only so many, and no call ever waits for the place of another: where
 there are too many, the one goes that has waited longest, of the host with the most of them.
@@ -42,7 +42,7 @@ class Arrivals:
 
         Raises ``DeadlineExceeded`` for one that is too slow, and ``ResourceExhausted`` where too many are late.
         """
-        # A task of its own, which nobody cancels: gRPC would not free what comes for a read that is given up. It ends
+        # A task of its own, never cancelled: gRPC would not free what comes for a read that is given up. It ends
         # with the call.
         reading = asyncio.ensure_future(read())
         reading.add_done_callback(_look_at)
@@ -82,7 +82,7 @@ class Arrivals:
 
 
 def _look_at(ended: asyncio.Future[Any]) -> None:
-    """Have asyncio know that the error, if any, is nobody's oversight: the call has ended otherwise."""
+    """Mark the error, if any, as retrieved: the call has ended otherwise."""
     if not ended.cancelled():
         ended.exception()
 

@@ -28,7 +28,7 @@ def connection_options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # clients ping during long silent streams: without this they are sent away for it
+        # clients ping during long silent streams: without this gRPC closes their connections
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ]
 

@@ -27,7 +27,7 @@ class EngineLike(Protocol):
 
     def submit(self, request: Request, sink: Callable[[Event | Progress], None]) -> None:
         """Take ``request``, or raise ``ResourceExhausted`` or ``Unavailable``; ``sink`` then gets its events, and
-        how it gets on where it has a ``trace``."""
+        its progress where it has a ``trace``."""
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
         """Whether the constraint of ``request`` can be kept, and whether ``answer`` obeys it; may take seconds.

@@ -69,7 +69,7 @@ class _Target:
 
 
 class _Failed(Exception):
-    """A fetch that came to nothing, and why."""
+    """A fetch that failed, and why."""
 
 
 class Fetcher:

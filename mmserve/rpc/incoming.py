@@ -1,4 +1,4 @@
-"""How messages come in: well-formed, of bounded work, and nobody's any more once they are read.
+"""How messages come in: well-formed, of bounded work, and freed once they are read.
 
 gRPC keeps the message of a call with one request until the call ends, media and all. So those calls are read here like
 streams of requests, which on the wire they are, and the message belongs to who reads it alone. It comes as bytes; what
@@ -54,7 +54,7 @@ class Incoming(grpc.aio.ServerInterceptor):
         self._refused = refused
         self._arrivals = Arrivals(max(1, room.capacity // config.max_message_bytes), config.message_seconds)
         self._turns = Turns()
-        # one thread: parsing holds the interpreter, so that two would serve nobody sooner
+        # one thread: parsing holds the interpreter, so that two would not be faster
         self._parser = ThreadPoolExecutor(1, "mmserve-parse")
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Incoming(grpc.aio.ServerInterceptor):
     async def _messages(
         self, read: Callable[[bytes], Any], method: str, context: Any, *, idle: bool = False
     ) -> AsyncIterator[Any]:
-        """The messages of a call, each the caller's own; ``idle``: all but the first may take as long as they like."""
+        """The messages of a call, each the caller's own; ``idle``: all but the first may take any time."""
         first = True
         while True:
             coming = self._next(method, context) if idle and not first else self._first(method, context)

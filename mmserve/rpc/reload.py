@@ -46,7 +46,7 @@ class Guard:
         """
         accepted = accepted_tokens(config.tenants, config.server.auth_tokens)
         if self.auth.guards and not accepted:
-            raise ConfigError("the new configuration asks for no token: to open the server to everybody, restart it")
+            raise ConfigError("the new configuration asks for no token: to open the server to all, restart it")
         if bool(config.server.tls_key) != (self.certificates is not None):
             raise ConfigError("[server] tls_key can be set or removed only by a restart")
         use = None if self.certificates is None else self.certificates.read(config.server)

@@ -11,7 +11,7 @@ from mmserve.errors import ResourceExhausted
 
 #: When a client may try again (seconds).
 _RETRY_AFTER = 1.0
-#: What texts may take of which nobody keeps count (bytes), and what a character and a text take at most.
+#: Bytes of texts that are not counted, and what a character and a text take at most.
 _UNCOUNTED = 1 << 16
 _CHARACTER = 4
 _TEXT = 512

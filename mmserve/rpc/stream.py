@@ -51,7 +51,7 @@ class Outbox:
             self._waking = True
         try:
             self._loop.call_soon_threadsafe(self._ready.set)
-        except RuntimeError:  # the loop is closed: nobody is left to read
+        except RuntimeError:  # the loop is closed: there is no reader any more
             logger.debug("event after the end of the server: %r", event)
 
     def __len__(self) -> int:

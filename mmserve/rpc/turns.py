@@ -1,4 +1,4 @@
-"""One large message at a time: the event loop serves everybody else after each.
+"""One large message at a time: the event loop serves other calls after each.
 
 gRPC copies a message twice, on the event loop and in one piece, when the read that waits for it goes on. Most of that
 time goes into page faults of fresh memory: 1 to 2 ms a megabyte. Messages that are complete at the same moment would be
@@ -27,7 +27,7 @@ class Turns:
     async def take(self, read: Callable[[], Awaitable[T]]) -> T:
         """The result of ``read()``, which goes on after what it first waits for only when it is its turn.
 
-        It should wait for one thing only: while it waits for a second one, nobody else has a turn.
+        It should wait for one thing only: while it waits for a second one, no other call has a turn.
         """
         return await _InTurn(read(), self._lock)
 

@@ -22,7 +22,7 @@ from mmserve.transfer.base import Transport
 
 
 class DecodeStage:
-    """Decode of one model: canvases come by ``to_decode``. For one worker."""
+    """Decode of one model: canvases arrive by ``to_decode``. For one worker."""
 
     def __init__(self, model: Model, decoder: Any, to_decode: Transport) -> None:
         self._model, self._decoder, self._to_decode = model, decoder, observed(to_decode, "decode")
@@ -80,7 +80,7 @@ class DecodeStage:
             self.constraint_steps += took.steps
             self.constraint_fallbacks += took.fallbacks
             self.constraint_late += took.late
-            trim_soon()  # its parsers have gone
+            trim_soon()  # its parsers are freed
 
     @property
     def held(self) -> int:

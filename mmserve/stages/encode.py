@@ -105,7 +105,7 @@ class EncodeStage:
             return run_isolated(load, batch)
 
     def encode(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
-        """Encode each request, once for all of its samples; what the engine must know of its prompt."""
+        """Encode each request, once for all of its samples; what the engine needs to know of its prompt."""
         with stage_pass("encode", batch):
             return self._encoded_and_sent(batch)
 

@@ -36,7 +36,7 @@ Outcome = int | EncodedPrompt | BaseException | None
 
 
 class PrefillStage:
-    """Prefill of one model: prompts come by ``to_prefill``, and their results go to decode by ``to_decode``.
+    """Prefill of one model: prompts arrive by ``to_prefill``, and their results go to decode by ``to_decode``.
 
     For one worker.
     """

@@ -52,7 +52,7 @@ class Stored:
 class DiskCache:
     """At most ``capacity`` bytes of files in ``folder``; for any number of threads and processes.
 
-    ``kind`` is a part of the files' names: caches of other kinds in the same folder know nothing of them. ``table``: of
+    ``kind`` is a part of the files' names: caches of other kinds in the same folder ignore them. ``table``: of
     the configuration, for errors.
     """
 
@@ -178,7 +178,7 @@ class DiskCache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While nobody else, of this process or another, changes the folder."""
+        """With exclusive access to the folder, in this process and others."""
         with self._lock:
             opened = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -212,7 +212,7 @@ class DiskCache:
     @contextmanager
     def _writing(self, path: Path) -> Iterator[Path | None]:
         """A new file beside ``path`` that is this call's alone until the context ends, which removes it; None where
-        somebody writes it already."""
+        another writer has it already."""
         partial = path.with_suffix(_PARTIAL)
         with self._alone():
             self._look()
@@ -258,7 +258,7 @@ class DiskCache:
         self._seen = self.folder.stat().st_mtime_ns
 
     def _remove_partials(self) -> None:
-        """Remove what processes left that ended while they wrote: nobody has a lock on it."""
+        """Remove what processes left that ended while they wrote: such a file is not locked."""
         for entry in os.scandir(self.folder):
             if not self._partials.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
                 continue
@@ -278,7 +278,7 @@ class DiskCache:
         if self._used + size <= self.capacity:
             return True
         pinned = self._pinned()
-        for spares_used in (True, False):  # first what nobody has read since the latest look
+        for spares_used in (True, False):  # first what was not read since the latest look
             for name in [name for name in self._sizes if name not in pinned]:
                 if self._used + size <= self.capacity:
                     break
@@ -335,7 +335,7 @@ def _contents(path: Path) -> bytes:
     """All of a plain file.
 
     Read and not mapped: of a mapped file, what is cut off or written over later would be so in memory, too, after the
-    hash, and a page that is gone ends the process.
+    hash, and a missing page ends the process.
     """
     opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(opened, "rb") as file:
@@ -364,7 +364,7 @@ def _texts(header: bytes) -> dict[str, str]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file has a header that only ``DiskCache`` writes, whatever became of its contents."""
+    """Whether a file has a header that only ``DiskCache`` writes, whatever its contents are now."""
     try:
         return {_KEY, _HASH} <= _header_of(path).keys()
     except (ValueError, AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""Writes to disk that nobody waits for."""
+"""Writes to disk in the background."""
 
 from __future__ import annotations
 

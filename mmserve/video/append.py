@@ -99,7 +99,7 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
             x_TD = layer(x_TD, cos, sin, index, attend)
             if deep is not None and index < len(deep.features_LnD):
                 x_TD = x_TD.index_add(0, deep.rows, deep.features_LnD[index])
-        else:  # nobody asks what comes out of it
+        else:  # its output is not used
             write(index, *layer.keys_and_values(x_TD))
 
 

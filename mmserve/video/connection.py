@@ -26,7 +26,7 @@ class Connection:
         self.error: MMServeError | None = None  # why it is ended
         self.half_closed = False  # the client sends nothing any more
         self.finished: Callable[[bool], bool] = lambda half_closed: False
-        self.done = False  # the iteration came to its end
+        self.done = False  # the iteration has ended
 
     @property
     def current(self) -> bool:

@@ -159,7 +159,7 @@ def see(model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, am
 def _pictures(
     model: LoadedModel, vision: VisionEncoder, frames: tuple[Frame, ...], wanted: frozenset[Evidence]
 ) -> tuple[Picture, Picture]:
-    """A clip of ``frames``, and the last as an image by itself, or the clip where nobody asks about such."""
+    """A clip of ``frames``, and the last as an image by itself, or the clip where such are not asked about."""
     try:
         one = vision.prepare_clip([f.image for f in frames], [vision.label_seconds(f.seconds) for f in frames])
         if axes_of(model):  # ``Standing`` has no questions for it

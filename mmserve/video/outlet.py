@@ -1,4 +1,4 @@
-"""The way out of one session: responses are kept until the client has them, whatever becomes of its connections."""
+"""Responses of one session: kept until the client has them, over any number of connections."""
 
 from __future__ import annotations
 

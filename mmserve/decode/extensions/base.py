@@ -76,7 +76,7 @@ class RequestExtension:
     def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:
         """Tokens (int64) to run at the first masked positions in place of ``drafted``, the policy's draft.
 
-        ``ahead``: whether a draft may be longer than what the policy commits a step (``runs_ahead`` of everybody).
+        ``ahead``: whether a draft may be longer than what the policy commits a step (``runs_ahead`` of all extensions).
         """
         return drafted
 

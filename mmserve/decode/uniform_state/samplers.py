@@ -25,7 +25,7 @@ class Step:
 
     noise_L: Tensor  # int64: the canvas to go on with, drawn tokens where it is sure and noise elsewhere
     sure_L: Tensor  # bool: where ``noise_L`` holds what the step drew
-    predicted_L: Tensor  # int64: the most probable token of each position; final, if the canvas comes to rest
+    predicted_L: Tensor  # int64: the most probable token of each position; final, if the canvas no longer changes
     last_L: Tensor  # int64: what becomes final if there is no step left
     shaped_LV: Tensor  # fp32: logits as the step drew from them; the next step is given them
     entropy: float  # nats, of the shaped logits, mean over positions

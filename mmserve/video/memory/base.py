@@ -75,11 +75,11 @@ def whole_frames(rows: Rows, most: int, *, chunk: int = CHUNK, added: np.ndarray
     """Numbers (int64, ascending) of the oldest frames that have to go so that ``most`` rows are left: ``chunk`` of
     them or half of all frames, or more where that is not enough.
 
-    ``added`` (int64, one a frame): how many rows come in once the first so many have gone; None = none.
+    ``added`` (int64, one a frame): how many rows come in once the first so many are dropped; None = none.
     """
     frames = rows.frames
     sizes = np.array([np.count_nonzero((rows.frame == f) & (rows.kind >= Kind.LABEL)) for f in frames], dtype=np.int64)
-    left = len(rows) - np.cumsum(sizes) + (0 if added is None else added)  # once the first so many are gone
+    left = len(rows) - np.cumsum(sizes) + (0 if added is None else added)  # once the first so many are dropped
     enough = np.flatnonzero(left <= most)
     needed = int(enough[0]) + 1 if len(enough) else len(frames)
     return frames[: max(needed, min(chunk, len(frames) // 2))]

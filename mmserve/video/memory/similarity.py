@@ -36,6 +36,6 @@ class Similarity:
         gone = whole_frames(rows, most, chunk=self.every)
         rest = np.setdiff1d(rows.frames, gone)
         whole = rest[rest % self.every == 0]
-        if len(whole):  # the frames before it lean on what has gone
+        if len(whole):  # the frames before it refer to what was dropped
             gone = np.concatenate([gone, rest[rest < whole[0]]])
         return Left(without(rows, gone))

@@ -1,6 +1,6 @@
 """Reused K/V: images' K/V are put into a request's pages, and a rule selects the positions to run again (``kv/reuse``).
 
-What is reused is defined, not found (``image_kv.py``): a request whose image nobody has asked about computes it first,
+What is reused is defined, not found (``image_kv.py``): the first request with an image computes it,
 so that no answer depends on what is kept.
 Shapes in names: N layers, L positions, D hidden, G key/value heads, K head size.
 """

@@ -237,10 +237,10 @@ class DecodePool:
             with self._changed:
                 self._working -= 1
                 self._changed.notify_all()
-                trim = not self._working and self._held > _TRIM_BYTES
-                if trim:
+                idle = not self._working and self._held > _TRIM_BYTES
+                if idle:
                     self._held = 0
-            if trim:
+            if idle:
                 trim()
 
     def _next(self) -> Callable[[], None] | None:

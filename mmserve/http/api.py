@@ -12,6 +12,16 @@ from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
+#: Fields of sampling that all APIs name alike, by field of ``GenerateRequest``. ``top_k``, ``min_p`` and
+#: ``repetition_penalty`` are vLLM's additions, as is ``ignore_eos``.
+SAMPLING = {
+    **{n: f"sampling.{n}" for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")},
+    "ignore_eos": "sampling.ignore_end",
+}
+#: The same of OpenAI's APIs alone.
+PENALTIES = {name: f"sampling.{name}" for name in ("frequency_penalty", "presence_penalty")}
+#: ``template_options`` of ``GenerateRequest`` as bodies call it.
+TEMPLATE_OPTIONS = "chat_template_kwargs"
 #: Name to accepted values, and the error for others.
 Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
 
@@ -67,6 +77,12 @@ def draft_line(draft: Draft) -> str:
     positions = [dict(zip(names, row, strict=True)) for row in draft.rows]
     found = {"sample": draft.sample, "forwards": draft.forwards, "total": draft.total, "positions": positions}
     return sse(found, "draft")
+
+
+def names_in_errors(sampling: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """Fields of ``GenerateRequest`` to their names in errors about bodies with ``sampling``; ``own``: of this API."""
+    names = {path: name for name, path in sampling.items()} | {"template_options": TEMPLATE_OPTIONS}
+    return names | {n: f"mmserve.{n}" for n in ("diffusion", "vision", "kv_reduction", "image_reuse")} | dict(own)
 
 
 def take_neutral(fields: Fields, neutral: Neutral, labels: Sequence[str]) -> None:

@@ -4,49 +4,39 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from mmserve.core.events import Alternative, CommittedToken, Delta, Draft, Event, Finished, ToolCallDelta
 from mmserve.errors import InvalidArgument, MMServeError
-from mmserve.http import media
+from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.constraints import constrain
 from mmserve.http.content import message, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
 from mmserve.http.tools import take_chat_tools
-from mmserve.http.vllm import TEMPLATE_OPTIONS, take_template_options, take_xargs
+from mmserve.http.vllm import take_template_options, take_xargs
 from mmserve.v1 import generation_pb2 as pb
 
-#: JSON field to field of ``GenerateRequest``. ``max_tokens`` is the older name of ``max_completion_tokens``; ``top_k``,
-#: ``min_p`` and ``repetition_penalty`` are vLLM's additions, as is ``ignore_eos``.
+#: JSON field to field of ``GenerateRequest``. ``max_tokens`` is the older name of ``max_completion_tokens``.
 SAMPLING = {
-    "temperature": "sampling.temperature",
-    "top_p": "sampling.top_p",
-    "top_k": "sampling.top_k",
-    "min_p": "sampling.min_p",
-    "repetition_penalty": "sampling.repetition_penalty",
-    "frequency_penalty": "sampling.frequency_penalty",
-    "presence_penalty": "sampling.presence_penalty",
-    "seed": "sampling.seed",
+    **api.SAMPLING,
+    **api.PENALTIES,
     "n": "sampling.n",
-    "ignore_eos": "sampling.ignore_end",
     "max_tokens": "sampling.max_new_tokens",
     "max_completion_tokens": "sampling.max_new_tokens",
 }
 #: The names of ``GenerateRequest``'s fields in errors.
-NAMES = {path: name for name, path in SAMPLING.items()} | {
-    "sampling.stop": "stop",
-    "sampling.logit_bias": "logit_bias",
-    "stream.alternatives": "top_logprobs",
-    "template_options": TEMPLATE_OPTIONS,
-    "constraint": "response_format",
-    "diffusion": "mmserve.diffusion",
-    "vision": "mmserve.vision",
-    "kv_reduction": "mmserve.kv_reduction",
-    "image_reuse": "mmserve.image_reuse",
-}
+NAMES = api.names_in_errors(
+    SAMPLING,
+    {
+        "sampling.stop": "stop",
+        "sampling.logit_bias": "logit_bias",
+        "stream.alternatives": "top_logprobs",
+        "constraint": "response_format",
+    },
+)
 NEUTRAL: Neutral = {
     "functions": (([],), "is not supported; use tools"),
     "function_call": (("none", "auto"), "is not supported; use tool_choice"),
@@ -62,7 +52,21 @@ _DIGITS = 10
 _REASONS = {"end": "stop", "stop": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
-class Chat:
+class OpenAI:
+    """Errors of OpenAI's completions; ``names``: what bodies call the fields of ``GenerateRequest``."""
+
+    names: Mapping[str, str] = NAMES
+
+    def error(self, error: MMServeError) -> dict[str, Any]:
+        """As of ``Api.error``."""
+        return openai_error(error, self.names)
+
+    def error_line(self, error: MMServeError) -> str:
+        """As of ``Api.error_line``."""
+        return sse(self.error(error))
+
+
+class Chat(OpenAI):
     """``/v1/chat/completions``."""
 
     def read(self, body: dict[str, Any]) -> Asked:
@@ -86,15 +90,7 @@ class Chat:
         take_neutral(fields, NEUTRAL, LABELS)
         fields.take("metadata", dict)
         fields.end()
-        return Asked(found, stream, _Reply(found, usage_chunk=usage_chunk), names)
-
-    def error(self, error: MMServeError) -> dict[str, Any]:
-        """As of ``Api.error``."""
-        return openai_error(error, NAMES)
-
-    def error_line(self, error: MMServeError) -> str:
-        """As of ``Api.error_line``."""
-        return sse(self.error(error))
+        return Asked(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", usage_chunk=usage_chunk), names)
 
 
 def take_stream(fields: Fields, body: dict[str, Any], found: pb.GenerateRequest) -> tuple[bool, bool]:
@@ -175,12 +171,26 @@ def _video(fields: Fields) -> pb.ContentPart:
     return found
 
 
-class _Reply:
-    """The answer to one chat completion."""
+class Chunks:
+    """What answers in OpenAI's completions have in common: their fields, and chunks of the ``kind`` with their end."""
 
-    def __init__(self, asked: pb.GenerateRequest, *, usage_chunk: bool) -> None:
-        self._samples, self._logprobs, self._usage_chunk = asked.sampling.n or 1, asked.stream.tokens, usage_chunk
-        self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+    def __init__(self, asked: pb.GenerateRequest, prefix: str, kind: str, *, usage_chunk: bool) -> None:
+        self._samples, self._logprobs = asked.sampling.n or 1, asked.stream.tokens
+        self._kind, self._usage_chunk = kind, usage_chunk
+        self._common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+
+    def _chunk_of(self, choice: dict[str, Any], own: dict[str, Any]) -> str:
+        usage_field = {"usage": None} if self._usage_chunk else {}
+        return sse({**self._common, "object": self._kind, "choices": [choice], **usage_field, **own})
+
+    def _end(self, finished: Sequence[Finished]) -> str:
+        """What follows the end of the last sample."""
+        found = {**self._common, "object": self._kind, "choices": [], "usage": usage(finished)}
+        return (sse(found) if self._usage_chunk else "") + "data: [DONE]\n\n"
+
+
+class _Reply(Chunks):
+    """The answer to one chat completion."""
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
         """As of ``Reply.whole``."""
@@ -219,14 +229,6 @@ class _Reply:
             yield begun + line
             begun = ""
 
-    def _end(self, finished: Sequence[Finished]) -> str:
-        """What follows the end of the last sample."""
-        done = "data: [DONE]\n\n"
-        if not self._usage_chunk:
-            return done
-        found = {**self._common, "object": "chat.completion.chunk", "choices": [], "usage": usage(finished)}
-        return sse(found) + done
-
     def _chunk(
         self,
         sample: int,
@@ -237,8 +239,7 @@ class _Reply:
     ) -> str:
         logprobs = None if tokens is None else _logprobs(tokens)
         choice = {"index": sample, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        usage_field = {"usage": None} if self._usage_chunk else {}
-        return sse({**self._common, "object": "chat.completion.chunk", "choices": [choice], **usage_field, **own})
+        return self._chunk_of(choice, own)
 
 
 def _answer(one: Finished) -> dict[str, Any]:

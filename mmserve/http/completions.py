@@ -6,19 +6,16 @@ text before it has the room of ``max_tokens``.
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished
-from mmserve.errors import InvalidArgument, MMServeError
-from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
+from mmserve.errors import InvalidArgument
+from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, take_neutral
 from mmserve.http.chat import NAMES as CHAT_NAMES
 from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
-from mmserve.http.chat import take_bias, take_stream, usage
+from mmserve.http.chat import Chunks, OpenAI, take_bias, take_stream, usage
 from mmserve.http.constraints import constrain
-from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.vllm import take_xargs
 from mmserve.v1 import generation_pb2 as pb
@@ -41,8 +38,10 @@ DEFAULT_TOKENS = 16
 _REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 
-class Completions:
+class Completions(OpenAI):
     """``/v1/completions``, and with ``fim`` ``/v1/fim/completions``, which answers as chat completions do."""
+
+    names = NAMES
 
     def __init__(self, *, fim: bool = False) -> None:
         self._fim = fim
@@ -70,14 +69,6 @@ class Completions:
         fields.end()
         return Asked(found, stream, _Reply(found, suffix, usage_chunk=usage_chunk, fim=self._fim), names)
 
-    def error(self, error: MMServeError) -> dict[str, Any]:
-        """As of ``Api.error``."""
-        return openai_error(error, NAMES)
-
-    def error_line(self, error: MMServeError) -> str:
-        """As of ``Api.error_line``."""
-        return sse(self.error(error))
-
 
 def _prompt(fields: Fields) -> str:
     given = fields.any("prompt")
@@ -98,13 +89,12 @@ def _pin(found: pb.GenerateRequest, suffix: str) -> None:
     found.sampling.max_new_tokens = room + len(suffix.encode())  # at most a token a byte
 
 
-class _Reply:
+class _Reply(Chunks):
     """The answer to one completion."""
 
     def __init__(self, asked: pb.GenerateRequest, suffix: str, *, usage_chunk: bool, fim: bool) -> None:
-        self._samples, self._logprobs = asked.sampling.n or 1, asked.stream.tokens
-        self._suffix, self._usage_chunk, self._fim = suffix, usage_chunk, fim
-        self._common = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+        super().__init__(asked, "cmpl", "chat.completion.chunk" if fim else "text_completion", usage_chunk=usage_chunk)
+        self._suffix, self._fim = suffix, fim
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
         """As of ``Reply.whole``."""
@@ -129,17 +119,6 @@ class _Reply:
                 line = self._chunk(event.sample, text, _REASONS[event.reason], event.tokens, **own)
                 yield line + (self._end(finished) if last else "")
 
-    def _end(self, finished: Sequence[Finished]) -> str:
-        """What follows the end of the last sample."""
-        done = "data: [DONE]\n\n"
-        if not self._usage_chunk:
-            return done
-        return sse({**self._common, "object": self._chunks, "choices": [], "usage": usage(finished)}) + done
-
-    @property
-    def _chunks(self) -> str:
-        return "chat.completion.chunk" if self._fim else "text_completion"
-
     def _text(self, one: Finished) -> str:
         """The text in front of the suffix; what a stop string left of it."""
         return one.holes[0] if one.holes else one.text.removesuffix(self._suffix)
@@ -158,8 +137,7 @@ class _Reply:
             choice["delta"] = {"role": "assistant", "content": text}
         else:
             choice |= {"text": text, "logprobs": _logprobs(tokens) if tokens and self._logprobs else None}
-        usage_field = {"usage": None} if self._usage_chunk else {}
-        return sse({**self._common, "object": self._chunks, "choices": [choice], **usage_field, **own})
+        return self._chunk_of(choice, own)
 
 
 def _logprobs(tokens: tuple[CommittedToken, ...]) -> dict[str, Any]:

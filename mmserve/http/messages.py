@@ -9,37 +9,26 @@ from typing import Any
 
 from mmserve.core.events import Delta, Draft, Event, Finished, ToolCallDelta
 from mmserve.errors import InvalidArgument, MMServeError
-from mmserve.http import media
+from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import message, role_of, text_part
 from mmserve.http.errors import openai_error, status_of
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
 from mmserve.http.tools import take_message_tools
-from mmserve.http.vllm import TEMPLATE_OPTIONS, take_template_options, take_xargs
+from mmserve.http.vllm import take_template_options, take_xargs
 from mmserve.observe import calls
 from mmserve.v1 import generation_pb2 as pb
 
-SAMPLING = {
-    "temperature": "sampling.temperature",
-    "top_p": "sampling.top_p",
-    "top_k": "sampling.top_k",
-    "min_p": "sampling.min_p",
-    "repetition_penalty": "sampling.repetition_penalty",
-    "seed": "sampling.seed",
-    "ignore_eos": "sampling.ignore_end",
-    "max_tokens": "sampling.max_new_tokens",
-}
-NAMES = {path: name for name, path in SAMPLING.items()} | {
-    "sampling.stop": "stop_sequences",
-    "template_options": TEMPLATE_OPTIONS,
-    "constraint": "output_config.format",
-    "diffusion": "mmserve.diffusion",
-    "vision": "mmserve.vision",
-    "kv_reduction": "mmserve.kv_reduction",
-    "image_reuse": "mmserve.image_reuse",
-    "stream.alternatives": "mmserve.stream.alternatives",
-}
+SAMPLING = {**api.SAMPLING, "max_tokens": "sampling.max_new_tokens"}
+NAMES = api.names_in_errors(
+    SAMPLING,
+    {
+        "sampling.stop": "stop_sequences",
+        "constraint": "output_config.format",
+        "stream.alternatives": "mmserve.stream.alternatives",
+    },
+)
 NEUTRAL: Neutral = {
     "thinking": (({"type": "disabled"},), "must be disabled: no model here reasons apart from its answer"),
     "service_tier": (("auto", "standard_only"), "must be 'auto' or 'standard_only'"),

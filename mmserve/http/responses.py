@@ -15,7 +15,7 @@ from typing import Any
 from mmserve.core.events import Delta, Draft, Event, Finished, ToolCallDelta
 from mmserve.core.tools import ToolCall
 from mmserve.errors import InvalidArgument, MMServeError
-from mmserve.http import media
+from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.chat import token_logprobs
 from mmserve.http.constraints import constrain, format_of
@@ -23,31 +23,13 @@ from mmserve.http.content import message, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, typed
 from mmserve.http.tools import take_response_tools
-from mmserve.http.vllm import TEMPLATE_OPTIONS, take_template_options, take_xargs
+from mmserve.http.vllm import take_template_options, take_xargs
 from mmserve.v1 import generation_pb2 as pb
 
-SAMPLING = {
-    "temperature": "sampling.temperature",
-    "top_p": "sampling.top_p",
-    "top_k": "sampling.top_k",
-    "min_p": "sampling.min_p",
-    "repetition_penalty": "sampling.repetition_penalty",
-    "frequency_penalty": "sampling.frequency_penalty",
-    "presence_penalty": "sampling.presence_penalty",
-    "seed": "sampling.seed",
-    "ignore_eos": "sampling.ignore_end",
-    "max_output_tokens": "sampling.max_new_tokens",
-}
-NAMES = {path: name for name, path in SAMPLING.items()} | {
-    "messages": "input",
-    "template_options": TEMPLATE_OPTIONS,
-    "constraint": "text.format",
-    "diffusion": "mmserve.diffusion",
-    "vision": "mmserve.vision",
-    "kv_reduction": "mmserve.kv_reduction",
-    "image_reuse": "mmserve.image_reuse",
-    "stream.alternatives": "top_logprobs",
-}
+SAMPLING = {**api.SAMPLING, **api.PENALTIES, "max_output_tokens": "sampling.max_new_tokens"}
+NAMES = api.names_in_errors(
+    SAMPLING, {"messages": "input", "constraint": "text.format", "stream.alternatives": "top_logprobs"}
+)
 NEUTRAL: Neutral = {
     "max_tool_calls": ((), "is not supported"),
     "store": ((False, True), "must be true or false; nothing is stored either way"),

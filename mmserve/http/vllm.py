@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from mmserve.errors import InvalidArgument
-from mmserve.http.api import Neutral, take_neutral
+from mmserve.http.api import TEMPLATE_OPTIONS, Neutral, take_neutral
 from mmserve.http.fields import Fields, copy_fields, typed
 from mmserve.v1 import generation_pb2 as pb
 
@@ -22,8 +22,6 @@ _NEUTRAL: Neutral = {
     "diffusion_constrained": ((False,), _WHY),
     "diffusion_samples": ((1,), "is not supported; use n"),
 }
-#: ``template_options`` of ``GenerateRequest`` as bodies call it.
-TEMPLATE_OPTIONS = "chat_template_kwargs"
 
 
 def take_xargs(fields: Fields, found: pb.GenerateRequest) -> dict[str, str]:

@@ -26,6 +26,7 @@ from mmserve.encode.sampling import Sampled
 from mmserve.encode.wire import MediaFile
 from mmserve.encode.worker import late
 from mmserve.errors import InvalidArgument, ResourceExhausted, Unavailable
+from mmserve.memory import trim
 from mmserve.priority import lower_priority
 
 #: Processes tried for one file, where the ones before were killed.

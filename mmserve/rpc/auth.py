@@ -34,6 +34,13 @@ def current_tenant() -> Tenant:
     return _current.get()
 
 
+def check_admin(what: str) -> None:
+    """Raise ``Unauthenticated`` where the call is of a tenant that may not do ``what``."""
+    tenant = current_tenant()
+    if not tenant.admin:
+        raise Unauthenticated(f"the tenant {tenant.name!r} may not {what}: it needs admin = true")
+
+
 class BearerAuth(grpc.aio.ServerInterceptor):
     """Finds the tenant of each call by its ``authorization: Bearer …``.
 

@@ -13,12 +13,12 @@ from typing import Any
 from mmserve.core.cached import Block, listing
 from mmserve.core.events import Finished
 from mmserve.core.request import Streaming
-from mmserve.errors import MMServeError, Unauthenticated, Unimplemented
+from mmserve.errors import MMServeError, Unimplemented
 from mmserve.observe import calls
-from mmserve.rpc.auth import current_tenant
+from mmserve.rpc.auth import check_admin, current_tenant
 from mmserve.rpc.engines import EngineLike, Engines, KeptLike, kept_of
 from mmserve.rpc.generation import Generations, answered, deadline_of, logged
-from mmserve.rpc.status import errors_to_status
+from mmserve.rpc.status import errors_to_status, handler
 from mmserve.v1 import cache_pb2 as pb
 from mmserve.v1 import cache_pb2_grpc
 from mmserve.wire.cached import KINDS, to_entry
@@ -32,38 +32,34 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def __init__(self, engines: Engines, generations: Generations) -> None:
         self._engines, self._generations = engines, generations
 
+    @handler
     async def ListEntries(self, message: pb.ListEntriesRequest, context: Any) -> pb.ListEntriesResponse:
         """The caller's entries, or all where it is an admin; NOT_FOUND for an unknown model."""
-        async with errors_to_status(context, "ListEntries"):
-            engines = [self._engines.find(message.model)] if message.model else self._engines.any_ready()
-            blocks = await self._blocks(engines)
-            kind = KINDS.get(message.kind)
-            found = listing([block for block in blocks if kind in (None, block.label.kind)])
-            sizes = {str(tier): size for tier, size in found.sizes.items()}
-            return pb.ListEntriesResponse(entries=[to_entry(each) for each in found.entries], sizes=sizes)
-        raise AssertionError("unreachable: an error ends the call")
+        engines = [self._engines.find(message.model)] if message.model else self._engines.any_ready()
+        blocks = await self._blocks(engines)
+        kind = KINDS.get(message.kind)
+        found = listing([block for block in blocks if kind in (None, block.label.kind)])
+        sizes = {str(tier): size for tier, size in found.sizes.items()}
+        return pb.ListEntriesResponse(entries=[to_entry(each) for each in found.entries], sizes=sizes)
 
+    @handler
     async def PinEntries(self, message: pb.PinEntriesRequest, context: Any) -> pb.PinEntriesResponse:
         """Keep entries whatever else comes."""
-        async with errors_to_status(context, "PinEntries"):
-            return pb.PinEntriesResponse(blocks=await self._pin(list(message.ids), pinned=True))
-        raise AssertionError("unreachable: an error ends the call")
+        return pb.PinEntriesResponse(blocks=await self._pin(list(message.ids), pinned=True))
 
+    @handler
     async def UnpinEntries(self, message: pb.UnpinEntriesRequest, context: Any) -> pb.UnpinEntriesResponse:
         """Let entries go when there is no room for them."""
-        async with errors_to_status(context, "UnpinEntries"):
-            return pb.UnpinEntriesResponse(blocks=await self._pin(list(message.ids), pinned=False))
-        raise AssertionError("unreachable: an error ends the call")
+        return pb.UnpinEntriesResponse(blocks=await self._pin(list(message.ids), pinned=False))
 
+    @handler
     async def DropEntries(self, message: pb.DropEntriesRequest, context: Any) -> pb.DropEntriesResponse:
         """Forget entries."""
-        async with errors_to_status(context, "DropEntries"):
-            _check_admin()
-            ids = list(message.ids)
-            dropped = [await asyncio.to_thread(_kept(each).drop, ids) for each in self._engines.any_ready()]
-            logger.info("dropped %d blocks of %d cache entries", sum(dropped), len(ids))
-            return pb.DropEntriesResponse(blocks=sum(dropped))
-        raise AssertionError("unreachable: an error ends the call")
+        check_admin("pin or drop cache entries")
+        ids = list(message.ids)
+        dropped = [await asyncio.to_thread(_kept(each).drop, ids) for each in self._engines.any_ready()]
+        logger.info("dropped %d blocks of %d cache entries", sum(dropped), len(ids))
+        return pb.DropEntriesResponse(blocks=sum(dropped))
 
     async def Warm(self, message: pb.WarmRequest, context: Any) -> pb.WarmResponse:
         """Encode and prefill a prompt, as a request that generates a token of no interest."""
@@ -71,7 +67,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         with ExitStack() as held:
             async with errors_to_status(context, f"Warm {label}"):
                 if message.pin:
-                    _check_admin()
+                    check_admin("pin or drop cache entries")
                 made = message.request
                 for field in ("constraint", "tools", "tool_choice", "required_tool", "stream"):
                     made.ClearField(field)
@@ -105,7 +101,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return found if tenant.admin else [block for block in found if block.label.tenant == tenant.cache]
 
     async def _pin(self, ids: list[str], *, pinned: bool) -> int:
-        _check_admin()
+        check_admin("pin or drop cache entries")
         found = [await asyncio.to_thread(_kept(each).pin, ids, pinned) for each in self._engines.any_ready()]
         return sum(found)
 
@@ -115,10 +111,3 @@ def _kept(engine: EngineLike) -> KeptLike:
     if found is None:
         raise Unimplemented(f"caches of {engine.info.name!r} cannot be managed here")
     return found
-
-
-def _check_admin() -> None:
-    """Raise ``Unauthenticated`` where the call is of a tenant that may not change caches."""
-    tenant = current_tenant()
-    if not tenant.admin:
-        raise Unauthenticated(f"the tenant {tenant.name!r} may not pin or drop cache entries: it needs admin = true")

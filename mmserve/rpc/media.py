@@ -13,7 +13,7 @@ from mmserve.encode.store import MediaStore
 from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.observe.inventory import Calls
 from mmserve.rpc.auth import current_tenant
-from mmserve.rpc.status import errors_to_status
+from mmserve.rpc.status import handler
 from mmserve.v1 import media_pb2, media_pb2_grpc
 
 #: When a client may try again after too many uploads at once (seconds).
@@ -33,17 +33,16 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
         self._calls = calls
         self._in_progress = 0  # bytes of unfinished uploads
 
+    @handler
     async def UploadMedia(
         self, chunks: AsyncIterator[media_pb2.UploadMediaRequest], context: Any
     ) -> media_pb2.UploadMediaResponse:
         """Store the joined chunks; refuses empty and too large items, more than the store can take, and who stalls."""
-        async with errors_to_status(context, "UploadMedia"):
-            try:
-                return await self._receive(chunks)
-            except BaseException as error:
-                self._calls.upload_failed(error.code if isinstance(error, MMServeError) else "CANCELLED")
-                raise
-        raise AssertionError("unreachable: an error ends the call")
+        try:
+            return await self._receive(chunks)
+        except BaseException as error:
+            self._calls.upload_failed(error.code if isinstance(error, MMServeError) else "CANCELLED")
+            raise
 
     async def _receive(self, chunks: AsyncIterator[media_pb2.UploadMediaRequest]) -> media_pb2.UploadMediaResponse:
         received: list[bytes] = []

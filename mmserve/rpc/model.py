@@ -7,11 +7,11 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from mmserve.errors import InvalidArgument, Unauthenticated, Unimplemented
-from mmserve.rpc.auth import current_tenant
+from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.rpc.auth import check_admin
 from mmserve.rpc.engines import AdaptersLike, EngineLike, Engines, adapters_of
 from mmserve.rpc.loading import Loading
-from mmserve.rpc.status import errors_to_status
+from mmserve.rpc.status import handler
 from mmserve.v1 import model_pb2, model_pb2_grpc
 from mmserve.video.host import Hosts
 from mmserve.wire.models import to_model_info
@@ -26,65 +26,58 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     def __init__(self, engines: Engines, hosts: Hosts, loading: Loading) -> None:
         self._engines, self._hosts, self._loading = engines, hosts, loading
 
+    @handler
     async def ListModels(self, message: model_pb2.ListModelsRequest, context: Any) -> model_pb2.ListModelsResponse:
         """Every model that is loaded, with its capabilities, limits and defaults; UNAVAILABLE while there is none."""
-        async with errors_to_status(context, "ListModels"):
-            return model_pb2.ListModelsResponse(models=[self._described(e) for e in self._engines.any_ready()])
-        raise AssertionError("unreachable: an error ends the call")
+        return model_pb2.ListModelsResponse(models=[self._described(e) for e in self._engines.any_ready()])
 
+    @handler
     async def DescribeModel(
         self, message: model_pb2.DescribeModelRequest, context: Any
     ) -> model_pb2.DescribeModelResponse:
         """One model; NOT_FOUND lists the known ones, UNAVAILABLE while it is loading."""
-        async with errors_to_status(context, "DescribeModel"):
-            engine = self._engines.find(message.model)
-            return model_pb2.DescribeModelResponse(model=self._described(engine))
-        raise AssertionError("unreachable: an error ends the call")
+        engine = self._engines.find(message.model)
+        return model_pb2.DescribeModelResponse(model=self._described(engine))
 
+    @handler
     async def LoadModel(self, message: model_pb2.LoadModelRequest, context: Any) -> model_pb2.LoadModelResponse:
         """Load a checkpoint of the server's folder and serve it beside the others."""
-        async with errors_to_status(context, "LoadModel"):
-            _check_admin("load or unload models")
-            engine = await self._loading.add(message.path, message.name, message.dtype)
-            return model_pb2.LoadModelResponse(model=self._described(engine))
-        raise AssertionError("unreachable: an error ends the call")
+        check_admin("load or unload models")
+        engine = await self._loading.add(message.path, message.name, message.dtype)
+        return model_pb2.LoadModelResponse(model=self._described(engine))
 
+    @handler
     async def UnloadModel(self, message: model_pb2.UnloadModelRequest, context: Any) -> model_pb2.UnloadModelResponse:
         """Serve a model no longer; returns once its requests have ended and its memory is free."""
-        async with errors_to_status(context, "UnloadModel"):
-            _check_admin("load or unload models")
-            seconds = message.drain_seconds if message.HasField("drain_seconds") else None
-            if seconds is not None and not 0 <= seconds < float("inf"):
-                raise InvalidArgument.of("drain_seconds", f"must be at least 0, not {seconds}")
-            return model_pb2.UnloadModelResponse(ended=await self._loading.drop(message.model, seconds))
-        raise AssertionError("unreachable: an error ends the call")
+        check_admin("load or unload models")
+        seconds = message.drain_seconds if message.HasField("drain_seconds") else None
+        if seconds is not None and not 0 <= seconds < float("inf"):
+            raise InvalidArgument.of("drain_seconds", f"must be at least 0, not {seconds}")
+        return model_pb2.UnloadModelResponse(ended=await self._loading.drop(message.model, seconds))
 
+    @handler
     async def LoadAdapter(self, message: model_pb2.LoadAdapterRequest, context: Any) -> model_pb2.LoadAdapterResponse:
         """Read an adapter of the server's folder beside a model, on a thread of its own."""
-        async with errors_to_status(context, "LoadAdapter"):
-            _check_admin("load or drop adapters")
-            info = await asyncio.to_thread(self._adapters(message.model).load, message.adapter)
-            logger.info("loaded the adapter %s of %s, %d bytes", info.name, message.model, info.bytes)
-            return model_pb2.LoadAdapterResponse(adapter=to_message(info, model_pb2.AdapterInfo()))
-        raise AssertionError("unreachable: an error ends the call")
+        check_admin("load or drop adapters")
+        info = await asyncio.to_thread(self._adapters(message.model).load, message.adapter)
+        logger.info("loaded the adapter %s of %s, %d bytes", info.name, message.model, info.bytes)
+        return model_pb2.LoadAdapterResponse(adapter=to_message(info, model_pb2.AdapterInfo()))
 
+    @handler
     async def ListAdapters(
         self, message: model_pb2.ListAdaptersRequest, context: Any
     ) -> model_pb2.ListAdaptersResponse:
         """The adapters of a model that requests may ask for."""
-        async with errors_to_status(context, "ListAdapters"):
-            listed = self._adapters(message.model).listed()
-            return model_pb2.ListAdaptersResponse(adapters=[to_message(i, model_pb2.AdapterInfo()) for i in listed])
-        raise AssertionError("unreachable: an error ends the call")
+        listed = self._adapters(message.model).listed()
+        return model_pb2.ListAdaptersResponse(adapters=[to_message(i, model_pb2.AdapterInfo()) for i in listed])
 
+    @handler
     async def DropAdapter(self, message: model_pb2.DropAdapterRequest, context: Any) -> model_pb2.DropAdapterResponse:
         """Serve an adapter no longer; NOT_FOUND where it is not loaded."""
-        async with errors_to_status(context, "DropAdapter"):
-            _check_admin("load or drop adapters")
-            await asyncio.to_thread(self._adapters(message.model).drop, message.adapter)
-            logger.info("dropped the adapter %s of %s", message.adapter, message.model)
-            return model_pb2.DropAdapterResponse()
-        raise AssertionError("unreachable: an error ends the call")
+        check_admin("load or drop adapters")
+        await asyncio.to_thread(self._adapters(message.model).drop, message.adapter)
+        logger.info("dropped the adapter %s of %s", message.adapter, message.model)
+        return model_pb2.DropAdapterResponse()
 
     def _adapters(self, model: str) -> AdaptersLike:
         engine = self._engines.find(model)
@@ -95,10 +88,3 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
 
     def _described(self, engine: EngineLike) -> model_pb2.ModelInfo:
         return to_model_info(replace(engine.info, sessions=self._hosts.takes_sessions(engine)))
-
-
-def _check_admin(what: str) -> None:
-    """Raise ``Unauthenticated`` where the call is of a tenant that may not do ``what``."""
-    tenant = current_tenant()
-    if not tenant.admin:
-        raise Unauthenticated(f"the tenant {tenant.name!r} may not {what}: it needs admin = true")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 
@@ -14,6 +15,7 @@ from mmserve.errors import Internal, MMServeError
 from mmserve.wire.status import DETAILS_KEY, to_status
 
 logger = logging.getLogger("mmserve.rpc")
+_Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 
 #: How long a handler waits for its status to be sent (seconds).
 UNREAD_SECONDS = 2.0
@@ -49,3 +51,15 @@ async def errors_to_status(context: Any, method: str) -> AsyncIterator[None]:
             logger.debug("%s ended after its client had gone: %r", method, error)
             raise asyncio.CancelledError from error
         await abort(context, Internal.logged(error, method, logger))
+
+
+def handler(method: _Method) -> _Method:
+    """A method of a service that answers one message: its errors become the status of its call."""
+
+    @functools.wraps(method)
+    async def handle(service: Any, message: Any, context: Any) -> Any:
+        async with errors_to_status(context, method.__name__):
+            return await method(service, message, context)
+        raise AssertionError("unreachable: an error ends the call")
+
+    return cast(_Method, handle)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack, overload
 
@@ -151,70 +152,58 @@ class AsyncClient(Base):
     ) -> Decisions:
         """As ``Client.decide``."""
         message = await asyncio.to_thread(build_decision, prompt, questions, images, videos, video_sampling, model)
-        stub = self._open(grpc.aio).decisions.Decide
-        return to_decisions(await self._unary(lambda **how: stub(message, **how), timeout))
+        return to_decisions(await self._call("decisions", "Decide", message, timeout))
 
     async def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:
         """As ``Client.upload``."""
         content = await asyncio.to_thread(file_bytes, data, "data")
-        stub = self._open(grpc.aio).media.UploadMedia
-        return str((await self._unary(lambda **how: stub(_async_chunks(content), **how), timeout)).media_id)
+        reply = await self._call("media", "UploadMedia", lambda: _async_chunks(content), timeout)
+        return str(reply.media_id)
 
     async def models(self, *, timeout: float | None = None) -> list[ModelInfo]:
         """As ``Client.models``."""
-        stub = self._open(grpc.aio).models.ListModels
-        reply = await self._unary(lambda **how: stub(model_pb2.ListModelsRequest(), **how), timeout)
+        reply = await self._call("models", "ListModels", model_pb2.ListModelsRequest(), timeout)
         return [from_model_info(model) for model in reply.models]
 
     async def describe(self, name: str = "", *, timeout: float | None = None) -> ModelInfo:
         """As ``Client.describe``."""
-        stub = self._open(grpc.aio).models.DescribeModel
-        reply = await self._unary(lambda **how: stub(model_pb2.DescribeModelRequest(model=name), **how), timeout)
+        reply = await self._call("models", "DescribeModel", model_pb2.DescribeModelRequest(model=name), timeout)
         return from_model_info(reply.model)
 
     async def load_model(
         self, path: str, name: str = "", *, dtype: str = "", timeout: float | None = None
     ) -> ModelInfo:
         """As ``Client.load_model``."""
-        stub = self._open(grpc.aio).models.LoadModel
         message = model_pb2.LoadModelRequest(path=path, name=name, dtype=dtype)
-        return from_model_info((await self._unary(lambda **how: stub(message, **how), timeout)).model)
+        return from_model_info((await self._call("models", "LoadModel", message, timeout)).model)
 
     async def unload_model(
         self, name: str, *, drain_seconds: float | None = None, timeout: float | None = None
     ) -> bool:
         """As ``Client.unload_model``."""
-        stub = self._open(grpc.aio).models.UnloadModel
         message = model_pb2.UnloadModelRequest(model=name, drain_seconds=drain_seconds)
-        return bool((await self._unary(lambda **how: stub(message, **how), timeout)).ended)
+        return bool((await self._call("models", "UnloadModel", message, timeout)).ended)
 
     async def adapters(self, model: str = "", *, timeout: float | None = None) -> list[AdapterInfo]:
         """As ``Client.adapters``."""
-        stub = self._open(grpc.aio).models.ListAdapters
-        reply = await self._unary(lambda **how: stub(model_pb2.ListAdaptersRequest(model=model), **how), timeout)
+        reply = await self._call("models", "ListAdapters", model_pb2.ListAdaptersRequest(model=model), timeout)
         return [from_message(AdapterInfo, adapter) for adapter in reply.adapters]
 
     async def load_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> AdapterInfo:
         """As ``Client.load_adapter``."""
-        stub = self._open(grpc.aio).models.LoadAdapter
         message = model_pb2.LoadAdapterRequest(model=model, adapter=name)
-        reply = await self._unary(lambda **how: stub(message, **how), timeout)
+        reply = await self._call("models", "LoadAdapter", message, timeout)
         return from_message(AdapterInfo, reply.adapter)
 
     async def drop_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> None:
         """As ``Client.drop_adapter``."""
-        stub = self._open(grpc.aio).models.DropAdapter
         message = model_pb2.DropAdapterRequest(model=model, adapter=name)
-        await self._unary(lambda **how: stub(message, **how), timeout)
+        await self._call("models", "DropAdapter", message, timeout)
 
     @property
     def cache(self) -> AsyncCache:
         """As ``Client.cache``."""
-        return AsyncCache(self._cache_call)
-
-    async def _cache_call(self, method: str, message: Any, timeout: float | None) -> Any:
-        stub = getattr(self._open(grpc.aio).caches, method)
-        return await self._unary(lambda **how: stub(message, **how), timeout)
+        return AsyncCache(partial(self._call, "caches"))
 
     async def wait_ready(self, timeout: float = 30.0) -> None:
         """As ``Client.wait_ready``."""
@@ -252,11 +241,14 @@ class AsyncClient(Base):
     async def _failed(self, error: grpc.RpcError) -> MMServeError:
         return await asyncio.to_thread(self._failure, error)
 
-    async def _unary(self, call: Callable[..., Any], timeout: float | None) -> Any:
+    async def _call(self, service: str, method: str, message: Any, timeout: float | None) -> Any:
+        """The reply of a ``method`` to one ``message``, or to the messages that calling it makes for each attempt."""
+        stub = getattr(getattr(self._open(grpc.aio), service), method)
         retries = self._retries(timeout)
         while True:
             try:
-                return await call(timeout=retries.remaining(), metadata=self._metadata())
+                sent = message() if callable(message) else message
+                return await stub(sent, timeout=retries.remaining(), metadata=self._metadata())
             except grpc.RpcError as error:
                 pause = retries.delay(await self._failed(error))
             except asyncio.CancelledError:

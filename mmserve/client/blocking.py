@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack, overload
 
@@ -151,25 +152,22 @@ class Client(Base):
         Raises ``InvalidArgument`` for what cannot be asked, and every error of the server.
         """
         message = build_decision(prompt, questions, images, videos, video_sampling, model)
-        stub = self._open(grpc).decisions.Decide
-        return to_decisions(self._unary(lambda **how: stub(message, **how), timeout))
+        return to_decisions(self._call("decisions", "Decide", message, timeout))
 
     def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:
         """Store an image or a video on the server; its media id can replace it in ``images`` or ``videos``."""
         content = file_bytes(data, "data")
-        stub = self._open(grpc).media.UploadMedia
-        return str(self._unary(lambda **how: stub(chunks(content), **how), timeout).media_id)
+        reply = self._call("media", "UploadMedia", lambda: chunks(content), timeout)
+        return str(reply.media_id)
 
     def models(self, *, timeout: float | None = None) -> list[ModelInfo]:
         """The server's models, its default first."""
-        stub = self._open(grpc).models.ListModels
-        reply = self._unary(lambda **how: stub(model_pb2.ListModelsRequest(), **how), timeout)
+        reply = self._call("models", "ListModels", model_pb2.ListModelsRequest(), timeout)
         return [from_model_info(model) for model in reply.models]
 
     def describe(self, name: str = "", *, timeout: float | None = None) -> ModelInfo:
         """One model, the server's default for an empty name."""
-        stub = self._open(grpc).models.DescribeModel
-        reply = self._unary(lambda **how: stub(model_pb2.DescribeModelRequest(model=name), **how), timeout)
+        reply = self._call("models", "DescribeModel", model_pb2.DescribeModelRequest(model=name), timeout)
         return from_model_info(reply.model)
 
     def load_model(self, path: str, name: str = "", *, dtype: str = "", timeout: float | None = None) -> ModelInfo:
@@ -178,43 +176,34 @@ class Client(Base):
         ``dtype`` is as under ``[[models]]``. It goes on where ``timeout`` passes. Raises ``ResourceExhausted`` saying
         how much memory is missing, ``FailedPrecondition`` where the name is taken, ``InvalidArgument`` for wrong files.
         """
-        stub = self._open(grpc).models.LoadModel
         message = model_pb2.LoadModelRequest(path=path, name=name, dtype=dtype)
-        return from_model_info(self._unary(lambda **how: stub(message, **how), timeout).model)
+        return from_model_info(self._call("models", "LoadModel", message, timeout).model)
 
     def unload_model(self, name: str, *, drain_seconds: float | None = None, timeout: float | None = None) -> bool:
         """Have the server serve a model no longer; its requests go on for ``drain_seconds`` at most (default the
         server's). Returns once its memory is free, whether all of them ended by themselves."""
-        stub = self._open(grpc).models.UnloadModel
         message = model_pb2.UnloadModelRequest(model=name, drain_seconds=drain_seconds)
-        return bool(self._unary(lambda **how: stub(message, **how), timeout).ended)
+        return bool(self._call("models", "UnloadModel", message, timeout).ended)
 
     def adapters(self, model: str = "", *, timeout: float | None = None) -> list[AdapterInfo]:
         """The adapters of a model that are loaded; of the server's default for an empty name."""
-        stub = self._open(grpc).models.ListAdapters
-        reply = self._unary(lambda **how: stub(model_pb2.ListAdaptersRequest(model=model), **how), timeout)
+        reply = self._call("models", "ListAdapters", model_pb2.ListAdaptersRequest(model=model), timeout)
         return [from_message(AdapterInfo, adapter) for adapter in reply.adapters]
 
     def load_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> AdapterInfo:
         """Have the server read the adapter ``name`` from its ``adapter_folder``, in place of one of that name."""
-        stub = self._open(grpc).models.LoadAdapter
         message = model_pb2.LoadAdapterRequest(model=model, adapter=name)
-        return from_message(AdapterInfo, self._unary(lambda **how: stub(message, **how), timeout).adapter)
+        return from_message(AdapterInfo, self._call("models", "LoadAdapter", message, timeout).adapter)
 
     def drop_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> None:
         """Have the server serve the adapter ``name`` no longer; requests that decode with it go on."""
-        stub = self._open(grpc).models.DropAdapter
         message = model_pb2.DropAdapterRequest(model=model, adapter=name)
-        self._unary(lambda **how: stub(message, **how), timeout)
+        self._call("models", "DropAdapter", message, timeout)
 
     @property
     def cache(self) -> Cache:
         """What the server keeps for later requests."""
-        return Cache(self._cache_call)
-
-    def _cache_call(self, method: str, message: Any, timeout: float | None) -> Any:
-        stub = getattr(self._open(grpc).caches, method)
-        return self._unary(lambda **how: stub(message, **how), timeout)
+        return Cache(partial(self._call, "caches"))
 
     def wait_ready(self, timeout: float = 30.0) -> None:
         """Return as soon as the server's health check reports SERVING; raises ``Unavailable`` after ``timeout``."""
@@ -250,11 +239,14 @@ class Client(Base):
             if self._closed:
                 raise Cancelled("the client was closed")
 
-    def _unary(self, call: Callable[..., Any], timeout: float | None) -> Any:
+    def _call(self, service: str, method: str, message: Any, timeout: float | None) -> Any:
+        """The reply of a ``method`` to one ``message``, or to the messages that calling it makes for each attempt."""
+        stub = getattr(getattr(self._open(grpc), service), method)
         retries = self._retries(timeout)
         while True:
             try:
-                return call(timeout=retries.remaining(), metadata=self._metadata())
+                sent = message() if callable(message) else message
+                return stub(sent, timeout=retries.remaining(), metadata=self._metadata())
             except grpc.RpcError as error:
                 pause = retries.delay(self._failure(error))
             self._pause(pause)

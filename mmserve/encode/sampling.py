@@ -132,35 +132,6 @@ class FixedRate:
 
 
 @dataclass
-class FixedCount:
-    """At most ``count`` frames of each piece, spread evenly over it (``spread``)."""
-
-    count: int
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError("at least one frame is needed")
-
-    @property
-    def interval(self) -> float:
-        """As ``Sampler.interval``: a second."""
-        return 1.0
-
-    def look(self, times: Sequence[float], end: float) -> list[int]:
-        """As ``Sampler.look``."""
-        ticks = [round(1e6 * seconds) for seconds in times]
-        return spread(ticks, round(1e6 * end), self.count)
-
-    def take(self, seconds: float, image: Image.Image) -> Sampled | None:
-        """As ``Sampler.take``."""
-        return Sampled(seconds, image)
-
-    def still(self, seconds: float, image: Image.Image) -> Sampled:
-        """As ``Sampler.still``."""
-        return Sampled(seconds, image)
-
-
-@dataclass
 class Scene:
     """At most ``frames`` frames of each scene, where one scene ends when a frame is unlike the one before.
 
@@ -227,7 +198,7 @@ class Scene:
 class SlowFast:
     """What ``inner`` chooses, every ``every``-th frame with ``detail`` and the others without."""
 
-    inner: FixedRate | FixedCount | Scene
+    inner: FixedRate | Scene
     every: int = 8
     taken: int = 0
 
@@ -303,4 +274,4 @@ def unpacked(message: Mapping[str, Any]) -> Sampler:
     return sampler
 
 
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (FixedRate, FixedCount, ProcessorFrames, Scene, SlowFast)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (FixedRate, ProcessorFrames, Scene, SlowFast)}

@@ -23,7 +23,8 @@ from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument
 from mmserve.kv.pool import pages_for
 from mmserve.kv.reduction import REDUCTIONS, reduction_of
-from mmserve.kv.reduction.base import Held, budget_most, budget_target
+from mmserve.kv.reduction.base import Held
+from mmserve.kv.reduction.heavy_hitters import HeavyHitters
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, LoadedModel
@@ -162,12 +163,13 @@ def test_a_budget_that_holds_everything_changes_no_bit(
 
 
 def test_a_budget_is_kept_to_within_a_page() -> None:
+    policy = HeavyHitters(budget=12)
     for held in range(1, 40):
         now = Held(held, 0, 0, 0, PAGE)
-        target = budget_target(12, now)
+        target = policy.target(now)
         assert target == (12 if held >= 12 + PAGE else held)
-        assert budget_most(12, dataclasses.replace(now, positions=target), 100) == 12 + PAGE
-        assert budget_most(12, dataclasses.replace(now, positions=target), 1) == min(target + 1, 12 + PAGE)
+        assert policy.most(dataclasses.replace(now, positions=target), 100) == 12 + PAGE
+        assert policy.most(dataclasses.replace(now, positions=target), 1) == min(target + 1, 12 + PAGE)
 
 
 @pytest.mark.parametrize(

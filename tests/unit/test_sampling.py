@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmserve.encode.sampling import (
-    FixedCount,
     FixedRate,
     Sampled,
     Sampler,
@@ -68,12 +67,6 @@ def test_a_frame_just_before_its_moment_has_the_moments_time() -> None:
     assert [frame.seconds for frame in found] == [0.0, 1 / 3, 0.667, 1.0]
 
 
-def test_a_fixed_count_is_spread_over_each_piece() -> None:
-    piece = [(0.1 * i, GREY) for i in range(10)]
-    found = chosen(FixedCount(2), [piece, [(seconds + 1, GREY) for seconds, _image in piece]])
-    assert [round(frame.seconds, 3) for frame in found] == [0.2, 0.6, 1.2, 1.6]
-
-
 @pytest.mark.parametrize("cuts", [[], [7], [1, 2, 3, 13, 29]])
 def test_scenes_begin_where_frames_stop_being_alike(cuts: list[int]) -> None:
     """Scenes of 12, 3 and 15 frames, one every half second, each slowly growing lighter."""
@@ -107,7 +100,6 @@ def test_alike_and_unlike() -> None:
         lambda: FixedRate(-1.0),
         lambda: FixedRate(float("nan")),
         lambda: FixedRate(1e9),
-        lambda: FixedCount(0),
         lambda: Scene(frames=0),
         lambda: Scene(similarity=2.0),
         lambda: SlowFast(FixedRate(1.0), every=0),
@@ -119,6 +111,6 @@ def test_senseless_numbers_are_refused(make: object) -> None:
 
 
 def test_a_message_is_plain_json() -> None:
-    for sampler in (FixedRate(2.0, 7), FixedCount(3), Scene(), SlowFast(Scene(rate=1.0), 4, 9)):
+    for sampler in (FixedRate(2.0, 7), Scene(), SlowFast(Scene(rate=1.0), 4, 9)):
         again = unpacked(json.loads(json.dumps(packed(sampler))))
         assert again == sampler

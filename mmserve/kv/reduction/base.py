@@ -15,6 +15,8 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from mmserve.core.values import Checked
+
 
 class Signal(Enum):
     """What is noted of a request's passes."""
@@ -76,14 +78,18 @@ class Reduction(Protocol):
         ...
 
 
-def budget_target(budget: int, held: Held) -> int:
-    """``budget`` positions where a whole page more is held: then a page is free again, and copying is worth it."""
-    return budget if held.positions >= budget + held.page_size else held.positions
+class Budgeted(Checked):
+    """What reductions to a ``budget`` of positions share."""
 
+    budget: int
 
-def budget_most(budget: int, held: Held, left: int) -> int:
-    """The most that ``budget_target`` ever leaves held."""
-    return min(held.positions + left, budget + held.page_size)
+    def target(self, held: Held) -> int:
+        """``budget`` positions where a whole page more is held: then a page is free again, and copying is worth it."""
+        return self.budget if held.positions >= self.budget + held.page_size else held.positions
+
+    def most(self, held: Held, left: int) -> int:
+        """The most that ``target`` ever leaves held."""
+        return min(held.positions + left, self.budget + held.page_size)
 
 
 def check_budget(budget: int, sinks: int) -> None:

@@ -15,12 +15,11 @@ from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
 from mmserve.core.policies import kv_reduction as numbers
-from mmserve.core.values import Checked
-from mmserve.kv.reduction.base import Held, LayerView, Signal, best, budget_most, budget_target, check_budget
+from mmserve.kv.reduction.base import Budgeted, LayerView, Signal, best, check_budget
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttention(numbers.ExpectedAttention, Checked):
+class ExpectedAttention(numbers.ExpectedAttention, Budgeted):
     """``budget`` positions, the first ``sinks`` among them; queries are expected at the next ``future`` positions.
 
     The first ``sinks`` queries, which are unlike all others, do not count.
@@ -34,12 +33,6 @@ class ExpectedAttention(numbers.ExpectedAttention, Checked):
 
     def first_query(self, prompt: int) -> int:
         return self.sinks
-
-    def target(self, held: Held) -> int:
-        return budget_target(self.budget, held)
-
-    def most(self, held: Held, left: int) -> int:
-        return budget_most(self.budget, held, left)
 
     def keep(self, view: LayerView, count: int) -> Tensor:
         expected_GL = self._expected(view) * view.values_LGK[self.sinks :].float().norm(dim=-1).T

@@ -9,24 +9,17 @@ import torch
 from torch import Tensor
 
 from mmserve.core.policies import kv_reduction as numbers
-from mmserve.core.values import Checked
-from mmserve.kv.reduction.base import Held, LayerView, Signal, best, budget_most, budget_target
+from mmserve.kv.reduction.base import Budgeted, LayerView, Signal, best
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeavyHitters(numbers.HeavyHitters, Checked):
+class HeavyHitters(numbers.HeavyHitters, Budgeted):
     """``budget`` positions, of which the last ``recent`` share (0 to 1) always stays."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset({Signal.ATTENTION})
 
     def first_query(self, prompt: int) -> int:
         return 0
-
-    def target(self, held: Held) -> int:
-        return budget_target(self.budget, held)
-
-    def most(self, held: Held, left: int) -> int:
-        return budget_most(self.budget, held, left)
 
     def keep(self, view: LayerView, count: int) -> Tensor:
         assert view.attention_GL is not None

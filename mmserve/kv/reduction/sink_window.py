@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from mmserve.core.policies import kv_reduction as numbers
-from mmserve.core.values import Checked
-from mmserve.kv.reduction.base import Held, LayerView, Signal, budget_most, budget_target, check_budget
+from mmserve.kv.reduction.base import Budgeted, LayerView, Signal, check_budget
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkWindow(numbers.SinkWindow, Checked):
+class SinkWindow(numbers.SinkWindow, Budgeted):
     """``budget`` positions: the first ``sinks`` and the last others."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset()
@@ -28,12 +27,6 @@ class SinkWindow(numbers.SinkWindow, Checked):
 
     def first_query(self, prompt: int) -> int:
         return prompt  # none is asked
-
-    def target(self, held: Held) -> int:
-        return budget_target(self.budget, held)
-
-    def most(self, held: Held, left: int) -> int:
-        return budget_most(self.budget, held, left)
 
     def keep(self, view: LayerView, count: int) -> Tensor:
         heads, length = view.visual_GL.shape

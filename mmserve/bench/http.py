@@ -10,14 +10,16 @@ whatever else the machine runs.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import socket
 import statistics
+import threading
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from typing import Any
 
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
@@ -32,6 +34,7 @@ TASKS = ("viewers", "slow", "front")
 _TOKENS, _SHORT_TOKENS, _LONG_TOKENS, _SHORT_REQUESTS = 64, 8, 256, 100
 _CHAT = "/v1/chat/completions"
 _PLAIN: dict[str, Any] = {"lowConfidence": {}, "noCache": {}}
+_HEADERS = {"connection": "close", "content-type": "application/json"}
 _DRAFTS = {"drafts": True, "alternatives": 4}
 #: Of the slow viewer: answers that do not end before the canvas does, and large drafts, of which most of it changes.
 _LARGE: dict[str, Any] = {
@@ -39,7 +42,7 @@ _LARGE: dict[str, Any] = {
     "logit_bias": {"1": -100, "2": -100},
     "mmserve": {"diffusion": {**_PLAIN, "blockLength": 256}, "stream": {"drafts": True, "alternatives": 20}},
 }
-_READ, _SLOW_BUFFER = 1 << 16, 4 << 10
+_SLOW_BUFFER = 4 << 10
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,13 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     changed = {**vars(arguments), "set": [*arguments.set, f"server.http_port={port}"]}
     with ServedProcess(Namespace(**changed)) as served:
         client = _Client(port)
-        asyncio.run(client.stream("What is 3 + 4?", _SHORT_TOKENS))  # warm-up
+        client.stream("What is 3 + 4?", _SHORT_TOKENS)  # warm-up
         if "viewers" in tasks:
-            measures += asyncio.run(_viewers(client, served, arguments, progress))
+            measures += _viewers(client, served, arguments, progress)
         if "slow" in tasks:
-            measures += asyncio.run(_slow(client, progress))
+            measures += _slow(client, progress)
         if "front" in tasks:
-            measures += asyncio.run(_front(client, served, arguments, progress))
+            measures += _front(client, served, arguments, progress)
     settings = {"clients": CLIENTS, "viewers": VIEWERS, "rounds": arguments.repeats, "tokens": _TOKENS}
     return {"measures": measures, "settings": settings}
 
@@ -79,7 +82,7 @@ class _Client:
     def __init__(self, port: int) -> None:
         self._port = port
 
-    async def stream(
+    def stream(
         self,
         prompt: str,
         tokens: int,
@@ -88,30 +91,29 @@ class _Client:
         drafts: bool = False,
         large: bool = False,
         buffer: int = 0,
-        first: Callable[[], Awaitable[Any]] | None = None,
+        first: Callable[[], object] = lambda: None,
     ) -> Streamed:
         """Ask for a stream, and read it to its end.
 
         plain: one token a step, in one block. large: with large drafts. buffer: bytes that the client's socket holds,
-        0 = as it is. first: what is waited for before anything is read.
+        0 = as it is. first: called before anything is read.
         """
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        connection = HTTPConnection("127.0.0.1", self._port)
+        connection.sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         if buffer:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self._port))
-        reader, writer = await asyncio.open_connection(sock=connection, limit=buffer or _READ)
-        began = time.monotonic()
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.sock.connect(("127.0.0.1", self._port))
         body = _body(prompt, tokens, plain=plain, drafts=drafts)
-        writer.write(_request({**body, **_LARGE} if large else body))
-        await writer.drain()
-        if first is not None:
-            await first()
-        data = bytearray()
-        while part := await reader.read(_READ):
-            data += part
-        writer.close()
-        return _streamed(bytes(data), time.monotonic() - began)
+        began = time.monotonic()
+        connection.request("POST", _CHAT, json.dumps({**body, **_LARGE} if large else body), _HEADERS)
+        first()
+        response = connection.getresponse()
+        data = response.read()
+        seconds = time.monotonic() - began
+        connection.close()
+        if response.status != 200:
+            raise RuntimeError(f"the server refused a request: {data[:400]!r}")
+        return _streamed(data, seconds)
 
 
 def _body(prompt: str, tokens: int, *, plain: bool, drafts: bool) -> dict[str, Any]:
@@ -122,55 +124,43 @@ def _body(prompt: str, tokens: int, *, plain: bool, drafts: bool) -> dict[str, A
     return {"model": "reference", "messages": messages, "max_tokens": tokens, "stream": True, "mmserve": own}
 
 
-def _request(body: dict[str, Any]) -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
-
-
-def _streamed(response: bytes, seconds: float) -> Streamed:
-    """Reads a response whose chunks hold whole events."""
-    head, _, rest = response.partition(b"\r\n\r\n")
-    if b" 200 " not in head.partition(b"\r\n")[0]:
-        raise RuntimeError(f"the server refused a request: {response[:400]!r}")
+def _streamed(data: bytes, seconds: float) -> Streamed:
+    """What the server-sent events in ``data`` come to."""
     drafts, text, own = 0, "", dict[str, Any]()
-    while rest:
-        size, _, rest = rest.partition(b"\r\n")
-        chunk, rest = rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-        for event in chunk.split(b"\n\n"):
-            if event.startswith(b"event: draft"):
-                drafts += 1
-            elif event.startswith(b"data: {"):
-                found = json.loads(event[6:])
-                text += found["choices"][0]["delta"].get("content") or ""
-                own = found.get("mmserve") or own
+    for event in data.split(b"\n\n"):
+        if event.startswith(b"event: draft"):
+            drafts += 1
+        elif event.startswith(b"data: {"):
+            found = json.loads(event[6:])
+            text += found["choices"][0]["delta"].get("content") or ""
+            own = found.get("mmserve") or own
     return Streamed(drafts, text, own["forwards"], own["times"]["total"], seconds)
 
 
-async def _viewers(
+def _viewers(
     client: _Client, served: ServedProcess, arguments: argparse.Namespace, progress: Progress
 ) -> list[Figures]:
     prompts = [item("arithmetic", index, arguments.seed)[1].text for index in range(CLIENTS * EACH)]
 
-    async def asker(number: int, *, drafts: bool) -> int:
-        seen = 0
-        for prompt in prompts[number * EACH : (number + 1) * EACH]:
-            seen += (await client.stream(prompt, _TOKENS, plain=True, drafts=drafts and number < VIEWERS)).drafts
-        return seen
+    def asker(number: int, drafts: bool) -> int:
+        own = prompts[number * EACH : (number + 1) * EACH]
+        views = drafts and number < VIEWERS
+        return sum(client.stream(prompt, _TOKENS, plain=True, drafts=views).drafts for prompt in own)
 
-    async def phase(*, drafts: bool) -> tuple[float, float, int]:
+    def phase(*, drafts: bool) -> tuple[float, float, int]:
         """Seconds, the server's processor seconds, and drafts that came."""
         began, used = time.monotonic(), served.processor_seconds()
-        seen = await asyncio.gather(*(asker(number, drafts=drafts) for number in range(CLIENTS)))
-        return time.monotonic() - began, served.processor_seconds() - used, sum(seen)
+        seen = sum(pool.map(lambda number: asker(number, drafts), range(CLIENTS)))
+        return time.monotonic() - began, served.processor_seconds() - used, seen
 
-    await phase(drafts=True)
     pairs = []
-    for repeat in range(arguments.repeats):
-        progress(f"viewers: round {repeat + 1} of {arguments.repeats}")
-        order = (False, True) if repeat % 2 else (True, False)
-        found = {drafts: await phase(drafts=drafts) for drafts in order}
-        pairs.append((found[False], found[True]))
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        phase(drafts=True)
+        for repeat in range(arguments.repeats):
+            progress(f"viewers: round {repeat + 1} of {arguments.repeats}")
+            order = (False, True) if repeat % 2 else (True, False)
+            found = {drafts: phase(drafts=drafts) for drafts in order}
+            pairs.append((found[False], found[True]))
     throughput = [without[0] / with_them[0] for without, with_them in pairs]
     processor = [without[1] / with_them[1] for without, with_them in pairs]
     return [
@@ -181,19 +171,20 @@ async def _viewers(
     ]
 
 
-async def _slow(client: _Client, progress: Progress) -> list[Figures]:
+def _slow(client: _Client, progress: Progress) -> list[Figures]:
     progress("slow: a viewer that does not read")
-    done = asyncio.Event()
+    done = threading.Event()
 
-    async def ask(**how: Any) -> Streamed:
-        return await client.stream("How many shapes are there?", _LONG_TOKENS, large=True, **how)
+    def ask(**how: Any) -> Streamed:
+        return client.stream("How many shapes are there?", _LONG_TOKENS, large=True, **how)
 
-    async def quick() -> Streamed:
-        found = await ask()
-        done.set()
-        return found
-
-    slow, fast = await asyncio.gather(ask(buffer=_SLOW_BUFFER, first=done.wait), quick())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, buffer=_SLOW_BUFFER, first=done.wait)
+        try:
+            fast = ask()
+        finally:
+            done.set()
+        slow = waiting.result()
     return [
         stated("drafts of a viewer that reads", fast.drafts / fast.forwards, "of the steps"),
         at_most("drafts of one that does not", slow.drafts / slow.forwards, "of the steps", 0.9),
@@ -201,13 +192,11 @@ async def _slow(client: _Client, progress: Progress) -> list[Figures]:
     ]
 
 
-async def _front(
-    client: _Client, served: ServedProcess, arguments: argparse.Namespace, progress: Progress
-) -> list[Figures]:
+def _front(client: _Client, served: ServedProcess, arguments: argparse.Namespace, progress: Progress) -> list[Figures]:
     progress(f"front: {_SHORT_REQUESTS} short requests")
     used = served.loop_seconds()
     found = [
-        await client.stream(item("arithmetic", index, arguments.seed)[1].text, _SHORT_TOKENS)
+        client.stream(item("arithmetic", index, arguments.seed)[1].text, _SHORT_TOKENS)
         for index in range(_SHORT_REQUESTS)
     ]
     own = 1000 * (served.loop_seconds() - used) / len(found)

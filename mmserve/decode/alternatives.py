@@ -77,7 +77,6 @@ class NotingLogits:
         return NotingLogits(self._rows.only(rows), kept, canvas, sampling, self._count, banned, mask_id, self._all)
 
     def slices(self) -> Iterator[Tensor]:
-        """As of ``RowLogits``."""
         done = 0
         for part in self._rows.slices():
             self._note(part, self._positions[done : done + len(part)])
@@ -85,7 +84,6 @@ class NotingLogits:
             yield part
 
     def whole(self) -> Tensor:
-        """As of ``RowLogits``."""
         made = self._rows.whole()
         self._note(made, self._positions)
         return made

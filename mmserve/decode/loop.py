@@ -36,7 +36,6 @@ class DiffusionDecoder:
         self.begin, self.ready, self.prefill = prefill.begin, prefill.ready, prefill.run
 
     def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
-        """As of ``Decoder.give_way``."""
         self.parts.runner.give_way(prefill, decode)
 
     def open(self, request: Request, prefilled: Prefilled) -> Decoding:
@@ -53,7 +52,6 @@ class DiffusionDecoder:
         )
 
     def payload(self, state: Prefilled | Decoding) -> PrefilledPayload | CanvasPayload:
-        """As of ``Decoder.payload``."""
         return payload_of(self.parts, state)
 
     @torch.inference_mode()
@@ -64,7 +62,6 @@ class DiffusionDecoder:
         pages: PageTable,
         session: Session | None = None,
     ) -> Decoding:
-        """As of ``Decoder.restored``."""
         state, candidates = prefilled_of(self.parts, request, payload.prefilled, pages, session)
         d = self.open(request, state)
         d.candidates = candidates
@@ -125,5 +122,4 @@ class DiffusionDecoder:
         return Stepped(delta, shown, None, left if left < pages else None, count_next_rows(d), committed, step, draft)
 
     def answer(self, d: Decoding) -> Answer:
-        """As of ``Decoder.answer``."""
         return answer_of(d, self.parts.model)

@@ -82,7 +82,6 @@ class Prefill:
 
     @torch.inference_mode()
     def ready(self, begun: Prefilling) -> bool:
-        """As of ``Decoder.ready``."""
         most = self._parts.passes.chunk * len(self._parts.model.decoder.layers)
         return all(extension.ready(most) for extension in begun.extensions)
 

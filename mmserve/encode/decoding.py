@@ -131,7 +131,6 @@ class DecodePool:
         self._users = 0
 
     def open(self) -> None:
-        """As ``Decoders.open``."""
         with self._changed:
             self._users += 1
             first = self._users == 1

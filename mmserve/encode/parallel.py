@@ -67,11 +67,9 @@ class _Order:
         self._ended = False
 
     def reserve(self, pixels: int) -> None:
-        """As ``Watch.reserve``."""
         self._watch.reserve(pixels)
 
     def check(self) -> None:
-        """As ``Watch.check``."""
         if self._ended:
             raise _Ended
         self._watch.check()

@@ -92,11 +92,9 @@ class FixedRate:
 
     @property
     def interval(self) -> float:
-        """As ``Sampler.interval``."""
         return 1 / self.rate
 
     def look(self, times: Sequence[float], end: float) -> list[int]:
-        """As ``Sampler.look``."""
         del end
         found: list[int] = []
         moment = self.next
@@ -107,13 +105,11 @@ class FixedRate:
         return found
 
     def take(self, seconds: float, image: Image.Image) -> Sampled | None:
-        """As ``Sampler.take``."""
         if seconds + TOLERANCE < self.next / self.rate:
             return None
         return self.still(seconds, image)
 
     def still(self, seconds: float, image: Image.Image) -> Sampled:
-        """As ``Sampler.still``."""
         self.next = max(self.next, self._after(seconds))
         return Sampled(self._moment(seconds), image)
 
@@ -160,16 +156,13 @@ class Scene:
 
     @property
     def interval(self) -> float:
-        """As ``Sampler.interval``."""
         return 1 / self.rate
 
     def look(self, times: Sequence[float], end: float) -> list[int]:
-        """As ``Sampler.look``."""
         assert self.pace is not None
         return self.pace.look(times, end)
 
     def take(self, seconds: float, image: Image.Image) -> Sampled | None:
-        """As ``Sampler.take``."""
         assert self.pace is not None
         on_pace = self.pace.take(seconds, image)
         if on_pace is None:
@@ -180,7 +173,6 @@ class Scene:
         return found if wanted else None
 
     def still(self, seconds: float, image: Image.Image) -> Sampled:
-        """As ``Sampler.still``."""
         assert self.pace is not None
         found = self._compared(self.pace.still(seconds, image))
         self.seen += 1
@@ -208,20 +200,16 @@ class SlowFast:
 
     @property
     def interval(self) -> float:
-        """As ``Sampler.interval``."""
         return self.inner.interval
 
     def look(self, times: Sequence[float], end: float) -> list[int]:
-        """As ``Sampler.look``."""
         return self.inner.look(times, end)
 
     def take(self, seconds: float, image: Image.Image) -> Sampled | None:
-        """As ``Sampler.take``."""
         found = self.inner.take(seconds, image)
         return None if found is None else self._marked(found)
 
     def still(self, seconds: float, image: Image.Image) -> Sampled:
-        """As ``Sampler.still``."""
         return self._marked(self.inner.still(seconds, image))
 
     def _marked(self, frame: Sampled) -> Sampled:
@@ -236,7 +224,6 @@ class ProcessorFrames(OwnFrames):
 
     @property
     def interval(self) -> float:
-        """As ``Sampler.interval``."""
         return 1 / self.rate if self.rate else 1.0
 
     def look(self, times: Sequence[float], end: float) -> list[int]:
@@ -244,11 +231,9 @@ class ProcessorFrames(OwnFrames):
         return self.chosen(len(times), end - times[0])
 
     def take(self, seconds: float, image: Image.Image) -> Sampled | None:
-        """As ``Sampler.take``."""
         return Sampled(seconds, image)
 
     def still(self, seconds: float, image: Image.Image) -> Sampled:
-        """As ``Sampler.still``."""
         return Sampled(seconds, image)
 
 

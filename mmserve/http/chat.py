@@ -58,11 +58,9 @@ class OpenAI:
     names: Mapping[str, str] = NAMES
 
     def error(self, error: MMServeError) -> dict[str, Any]:
-        """As of ``Api.error``."""
         return openai_error(error, self.names)
 
     def error_line(self, error: MMServeError) -> str:
-        """As of ``Api.error_line``."""
         return sse(self.error(error))
 
 
@@ -70,7 +68,6 @@ class Chat(OpenAI):
     """``/v1/chat/completions``."""
 
     def read(self, body: dict[str, Any]) -> Asked:
-        """As of ``Api.read``."""
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
         for i, chat in enumerate(fields.take("messages", list, [])):
@@ -193,7 +190,6 @@ class _Reply(Chunks):
     """The answer to one chat completion."""
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        """As of ``Reply.whole``."""
         choices: list[dict[str, Any]] = [
             {
                 "index": one.sample,

@@ -47,7 +47,6 @@ class Completions(OpenAI):
         self._fim = fim
 
     def read(self, body: dict[str, Any]) -> Asked:
-        """As of ``Api.read``."""
         fields, found = Fields(body), pb.GenerateRequest(raw=True)
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
         found.messages.add(role=pb.ROLE_USER).parts.add(text=_prompt(fields))
@@ -97,7 +96,6 @@ class _Reply(Chunks):
         self._suffix, self._fim = suffix, fim
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        """As of ``Reply.whole``."""
         choices = [self._choice(one, self._text(one), _REASONS[one.reason]) for one in finished]
         own = {"usage": usage(finished), "mmserve": own_fields(finished)}
         kind = "chat.completion" if self._fim else "text_completion"

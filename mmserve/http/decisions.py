@@ -64,7 +64,6 @@ class DecisionsApi:
     """``/v1/decisions``."""
 
     def read(self, body: dict[str, Any]) -> DecisionsAsked:
-        """As of ``DecisionApi.read``."""
         fields = Fields(body)
         context = _text(fields, "input")
         if not context.strip():
@@ -92,7 +91,6 @@ class DecisionsApi:
         return DecisionsAsked(message, tuple(named), temperature)
 
     def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
-        """As of ``DecisionApi.reply``."""
         answers: dict[str, Any] = {}
         for named, decision in zip(asked.questions, response.decisions, strict=True):
             probabilities = _scaled([p.probability for p in decision.probabilities], asked.temperature)
@@ -117,7 +115,6 @@ class DecisionsApi:
         }
 
     def error(self, error: MMServeError) -> dict[str, Any]:
-        """As of ``DecisionApi.error``."""
         return openai_error(error, {"messages": "input"})
 
 
@@ -125,7 +122,6 @@ class SystemOneApi:
     """``/v1/systemone``: questions by their ids, with ``criteria`` for what the answers are."""
 
     def read(self, body: dict[str, Any]) -> DecisionsAsked:
-        """As of ``DecisionApi.read``."""
         fields = Fields(body)
         if "state" not in body:
             raise InvalidArgument.of("state", "is required")
@@ -146,7 +142,6 @@ class SystemOneApi:
         return DecisionsAsked(message, tuple(named))
 
     def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
-        """As of ``DecisionApi.reply``."""
         answers: dict[str, Any] = {}
         for named, decision in zip(asked.questions, response.decisions, strict=True):
             probabilities = [p.probability for p in decision.probabilities]
@@ -165,7 +160,6 @@ class SystemOneApi:
         return {"model": response.model, "answers": answers, "usage": usage}
 
     def error(self, error: MMServeError) -> dict[str, Any]:
-        """As of ``DecisionApi.error``."""
         return openai_error(error, {"messages": "state"})
 
 

@@ -44,7 +44,6 @@ class Messages:
     """``/v1/messages``."""
 
     def read(self, body: dict[str, Any]) -> Asked:
-        """As of ``Api.read``."""
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
         system = fields.any("system")
@@ -72,7 +71,6 @@ class Messages:
         return Asked(found, stream, _Reply(found.model), names)
 
     def error(self, error: MMServeError) -> dict[str, Any]:
-        """As of ``Api.error``."""
         status, text = status_of(error), openai_error(error, NAMES)["error"]["message"]
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         kind = "overloaded_error" if status == 503 else kind
@@ -80,7 +78,6 @@ class Messages:
         return {**body, "request_id": calls.current().request_id}
 
     def error_line(self, error: MMServeError) -> str:
-        """As of ``Api.error_line``."""
         return sse(self.error(error), "error")
 
 
@@ -180,7 +177,6 @@ class _Reply:
         self._common = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        """As of ``Reply.whole``."""
         (one,) = finished
         content = [{"type": "text", "text": one.text, "citations": None}] if one.text or not one.tool_calls else []
         content += [_tool_use(call.id, call.name, json.loads(call.arguments)) for call in one.tool_calls]

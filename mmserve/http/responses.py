@@ -77,7 +77,6 @@ class Responses:
     """``/v1/responses``."""
 
     def read(self, body: dict[str, Any]) -> Asked:
-        """As of ``Api.read``."""
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
         if (instructions := fields.take("instructions", str)) is not None:
@@ -103,7 +102,6 @@ class Responses:
         return Asked(found, stream, _Reply(found, {**_FIXED, **echoed, "tools": tools, "text": text}), names)
 
     def error(self, error: MMServeError) -> dict[str, Any]:
-        """As of ``Api.error``."""
         return openai_error(error, NAMES)
 
     def error_line(self, error: MMServeError) -> str:
@@ -213,7 +211,6 @@ class _Reply:
         }
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        """As of ``Reply.whole``."""
         (one,) = finished
         status = "incomplete" if one.reason == "length" else "completed"
         usage = {

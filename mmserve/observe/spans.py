@@ -49,12 +49,10 @@ class Recorder:
         self._tracer = tracer
 
     def carried(self, headers: Iterable[tuple[str, Any]]) -> dict[str, str]:
-        """As of ``traces.carried``."""
         known = propagate.get_global_textmap().fields
         return {name: value for name, value in headers if name in known and isinstance(value, str)}
 
     def begin(self, call: Call) -> RequestTrace | None:
-        """As of ``traces.begin``."""
         arrived = time.time_ns() - int(1e9 * (time.monotonic() - call.started))
         parent = propagate.extract(call.headers)
         span = self._tracer.start_span("chat", parent, SpanKind.SERVER, start_time=arrived)
@@ -85,7 +83,6 @@ class Recorder:
             yield
 
     def observed(self, transport: Transport, stage: str) -> Transport:
-        """As of ``traces.observed``."""
         return ObservedTransport(self._tracer, transport, stage)
 
 

@@ -194,15 +194,12 @@ class _Question:
         self._held = ExitStack()
 
     def begin(self) -> None:
-        """As ``Noted.begin``."""
         self._held.enter_context(self._quotas.taken(self._tenant))
 
     def see(self, event: Event) -> None:
-        """As ``Noted.see``."""
         self._watch.see(event)
 
     def end(self, error: MMServeError | None) -> None:
-        """As ``Noted.end``."""
         self._held.close()
         self._watch.__exit__(None if error is None else type(error), error, None)
 

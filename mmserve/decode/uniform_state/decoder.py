@@ -108,7 +108,6 @@ class UniformStateDecoder:
         )
 
     def payload(self, state: CanvasPrefilled | CanvasDecoding) -> PrefilledPayload | CanvasPayload:
-        """As of ``Decoder.payload``."""
         return payload_of(self.model, state)
 
     @torch.inference_mode()
@@ -119,7 +118,6 @@ class UniformStateDecoder:
         pages: PageTable,
         session: Session | None = None,
     ) -> CanvasDecoding:
-        """As of ``Decoder.restored``."""
         begun = prefilled_of(self.model, payload.prefilled, session)
         if isinstance(payload, CanvasPayload):
             return go_on(self._opened(request, begun), payload)
@@ -169,7 +167,6 @@ class UniformStateDecoder:
         return Stepped(delta, shown, reason, None, self.model.spec.block_length(), committed, report, draft)
 
     def answer(self, d: CanvasDecoding) -> Answer:
-        """As of ``Decoder.answer``."""
         return answer_of(d, self.model)
 
     def _candidates(self, d: CanvasDecoding, logits_LV: Tensor, step: Step) -> Candidates:

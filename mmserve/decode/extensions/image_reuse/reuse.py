@@ -145,7 +145,6 @@ class ImageKVReuse(Extension):
         self._scores = pick("attention_scores", model.device, model.dtype, model.decoder.config.head_dim).run
 
     def keys(self, encoded: Encoded, cache: str = "") -> tuple[bytes, ...]:
-        """As of ``ImageKV.keys``."""
         return self.images.keys(encoded, cache)
 
     def attach(self, o: Opening) -> ReusedImages | None:

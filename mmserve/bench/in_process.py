@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar, overload
 
 from mmserve.core.events import Delta, Failed, Finished
 from mmserve.core.request import Request
@@ -62,13 +62,17 @@ class Answer:
 A = TypeVar("A", bound=Answer)
 
 
+@overload
+def ask_all(engine: Serves, requests: Sequence[Request], *, patience: float = ...) -> list[Answer]: ...
+
+
+@overload
+def ask_all(engine: Serves, requests: Sequence[Request], kind: type[A], *, patience: float = ...) -> list[A]: ...
+
+
 def ask_all(
-    engine: Serves,
-    requests: Sequence[Request],
-    kind: Callable[[], A] = Answer,  # type: ignore[assignment]
-    *,
-    patience: float = 600.0,
-) -> list[A]:
+    engine: Serves, requests: Sequence[Request], kind: type[Any] = Answer, *, patience: float = 600.0
+) -> list[Any]:
     """Send all at once, and wait ``patience`` seconds at most for their ends; each answer is of ``kind``."""
     answers = []
     for request in requests:

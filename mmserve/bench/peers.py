@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mmserve.bench import vllm_peer
-from mmserve.bench.in_process import Answer, ask_all
+from mmserve.bench.in_process import ask_all
 from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.passes import missing, pass_rows
 from mmserve.bench.settings import measured_config
@@ -178,7 +178,7 @@ class Ours:
 
     def _ask(self, requests: list[Request]) -> tuple[float, list[Finished]]:
         begun = time.perf_counter()
-        answers = ask_all(self._engine, requests, Answer)
+        answers = ask_all(self._engine, requests)
         seconds = time.perf_counter() - begun
         return seconds, [answer.whole() for answer in answers]
 

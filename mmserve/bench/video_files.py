@@ -22,7 +22,7 @@ import av
 import numpy as np
 import torch
 
-from mmserve.bench.in_process import Answer, ask_all
+from mmserve.bench.in_process import ask_all
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, ModelConfig, resolve
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, TextPart, VideoPart, VideoSampling
@@ -192,7 +192,7 @@ class _Bench:
             sampling=Sampling(max_new_tokens=1),
             diffusion=Diffusion(recompute=Policy(name="last")),
         )
-        [answer] = ask_all(engine, [request], Answer, patience=_PATIENCE)
+        [answer] = ask_all(engine, [request], patience=_PATIENCE)
         return answer.whole().text
 
 

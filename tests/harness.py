@@ -82,7 +82,8 @@ class Gate:
 
     def __init__(self, engine: Engine, stage: str, when: Callable[[set[str]], bool] = lambda _ids: True) -> None:
         self.entered, self._open = threading.Event(), threading.Event()
-        method = getattr(engine.stages, stage)
+        owner = {"prefill": engine.stages.prefilling, "decode": engine.stages.decoding}.get(stage, engine.stages.encoding)
+        method = getattr(owner, stage)
 
         def held(batch: list[Any], *rest: Any) -> Any:
             if not self._open.is_set() and when({_id(item) for item in batch}):
@@ -90,7 +91,7 @@ class Gate:
                 assert self._open.wait(PATIENCE), "the gate was never opened"
             return method(batch, *rest)
 
-        setattr(engine.stages, stage, held)
+        setattr(owner, stage, held)
 
     def open(self) -> None:
         self._open.set()

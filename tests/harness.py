@@ -77,12 +77,18 @@ class Call:
         return [e for e in self.events if isinstance(e, Snapshot)]
 
 
+def stages_of(engine: Engine) -> dict[str, Any]:
+    """What runs each step of requests, by the step's method."""
+    found = engine.stages
+    return {"load": found.encoding, "encode": found.encoding, "prefill": found.prefilling, "decode": found.decoding}
+
+
 class Gate:
     """Holds a stage's batch before it runs, while closed and ``when`` says so of the batch's request ids."""
 
     def __init__(self, engine: Engine, stage: str, when: Callable[[set[str]], bool] = lambda _ids: True) -> None:
         self.entered, self._open = threading.Event(), threading.Event()
-        owner = {"prefill": engine.stages.prefilling, "decode": engine.stages.decoding}.get(stage, engine.stages.encoding)
+        owner = stages_of(engine)[stage]
         method = getattr(owner, stage)
 
         def held(batch: list[Any], *rest: Any) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from harness import stages_of
 
 from mmserve.assembly import BackgroundServer
 from mmserve.client import Client, DkvDecode, Finished, Result, Threshold
@@ -170,11 +171,7 @@ class Gates:
 @contextmanager
 def gated(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gates]:
     """Gates for as long as the context lasts, whatever happens in it."""
-    stages = {
-        "encode": engine.stages.encoding,
-        "prefill": engine.stages.prefilling,
-        "decode": engine.stages.decoding,
-    }
+    stages = {name: stages_of(engine)[name] for name in ("encode", "prefill", "decode")}
     gates = Gates(*(Gate(getattr(stage, name)) for name, stage in stages.items()))
     with monkeypatch.context() as patch:
         for name, stage in stages.items():

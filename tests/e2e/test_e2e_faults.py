@@ -27,6 +27,7 @@ from e2e_helpers import (
     text_of,
     wait_for,
 )
+from harness import stages_of
 
 import mmserve.engine
 from mmserve.client import AsyncClient, Client, Finished
@@ -229,7 +230,7 @@ def test_a_bug_in_a_batch_fails_one_request_alone(
 ) -> None:
     asks = short_asks(5)
     alone = [answer(a.of(server.client)) for a in asks]
-    owner = getattr(server.engine.stages, part)
+    owner = server.engine.stages.encoding.encoder if part == "encoder" else server.engine.stages.decoder
     poison = Poison(getattr(owner, method), RuntimeError("the secret of the bug"))
     monkeypatch.setattr(owner, method, poison)
     gate = getattr(gates, {"encode": "encode", "prefill": "prefill", "propose": "decode"}[method])
@@ -263,9 +264,9 @@ def test_a_panic_of_native_code_stops_no_worker(
     server: Running, inline_server: Running, monkeypatch: pytest.MonkeyPatch, stages: str, stage: str
 ) -> None:
     asked = server if stages == "threads" else inline_server
-    run = getattr(asked.engine.stages, stage)
+    owner = stages_of(asked.engine)[stage]
     with monkeypatch.context() as patch:
-        patch.setattr(asked.engine.stages, stage, Poison(run, Panic("a panic")))
+        patch.setattr(owner, stage, Poison(getattr(owner, stage), Panic("a panic")))
         error = failure(asked.ask("poison"))
     assert isinstance(error, Internal) and error.error_id
     asked.assert_serves()

@@ -14,7 +14,7 @@ class OwnFrames:
     ``rule``: that of ``sample_frames`` of ``SmolVLMVideoProcessor`` (``skip_ends``), ``Qwen2VLVideoProcessor``
     (``starts``) or ``Qwen3VLVideoProcessor`` (``ends``). ``rate``: frames a second, ``frames``: their number, at most
     so many of ``skip_ends`` (0 = not given; one is needed, of ``skip_ends`` both). ``least``, ``most``: bounds of the
-    number that comes of ``rate``; ``multiple``: of ``starts``, what it is a multiple of.
+    number that ``rate`` gives; ``multiple``: of ``starts``, what it is a multiple of.
     """
 
     rule: str

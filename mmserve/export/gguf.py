@@ -61,7 +61,7 @@ _LAYER = {
 def write_gguf(model: LoadedModel, path: Path, kind: str = "f32") -> None:
     """Write ``model`` to ``path``, its matrices of ``kind`` (one of ``TYPES``), with its tokenizer.
 
-    Raises ``ConfigError`` for a model that llama.cpp does not know in this form, naming what stands against it.
+    Raises ``ConfigError`` for a model that llama.cpp does not know in this form, naming the reason.
     """
     form = form_of(model)
     import gguf  # an extra: what is checked first does not need it

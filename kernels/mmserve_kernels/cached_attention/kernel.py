@@ -179,7 +179,8 @@ def cached_attention(
     """See ``reference.cached_attention``."""
     heads, head_size = q_THK.shape[1:]
     page, groups = k_PSGK.shape[1:3]
-    sizes = tiling(q_THK.dtype, head_size, quantized=isinstance(k_PSGK, QuantizedPages), backend=BACKEND)
+    quantized = isinstance(k_PSGK, QuantizedPages)
+    sizes = tiling(q_THK.dtype, head_size, quantized=quantized, backend=BACKEND, windowed=window > 0)
     if lse_TH is not None and not (lse_TH.is_contiguous() and lse_TH.dtype == torch.float32):
         raise ValueError("lse_TH is filled in place: it must be contiguous, and fp32")
     q_THK, out = q_THK.contiguous(), torch.empty_like(q_THK, memory_format=torch.contiguous_format)
@@ -261,8 +262,10 @@ def variants() -> Iterator[Variant]:
         constants = shared | _settings(sizes, kind, keys_per)
         yield Variant(f"attend {label}", _attend, results | _types(name, kind), constants, *launch)
         if kind == "plain" and backend == "cuda":
-            windowed = constants | {"WINDOW": 1024, "CAP": 50.0, "HAS_END": True}
-            yield Variant(f"attend {label}, windowed", _attend, results | _types(name, kind), windowed, *launch)
+            sizes = tiling(_DTYPES[name], head_size, windowed=True)
+            windowed = constants | _settings(sizes, kind, keys_per) | {"WINDOW": 1024, "CAP": 50.0, "HAS_END": True}
+            windowed["BLOCK_M"], own = sizes.block_m, (sizes.num_warps, sizes.num_stages, backend)
+            yield Variant(f"attend {label}, windowed", _attend, results | _types(name, kind), windowed, *own)
         if kind == "plain":
             folds = {"folds_ptr": "*i32"}
             yield Variant(f"combine {label}", _combine, results | folds, shared | {"FOLDED": FOLDED}, backend=backend)

@@ -35,13 +35,19 @@ class Tiling:
 
 
 def tiling(
-    dtype: torch.dtype, head_size: int, *, quantized: bool = False, backend: str = "cuda", lean: bool = False
+    dtype: torch.dtype,
+    head_size: int,
+    *,
+    quantized: bool = False,
+    backend: str = "cuda",
+    lean: bool = False,
+    windowed: bool = False,
 ) -> Tiling:
     """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head, on NVIDIA's or AMD's (``hip``) GPUs.
 
     All that ``kernels/bench/compile_table.py`` finds without spills. What is ``quantized`` takes more registers, and
     its many small loads are seldom copied ahead: ``ValueError`` where they are too many. ``lean``: of a kernel that
-    keeps less in them than ``cached_attention``.
+    keeps less in them than ``cached_attention``; ``windowed``: of rows that also keep where their windows end.
     """
     if quantized and head_size > QUANTIZED_HEAD_SIZE:
         raise ValueError(
@@ -53,6 +59,8 @@ def tiling(
         ahead = quantized and dtype == torch.float32 and head_size <= 64 and backend == "cuda"
         return Tiling(32, block_n, 1024, 8 if backend == "cuda" else 4, 2 if ahead else 1)
     # Of small heads four warps would do on NVIDIA's with Triton 3.7; with 3.6 they spill on an sm_80.
+    if windowed and head_size > 128 and backend == "cuda":
+        return Tiling(32, 16, 1024, 4, 2)
     few = 128 if backend == "hip" else 64 if lean else 0
     return Tiling(64, 16 if head_size > 128 else 64, 1024, 4 if head_size <= few else 8, 2)
 

@@ -39,6 +39,7 @@ def on_device(case: Case) -> Case:
         page_tables=tuple(t.to(DEVICE) for t in case.ragged.page_tables),
         slots=case.ragged.slots.to(DEVICE),
         kv_limit=None if case.ragged.kv_limit is None else case.ragged.kv_limit.to(DEVICE),
+        window_end=None if case.ragged.window_end is None else case.ragged.window_end.to(DEVICE),
     )
     return replace(
         case, q=case.q.to(DEVICE), k_pages=case.k_pages.to(DEVICE), v_pages=case.v_pages.to(DEVICE), ragged=ragged

@@ -127,23 +127,17 @@ LLAVA_LLAMA = replace(HUGGING_FACE, name="llava_llama", architecture="LlavaLlama
 LLAMA = replace(HUGGING_FACE, name="llama", architecture="LlamaForCausalLM")
 
 #: ``inclusionAI/LLaDA2.0-mini``: queries, keys and values lie in one tensor, in this order.
-LLADA2 = Layout(
+LLADA2 = replace(
+    HUGGING_FACE,
     name="llada2_moe",
     architecture="LLaDA2MoeModelLM",
-    outer={"embed": "model.word_embeddings", "norm": "model.norm", "head": "lm_head"},
-    layers="model.layers",
+    outer={**HUGGING_FACE.outer, "embed": "model.word_embeddings"},
     layer={
-        "attn_norm": "input_layernorm",
-        "q_proj": "attention.query_key_value",
-        "k_proj": "attention.query_key_value",
-        "v_proj": "attention.query_key_value",
+        **HUGGING_FACE.layer,
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attention.query_key_value"),
         "q_norm": "attention.query_layernorm",
         "k_norm": "attention.key_layernorm",
         "o_proj": "attention.dense",
-        "mlp_norm": "post_attention_layernorm",
-        "gate_proj": "mlp.gate_proj",
-        "up_proj": "mlp.up_proj",
-        "down_proj": "mlp.down_proj",
         "moe.router": "mlp.gate",
         "moe.experts": "mlp.experts",
         "moe.shared": "mlp.shared_experts",
@@ -161,67 +155,34 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     return LLADA if "d_model" in config else HUGGING_FACE
 
 
+#: Of a decoder's configuration, what both layouts that are written have a place for: LLaDA's names, and the others'.
+_WRITTEN = {
+    "hidden_size": ("d_model", "hidden_size"),
+    "intermediate_size": ("mlp_hidden_size", "intermediate_size"),
+    "num_layers": ("n_layers", "num_hidden_layers"),
+    "num_heads": ("n_heads", "num_attention_heads"),
+    "num_kv_heads": ("n_kv_heads", "num_key_value_heads"),
+    "vocab_size": ("vocab_size", "vocab_size"),
+    "max_positions": ("max_sequence_length", "max_position_embeddings"),
+    "rope_theta": ("rope_theta", "rope_theta"),
+    "rms_norm_eps": ("rms_norm_eps", "rms_norm_eps"),
+    "tie_embeddings": ("weight_tying", "tie_word_embeddings"),
+}
+
+
 def config_json(layout: Layout, config: DecoderConfig) -> dict[str, Any]:
     """The ``config.json`` of a decoder in ``layout``, without ids and vision; ``decoder_config`` reads it back."""
-    c = config
-    if (
-        c.qk_norm
-        or c.rope_scaling
-        or c.rotary_width
-        or c.rope_axes
-        or not c.plain_attention
-        or c.output_norms
-        or c.unit_offset
-        or c.logit_cap
-        or c.activation != "silu"
-        or (c.query_scale, c.embed_scale) != (1.0, 1.0)
-        or c.deep_layers
-        or c.moe
-        or (layout is LLADA and (c.out_bias or c.mlp_bias))
-        or c.out_bias != (c.qkv_bias and layout is not LLADA)
-    ):
+    c, own = config, layout is LLADA
+    held = {name: getattr(c, name) for name in (*_WRITTEN, "head_dim", "qkv_bias", *(() if own else ("mlp_bias",)))}
+    if c != DecoderConfig(**held, out_bias=c.qkv_bias and not own):
         raise ConfigError(f"the {layout.name} layout has no place for these biases, norms, scales and rotations: {c}")
-    if layout is LLADA:
-        return {
-            "architectures": [layout.architecture],
-            "model_type": layout.name,
-            "d_model": c.hidden_size,
-            "n_heads": c.num_heads,
-            "n_kv_heads": c.num_kv_heads,
-            "n_layers": c.num_layers,
-            "mlp_hidden_size": c.intermediate_size,
-            "vocab_size": c.vocab_size,
-            "embedding_size": c.vocab_size,
-            "max_sequence_length": c.max_positions,
-            "rope_theta": c.rope_theta,
-            "rms_norm_eps": c.rms_norm_eps,
-            "weight_tying": c.tie_embeddings,
-            "include_bias": False,
-            "include_qkv_bias": c.qkv_bias,
-            "activation_type": "silu",
-            "block_type": "llama",
-            "layer_norm_type": "rms",
-            "rope": True,
-            "alibi": False,
-        }
-    return {
-        "architectures": [layout.architecture],
-        "model_type": layout.name,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "vocab_size": c.vocab_size,
-        "max_position_embeddings": c.max_positions,
-        "rope_theta": c.rope_theta,
-        "rms_norm_eps": c.rms_norm_eps,
-        "tie_word_embeddings": c.tie_embeddings,
-        "attention_bias": c.qkv_bias,
-        "mlp_bias": c.mlp_bias,
-        "hidden_act": "silu",
-    }
+    values = {"architectures": [layout.architecture], "model_type": layout.name}
+    values |= {names[0 if own else 1]: getattr(c, name) for name, names in _WRITTEN.items()}
+    if not own:
+        biases = {"attention_bias": c.qkv_bias, "mlp_bias": c.mlp_bias}
+        return {**values, "head_dim": c.head_dim, **biases, "hidden_act": "silu"}
+    kinds = {"activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms", "rope": True, "alibi": False}
+    return {**values, "embedding_size": c.vocab_size, "include_bias": False, "include_qkv_bias": c.qkv_bias, **kinds}
 
 
 def decoder_tensors(layout: Layout, decoder: Decoder) -> dict[str, torch.Tensor]:

@@ -87,7 +87,7 @@ class Capabilities:
             kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self.reads_pages and self._even else (),
             tool_format=form.name if (form := format_in(_chat_template(self.model))) is not None else "",
             end_ids=tuple(sorted(self.model.spec.end_ids)),
-            decisions=self._decisions,
+            decisions="together" if self.model.spec.decides else "",
             image_reuses=() if no_reuse(self.model, reads_pages=self.reads_pages) else tuple(REUSES),
         )
 
@@ -130,22 +130,12 @@ class Capabilities:
         if characters > self.max_tokens * self._longest_token:
             raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
 
-    @property
-    def _decisions(self) -> str:
-        """Typed questions have masked slots on one canvas, or, where a block sees nothing after itself, one each."""
-        if self.model.spec.renoising is not None:
-            return ""
-        return "together" if self.model.spec.decides_together else "apart"
-
     def _check_decisions(self, request: Request) -> None:
         """Refuse typed questions that cannot be answered in one pass of this model."""
         if not request.decisions:
             return
-        name = self.model.spec.name
-        if not self._decisions:
-            raise Unimplemented(undecided(name))
-        if self._decisions == "apart" and len(request.decisions) > 1:
-            raise Unimplemented(f"model {name!r} answers one typed question a request")
+        if not self.model.spec.decides:
+            raise Unimplemented(undecided(self.model.spec.name))
 
     def _check_reduction(self, request: Request) -> None:
         """Refuse a reduction of K/V that this model, or what else is asked for, leaves no room for."""

@@ -20,7 +20,7 @@ from mmserve.capabilities import Capabilities
 from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, resolve
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Hole, JsonSchema, Regex, Template
-from mmserve.core.decisions import CHOICE, YES_NO, Decision, questions_text
+from mmserve.core.decisions import CHOICE, INSTRUCTION, YES_NO, Decision
 from mmserve.core.request import Amount, Policy, Request, Vision
 from mmserve.decode.policies import Offered
 from mmserve.decoders import decoder_for
@@ -90,8 +90,7 @@ def _with(request: Request, **changes: Any) -> Request:
 
 def _decide(text: str, *questions: Decision, images: tuple[bytes, ...], recompute: Policy | None = None) -> Request:
     """A request with typed questions."""
-    asked = f"{text}\n{questions_text(questions, together=recompute is None)}"
-    request = ask("decide", asked, images=images, recompute=recompute)
+    request = ask("decide", f"{text}\n{INSTRUCTION}", images=images, recompute=recompute)
     return dataclasses.replace(request, decisions=questions)
 
 

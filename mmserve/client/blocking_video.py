@@ -169,11 +169,9 @@ class VideoSession(SessionView["Question", "Alerts"]):
         scope: Any = "now",
         timeout: float | None = None,
     ) -> Decisions:
-        """Probabilities of the answers to typed questions about the frames pushed so far, all from one forward pass
-        where the model answers them together.
+        """Probabilities of the answers to typed questions about the frames pushed so far, all from one forward pass.
 
-        questions: ``YesNo``, ``Choice`` and ``Score``, or a mapping of ids to them; at most 32 of a model that answers
-            them apart.
+        questions: ``YesNo``, ``Choice`` and ``Score``, or a mapping of ids to them.
         text: further context, or a chat of texts; default none.
         scope, timeout: as ``ask``.
         """

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mmserve.core.branches import Branches
+
 #: ``committed_at`` of the prompt, of tokens on the canvas before the first pass, and of a position that is still
 #: masked.
 PROMPT, GIVEN, MASKED = -1, 0, 1 << 30
@@ -32,7 +34,8 @@ class Canvas:
     are ``block_length`` long, counted from ``origin``; the last may be shorter, and the first where ``origin`` lies
     within the prompt. ``padded``: end tokens may occur anywhere in the answer and are no part of its text, which goes
     on after them. ``unread``: so many of the last positions hold padding from the start that passes read as masks.
-    ``logit_shift``: how far left of a position the row is whose logits predict it.
+    ``logit_shift``: how far left of a position the row is whose logits predict it. ``branches``: where the answer is
+    several texts that do not see each other.
     """
 
     tokens: np.ndarray  # int64 [N]
@@ -50,6 +53,7 @@ class Canvas:
     padded: bool = False
     unread: int = 0
     logit_shift: int = 0
+    branches: Branches | None = None
     _known: int = field(default=0, repr=False)
 
     @classmethod

@@ -1,17 +1,15 @@
 """Typed questions that are answered together, and the text in which a model is asked them.
 
-Every question has one slot of one token on the answer's canvas, right after its own text. The prompt ends with::
+The prompt is what they are about, and ends with an instruction; each question follows it by itself, in the user's turn,
+and its answer is one token, the slot (``_``)::
 
-    Answer each with yes or no, a letter or a number.
+    … Answer with yes or no, a number or a letter.
+      ├ Is there a red circle? … _
+      ├ What color is the square? 1 red 2 green … _
+      └ How many shapes are there? 0-4 … _
 
-and the canvas is, where ``_`` is a slot::
-
-    Is there a red circle?_
-    What color is the square? A red B green:_
-    How many shapes are there? 0-4:_
-
-Only the slots are masked. A model that answers one question a prompt has the question there, after the instruction, and
-a canvas that is the slot alone.
+The questions are branches (``core/branches.py``): all are run in one forward pass, none sees another, and the prompt
+sees none, so an answer depends neither on the other questions nor on their order.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from dataclasses import dataclass, field
 #: The kinds of question.
 YES_NO, CHOICE, SCORE = "yes_no", "choice", "score"
 DECISION_KINDS = (YES_NO, CHOICE, SCORE)
-#: Most options of a choice: each has a letter.
+#: Most options of a choice: each has a number of one digit, or, where there are more than nine, a letter.
 MOST_OPTIONS = len(string.ascii_uppercase)
 #: Most levels of a score; which of them are one token depends on the tokenizer.
 MOST_LEVELS = 101
-#: The first line of the questions.
-INSTRUCTION = "Answer each with yes or no, a letter or a number."
+#: The last line of the prompt.
+INSTRUCTION = "Answer with yes or no, a number or a letter."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class Decision:
 
     ``options`` are what a choice is among (two to ``MOST_OPTIONS``); of the other kinds they are the meaning of each
     answer, or empty. ``low`` and ``high`` bound a score, both inclusive.
-    ``instructions`` follow the question in the prompt.
+    ``instructions`` follow the question's text.
     """
 
     kind: str
@@ -54,7 +52,8 @@ class Decision:
         if self.kind == YES_NO:
             return ("yes", "no")
         if self.kind == CHOICE:
-            return tuple(string.ascii_uppercase[: len(self.options)])
+            names = string.digits[1:] if len(self.options) < len(string.digits) else string.ascii_uppercase
+            return tuple(names[: len(self.options)])
         return tuple(str(level) for level in range(self.low, self.high + 1))
 
     @property
@@ -123,16 +122,3 @@ class Decided:
     def best(self) -> int:
         """Index of the most probable answer."""
         return self.probabilities.index(max(self.probabilities))
-
-
-def questions_text(questions: Sequence[Decision], *, together: bool) -> str:
-    """The last text of the prompt; ``together``: whether the questions have one canvas, and not a prompt each."""
-    return "\n".join((INSTRUCTION, *(() if together else (question.asked for question in questions))))
-
-
-def before_slots(questions: Sequence[Decision], *, together: bool) -> list[str]:
-    """The text of the canvas before each slot; ``together`` as of ``questions_text``."""
-    if not together:
-        return [""] * len(questions)
-    asked = [question.asked if question.asked.endswith("?") else f"{question.asked}:" for question in questions]
-    return [text if index == 0 else f"\n{text}" for index, text in enumerate(asked)]

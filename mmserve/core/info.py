@@ -59,7 +59,7 @@ class ModelInfo:
     sessions: bool = False  # whether sessions of streaming video take it
     tool_format: str = ""  # of tool calls, which the chat template defines; empty where it takes no tools
     end_ids: tuple[int, ...] = ()  # of tokens that end an answer; the server's own
-    decisions: str = ""  # how typed questions are answered: ``together``, ``apart``, or empty = not at all
+    decisions: str = ""  # how typed questions are answered: ``together``, or empty = not at all
     stored: str = ""  # the quantised form of the checkpoint, whose weights are ``dtype`` here; empty where it is plain
     tuning: Tuning | None = None  # None where a server of an earlier version sends only the two names
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import DeepStack
+from mmserve.decode.branched import Sequence, sequences
 from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits, by_slices, padded_rows
 from mmserve.encode.embedding import deep_rows
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore, Observe
-from mmserve.models.base import Attention, LoadedModel, Products
+from mmserve.models.base import Attention, LoadedModel, ModelSpec, Products
 from mmserve.models.decoder import Attend
 from mmserve.models.lora import Adapted, Adapter, Stacks
 from mmserve.models.moe import MoE
@@ -118,7 +119,7 @@ def value_changes(
         rows,
         [w.pages for w in batch],
         [w.canvas.size for w in batch],
-        prompts=_prompts(model, [w.canvas for w in batch]),
+        prompts=_prompts(model, [w.canvas.prompt_length for w in batch]),
     )
     read = sparse.read(None, rows, ragged) if sparse is not None else None
     count = sum(len(r) for r in rows)
@@ -137,22 +138,27 @@ def _adapted(batch: list[tuple[int, Adapter | None]], model: LoadedModel, stacks
     return Adapted([rows for rows, _adapter in batch], [adapter for _rows, adapter in batch], model.device, stacks)
 
 
-def _prompts(model: LoadedModel, canvases: list[Canvas]) -> list[int] | None:
-    """Lengths of the prompts where they do not see what follows them."""
-    return [c.prompt_length for c in canvases] if model.spec.attention is Attention.PREFIX else None
+def _prompts(model: LoadedModel, lengths: list[int]) -> list[int] | None:
+    """The ``lengths`` of prompts where those do not see what follows them."""
+    return lengths if model.spec.attention is Attention.PREFIX else None
 
 
-def _sights(model: LoadedModel, batch: list[Pass]) -> list[np.ndarray] | None:
-    """How many positions the rows of each pass see, where passes say so, or of a prompt whose images are seen whole;
-    else None."""
-    within = model.spec.whole_images and any(int(p.rows[0]) < p.canvas.prompt_length for p in batch)
+def _sights(spec: ModelSpec, batch: list[Pass], page_size: int) -> list[np.ndarray] | None:
+    """How many positions the rows of each sequence see, where passes say so, or of a prompt whose images are seen
+    whole; else None."""
+    within = spec.whole_images and any(int(p.rows[0]) < p.canvas.prompt_length for p in batch)
     if not within and not any(p.sight for p in batch):
         return None
     found = []
     for p in batch:
-        sight = model.spec.sight(p.canvas.tokens) if within else None
-        own = p.rows + 1 if sight is None else sight[p.rows]
-        found.append(np.full(len(p.rows), p.sight) if p.sight else own)
+        sight = spec.sight(p.canvas.tokens[: p.canvas.prompt_length]) if within else None
+        for part in _sequences(p, spec, page_size):
+            rows = part.rows + p.evicted
+            own = np.full(len(rows), p.sight) if p.sight else rows + 1
+            if sight is not None and not p.sight:
+                prompt = rows < len(sight)
+                own[prompt] = sight[rows[prompt]]
+            found.append(own)
     return found
 
 
@@ -182,6 +188,14 @@ class Pass:
     sight: int = 0  # positions, from the left, that each row sees; 0 = those that the model's attention shows it
 
 
+def _sequences(p: Pass, spec: ModelSpec, page_size: int) -> Iterator[Sequence]:
+    """A request's rows as attention takes them."""
+    if p.canvas.branches is None:
+        yield Sequence(p.rows - p.evicted, p.pages, p.visible - p.evicted, p.canvas.prompt_length)
+    else:
+        yield from sequences(p.canvas.branches, spec, p.rows, p.pages, p.visible, page_size)
+
+
 def forward(
     model: LoadedModel,
     store: KVStore,
@@ -203,14 +217,15 @@ def forward(
     ``between`` is called in each layer of one that is not: passes over other requests may run meanwhile. ``written`` is
     called after each layer's attention with how many layers have their K/V in the store.
     """
-    rows = [p.rows for p in batch]
+    parts = [part for p in batch for part in _sequences(p, model.spec, store.page_size)]
+    rows = [part.rows for part in parts]
     layout = store.layout(
-        [p.rows - p.evicted for p in batch],
-        [p.pages for p in batch],
-        [p.visible - p.evicted for p in batch],
+        rows,
+        [part.pages for part in parts],
+        [part.visible for part in parts],
         block=model.spec.attention_block,
-        prompts=_prompts(model, [p.canvas for p in batch]),
-        sights=_sights(model, batch),
+        prompts=_prompts(model, [part.prompt for part in parts]),
+        sights=_sights(model.spec, batch, store.page_size),
         whole=selection is not None,
     )
     fewest = model.decoder.fewest_rows if graphs is None else FEWEST_ROWS

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.core.branches import Branches
 from mmserve.core.canvas import Canvas
+from mmserve.decode.branched import branch_rows, prompt_end
 from mmserve.decode.commit import Commit
 from mmserve.decode.commit.base import is_partial
 from mmserve.decode.forward import Pass
@@ -41,6 +43,8 @@ class Passes:
         """
         if p.guidance is not None and p.lacks_masks:
             return self._masks(p, p.guidance)
+        if p.canvas.branches is not None:
+            return self._branched(p, p.canvas.branches)
         observed = any(extension.observes for extension in p.extensions)
         drafted = p.canvas.tokens[:0] if observed else None
         whole = self._over(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit, drafted)
@@ -56,6 +60,31 @@ class Passes:
             if len(chunk) and end <= first:  # none of the chunk's logits is wanted
                 return replace(whole, rows=chunk, targets=none, wanted=none, visible=end)
         return replace(whole, rows=rows)
+
+    def _branched(self, p: Prefilling, branches: Branches) -> Pass:
+        """The pass over all branches and what is left of the prompt, or over a chunk of the prompt."""
+        spec, size = self.model.spec, self._chunk_rows(guided=False)
+        rows = np.concatenate([np.arange(p.run, prompt_end(branches, spec)), branch_rows(branches, spec)])
+        for extension in p.extensions:
+            rows = extension.rows(rows, first=True)
+        whole = Pass(
+            p.canvas,
+            p.pages,
+            p.embeddings,
+            rows,
+            branches.last,
+            branches.last - spec.logit_shift,
+            p.canvas.size,
+            deep=p.deep,
+            adapter=p.adapter,
+        )
+        prompt = rows[rows < branches.prompt]
+        if size and len(prompt) > size:
+            end = self._chunk_end(int(prompt[size]), size)
+            chunk, none = prompt[prompt < end], rows[:0]
+            if len(chunk):
+                return replace(whole, rows=chunk, targets=none, wanted=none, visible=end)
+        return whole
 
     def _masks(self, p: Prefilling, guidance: Guidance) -> Pass:
         """The pass over the masks for positions that are in the request's own pages already, or over a chunk of it."""

@@ -11,6 +11,7 @@ from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Request
+from mmserve.decode.branched import copy_embeddings, not_run, question_canvas, with_copied_past
 from mmserve.decode.extensions.base import Opening, RequestExtension, watched
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.forward import Pass
@@ -24,7 +25,7 @@ from mmserve.errors import Unimplemented
 from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention
-from mmserve.models.decisions import slots
+from mmserve.models.decisions import questions_ids
 
 
 class Prefill:
@@ -41,26 +42,26 @@ class Prefill:
         A constraint comes last of the request's extensions: it chooses among what the others leave.
         """
         parts, model, spec = self._parts, self._parts.model, self._parts.model.spec
-        asked = None
         if request.decisions:
-            asked = slots(model.tokenizer, request.decisions, spec.mask_id, together=spec.decides_together)
-        new_tokens = request.sampling.max_new_tokens if asked is None else len(asked.ids)
-        canvas = Canvas.create(
-            encoded.ids,
-            new_tokens=new_tokens,
-            block_length=spec.block_length(request.diffusion.block_length if asked is None else new_tokens),
-            mask_id=spec.mask_id,
-            aligned=spec.attention is Attention.BLOCK_CAUSAL,
-            places=encoded.places,
-            logit_shift=spec.logit_shift,
-        )
-        if asked is not None:
-            given = np.setdiff1d(np.arange(new_tokens), asked.places)
-            canvas.commit(canvas.prompt_length + given, np.array(asked.ids, np.int64)[given])
+            asked = questions_ids(model.tokenizer, request.decisions, special_tokens=spec.special_tokens)
+            canvas = question_canvas(spec, encoded, asked, parts.store.page_size)
+        else:
+            canvas = Canvas.create(
+                encoded.ids,
+                new_tokens=request.sampling.max_new_tokens,
+                block_length=spec.block_length(request.diffusion.block_length),
+                mask_id=spec.mask_id,
+                aligned=spec.attention is Attention.BLOCK_CAUSAL,
+                places=encoded.places,
+                logit_shift=spec.logit_shift,
+            )
         lay_out(canvas, request.diffusion.seed_canvas)
         constraint = None if session is None else Constraint(session)
         read = canvas.tokens if constraint is None else constraint.session.prepare(canvas, spec.mask_id)
         embeddings, deep = embedded(model, read, encoded)
+        if canvas.branches is not None:
+            encoded = with_copied_past(encoded, canvas.branches)
+            deep = copy_embeddings(embeddings, deep, canvas.branches)
         own_pages, guidance = guidance_of(request, model, canvas, embeddings, np.asarray(pages.ids, dtype=np.int64))
         if guidance is not None and encoded.past is not None:
             raise Unimplemented("diffusion.cfg_scale is not available in video sessions: leave it out")
@@ -122,6 +123,8 @@ class Prefill:
             p.canvas.count_forward()
             reused = begun.reused + sum(each.reused for each in begun.extensions)
             run = begun.run - reused + (p.visible if begun.guidance is not None else 0)
+            if p.canvas.branches is not None:
+                run -= not_run(p.canvas.branches, parts.model.spec)
             rest = begun.extensions, begun.deep, begun.guidance, begun.adapter
             results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, p.visible, *rest))
         for (_request, begun), result in zip(batch, results, strict=True):

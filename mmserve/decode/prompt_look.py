@@ -14,7 +14,7 @@ from torch import Tensor
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Request
 from mmserve.encode.embedding import deep_rows, embedded
-from mmserve.encode.lengths import check_length
+from mmserve.encode.lengths import answer_length, check_length
 from mmserve.models.attended import Onlooker
 from mmserve.models.base import LoadedModel
 from mmserve.prune import pruner_of
@@ -34,8 +34,9 @@ class PromptLook:
         """
         pruner, amount = pruner_of(request), request.vision.amount
         assert pruner is not None and amount is not None, "encode leaves grids to pruners"
-        left = self.prune(encoded, pruner, amount, request.sampling.max_new_tokens)
-        check_length(request, len(left.ids), max_tokens)
+        new = answer_length(request, self._model)
+        left = self.prune(encoded, pruner, amount, new)
+        check_length(request, len(left.ids), new, max_tokens)
         return left
 
     def prune(self, encoded: Encoded, pruner: Pruner, amount: Amount, new_tokens: int) -> Encoded:

@@ -21,7 +21,7 @@ from mmserve.core.tools import Tool
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.decoders import Check, Decoders
-from mmserve.encode.lengths import check_length
+from mmserve.encode.lengths import answer_length, check_length
 from mmserve.encode.rows import Rows, grids_of, places_of, spans_of, text_rows
 from mmserve.encode.visual import Loaded, Media, Viewer
 from mmserve.encode.visual_tokens import Visual
@@ -29,6 +29,7 @@ from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import EncoderModel
 from mmserve.models.chat import prompt_ids, text_ids
+from mmserve.models.decisions import shared_prompt
 from mmserve.models.picture import VisionEncoder
 from mmserve.prune import pruner_of
 from mmserve.prune.base import judged_by_decoder
@@ -261,7 +262,7 @@ class Encoder:
         )
 
     def _prompt(self, request: Request) -> np.ndarray:
-        """The chat's ids (int64), one for each image and video."""
+        """The chat's ids (int64), one for each image and video; of typed questions, what they share."""
         if request.raw:
             return np.asarray(text_ids(self.model.tokenizer, text_of(request.messages[0])), dtype=np.int64)
         chat = [_chat_message(message) for message in request.messages]
@@ -269,6 +270,8 @@ class Encoder:
         options = json.loads(request.template_options or "{}")
         special = self.model.spec.special_tokens
         ids = prompt_ids(self.model.tokenizer, chat, tools, options=options, special_tokens=special)
+        if request.decisions:
+            ids = shared_prompt(self.model.tokenizer, ids, special_tokens=special)
         return np.asarray(ids, dtype=np.int64)
 
     def _check_room(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:
@@ -286,8 +289,9 @@ class Encoder:
     def _check_length(self, request: Request, prompt: int, before: int) -> None:
         """What is left after pruning takes room in the engine, what there was ``before`` positions of the models."""
         positions = min(model.spec.max_tokens for model in self._models(request))
-        check_length(request, prompt, self.max_tokens)
-        check_length(request, before, positions, pruned=before > prompt)
+        new = answer_length(request, self.model)
+        check_length(request, prompt, new, self.max_tokens)
+        check_length(request, before, new, positions, pruned=before > prompt)
 
 
 @dataclass(frozen=True)

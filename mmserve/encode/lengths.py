@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from mmserve.core.request import Request
 from mmserve.errors import DoesNotFit
+from mmserve.models.base import EncoderModel
+from mmserve.models.decisions import questions_ids
 
 
-def check_length(request: Request, prompt: int, limit: int, *, pruned: bool = False) -> None:
-    """``DoesNotFit`` where a ``prompt`` of so many positions, and the answer, are more than ``limit``.
+def answer_length(request: Request, model: EncoderModel) -> int:
+    """Positions that follow the prompt: of typed questions, which do not follow each other, those of the longest."""
+    if request.decisions:
+        special = model.spec.special_tokens
+        return max(questions_ids(model.tokenizer, request.decisions, special_tokens=special).lengths)
+    return request.sampling.max_new_tokens
+
+
+def check_length(request: Request, prompt: int, new: int, limit: int, *, pruned: bool = False) -> None:
+    """``DoesNotFit`` where a ``prompt`` of so many positions, and ``new`` ones of the answer, are more than ``limit``.
 
     ``pruned``: whether fewer are left of them.
     """
-    new = request.sampling.max_new_tokens
     if prompt + new > limit:
         field = "sampling.max_new_tokens" if prompt < limit else "messages"
+        field = "questions" if request.decisions and prompt < limit else field
         before = " (before pruning)" if pruned else ""
         error = DoesNotFit.of(
             field,

@@ -94,9 +94,9 @@ class ModelSpec:
         return self.attention_block or 1
 
     @property
-    def decides_together(self) -> bool:
-        """Whether typed questions have one canvas: a slot sees all of it, and not only its own block."""
-        return self.attention_block is None
+    def decides(self) -> bool:
+        """Whether the model answers typed questions: their slots are masked, or predicted by the row before."""
+        return self.renoising is None
 
     @property
     def chunked(self) -> bool:

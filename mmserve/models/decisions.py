@@ -1,4 +1,4 @@
-"""The canvas of typed questions as tokens: fixed text, a slot for each question, and the tokens a slot may hold."""
+"""Typed questions as tokens: what of each follows the prompt, and the tokens that its slot may hold."""
 
 from __future__ import annotations
 
@@ -8,44 +8,79 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from mmserve.core.decisions import Decision, before_slots
+from mmserve.core.decisions import Decision
 from mmserve.errors import InvalidArgument
-from mmserve.models.chat import plain_ids
+from mmserve.models.chat import plain_ids, prompt_ids
 
 #: What answers are as tokens.
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
 _MOST_KNOWN = 4096
+#: What follows the user's text, with and without special tokens.
+_closing: WeakKeyDictionary[PreTrainedTokenizerBase, dict[bool, list[int]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Slots:
-    """A canvas with slots.
+class QuestionIds:
+    """Typed questions as tokens.
 
-    ``ids`` are the canvas's tokens, ``places`` the index of each slot in them (what they hold there means nothing), and
-    ``candidates`` the tokens of each question's answers, in the order of ``Decision.answers``.
+    ``before`` are the ids of each from the end of the shared prompt to its slot, and ``candidates`` the tokens of its
+    answers, in the order of ``Decision.answers``.
     """
 
-    ids: tuple[int, ...]
-    places: tuple[int, ...]
+    before: tuple[tuple[int, ...], ...]
     candidates: tuple[tuple[int, ...], ...]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each question, its slot included."""
+        return [len(ids) + 1 for ids in self.before]
 
-def slots(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Decision], fill: int, *, together: bool) -> Slots:
-    """The canvas of ``questions``, its slots filled with token ``fill``; ``together`` as of ``questions_text``.
+
+def questions_ids(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Decision], *, special_tokens: bool = False
+) -> QuestionIds:
+    """``questions`` as tokens of a model; ``special_tokens``: as of ``prompt_ids``.
 
     Raises ``InvalidArgument`` naming the question where one of its answers is not one token of the model's.
     """
-    ids: list[int] = []
-    places = []
-    for text in before_slots(questions, together=together):
-        ids += plain_ids(tokenizer, text)
-        places.append(len(ids))
-        ids.append(fill)
-    return Slots(tuple(ids), tuple(places), answer_tokens(tokenizer, questions))
+    closing = closing_ids(tokenizer, special_tokens=special_tokens)
+    before = tuple((*question_ids(tokenizer, question), *closing) for question in questions)
+    return QuestionIds(before, answer_tokens(tokenizer, questions))
+
+
+def shared_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, special_tokens: bool = False) -> list[int]:
+    """The part of a prompt's ``ids`` that its typed questions share: without what follows the user's last text.
+
+    Raises ``InvalidArgument`` where the chat template ends this chat in another way than others.
+    """
+    closing = closing_ids(tokenizer, special_tokens=special_tokens)
+    if closing and ids[-len(closing) :] != closing:
+        why = "end in a way of the model's chat template in which it cannot be asked typed questions"
+        raise InvalidArgument.of("messages", why)
+    return ids[: len(ids) - len(closing)]
+
+
+def closing_ids(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool = False) -> list[int]:
+    """The ids of a prompt after the user's last text: the end of the turn, and the beginning of the answer's.
+
+    ``special_tokens``: as of ``prompt_ids``.
+    """
+    known = _closing.setdefault(tokenizer, {})
+    if special_tokens not in known:
+        chats = [[{"role": "user", "content": text}] for text in ("0", "1")]
+        one, other = (prompt_ids(tokenizer, chat, special_tokens=special_tokens)[::-1] for chat in chats)
+        same = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+        known[special_tokens] = one[:same][::-1]
+    return known[special_tokens]
+
+
+def question_ids(tokenizer: PreTrainedTokenizerBase, question: Decision) -> list[int]:
+    """The ids of a question where it follows the instruction."""
+    return plain_ids(tokenizer, f"\n{question.asked}")
 
 
 def answer_tokens(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each question's answers, as of ``Slots.candidates``; raises as ``slots`` does."""
+    """The tokens of each question's answers, as of ``QuestionIds.candidates``; raises as ``questions_ids`` does."""
     return tuple(_answer_tokens(tokenizer, question, index) for index, question in enumerate(questions))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.models.chat import IMAGE, VIDEO, prompt_ids
-from mmserve.models.decisions import slots
+from mmserve.models.decisions import answer_tokens, closing_ids, question_ids
 from mmserve.reference.calls import CALLS
 from mmserve.reference.clips import NARRATION, Clip, h264
 from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, prompt_question
@@ -70,13 +70,14 @@ ROWS = {
     "decisions": Rows(rows=24, canvas=((0,), (1.0,))),
     "decisions_text": Rows(rows=24, canvas=((0,), (1.0,))),
     "decisions_video": Rows(rows=24, canvas=((0,), (1.0,))),
+    "decisions_named": Rows(rows=24, canvas=((0,), (1.0,))),
 }
 #: Positions of a batch of typed questions at most, and about those of what they are about and of each with its slot.
-DECISION_POSITIONS, CONTEXT_POSITIONS, DECISION_LENGTH = 4000, 130, 22
+DECISION_POSITIONS, CONTEXT_POSITIONS, DECISION_LENGTH = 1600, 130, 26
 #: Written in random order, so that the unmasked part of an answer must name its subject.
 UNORDERED = {"listing": LISTING, "narration": NARRATION, "cells": CELLS}
 #: Kinds of subject that are text alone.
-WITHOUT_MEDIA = ("text", "calls", "decisions_text")
+WITHOUT_MEDIA = ("text", "calls", "decisions_text", "decisions_named")
 #: Kinds of subject that are clips.
 CLIPS = ("video", "narration", "decisions_video")
 #: Everything that batches are drawn from.
@@ -166,7 +167,7 @@ def draw(
     """Kind, samples and canvas of training step ``step``: the same for the same arguments.
 
     ``scale`` multiplies the rows, for machines that take larger batches; ``mix`` is a key of ``MIXES``.
-    ``causal``: for a causal model: windows of streams may have carriers, and typed questions are each alone.
+    ``causal``: for a causal model: windows of streams may have carriers.
     """
     rng = random.Random(TRAIN_SEEDS[0] + seed * 1_000_003 + step)
     shares = MIXES["looking" if looking else mix]
@@ -177,10 +178,10 @@ def draw(
         questions = form.packed if packed else 1
         return kind, [*draw_rows(rng, scale, questions, training_clips(), carriers=causal)], canvas
     if kind in DECISIONS:
-        count = rng.choices(*QUESTIONS)[0]
+        count = rng.choice(QUESTIONS)
         most = DECISION_POSITIONS / (CONTEXT_POSITIONS + DECISION_LENGTH * count)
         fitting = max(1, round(scale * min(form.rows, most)))
-        return kind, [_decisions(kind, count, rng, alone=causal) for _ in range(fitting)], canvas
+        return kind, [_decisions(kind, count, rng) for _ in range(fitting)], canvas
     subject = TAUGHT[kind]
     tasks = list(SHORT_TASKS if kind == "image" else subject.tasks)
     tasks += [task for task in REPEATED.get(mix, ()) if task in tasks]
@@ -190,12 +191,10 @@ def draw(
     return kind, [_several(subject, tasks, questions, rng) for _ in range(max(1, round(rows * scale)))], canvas
 
 
-def _decisions(kind: str, count: int, rng: random.Random, *, alone: bool) -> Sample:
-    """Something to ask about and up to ``count`` typed questions about it, in one prompt or each ``alone``."""
+def _decisions(kind: str, count: int, rng: random.Random) -> Sample:
+    """Something to ask about and up to ``count`` typed questions about it."""
     thing = DECISIONS[kind](rng)
-    answered = draw_answered(thing, count, rng)
-    asked = [[each] for each in answered] if alone else [answered]
-    return thing, [prompt_question(thing, each, together=not alone) for each in asked]
+    return thing, [prompt_question(thing, each) for each in draw_answered(thing, count, rng)]
 
 
 def _several(subject: Subject, tasks: list[str], count: int, rng: random.Random) -> Sample:
@@ -233,7 +232,7 @@ def collate(kind: str, samples: list[Sample], canvas: int, tokenizer: PreTrained
         ids,
         torch.isin(ids, visual) & seen,
         seen,
-        any(len(questions) > 1 for _thing, questions in samples),
+        kind in DECISIONS or any(len(questions) > 1 for _thing, questions in samples),
         padded([row.question for row in rows], 0),
         padded([row.positions for row in rows], 0),
         padded([row.share for row in rows], 0.0),
@@ -300,24 +299,22 @@ def _row(
 
 
 def _answer(question: Question, canvas: int, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[float]]:
-    """The tokens of an answer and each one's share of the loss: of typed questions only the slots count."""
-    if not question.decisions:
-        answer = [*tokenizer.encode(question.answer, add_special_tokens=False), token_id(tokenizer, EOT)]
-        padding = max(0, canvas - len(answer))
-        total = len(answer) + PADDING_WEIGHT * padding
-        share = [1 / total] * len(answer) + [PADDING_WEIGHT / total] * padding
-        return answer + [tokenizer.eos_token_id] * padding, share
-    filled = slots(tokenizer, [asked for asked, _right in question.decisions], 0, together=question.together)
-    ids, share = [*filled.ids], [0.0] * len(filled.ids)
-    for place, candidates, (_decision, right) in zip(filled.places, filled.candidates, question.decisions, strict=True):
-        ids[place], share[place] = candidates[right], 1 / len(filled.places)
-    return ids, share
+    """The tokens of an answer and each one's share of the loss; of a typed question it is the slot."""
+    if question.decision is not None:
+        [candidates] = answer_tokens(tokenizer, [question.decision])
+        return [candidates[question.decision.answers.index(question.answer)]], [1.0]
+    answer = [*tokenizer.encode(question.answer, add_special_tokens=False), token_id(tokenizer, EOT)]
+    padding = max(0, canvas - len(answer))
+    total = len(answer) + PADDING_WEIGHT * padding
+    share = [1 / total] * len(answer) + [PADDING_WEIGHT / total] * padding
+    return answer + [tokenizer.eos_token_id] * padding, share
 
 
 def _prompt(
     media: list[list[int]], question: Question, tokenizer: PreTrainedTokenizerFast, question_first: bool
 ) -> tuple[list[int], int]:
-    """The prompt's ids with its media in place, and how many of them come before the question's own."""
+    """The prompt's ids with its media in place, and how many of them come before the question's own: of a typed
+    question what it is about and the instruction."""
     image, video = token_id(tokenizer, IMAGE), token_id(tokenizer, VIDEO)
     shown = [{"type": "video" if video in ids else "image"} for ids in media]
     asked = {"type": "text", "text": question.text}
@@ -330,6 +327,10 @@ def _prompt(
             shared = len(prompt)
         else:
             prompt.append(token)
+    if question.decision is not None:
+        closing = closing_ids(tokenizer)
+        shared = len(prompt) - len(closing)
+        prompt[shared:] = question_ids(tokenizer, question.decision) + closing
     return prompt, shared
 
 

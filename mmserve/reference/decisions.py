@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from mmserve.core.decisions import CHOICE, SCORE, YES_NO, Decision, before_slots, questions_text
+from mmserve.core.decisions import CHOICE, INSTRUCTION, SCORE, YES_NO, Decision
 from mmserve.reference import clips, images
 from mmserve.reference.clips import DIRECTIONS, Clip, draw_clip
 from mmserve.reference.items import Question
 from mmserve.reference.scenes import COLORS, COLUMNS, KINDS, MAX_SHAPES, ROWS, SIZES, Scene, draw_scene, draw_shapes
 
-#: Numbers of questions in a prompt, and how often each is drawn.
-QUESTIONS = ((1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (14, 10, 10, 12, 12, 12, 10, 8, 6, 6))
+#: Numbers of questions about one thing, drawn evenly. None sees the others: their number changes no answer.
+QUESTIONS = (6, 8, 12, 16)
 #: Most options of a choice about a scene, and most of one about a clip.
 MOST_OPTIONS = 6
 _POSITIONS = tuple(f"{row} {column}" for row in ROWS for column in COLUMNS)
@@ -43,14 +43,24 @@ class Described:
         return f"{images.caption(self.scene, random.Random(0))[1]}."
 
 
+@dataclass(frozen=True)
+class Named:
+    """Nothing to look at: questions about it name their answer."""
+
+
+def draw_named(_rng: random.Random) -> Named:
+    """What is asked about where a number has to be bound to an option, and no more."""
+    return Named()
+
+
 def draw_described(rng: random.Random) -> Described:
     """A scene in words."""
     return Described(Scene(draw_shapes(rng), _NO_PICTURE))
 
 
-def draw_answered(thing: Scene | Described | Clip, count: int, rng: random.Random) -> list[Answered]:
+def draw_answered(thing: Thing, count: int, rng: random.Random) -> list[Answered]:
     """Up to ``count`` different questions about ``thing``, in random order; at least one."""
-    makers = _ABOUT_CLIPS if isinstance(thing, Clip) else _ABOUT_SCENES
+    makers = _ABOUT_CLIPS if isinstance(thing, Clip) else _ABOUT_NAMES if isinstance(thing, Named) else _ABOUT_SCENES
     shown = thing.scene if isinstance(thing, Described) else thing
     found: dict[str, Answered] = {}
     tries = 0
@@ -62,15 +72,11 @@ def draw_answered(thing: Scene | Described | Clip, count: int, rng: random.Rando
     return list(found.values())
 
 
-def prompt_question(thing: Scene | Described | Clip, answered: Sequence[Answered], *, together: bool) -> Question:
-    """The prompt that asks ``answered`` of ``thing``, and the canvas with every slot filled as it should be."""
-    questions = [a.decision for a in answered]
-    asked = questions_text(questions, together=together)
+def prompt_question(thing: Thing, answered: Answered) -> Question:
+    """The prompt that asks ``answered`` of ``thing``; its text ends with the instruction."""
     context = f"{thing.text}\n" if isinstance(thing, Described) else ""
-    before = before_slots(questions, together=together)
-    canvas = "".join(text + a.decision.answers[a.right] for text, a in zip(before, answered, strict=True))
-    decisions = tuple((a.decision, a.right) for a in answered)
-    return Question("decisions", context + asked, canvas, decisions=decisions, together=together)
+    decision = answered.decision
+    return Question("decisions", context + INSTRUCTION, decision.answers[answered.right], decision=decision)
 
 
 def _yes_no(text: str, yes: bool) -> Answered:
@@ -182,6 +188,16 @@ def _change(clip: Clip, rng: random.Random) -> Answered | None:
     return _choice(*asked, [*others, "nothing"], rng)
 
 
+def _pick(_nothing: Named, rng: random.Random) -> Answered:
+    """Which number an option has that the question names."""
+    names = rng.choice(
+        (tuple(COLORS), KINDS, _POSITIONS, tuple(DIRECTIONS), [f"the {c} {k}" for c in COLORS for k in KINDS])
+    )
+    wanted = rng.choice(names)
+    ask = rng.choice(("Pick {}.", "Which is {}?", "Where does it say {}?"))
+    return _choice(ask.format(wanted), wanted, names, rng)
+
+
 Make = Callable[..., Answered | None]
 _ABOUT_SCENES: tuple[Make, ...] = (
     _there,
@@ -195,10 +211,13 @@ _ABOUT_SCENES: tuple[Make, ...] = (
     _of(images.position, _POSITIONS),
     _what,
 )
+_ABOUT_NAMES: tuple[Make, ...] = (_pick,)
 _ABOUT_CLIPS: tuple[Make, ...] = (_seen, _seen, _moves, _direction, _order, _events, _when, _change)
+Thing = Scene | Described | Clip | Named
 #: Kind of batch to how its things are drawn.
-DECISIONS: dict[str, Callable[[random.Random], Scene | Described | Clip]] = {
+DECISIONS: dict[str, Callable[[random.Random], Thing]] = {
     "decisions": draw_scene,
     "decisions_text": draw_described,
     "decisions_video": draw_clip,
+    "decisions_named": draw_named,
 }

@@ -36,8 +36,7 @@ class Question:
     """One question of a task and its answer.
 
     ``tools`` are offered with it, and ``turns`` follow it before the answer, both as chat templates take them.
-    ``decisions``: typed questions, each with the index of its right answer; ``answer`` is then the canvas, which has
-    their text, too, where they are answered ``together``.
+    ``decision``: the typed question that follows ``text``; ``answer`` is then what its slot should hold.
     """
 
     task: str
@@ -45,8 +44,7 @@ class Question:
     answer: str
     tools: tuple[dict[str, Any], ...] = ()
     turns: tuple[dict[str, Any], ...] = ()
-    decisions: tuple[tuple[Decision, int], ...] = ()
-    together: bool = True
+    decision: Decision | None = None
 
 
 #: Draws something to ask about.

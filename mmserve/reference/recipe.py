@@ -122,7 +122,7 @@ MIXES: dict[str, dict[str, float]] = {
     },
     # What adapters are taught.
     "streams_alone": {"stream": 1.0},
-    "decisions_alone": {"decisions": 0.6, "decisions_text": 0.15, "decisions_video": 0.25},
+    "decisions_alone": {"decisions": 0.5, "decisions_named": 0.3, "decisions_text": 0.08, "decisions_video": 0.12},
     # What the diffusion model is taught last, all at once: streams, tools, and typed questions.
     "deciding": {
         "calls": 0.27,

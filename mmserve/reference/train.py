@@ -150,7 +150,7 @@ class Run:
             else:
                 main, hidden = self._main_loss(visual, batch)
                 changes = torch.zeros((), device=self.device)
-                if batch.changes is not None:
+                if batch.changes is not None and recipe.teaching:
                     changes = self.heads.changes(hidden[batch.visual_at], batch.changes)
                 loss = main + recipe.teaching * (teaching + changes)
         loss.backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -16,12 +15,12 @@ from mmserve.core.decisions import Decision
 from mmserve.core.events import Finished
 from mmserve.core.request import Request
 from mmserve.core.tenant import Tenant
-from mmserve.errors import Internal, MMServeError
+from mmserve.errors import Internal
 from mmserve.models.adapters import DECISIONS
 from mmserve.observe import calls
 from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
-from mmserve.rpc.decision_messages import alone, asked_decisions, generation_of, response_of
+from mmserve.rpc.decision_messages import asked_decisions, generation_of, response_of
 from mmserve.rpc.engines import EngineLike, Engines, own_adapter
 from mmserve.rpc.generation import Generations, answered, deadline_of, logged
 from mmserve.rpc.status import errors_to_status
@@ -30,9 +29,6 @@ from mmserve.v1 import decision_pb2_grpc
 from mmserve.wire import request_id
 
 logger = logging.getLogger("mmserve.rpc")
-
-#: Prompts of one call that are in the engine's queue at once, where each question has its own.
-AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -64,13 +60,13 @@ class Deciding:
         is closed.
 
         ``own``: the engine's id of the request. ``deadline`` is on the monotonic clock (seconds). ``fields``: where the
-        client has URLs, by URL. All forward passes end where the call is cancelled. Raises ``MMServeError``.
+        client has URLs, by URL. The forward pass ends where the call is cancelled. Raises ``MMServeError``.
         """
         with self._generations.watch() as watch:
             begun = time.monotonic()
             asked = await self._accepted(own, message.pop(), tenant, deadline, held, watch, fields)
             logger.info("request %s for %s: %d questions", own, asked.request.model, len(asked.questions))
-            finished = await self._answers(asked, watch)
+            finished = await _finished(asked.engine, asked.request, watch)
         total = 1000 * (time.monotonic() - begun)
         return response_of(asked.request.model, asked.ids, asked.questions, finished, total)
 
@@ -88,32 +84,12 @@ class Deciding:
         ids, questions = asked_decisions(message)
         model, adapter = self._engines.split(message.model)
         asked = self._engines.find(model)
-        made = generation_of(message, asked.info, questions)
+        made = generation_of(message, asked.info)
         made.adapter = adapter or own_adapter(asked, DECISIONS)
         files = await self._generations.fetched(made, fields)
         engine, request = self._generations.accepted(own, made, tenant, deadline, held, watch, files)
         request = replace(request, decisions=questions, streaming=replace(request.streaming, deltas=False))
         return _Asked(engine, request, ids, questions)
-
-    async def _answers(self, asked: _Asked, watch: Watch) -> list[Finished]:
-        """The model's decisions on all questions: of a prompt each, the first is answered before the others, which then
-        find what they share with it in the prefix cache, and are run together."""
-        if asked.engine.info.decisions == "together":
-            return [await _finished(asked.engine, asked.request, watch)]
-        first, *others = alone(asked.request, asked.questions)
-        found = [await _finished(asked.engine, first, watch)]
-        places = asyncio.Semaphore(AT_ONCE)
-
-        async def in_turn(request: Request) -> Finished:
-            async with places:
-                return await _finished(asked.engine, request, watch)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(in_turn(one)) for one in others]
-        except* MMServeError as errors:
-            raise errors.exceptions[0] from None
-        return found + [task.result() for task in tasks]
 
 
 class DecisionService(decision_pb2_grpc.DecisionServiceServicer):

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 from mmserve.core.decisions import (
     CHOICE,
     DECISION_KINDS,
+    INSTRUCTION,
     MOST_LEVELS,
     MOST_OPTIONS,
     SCORE,
     Decided,
     Decision,
-    questions_text,
 )
-from mmserve.core.events import Finished, StageTimes, Usage
+from mmserve.core.events import Finished
 from mmserve.core.info import ModelInfo, undecided
-from mmserve.core.request import Request, TextPart
 from mmserve.errors import FieldViolation, InvalidArgument, Unimplemented
 from mmserve.v1 import decision_pb2
 from mmserve.v1 import generation_pb2 as pb
@@ -49,26 +46,21 @@ def asked_decisions(message: decision_pb2.DecideRequest) -> tuple[tuple[str, ...
     return ids, decisions
 
 
-def generation_of(
-    message: decision_pb2.DecideRequest, info: ModelInfo, questions: Sequence[Decision]
-) -> pb.GenerateRequest:
-    """The request whose prompt is the context and then ``questions``; raises ``Unimplemented`` where the model of
-    ``info`` answers none. Of questions that have a prompt each, it is that of the first one."""
+def generation_of(message: decision_pb2.DecideRequest, info: ModelInfo) -> pb.GenerateRequest:
+    """The request whose prompt is the context and the instruction, which the questions follow; raises
+    ``Unimplemented`` where the model of ``info`` answers none."""
     if not info.decisions:
         raise Unimplemented(undecided(info.name))
     made = pb.GenerateRequest(model=message.model, messages=message.messages)
     if message.HasField("vision"):
         made.vision.CopyFrom(message.vision)
     made.diffusion.quality = pb.QUALITY_EXACT
-    together = info.decisions == "together"
-    made.sampling.max_new_tokens = 1  # the engine knows how many the canvas has
+    made.sampling.max_new_tokens = 1  # the engine knows how many the branches have
     if not made.messages or made.messages[-1].role != pb.ROLE_USER:
         made.messages.add(role=pb.ROLE_USER)
     parts = made.messages[-1].parts
     after_text = bool(parts) and parts[-1].WhichOneof("part") == "text"
-    parts.add(
-        text=("\n" if after_text else "") + questions_text(questions[: None if together else 1], together=together)
-    )
+    parts.add(text=f"\n{INSTRUCTION}" if after_text else INSTRUCTION)
     return made
 
 
@@ -83,35 +75,16 @@ def decision_of(name: str, question: Decision, decided: Decided) -> decision_pb2
     return made
 
 
-def alone(request: Request, questions: Sequence[Decision]) -> list[Request]:
-    """``request`` for each of ``questions`` alone, in its prompt and on its canvas; the first of them has its id."""
-    *before, last = request.messages
-    *parts, text = last.parts
-    assert isinstance(text, TextPart), "the questions are the last text"
-    begin = "\n" if text.text.startswith("\n") else ""
-    found = []
-    for i, question in enumerate(questions):
-        changed = replace(last, parts=(*parts, TextPart(begin + questions_text([question], together=False))))
-        own = uuid.uuid4().hex if i else request.id
-        found.append(replace(request, id=own, messages=(*before, changed), decisions=(question,)))
-    return found
-
-
 def response_of(
-    model: str, ids: Sequence[str], questions: Sequence[Decision], finished: Sequence[Finished], total: float
+    model: str, ids: Sequence[str], questions: Sequence[Decision], finished: Finished, total: float
 ) -> decision_pb2.DecideResponse:
-    """The answers to ``questions``, by their ``ids``, that requests ended with; ``total`` milliseconds were needed."""
-    decided = [each for one in finished for each in one.decisions]
-    response = decision_pb2.DecideResponse(model=model, forwards=sum(one.forwards for one in finished))
-    for name, question, each in zip(ids, questions, decided, strict=True):
+    """The answers to ``questions``, by their ``ids``, that a request ended with; ``total`` milliseconds were needed."""
+    response = decision_pb2.DecideResponse(model=model, forwards=finished.forwards)
+    for name, question, each in zip(ids, questions, finished.decisions, strict=True):
         response.decisions.append(decision_of(name, question, each))
-    to_message(_summed(Usage, [one.usage for one in finished]), response.usage)
-    to_message(replace(_summed(StageTimes, [one.times for one in finished]), total=total), response.times)
+    to_message(finished.usage, response.usage)
+    to_message(replace(finished.times, total=total), response.times)
     return response
-
-
-def _summed(kind: Any, values: Sequence[Any]) -> Any:
-    return kind(**{field.name: sum(getattr(value, field.name) for value in values) for field in fields(kind)})
 
 
 def _wrong(question: decision_pb2.DecisionQuestion, index: int) -> Iterator[tuple[str, str]]:

@@ -167,8 +167,7 @@ def to_session_response(index: int, response: m.Numbered | m.Unnumbered) -> pb.S
                 )
             return pb.SessionResponse(index=index, answer=answer)
         case m.Decided(question_id, typed, finished, total):
-            model = typed.requests[0].model
-            decided = response_of(model, typed.ids, typed.questions, finished, total)
+            decided = response_of(typed.request.model, typed.ids, typed.questions, finished, total)
             return pb.SessionResponse(index=index, answer=pb.AnswerEvent(question_id=question_id, decided=decided))
         case Alert():
             return pb.SessionResponse(index=index, alert=to_message(response, pb.Alert()))

@@ -13,16 +13,12 @@ from mmserve.core.info import ModelInfo
 from mmserve.core.request import Request
 from mmserve.core.tenant import Tenant
 from mmserve.errors import FieldViolation, InvalidArgument, NotFound
-from mmserve.rpc.decision_messages import alone, asked_decisions, generation_of
+from mmserve.rpc.decision_messages import asked_decisions, generation_of
 from mmserve.rpc.request_messages import to_request
 from mmserve.v1 import decision_pb2
 from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video import messages as m
-
-#: Typed questions of a call where each has a prompt of its own: all of these see the same frames, and so are in the
-#: engine's queue at once.
-MOST_APART = 32
 
 
 class SessionQuestions:
@@ -39,18 +35,14 @@ class SessionQuestions:
         return self._request(question_message(ask, self._config), ask, "ask")
 
     def typed(self, asked: pb.Decide) -> m.Typed:
-        """The requests of typed questions; raises as ``free`` does."""
+        """The request of typed questions; raises as ``free`` does."""
         if wrong := _not_text(asked.messages, "decide"):
             raise InvalidArgument(*wrong)
         message = decision_pb2.DecideRequest(messages=asked.messages, questions=asked.questions)
         ids, questions = asked_decisions(message)
-        together = self._info.decisions == "together"
-        if not together and len(questions) > MOST_APART:
-            why = f"must be at most {MOST_APART}, not {len(questions)}: the model answers each by itself"
-            raise InvalidArgument.of("questions", why)
-        request = self._request(generation_of(message, self._info, questions), asked, "decide")
+        request = self._request(generation_of(message, self._info), asked, "decide")
         request = replace(request, decisions=questions, streaming=replace(request.streaming, deltas=False))
-        return m.Typed(ids, questions, (request,) if together else tuple(alone(request, questions)))
+        return m.Typed(ids, questions, request)
 
     def _request(self, message: gen.GenerateRequest, asked: pb.Ask | pb.Decide, path: str) -> Request:
         late = asked.timeout_seconds if asked.HasField("timeout_seconds") else None

@@ -15,6 +15,7 @@ import numpy as np
 
 from mmserve.capabilities import Capabilities
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.core.branches import branch_room
 from mmserve.core.info import ModelInfo
 from mmserve.core.payloads import CanvasPayload, EncodedPayload, PrefilledPayload
 from mmserve.core.request import Request, RequestId
@@ -23,12 +24,11 @@ from mmserve.decode.schedulers import Discrete
 from mmserve.decoders import decoder_for
 from mmserve.encode.decoders import Decoders
 from mmserve.encode.decoding import DecodePool
-from mmserve.errors import InvalidArgument
 from mmserve.kv.prefix_tier import PrefixTier, fingerprint
 from mmserve.kv.store import KVStore
 from mmserve.models.adapters import Adapters
 from mmserve.models.base import CanvasModel, LoadedModel, Model
-from mmserve.models.decisions import slots
+from mmserve.models.decisions import questions_ids
 from mmserve.stages.decode import DecodeStage
 from mmserve.stages.encode import EncodeStage
 from mmserve.stages.prefill import PrefillStage
@@ -58,7 +58,7 @@ class Stages:
         to_prefill: Transport | None = None,
         to_decode: Transport | None = None,
     ) -> None:
-        self.model = model
+        self.model, self._page_size = model, engine.page_size
         offered = Offered.by(model, schedulers)
         self.capabilities = Capabilities(model, engine, media, offered)
         self.adapters = Adapters(model, folder=engine.adapter_folder, most=engine.adapter_bytes)
@@ -88,19 +88,16 @@ class Stages:
         return self.capabilities.describe({} if isinstance(self.model, CanvasModel) else self.store.kernels)
 
     def resolved(self, request: Request) -> Request:
-        """``request`` with the key of its adapter, and as many new tokens as the canvas of its typed questions has.
+        """``request`` with the key of its adapter, and as many new tokens as the branches of its typed questions take.
 
-        Raises as ``Adapters.resolved`` and ``models.decisions.slots`` do, and ``InvalidArgument`` where that canvas
-        alone is longer than the model's positions.
+        Raises as ``Adapters.resolved`` and ``models.decisions.questions_ids`` do.
         """
         request, spec = self.adapters.resolved(request), self.model.spec
         if not request.decisions or spec.renoising is not None:
             return request
-        size = len(slots(self.model.tokenizer, request.decisions, 0, together=spec.decides_together).ids)
-        if size >= self.capabilities.max_tokens:
-            why = f"have a canvas of {size} tokens, and the model has {self.capabilities.max_tokens} positions in all"
-            raise InvalidArgument.of("questions", f"{why}: ask fewer at once")
-        return replace(request, sampling=replace(request.sampling, max_new_tokens=size))
+        asked = questions_ids(self.model.tokenizer, request.decisions, special_tokens=spec.special_tokens)
+        room = branch_room(asked.lengths, self._page_size)
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=room))
 
     def encoded_payload(self, request: RequestId) -> EncodedPayload:
         """What waits for prefill, taken out of here as plain data.

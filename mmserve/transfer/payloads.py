@@ -5,6 +5,7 @@ A version goes up with any change of what a kind holds: an older or newer server
 
 from __future__ import annotations
 
+from mmserve.core.branches import Branches
 from mmserve.core.candidates import Alternatives, Candidates
 from mmserve.core.canvas import Canvas
 from mmserve.core.canvas_record import CanvasRecord
@@ -37,6 +38,7 @@ PAYLOADS = Kinds(
     (
         *(
             Alternatives,
+            Branches,
             Candidates,
             Canvas,
             CanvasRecord,

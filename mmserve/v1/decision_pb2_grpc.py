@@ -47,8 +47,7 @@ class DecisionServiceServicer(object):
     """
 
     def Decide(self, request, context):
-        """Decide answers all questions of a request: on one canvas in one forward pass by a masked diffusion model, and in one
-        pass each, which share what is before the questions, by autoregressive and block diffusion models.
+        """Decide answers all questions of a request in one forward pass: they share the context, and none sees another.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

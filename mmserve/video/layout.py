@@ -17,6 +17,7 @@ from mmserve.core.encoded import DeepStack, Encoded, Past, Span
 from mmserve.core.request import Amount, Request, TextPart
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.encode.embedding import embedded
+from mmserve.encode.lengths import answer_length
 from mmserve.encode.slow_fast import compacted
 from mmserve.encode.visual_tokens import pruned
 from mmserve.encode.watching import VISUAL, ids_of
@@ -24,6 +25,7 @@ from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.reuse import reuse_of
 from mmserve.models.base import CanvasModel, LoadedModel, Model
 from mmserve.models.chat import prompt_ids
+from mmserve.models.decisions import shared_prompt
 from mmserve.models.decoder_config import UNEVEN
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
 from mmserve.prune.base import Evidence, Pruner
@@ -45,7 +47,8 @@ def streaming_model(model: Model) -> LoadedModel:
 
 
 def around(model: LoadedModel, request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (int64) of a chat up to where the stream is placed, in front of its last message's text, and from there on.
+    """Ids (int64) of a chat up to where the stream is, before its last message's text, and from there on: of typed
+    questions up to where they begin.
 
     ``InvalidArgument`` where the request holds anything but text, ``FailedPrecondition`` where the model's chat format
     takes no video there.
@@ -62,7 +65,10 @@ def around(model: LoadedModel, request: Request) -> tuple[np.ndarray, np.ndarray
         raise InvalidArgument.of("messages", "must not be empty")
     chat[-1]["content"] = [{"type": "video"}, *chat[-1]["content"]]
     options = json.loads(request.template_options or "{}")
-    made = prompt_ids(model.tokenizer, chat, options=options, special_tokens=model.spec.special_tokens)
+    special = model.spec.special_tokens
+    made = prompt_ids(model.tokenizer, chat, options=options, special_tokens=special)
+    if request.decisions:
+        made = shared_prompt(model.tokenizer, made, special_tokens=special)
     ids = np.asarray(made, dtype=np.int64)
     found = np.flatnonzero(ids == model.spec.video_id)
     if len(found) != 1:
@@ -216,7 +222,7 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
     rows = kept.ids.copy()
     rows[kept.visual] = model.spec.video_id or 0
     ids = np.concatenate([front, rows, after])
-    start, new = len(front), request.sampling.max_new_tokens
+    start, new = len(front), answer_length(request, model)
     if len(ids) + new > min(most, model.spec.max_tokens):
         raise InvalidArgument.of(
             "messages",

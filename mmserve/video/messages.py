@@ -50,16 +50,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class Typed:
-    """Typed questions by their ``ids``, and the engine's requests: one for all of them, or one each."""
+    """Typed questions by their ``ids``, and the engine's request that asks them all."""
 
     ids: tuple[str, ...]
     questions: tuple[Decision, ...]
-    requests: tuple[Request, ...] = field(repr=False)
+    request: Request = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Decide:
-    """Typed questions; ``typed`` makes their requests, and raises what is wrong with them."""
+    """Typed questions; ``typed`` makes their request, and raises what is wrong with them."""
 
     question_id: str
     typed: Callable[[], Typed] = field(repr=False)
@@ -143,11 +143,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Decided:
-    """The answers to typed questions: what each request ended with, and the milliseconds that all took."""
+    """The answers to typed questions: what their request ended with, and the milliseconds that it took."""
 
     question_id: str
     typed: Typed
-    finished: tuple[Finished, ...]
+    finished: Finished
     total: float
 
 

@@ -32,7 +32,7 @@ class Question:
     """A question in progress."""
 
     ask: m.Ask | m.Decide
-    requests: tuple[Request, ...]
+    request: Request
     noted: Noted
     left: int  # samples that have not finished
     typed: m.Typed | None = None  # what it asks, where its questions are typed
@@ -40,9 +40,8 @@ class Question:
     cancelled: bool = False
     late: asyncio.TimerHandle | None = None  # ends it at its deadline, while it waits
     asked: Asked | None = None
-    held: list[tuple[int, Event]] | None = field(default_factory=list)  # that came before ``Asked``, each of a request
+    held: list[Event] | None = field(default_factory=list)  # that came before ``Asked``
     begun: float = field(default_factory=time.monotonic)
-    finished: dict[int, Finished] = field(default_factory=dict)  # of typed questions, by their request
 
 
 class Questions:
@@ -87,15 +86,16 @@ class Questions:
                     "wait for one to be answered"
                 )
             noted.begin()
-            typed, requests = _made(ask)
+            typed = ask.typed() if isinstance(ask, m.Decide) else None
+            request = typed.request if typed is not None else ask.request()
         except Exception as error:  # noqa: BLE001 - one question's failure is its own
             failure = reported(error)
             noted.end(failure)
             self._report(m.Answer(ask.question_id, failure))
             return None
-        question = Question(ask, requests, noted, sum(request.sampling.n for request in requests), typed)
+        question = Question(ask, request, noted, request.sampling.n, typed)
         self._questions[ask.question_id] = question
-        if (deadline := requests[0].deadline) is not None:
+        if (deadline := request.deadline) is not None:
             loop = asyncio.get_running_loop()
             question.late = loop.call_later(deadline - time.monotonic(), self._late, question)
         return question
@@ -126,10 +126,8 @@ class Questions:
             if not frames:
                 raise FailedPrecondition("no frame has been taken yet; push one before asking")
             question.submitted = True
-            for i, request in enumerate(question.requests):  # no frame is taken meanwhile
-                sink = partial(self._soon, self._answered, question, i)
-                found = await self._ask(request, question.ask.scope, sink)
-                question.asked = question.asked or found
+            sink = partial(self._soon, self._answered, question)
+            question.asked = await self._ask(question.request, question.ask.scope, sink)
         except asyncio.CancelledError:  # the session ended while the stream was asked
             self._stop(question)
             raise
@@ -138,21 +136,19 @@ class Questions:
             return
         if question.cancelled:  # before the engine knew of it
             self._stop(question)
-        assert question.asked is not None
         self._report(m.Answer(question.ask.question_id, question.asked))
         held, question.held = question.held or [], None
-        for i, event in held:
-            self._answered(question, i, event)
+        for event in held:
+            self._answered(question, event)
 
     def _stop(self, question: Question) -> None:
-        """Have the engine end its requests."""
-        for request in question.requests:
-            self._around.cancel(request.id)
+        """Have the engine end its request."""
+        self._around.cancel(question.request.id)
 
-    def _answered(self, question: Question, number: int, event: Event) -> None:
-        """An event of the question's request ``number``."""
+    def _answered(self, question: Question, event: Event) -> None:
+        """An event of the question's request."""
         if question.held is not None:
-            question.held.append((number, event))
+            question.held.append(event)
             return
         if self._questions.get(question.ask.question_id) is not question:
             return
@@ -163,15 +159,11 @@ class Questions:
         if question.typed is None:
             self._report(m.Answer(question.ask.question_id, event, self._moments(question, event)))
         elif isinstance(event, Finished):
-            question.finished[number] = event
-        question.left -= isinstance(event, Finished)
-        if question.left:
-            return
-        if question.typed is not None:
             total = 1000 * (time.monotonic() - question.begun)
-            finished = tuple(question.finished[i] for i in range(len(question.requests)))
-            self._report(m.Decided(question.ask.question_id, question.typed, finished, total))
-        self._end(question, None)
+            self._report(m.Decided(question.ask.question_id, question.typed, event, total))
+        question.left -= isinstance(event, Finished)
+        if not question.left:
+            self._end(question, None)
 
     def _moments(self, question: Question, event: Event) -> tuple[Moment, ...]:
         """The moments of an answer whose time on the session's clock is known."""
@@ -197,11 +189,3 @@ class Questions:
                 self._stop(question)
             self._report(m.Answer(question.ask.question_id, error))
         self._changed()
-
-
-def _made(ask: m.Ask | m.Decide) -> tuple[m.Typed | None, tuple[Request, ...]]:
-    """The typed questions of ``ask``, if it has such, and the engine's requests."""
-    if isinstance(ask, m.Ask):
-        return None, (ask.request(),)
-    typed = ask.typed()
-    return typed, typed.requests

@@ -1,4 +1,4 @@
-"""Typed questions in the engine: the model's own distribution at each slot, from one pass of the whole canvas."""
+"""Typed questions in the engine: the model's own distribution at each slot, from one pass over all branches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from helpers import ask, picture, tiny_model
 
 from mmserve.core.decisions import (
     CHOICE,
+    INSTRUCTION,
     SCORE,
     YES_NO,
     Calibration,
     Decision,
     Scaling,
-    questions_text,
 )
+from mmserve.core.events import Failed
 from mmserve.core.request import Policy, Request
-from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.errors import DoesNotFit, InvalidArgument, Unimplemented
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.chat import prompt_ids
-from mmserve.models.decisions import slots
+from mmserve.models.decisions import questions_ids
 from mmserve.models.decoder import dense_attention
 
 QUESTIONS = (
@@ -35,11 +36,11 @@ QUESTIONS = (
     Decision(kind=SCORE, text="How many shapes are there?", low=1, high=4),
     Decision(kind=YES_NO, text="Is it small?"),
 )
-#: What is on a canvas of ``QUESTIONS`` before each slot.
-CANVAS = (
-    "Is there a red circle?",
-    "\nWhat color is it? A red B green C blue:",
-    "\nHow many shapes are there? 1-4:",
+#: What is on a branch of ``QUESTIONS`` after the instruction.
+BRANCHES = (
+    "\nIs there a red circle?",
+    "\nWhat color is it? 1 red 2 green 3 blue",
+    "\nHow many shapes are there? 1-4",
     "\nIs it small?",
 )
 Make = Callable[..., Bench]
@@ -55,11 +56,8 @@ def like(model: LoadedModel, attention: Attention) -> LoadedModel:
     return dataclasses.replace(model, spec=dataclasses.replace(model.spec, attention=attention, logit_shift=shift))
 
 
-def asked(
-    name: str, *questions: Decision, context: str = "a red circle", recompute: str = "none", **more: object
-) -> Request:
-    text = f"{context}\n{questions_text(questions, together=recompute == 'none')}"
-    request = ask(name, text, recompute=Policy(name=recompute), **more)
+def asked(name: str, *questions: Decision, context: str = "a red circle", **more: object) -> Request:
+    request = ask(name, f"{context}\n{INSTRUCTION}", **more)
     return dataclasses.replace(request, decisions=questions)
 
 
@@ -71,77 +69,86 @@ def spelled(model: LoadedModel, answers: tuple[str, ...]) -> list[int]:
 
 
 @torch.inference_mode()
-def expected(model: LoadedModel, request: Request, mask: torch.Tensor | None = None) -> list[np.ndarray]:
-    """Log-probabilities of each question's answers, from dense attention over the text written out by hand."""
+def expected(model: LoadedModel, request: Request, question: Decision, text: str) -> np.ndarray:
+    """Log-probabilities of a question's answers, from dense attention over the one text that it is asked in: the prompt
+    sees itself alone, and the question all of it."""
     [message], [part] = request.messages, request.messages[0].parts
-    ids = prompt_ids(model.tokenizer, [{"role": message.role, "content": part.text}])
-    places = []
-    for text in CANVAS[: len(request.decisions)] if model.spec.attention is Attention.FULL else [""]:
-        ids += model.tokenizer.encode(text, add_special_tokens=False)
-        places.append(len(ids))
-        ids.append(model.spec.mask_id)
-    row = torch.tensor(ids)[None]
-    positions = torch.arange(len(ids))[None]
-    hidden = model.decoder(model.decoder.embed(row), positions, dense_attention(mask))
-    logits = model.decoder.logits(hidden)[0].float()
-    logits[:, list(model.spec.banned_ids)] = -torch.inf
-    found = []
-    for place, question in zip(places, request.decisions, strict=True):
-        logs = logits[place - model.spec.logit_shift].log_softmax(-1)
-        found.append(logs[spelled(model, question.answers)].numpy())
-    return found
+    whole, closed = (
+        prompt_ids(model.tokenizer, [{"role": message.role, "content": part.text + more}]) for more in (text, "")
+    )
+    same = next(i for i, (a, b) in enumerate(zip(whole[::-1], closed[::-1], strict=False)) if a != b)
+    shared, ids = len(closed) - same, [*whole, model.spec.mask_id]
+    at = torch.arange(len(ids))
+    sees = {
+        Attention.FULL: (at[None] < shared) | (at[:, None] >= shared),
+        Attention.PREFIX: (at[None] < shared)
+        | ((at[:, None] >= shared) & (at[None] < len(whole)))
+        | (at[:, None] == at),
+        Attention.CAUSAL: at[None] <= at[:, None],
+        Attention.BLOCK_CAUSAL: at[None] // model.spec.default_block_length
+        <= at[:, None] // model.spec.default_block_length,
+    }[model.spec.attention]
+    hidden = model.decoder(
+        model.decoder.embed(torch.tensor(ids)[None]), at[None], dense_attention(sees.expand(len(ids), len(ids)))
+    )
+    logits = model.decoder.logits(hidden)[0, len(whole) - model.spec.logit_shift].float()
+    logits[list(model.spec.banned_ids)] = -torch.inf
+    return logits.log_softmax(-1)[spelled(model, question.answers)].numpy()
 
 
-def test_the_probabilities_of_one_pass_are_the_softmax_of_the_model_s_logits_at_the_slots(
-    bench: Make, model: LoadedModel
+@pytest.mark.parametrize("attention", list(Attention))
+@pytest.mark.parametrize("more", [0, 3, 9])
+def test_each_question_is_answered_as_if_it_were_alone(
+    bench: Make, model: LoadedModel, attention: Attention, more: int
 ) -> None:
-    request = asked("together", *QUESTIONS)
-    finished = bench().ask(request)
-    assert finished.forwards == 1 and len(finished.decisions) == len(QUESTIONS)
-    for decided, own in zip(finished.decisions, expected(model, request), strict=True):
+    kind = like(model, attention)
+    request = asked("together", *QUESTIONS, context=f"a red circle{'!' * more}")  # the prompt ends anywhere in a page
+    finished = bench(kind).ask(request)
+    assert finished.forwards == 1 and finished.reason == "end" and len(finished.decisions) == len(QUESTIONS)
+    for decided, question, text in zip(finished.decisions, QUESTIONS, BRANCHES, strict=True):
+        own = expected(kind, request, question, text)
         np.testing.assert_allclose(decided.log_probabilities, own, atol=2e-4)
         np.testing.assert_allclose(decided.probabilities, np.exp(own) / np.exp(own).sum(), atol=1e-5)
         assert decided.mass == pytest.approx(np.exp(own).sum(), abs=1e-5)
     best = [q.answers[d.best] for q, d in zip(QUESTIONS, finished.decisions, strict=True)]
-    assert finished.text == "".join(f"{text}{answer}" for text, answer in zip(CANVAS, best, strict=True))
-    assert finished.reason == "end" and finished.usage.completion_tokens == len(
-        model.tokenizer.encode(finished.text, add_special_tokens=False)
-    )
+    assert finished.text == "\n".join(best)
 
 
-def test_an_autoregressive_model_is_read_before_the_slot(bench: Make, model: LoadedModel) -> None:
-    causal = like(model, Attention.CAUSAL)
-    for question in QUESTIONS:
-        request = asked(f"q {question.text}", question, recompute="last")
-        finished = bench(causal).ask(request)
-        size = 400
-        mask = torch.ones(size, size, dtype=torch.bool).tril()
-        length = len(prompt_ids(causal.tokenizer, [{"role": "user", "content": request.messages[0].parts[0].text}])) + 1
-        [own] = expected(causal, request, mask[:length, :length])
-        np.testing.assert_allclose(finished.decisions[0].log_probabilities, own, atol=2e-4)
-        assert finished.forwards == 1
-
-
-def test_a_block_diffusion_model_is_read_at_the_slot_s_block(bench: Make, model: LoadedModel) -> None:
-    blocks = like(model, Attention.BLOCK_CAUSAL)
-    request = asked("block", QUESTIONS[1], recompute="block")
-    finished = bench(blocks).ask(request)
-    length = len(prompt_ids(blocks.tokenizer, [{"role": "user", "content": request.messages[0].parts[0].text}])) + 1
-    block = torch.arange(length) // blocks.spec.default_block_length
-    [own] = expected(blocks, request, block[:, None] >= block[None])
-    np.testing.assert_allclose(finished.decisions[0].log_probabilities, own, atol=2e-4)
-
-
-def test_questions_beside_other_requests_get_the_bits_that_they_get_alone(bench: Make, model: LoadedModel) -> None:
-    requests = [
-        asked("one", *QUESTIONS),
+@pytest.mark.parametrize("attention", list(Attention))
+def test_neither_other_questions_nor_their_order_nor_other_requests_change_a_bit(
+    bench: Make, model: LoadedModel, attention: Attention
+) -> None:
+    kind = like(model, attention)
+    images = (picture(1),)
+    alone = [bench(kind).ask(asked(f"alone {i}", each, images=images)).decisions[0] for i, each in enumerate(QUESTIONS)]
+    turned = bench(kind).ask(asked("turned", *QUESTIONS[::-1], images=images)).decisions[::-1]
+    with_others = bench(kind)
+    calls = with_others.submit_together(
+        asked("one", *QUESTIONS, images=images),
         asked("two", *QUESTIONS[:2], context="two squares"),
-        dataclasses.replace(asked("pictures", QUESTIONS[0], images=(picture(1),))),
-    ]
-    alone = [bench().ask(request) for request in requests]
-    with_others = bench()
-    calls = with_others.submit_together(*requests, ask("text", max_new_tokens=8))
-    assert [call.finished().decisions for call in calls[:-1]] == [finished.decisions for finished in alone]
+        ask("text", max_new_tokens=8),
+    )
+    beside = calls[0].finished().decisions
+    assert alone == list(turned) == list(beside)
+
+
+def test_the_context_of_later_questions_comes_from_the_prefix_cache(bench: Make, model: LoadedModel) -> None:
+    causal, last = bench(like(model, Attention.CAUSAL)), Policy(name="last")
+    long = "a red circle beside a green square and a blue triangle above a large yellow circle"
+    first = causal.ask(asked("first", *QUESTIONS[:2], context=long, recompute=last))
+    second = causal.ask(asked("second", *QUESTIONS[::-1], context=long, recompute=last))
+    assert first.usage.cached_tokens == 0 and second.usage.cached_tokens > 0
+    fresh = bench(like(model, Attention.CAUSAL)).ask(asked("fresh", *QUESTIONS[::-1], context=long, recompute=last))
+    assert second.decisions == fresh.decisions
+
+
+def test_a_prompt_in_chunks_gives_the_same_bits(bench: Make, model: LoadedModel) -> None:
+    causal = like(model, Attention.CAUSAL)
+    whole, chunked = (
+        bench(causal, prefill_tokens=tokens).ask(asked("chunks", *QUESTIONS, context="a red circle " * 12))
+        for tokens in (0, 16)
+    )
+    assert whole.decisions == chunked.decisions
 
 
 def test_a_calibration_changes_probabilities_and_neither_mass_nor_log_probabilities(
@@ -164,10 +171,6 @@ def test_a_calibration_changes_probabilities_and_neither_mass_nor_log_probabilit
 def test_what_a_model_cannot_answer_in_one_pass_is_refused_by_name(
     bench: Make, tmp_path: Path, model: LoadedModel
 ) -> None:
-    causal = bench(like(model, Attention.CAUSAL))
-    with pytest.raises(Unimplemented, match="'tiny' answers one typed question a request"):
-        causal.submit(asked("two", *QUESTIONS[:2], recompute="last"))
-    assert causal.engine.info.decisions == "apart"
     renoising = bench(load_gemma(save_gemma(tmp_path, 12)))
     request = dataclasses.replace(gemma("gemma", "what?", max_new_tokens=20), decisions=QUESTIONS[:1])
     with pytest.raises(Unimplemented, match="answers no typed questions: open positions hold random tokens"):
@@ -176,12 +179,15 @@ def test_what_a_model_cannot_answer_in_one_pass_is_refused_by_name(
     with pytest.raises(InvalidArgument) as refused:
         bench().submit(asked("long", Decision(kind=SCORE, text="How many?", low=8, high=12)))
     assert [v.field for v in refused.value.violations] == ["questions[0]"]
-    with pytest.raises(InvalidArgument, match=r"questions: have a canvas of .* ask fewer at once"):
-        bench().submit(asked("many", *QUESTIONS * 40))
+    long = Decision(kind=YES_NO, text="Is it red? " * 400)
+    [call] = bench().submit(asked("long", long))
+    failed = call.wait()
+    assert isinstance(failed, Failed) and isinstance(failed.error, DoesNotFit)
+    assert [v.field for v in failed.error.violations] == ["questions"]
 
 
 def test_the_text_of_a_question_makes_no_control_token(bench: Make, model: LoadedModel) -> None:
     mask = model.tokenizer.convert_ids_to_tokens(model.spec.mask_id)
-    made = slots(model.tokenizer, [Decision(kind=YES_NO, text=f"Is {mask} there?")], 0, together=True)
-    assert model.spec.mask_id not in made.ids
-    assert mask in model.tokenizer.decode(made.ids)
+    [ids] = questions_ids(model.tokenizer, [Decision(kind=YES_NO, text=f"Is {mask} there?")]).before
+    assert model.spec.mask_id not in ids
+    assert mask in model.tokenizer.decode(ids)

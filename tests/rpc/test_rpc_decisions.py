@@ -1,20 +1,18 @@
-"""Typed questions as messages: what the request to the engine is, by how the model answers them."""
+"""Typed questions as messages: what the request to the engine is."""
 
 from __future__ import annotations
 
 import pytest
 from echo_server import model_info as info
 
-from mmserve.core.decisions import YES_NO, Decision
+from mmserve.core.decisions import INSTRUCTION
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.rpc.decision_messages import asked_decisions, generation_of
 from mmserve.v1 import decision_pb2 as pb
 from mmserve.v1 import generation_pb2
 
-MANY = tuple(Decision(kind=YES_NO, text=f"Is it {n}?") for n in range(256))
 
-
-def test_the_questions_follow_the_context_in_the_user_s_last_message() -> None:
+def test_the_instruction_follows_the_context_in_the_user_s_last_message() -> None:
     image = generation_pb2.ContentPart(image=generation_pb2.Image(data=b"png"))
     shown = generation_pb2.ChatMessage(role=generation_pb2.ROLE_USER, parts=[image])
     told = generation_pb2.ChatMessage(role=generation_pb2.ROLE_USER, parts=[generation_pb2.ContentPart(text="red")])
@@ -25,20 +23,13 @@ def test_the_questions_follow_the_context_in_the_user_s_last_message() -> None:
         ([told, said], ["Answer"]),
         ([], ["Answer"]),
     ):
-        made = generation_of(
-            pb.DecideRequest(model="echo:tuned", messages=messages), info(decisions="together"), MANY[:2]
-        )
+        made = generation_of(pb.DecideRequest(model="echo:tuned", messages=messages), info(decisions="together"))
         last = made.messages[-1]
         assert last.role == generation_pb2.ROLE_USER
         assert [part.text[: len(text)] for part, text in zip(last.parts, texts, strict=True)] == texts
-        assert last.parts[-1].text.count("Is it") == 0 and made.model == "echo:tuned"  # an adapter of it
-
-
-def test_a_question_that_is_asked_alone_is_in_the_prompt() -> None:
-    made = generation_of(pb.DecideRequest(), info(decisions="apart"), MANY)
-    assert made.messages[-1].parts[-1].text.splitlines()[1:] == [MANY[0].asked]
+        assert last.parts[-1].text.strip() == INSTRUCTION and made.model == "echo:tuned"  # an adapter of it
     with pytest.raises(Unimplemented, match="answers no typed questions"):
-        generation_of(pb.DecideRequest(), info(decisions=""), MANY[:1])
+        generation_of(pb.DecideRequest(), info(decisions=""))
 
 
 def test_more_than_256_questions_are_refused() -> None:

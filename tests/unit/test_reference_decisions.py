@@ -1,4 +1,4 @@
-"""Typed questions of the reference data: their answers, their canvas, and what the loss counts of them."""
+"""Typed questions of the reference data: their answers, their rows, and what the loss counts of them."""
 
 import random
 
@@ -6,9 +6,9 @@ import helpers
 import pytest
 import torch
 
-from mmserve.core.decisions import CHOICE, SCORE, YES_NO, Decision, questions_text
+from mmserve.core.decisions import CHOICE, INSTRUCTION, SCORE, YES_NO, Decision
 from mmserve.errors import InvalidArgument
-from mmserve.models.decisions import slots
+from mmserve.models.decisions import closing_ids, questions_ids
 from mmserve.reference.data import collate, draw
 from mmserve.reference.decisions import DECISIONS, draw_answered, prompt_question
 from mmserve.reference.losses import mask_answers
@@ -21,7 +21,7 @@ def tokenizer():
     return helpers.tokenizer()
 
 
-def test_the_canvas_has_the_questions_and_a_slot_of_one_token_after_each(tokenizer):
+def test_each_question_follows_the_prompt_and_ends_with_the_user_s_turn(tokenizer):
     questions = [
         Decision(kind=YES_NO, text="Is there a red circle?"),
         Decision(kind=CHOICE, text="What color is it?", options=("red", "dark green")),
@@ -31,23 +31,24 @@ def test_the_canvas_has_the_questions_and_a_slot_of_one_token_after_each(tokeniz
     ]
     asked = [
         "Is there a red circle?",
-        "What color is it? A red B dark green:",
-        "How many? Count twice. 1-4:",
-        "How good? 0 bad 1 fine:",
-        "Is it? yes it is:",
+        "What color is it? 1 red 2 dark green",
+        "How many? Count twice. 1-4",
+        "How good? 0 bad 1 fine",
+        "Is it? yes it is",
     ]
-    assert len(questions_text(questions, together=True).splitlines()) == 1
-    made = slots(tokenizer, questions, token_id(tokenizer, MASK), together=True)
-    assert tokenizer.decode(made.ids) == "\n".join(text + MASK for text in asked)
-    assert [made.ids[place] for place in made.places] == [token_id(tokenizer, MASK)] * 5
+    made = questions_ids(tokenizer, questions)
+    closing = tokenizer.decode(closing_ids(tokenizer))
+    assert closing == "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert [tokenizer.decode(ids) for ids in made.before] == [f"\n{text}{closing}" for text in asked]
+    assert made.lengths == [len(ids) + 1 for ids in made.before]
     spelled = [tuple(tokenizer.decode([t]) for t in candidates) for candidates in made.candidates]
-    assert spelled == [("yes", "no"), ("A", "B"), ("1", "2", "3", "4"), ("0", "1"), ("yes", "no")]
+    assert spelled == [("yes", "no"), ("1", "2"), ("1", "2", "3", "4"), ("0", "1"), ("yes", "no")]
 
 
 def test_an_answer_of_several_tokens_is_refused_by_its_question(tokenizer):
     questions = [Decision(kind=YES_NO, text="a"), Decision(kind=SCORE, text="b", low=5, high=12)]
     with pytest.raises(InvalidArgument, match=r"questions\[1\].*one token for each of 5, 6"):
-        slots(tokenizer, questions, 0, together=True)
+        questions_ids(tokenizer, questions)
 
 
 def test_answers_about_a_scene_follow_from_its_shapes():
@@ -98,31 +99,30 @@ def test_all_slots_are_masked_and_only_they_count(tokenizer):
     ids, weight = mask_answers(batch, mask_id, 0.1, torch.Generator().manual_seed(0))
     assert torch.equal(ids == mask_id, batch.share > 0)
     assert torch.equal(weight, batch.share)
-    counts = [len(question.decisions) for _thing, [question] in samples]
-    assert (ids == mask_id).sum(1).tolist() == counts
+    assert (ids == mask_id).sum(1).tolist() == [len(questions) for _thing, questions in samples]
 
 
-def test_a_causal_model_is_asked_one_question_at_a_time():
-    kinds = {
-        kind: samples
-        for kind, samples, _c in (
-            draw(i, 0, looking=False, mix="deciding", scale=0.1, causal=True, packed=True) for i in range(60)
-        )
-        if kind in DECISIONS
-    }
-    for kind, samples in kinds.items():
-        for _thing, questions in samples:
-            assert all(len(question.decisions) == 1 for question in questions), kind
-    assert "decisions" in kinds
+def test_a_question_sees_what_it_is_about_and_itself_as_it_does_when_it_is_asked(tokenizer):
+    samples = [(thing := DECISIONS["decisions"](random.Random(3)), [])]
+    samples[0][1].extend(prompt_question(thing, each) for each in draw_answered(thing, 3, random.Random(4)))
+    batch = collate("decisions", samples, 0, tokenizer)
+    shared, [sees] = int((batch.question[0] == 0).sum()), batch.sees(causal=False)[0]
+    text = tokenizer.decode(batch.ids[0, :shared])
+    assert text.endswith(f"<image>\n{INSTRUCTION}")
+    for number, question in enumerate(samples[0][1], start=1):
+        own = (batch.question[0] == number).nonzero()[:, 0]
+        [ids] = questions_ids(tokenizer, [question.decision]).before
+        assert batch.ids[0, own[:-1]].tolist() == list(ids) and batch.share[0, own[-1]] == 1
+        assert batch.positions[0, own].tolist() == list(range(shared, shared + len(own)))
+        seen = {*range(shared), *own.tolist()}
+        assert all({*row.nonzero()[:, 0].tolist()} == seen for row in sees[own])
+    assert all({*row.nonzero()[:, 0].tolist()} == {*range(shared)} for row in sees[:shared])
 
 
 def test_a_described_scene_is_told_before_its_questions():
     rng = random.Random(2)
     told = DECISIONS["decisions_text"](rng)
-    answered = draw_answered(told, 3, rng)
-    question = prompt_question(told, answered, together=True)
-    assert question.text.startswith(told.text + "\n")
-    first = answered[0].decision
-    assert question.answer.startswith(first.asked) and first.answers[answered[0].right] in question.answer
-    apart = prompt_question(told, answered[:1], together=False)
-    assert apart.text.endswith("\n" + first.asked) and apart.answer == first.answers[answered[0].right]
+    [first, *_others] = draw_answered(told, 3, rng)
+    question = prompt_question(told, first)
+    assert question.text == f"{told.text}\n{INSTRUCTION}"
+    assert question.decision == first.decision and question.answer == first.decision.answers[first.right]

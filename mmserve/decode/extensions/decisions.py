@@ -1,4 +1,4 @@
-"""Typed questions in the decode step: one pass over a canvas whose text is given but for a slot each.
+"""Typed questions in the decode step: one pass over a canvas whose text is given but for the slot of each branch.
 
 Nothing is sampled: what is read of the pass are the log-probabilities of each slot's answers, and every slot becomes
 final at once. The tokens put there are the most probable answers.
@@ -88,7 +88,10 @@ class Slots(RequestExtension):
             Decided.of(values.tolist(), self.calibration.of(question.kind))
             for question, values in zip(self.questions, self.state.log_probabilities, strict=True)
         ]
-        return replace(answer, decisions=tuple(decided))
+        branches = d.canvas.branches
+        assert branches is not None, "typed questions are branches"
+        text = "\n".join(question.answers[each.best] for question, each in zip(self.questions, decided, strict=True))
+        return replace(answer, text=text, completion_tokens=branches.own, decisions=tuple(decided))
 
     def snapshot(self) -> SlotState:
         return self.state

@@ -1,0 +1,126 @@
+"""A canvas of branches in the decode step: how it begins, what a pass runs of it, and what its rows see.
+
+Attention knows requests, each with its rows, pages and positions. A branch is described to it as one: its pages are the
+prompt's whole ones, followed by its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.core.branches import Branches
+from mmserve.core.canvas import GIVEN, MASKED, PROMPT, Canvas
+from mmserve.core.encoded import DeepStack, Encoded, Past
+from mmserve.models.base import Attention, ModelSpec
+from mmserve.models.decisions import QuestionIds
+
+
+def question_canvas(spec: ModelSpec, encoded: Encoded, asked: QuestionIds, page_size: int) -> Canvas:
+    """The canvas of typed questions: all of it is given but for a slot at the end of each branch."""
+    prompt = len(encoded.ids)
+    branches = Branches.laid_out(prompt, asked.lengths, page_size)
+    tokens = np.zeros(branches.size, np.int64)
+    committed = np.full(branches.size, GIVEN, np.int64)
+    tokens[:prompt], committed[:prompt] = encoded.ids, PROMPT
+    for positions, own in zip(branches.each(), asked.before, strict=True):
+        tokens[positions] = [*encoded.ids[branches.fork :], *own, spec.mask_id]
+    committed[branches.last] = MASKED
+    return Canvas(
+        tokens,
+        committed,
+        prompt,
+        branches.size - prompt,
+        prompt,
+        origin=prompt,
+        places=branches.places(encoded.places),
+        logit_shift=spec.logit_shift,
+        branches=branches,
+    )
+
+
+def with_copied_past(encoded: Encoded, branches: Branches) -> Encoded:
+    """``encoded`` whose past K/V are also those of the branches' copies."""
+    past = encoded.past
+    if past is None:
+        return encoded
+    at, of = branches.copies(past.rows)
+    keys, values = (torch.cat([held, held[:, torch.from_numpy(of)]], 1) for held in (past.keys, past.values))
+    return replace(encoded, past=Past(np.concatenate([past.rows, at]), keys, values))
+
+
+def copy_embeddings(embeddings: Tensor, deep: DeepStack | None, branches: Branches) -> DeepStack | None:
+    """Give the branches' copies the ``embeddings [N, D]`` of what they copy, in place; ``deep`` with theirs."""
+    for start in branches.starts.tolist():
+        embeddings[start : start + branches.copied] = embeddings[branches.fork : branches.prompt]
+    if deep is None:
+        return None
+    at, of = branches.copies(deep.positions)
+    return DeepStack(
+        np.concatenate([deep.positions, at]), torch.cat([deep.features_nLD, deep.features_nLD[torch.from_numpy(of)]])
+    )
+
+
+def prompt_end(branches: Branches, spec: ModelSpec) -> int:
+    """How much of the prompt is run beside the branches: all, where its positions see what follows them in it, else
+    its whole pages, as branches have copies of the rest."""
+    return branches.prompt if spec.attention_block is None else branches.fork
+
+
+def branch_rows(branches: Branches, spec: ModelSpec) -> np.ndarray:
+    """The positions (int64, ascending) of all branches that are run: a slot is not, where the row before predicts it
+    and no row sees it."""
+    end = None if spec.attention is not Attention.CAUSAL else -spec.logit_shift or None
+    return np.concatenate([positions[:end] for positions in branches.each()])
+
+
+def not_run(branches: Branches, spec: ModelSpec) -> int:
+    """Positions of the canvas that no pass runs."""
+    return branches.size - prompt_end(branches, spec) - len(branch_rows(branches, spec))
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Rows that attention takes as those of one request: their positions there (int64, ascending), the pages of these
+    positions (int64), how many of them are visible, and how many do not see what follows them."""
+
+    rows: np.ndarray
+    pages: np.ndarray
+    visible: int
+    prompt: int
+
+
+def sequences(
+    branches: Branches, spec: ModelSpec, rows: np.ndarray, pages: np.ndarray, visible: int, page_size: int
+) -> Iterator[Sequence]:
+    """The ``rows`` (int64, ascending positions of a canvas with ``pages``) as attention takes them, in their order.
+
+    ``visible``: the positions, from the left, that have had K/V once they have run.
+
+    Where the model's positions see what follows them, copies of the prompt see the prompt alone, as what they copy
+    does; with prefix attention, a question does not see its slot.
+    """
+    fork, blockwise = branches.fork // page_size, spec.attention_block is not None
+    own = rows[rows < branches.prompt]
+    if len(own):
+        seen = min(visible, prompt_end(branches, spec))
+        yield Sequence(own, pages[: -(-seen // page_size)], seen, seen)
+    for positions in branches.each():
+        first, last = int(positions[0]), int(positions[-1])
+        run = rows[(rows >= first) & (rows <= last)]
+        if not len(run):
+            continue
+        end = branches.fork + (int(run[-1]) - first) + 1
+        table = np.concatenate([pages[:fork], pages[first // page_size : last // page_size + 1]])
+        local = run - first + branches.fork
+        if blockwise:
+            yield Sequence(local, table, end, branches.prompt)
+            continue
+        copies = local < branches.prompt
+        if copies.any():
+            yield Sequence(local[copies], table, branches.prompt, branches.prompt)
+        yield Sequence(local[~copies], table, end, end - 1)

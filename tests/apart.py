@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.capabilities import Capabilities
 from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, resolve
+from mmserve.core.branches import branch_room
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Hole, JsonSchema, Regex, Template
 from mmserve.core.decisions import CHOICE, INSTRUCTION, YES_NO, Decision
@@ -28,6 +29,7 @@ from mmserve.encode.decoders import InPlace
 from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, EncoderOnly, LoadedModel, Model
+from mmserve.models.decisions import questions_ids
 from mmserve.models.decoder import Decoder
 from mmserve.observe import traces
 from mmserve.stages import Answer, DecodeStage, EncodedPrompt, EncodeStage, PrefillStage
@@ -164,7 +166,7 @@ class Home:
         media = MediaConfig()
         offered = Offered.by(model)
         most = Capabilities(model, engine, media, offered).max_tokens
-        self.page_size = engine.page_size
+        self.page_size, self.tokenizer = engine.page_size, model.tokenizer
         self.summaries = Summaries(model, engine)
         if "prefill" not in transports and "decode" not in transports:
             only = EncoderOnly.of(model)
@@ -239,7 +241,11 @@ class Home:
             self.encoding.close()
 
     def _take(self, request: Request, prompt: EncodedPrompt) -> None:
-        positions = prompt.usage.prompt_tokens + request.sampling.max_new_tokens
+        new = request.sampling.max_new_tokens
+        if request.decisions:
+            lengths = questions_ids(self.tokenizer, request.decisions).lengths
+            new = branch_room(lengths, self.page_size)
+        positions = prompt.usage.prompt_tokens + new
         count = request.sequences * pages_for(positions, self.page_size)
         self.pages[request.id] = PageTable.take(self.pool, count, ())
 

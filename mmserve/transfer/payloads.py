@@ -34,7 +34,7 @@ from mmserve.core.payloads import (
 from mmserve.transfer.codec import Kinds
 
 PAYLOADS = Kinds(
-    {EncodedPayload: 1, PrefilledPayload: 3, CanvasPayload: 3, VisualPayload: 1, KVChunk: 1},
+    {EncodedPayload: 1, PrefilledPayload: 4, CanvasPayload: 4, VisualPayload: 1, KVChunk: 1},
     (
         *(
             Alternatives,

@@ -65,7 +65,7 @@ def _from_file(
     if file.plain != plain:
         raise ConfigError(
             f"{file.path} compares with {file.plain}, but plain decoding of {model.spec.name} is {plain}: it was made "
-            "for another kind of model; write it anew with `mmserve tune`, or remove it"
+            "for another kind of model; rewrite it with `mmserve tune`, or remove it"
         )
     curve = tuple(row for row in file.curve if usable(row.pair))
     default = file.default
@@ -81,7 +81,7 @@ def _check(
 ) -> None:
     """``ConfigError`` for a pair that no model of this kind can be decoded with, or whose numbers are wrong."""
     what = f"{file.path} names {pair}"
-    remedy = "write it anew with `mmserve tune`, or remove it"
+    remedy = "rewrite it with `mmserve tune`, or remove it"
     for policy, known in ((pair.recompute, recompute), (pair.commit, commit)):
         if policy.name not in known and policy.name not in _PROVIDED:
             has = ", ".join(known)

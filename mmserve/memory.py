@@ -22,7 +22,7 @@ _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def restart_with_large_pages() -> None:
-    """Start this program anew, in the same process, with large pages for what it allocates in megabytes.
+    """Restart this program, in the same process, with large pages for what it allocates in megabytes.
 
     A message of 60 MB is copied twice with the interpreter's lock held; the page faults of fresh memory, 29,000 of 4 kB
     or 370 of 2 MB, are most of that. glibc reads the setting at a program's start only. Does nothing where that has

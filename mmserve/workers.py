@@ -105,7 +105,7 @@ class Workers:
 
     def __init__(self, config: EngineConfig) -> None:
         self._workers: dict[str, Worker] = {}
-        self._busy: Counter[str] = Counter()  # jobs under way
+        self._busy: Counter[str] = Counter()  # jobs in progress
         self._within: dict[str, int] = {}  # rows that may still run during the pass of a stage
         self._config = config
 
@@ -142,7 +142,7 @@ class Workers:
     def run(self, name: str, job: Callable[[bool], None], within: int) -> None:
         """Give the stage ``name`` a job, with so many rows ``within`` its pass from now on; ``ended`` must follow.
 
-        ``job`` is called with whether the pass is its own, or one under way that it runs within.
+        ``job`` is called with whether the pass is its own, or one in progress that it runs within.
         """
         own = not self._busy[name]
         self._within[name] = within

@@ -38,7 +38,7 @@ class Case:
     draft: str | None = None  # of schemas that name none
 
     def read(self) -> tuple[Any, tuple[tuple[Any, bool], ...]]:
-        """The schema, and its instances with whether each is valid; read anew, since a suite may be large."""
+        """The schema, and its instances with whether each is valid; read each time, since a suite may be large."""
         content = json.loads(self.path.read_text())
         group = content if self.number is None else content[self.number]
         schema = group["schema"]

@@ -33,7 +33,7 @@ from mmserve.video.streams import EngineStreams
 
 #: Frames before the first question of a long stream and of one that is kept whole, and seconds with questions.
 FRAMES, WHOLE_FRAMES, ASKED_SECONDS = 600, 64, 48
-#: Streams side by side, for each of ``--limit``, and frames of each that are under way.
+#: Streams side by side, for each of ``--limit``, and frames of each that are in progress.
 STREAMS_EACH, UNDER_WAY = 4, 4
 #: Seconds since an event, where it is recalled.
 AGO = 60
@@ -78,7 +78,7 @@ class Score:
 
 
 class _Asked:
-    """A question under way."""
+    """A question in progress."""
 
     def __init__(self, stream: Stream, question: Question, scope: Scope | None) -> None:
         self.question, self._answer = question, Answer()

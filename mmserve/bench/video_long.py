@@ -19,7 +19,7 @@ from mmserve.bench.video_served import PATIENCE, push, served
 from mmserve.bench.video_sessions import ANSWER, growth
 from mmserve.client import Client
 
-#: Clips that are asked about in either part, frames between two looks at memory, questions under way at once.
+#: Clips that are asked about in either part, frames between two looks at memory, questions in progress at once.
 CLIPS_ASKED, LOOK_EVERY, AT_ONCE = 60, 100, 6
 #: Frames after which memory must be flat; goals: points that accuracy may fall, share by which memory may change.
 WARM, POINTS, FLAT = 300, 2.0, 0.03

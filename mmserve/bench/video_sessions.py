@@ -134,7 +134,7 @@ def _watch(server: ServedProcess, threads: Sequence[threading.Thread], kv: Seque
 def growth(held: Sequence[int], seconds: Sequence[float], warm: float) -> float:
     """The largest change of memory after ``warm`` seconds, as a share of what it was then; 0 where nothing is known.
 
-    Both are means over a sixth of the run: a single look catches requests under way.
+    Both are means over a sixth of the run: a single look catches requests in progress.
     """
     later = [value for value, at in zip(held, seconds, strict=True) if at >= warm]
     if len(later) < 2:

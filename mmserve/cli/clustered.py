@@ -42,7 +42,7 @@ class Clustered:
 
     def replacements(self, settings: Config) -> Iterator[EngineLike]:
         """Models of a cluster do not change while it serves: ``FailedPrecondition``."""
-        raise FailedPrecondition("a server with --cluster cannot load other models: start it anew")
+        raise FailedPrecondition("a server with --cluster cannot load other models: restart it")
 
     def close(self) -> None:
         """End the workers, and the cluster if it was started here."""

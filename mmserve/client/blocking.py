@@ -220,7 +220,7 @@ class Client(Base):
         raise self._not_ready(failure, timeout)
 
     def close(self) -> None:
-        """Close the connection; calls under way end with ``Cancelled``."""
+        """Close the connection; calls in progress end with ``Cancelled``."""
         with self._lock:  # who is opening it has done so, or finds it closed
             self._closed = True
         if self._opened is not None:

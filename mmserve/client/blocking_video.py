@@ -111,7 +111,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
         segment_seconds: float = SEGMENT_SECONDS,
         timeout: float | None = None,
     ) -> float:
-        """Push a video file, cut at keyframes and not encoded anew; returns where it ends on the session's clock.
+        """Push a video file, cut at keyframes and not encoded again; returns where it ends on the session's clock.
 
         realtime: whether to push it as fast as it plays, as a camera would; default as fast as the server takes it.
         start: where it begins on the session's clock (seconds).
@@ -185,7 +185,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
         return self._decided(pending)
 
     def statistics(self, timeout: float | None = None) -> Statistics:
-        """Counters of the session, once everything asked for and pushed before is under way."""
+        """Counters of the session, once everything asked for and pushed before has begun."""
         with self._changed:
             found = self._act(self._state.ask_statistics)
             self._until(lambda: self._came(found), self._limit(timeout), "the statistics did not come")

@@ -67,7 +67,7 @@ def _of_caches(fleet: Fleet) -> Iterator[Metric]:
         found |= coordinator.stats_of_workers()
     for kind, name, text, value in (
         (CounterMetricFamily, "queries", "Values that were looked for in a worker's cache", lambda c: c.lookups),
-        (CounterMetricFamily, "hits", "Those of them that were not made anew", lambda c: c.found),
+        (CounterMetricFamily, "hits", "Those of them that were found", lambda c: c.found),
         (GaugeMetricFamily, "bytes", "Bytes of values in a worker's memory", lambda c: c.used_bytes),
     ):
         family = kind(PREFIX + f"cluster_worker_cache_{name}", text, labels=("worker", "cache"))

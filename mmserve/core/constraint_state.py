@@ -82,7 +82,7 @@ class MeterState:
     late: int
     forward_seconds: float
     steps: np.ndarray  # float64, seconds of each step that is done
-    open: float  # seconds of the step under way
+    open: float  # seconds of the step in progress
     outcomes: tuple[str, ...]  # of its searches
 
 

@@ -65,7 +65,7 @@ class Budgets:
     load: int = 1  # requests whose media may be begun now
     served: Mapping[str, Served] = field(default_factory=dict)  # by each stage's queue so far
     chunked: bool = False  # prefill runs longer prompts in chunks of ``prefill_tokens``
-    #: Rows that shorter requests may run during the pass under way, for each stage where that is a long one.
+    #: Rows that shorter requests may run during the pass in progress, for each stage where that is a long one.
     within: Mapping[str, int] = field(default_factory=dict)
     now: float = 0.0  # virtual time of decode
 

@@ -21,14 +21,14 @@ class CacheStats:
     made: int = 0
     evicted: int = 0
     put: int = 0  # values that were made elsewhere
-    unfit: int = 0  # found, but not of the shape it had to have: made anew
+    unfit: int = 0  # found, but not of the shape it had to have: made again
     entries: int = 0
     used_bytes: int = 0
     disk_bytes: int = 0
 
     @property
     def found(self) -> int:
-        """Lookups of values that were not made anew for them."""
+        """Lookups that found a value, or one that was being made."""
         return self.hits + self.joined + self.disk_hits
 
 

@@ -253,7 +253,7 @@ class CudaCapture:
         return replay
 
     def _abandon(self) -> None:
-        """Begin anew: a pool whose recording broke off takes no other. Graphs that share it keep it.
+        """Start over: a pool whose recording broke off takes no other. Graphs that share it keep it.
 
         PyTorch before 2.12 leaves the allocator recording then (pytorch/pytorch#180395), and it would neither free
         cached memory nor begin another; where it does not, or did not begin, it returns that.

@@ -122,7 +122,7 @@ def _check(footage: Footage, field: str) -> None:
         raise InvalidArgument.of(field, _BACKWARDS)
 
 
-_BACKWARDS = "has times that run backwards: begin a new segment where the clock is set anew"
+_BACKWARDS = "has times that run backwards: begin a new segment where the clock is reset"
 
 
 def _chosen(

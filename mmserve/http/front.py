@@ -152,7 +152,7 @@ class HttpFront:
         logger.info("HTTP on %s://%s:%d", "https" if config.tls_key else "http", config.host, self.port)
 
     async def stop(self, seconds: float) -> None:
-        """Stop listening; answers under way are sent for so many seconds."""
+        """Stop listening; answers in progress are sent for so many seconds."""
         if self._uvicorn is None or self._task is None:
             return
         self._uvicorn.should_exit = True

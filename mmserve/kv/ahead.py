@@ -129,7 +129,7 @@ class Incoming:
                 raise TransferError(f"not all K/V of {missing[0]!r} came ahead of their request")
 
     def close(self) -> None:
-        """Write nothing from now on; waits for a write under way."""
+        """Write nothing from now on; waits for a write in progress."""
         with self._lock:
             self._closed = True
             self._waiting.clear()

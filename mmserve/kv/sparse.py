@@ -211,7 +211,7 @@ class _Bounds:
         return written_pages(ragged, len(self.low[0]), self._page)
 
     def update(self, layer: int, k_PSGK: Tensor, pages: Tensor, filled: Tensor) -> None:
-        """Take the bounds of ``pages`` anew."""
+        """Take the bounds of ``pages`` again."""
         keys = k_PSGK[pages]
         there = (torch.arange(self._page, device=pages.device) < filled[:, None])[..., None, None]
         self.low[layer][pages] = keys.masked_fill(~there, torch.inf).amin(1)

@@ -64,7 +64,7 @@ class KVStore:
     """Keys (after rotation) and values, ``[pages, page_size, kv_heads, head_dim]`` a layer.
 
     Rotary embedding depends on a token's own position only, so an entry stays valid while its position does and
-    any subset of a request's positions can be written anew while the rest is read as it is. ``kernels`` selects which
+    any subset of a request's positions can be overwritten while the rest is read as it is. ``kernels`` selects which
     implementation of each op runs: ``triton`` or ``pytorch``. After the ``pages`` that requests are given there is one
     more, ``scratch``: rows that pad a batch may write to it, and it is never read.
     """

@@ -202,7 +202,7 @@ def _of_caches(stats: Stats) -> Iterator[Metric]:
 
     for name, text, value in (
         ("mm_cache_queries", "Media that were looked for in a cache", lambda c: c.lookups),
-        ("mm_cache_hits", "Those of them that were not made anew", lambda c: c.found),
+        ("mm_cache_hits", "Those of them that were found", lambda c: c.found),
         ("mm_cache_evictions", "Values that had to go", lambda c: c.evicted),
     ):
         counter = CounterMetricFamily(PREFIX + name, text, labels=("cache",))

@@ -60,7 +60,7 @@ class BearerAuth(grpc.aio.ServerInterceptor):
         return bool(self._accepted)
 
     def replace(self, accepted: Sequence[Accepted]) -> None:
-        """Accept these tokens from now on; calls under way go on."""
+        """Accept these tokens from now on; calls in progress go on."""
         self._accepted = tuple(accepted)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:

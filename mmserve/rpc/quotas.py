@@ -22,7 +22,7 @@ LIMITED = (
     "/mmserve.v1.DecisionService/Decide",
     "/mmserve.v1.MediaService/UploadMedia",
 )
-#: When a tenant may try again that has too many requests under way (seconds).
+#: When a tenant may try again that has too many requests in progress (seconds).
 _RETRY_AFTER = 1.0
 
 
@@ -70,12 +70,12 @@ class Quotas(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def taken(self, tenant: Tenant) -> Iterator[None]:
-        """Count one request of ``tenant`` as under way; raises ``ResourceExhausted`` where that is one too many."""
+        """Count one request of ``tenant`` as in progress; raises ``ResourceExhausted`` where that is one too many."""
         name = tenant.name
         if tenant.concurrency and self._active[name] >= tenant.concurrency:
             self._limited(name, "concurrency")
             raise ResourceExhausted(
-                f"the tenant {name!r} has {self._active[name]} requests under way, and its concurrency is "
+                f"the tenant {name!r} has {self._active[name]} requests in progress, and its concurrency is "
                 f"{tenant.concurrency}; wait for one of them to end",
                 retry_after=_RETRY_AFTER,
             )

@@ -41,7 +41,7 @@ class Guard:
     def read(self, config: Config) -> Callable[[], None]:
         """Read the tokens and certificates that ``config`` names now; what is returned puts them into use.
 
-        May be called from any thread; the result, on the server's event loop. Open connections and calls under way go
+        May be called from any thread; the result, on the server's event loop. Open connections and calls in progress go
         on. Raises ``ConfigError`` where something cannot be used: then everything stays as it was.
         """
         accepted = accepted_tokens(config.tenants, config.server.auth_tokens)
@@ -87,7 +87,7 @@ class Replacement:
     def begin(self, config: Config, load: Load | None) -> None:
         """Have the models of ``config`` served once those that are new are loaded by ``load``, in the background.
 
-        A model whose entry differs is loaded anew. What serves no longer ends the requests that it has, for
+        A model whose entry differs is loaded again. What serves no longer ends the requests that it has, for
         ``drain_seconds`` at most. Where a model cannot be loaded, all stay as they were.
         """
         if config.models == self._models:

@@ -1,4 +1,4 @@
-"""How much requests under way may hold together: a queue bounded in requests alone is not bounded in bytes."""
+"""How much requests in progress may hold together: a queue bounded in requests alone is not bounded in bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXT = 512
 
 
 class Room:
-    """``capacity`` bytes for the files and long texts of all requests under way; used on one event loop.
+    """``capacity`` bytes for the files and long texts of all requests in progress; used on one event loop.
 
     A file that several hold, an upload, counts once.
     """
@@ -35,8 +35,8 @@ class Room:
         more = texts + sum({id(file): len(file) for file in files if id(file) not in self._held}.values())
         if self.used + more > self.capacity:
             raise ResourceExhausted(
-                f"requests under way hold {self.used} bytes of media, and media.live_bytes allows {self.capacity} with "
-                f"the {more} of this one",
+                f"requests in progress hold {self.used} bytes of media, and media.live_bytes allows {self.capacity} "
+                f"with the {more} of this one",
                 retry_after=_RETRY_AFTER if more <= self.capacity else None,
             )
         self.used += more

@@ -72,7 +72,7 @@ class Front(Protocol):
         """Listen; raises ``ConfigError`` where that is impossible."""
 
     async def stop(self, seconds: float) -> None:
-        """Stop listening, and let answers under way be sent for so many seconds. Nothing if it has not started."""
+        """Stop listening, and let answers in progress be sent for so many seconds. Nothing if it has not started."""
 
     def follow(self, config: Config) -> None:
         """Use the TLS files of ``config``, which are known to be usable, for new connections."""
@@ -114,8 +114,8 @@ class Server:
         self._impaired = False
         self._ending: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
-        # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another; engines that
-        # replace others on SIGHUP, or are loaded on request, need theirs, too
+        # a drain in progress keeps one thread an engine busy, and the call that cuts it short needs another; engines
+        # that replace others on SIGHUP, or are loaded on request, need theirs, too
         self._threads = ThreadPoolExecutor(4 * len(self.engines.names) + _LOADED_THREADS, "mmserve-engine")
         self._replacement = Replacement(self.engines, config, self._elsewhere, self._leave)
         self.loading = Loading(self.engines, config, self._elsewhere, self._replacement)
@@ -194,7 +194,7 @@ class Server:
         await self._end(self.config.server.drain_seconds)
 
     async def stop(self) -> None:
-        """End at once: running requests fail with UNAVAILABLE. Also cuts short a ``drain`` under way."""
+        """End at once: running requests fail with UNAVAILABLE. Also cuts short a ``drain`` in progress."""
         if self._ending is not None and not self._ending.done():
             logger.warning("stopping at once")
             engines = [*self.engines.values(), *self._replacement.leaving]
@@ -204,8 +204,8 @@ class Server:
     async def reload(self, read: Callable[[], Config], load: Load | None = None) -> None:
         """Follow the configuration that ``read`` gives: its tokens, tenants and certificates as they are now.
 
-        Connections and requests under way go on. Raises ``ConfigError`` where something cannot be used: then everything
-        stays as it was. Models that are new are then loaded by ``load``, in the background (``Replacement``).
+        Connections and requests in progress go on. Raises ``ConfigError`` where something cannot be used: then
+        everything stays as it was. Models that are new are loaded by ``load``, in the background (``Replacement``).
         """
         config, apply = await self._elsewhere(self._read, read)
         apply()

@@ -2,7 +2,7 @@
 
 What a request uses is referenced for as long as it does, and only what is not can be dropped, least recently used
 first. A key is a whole SHA-256, and what is found under one is used only if it has the shape that
-it must have; otherwise it is made anew. Nothing that goes wrong in here fails a request.
+it must have; otherwise it is made again. Nothing that goes wrong in here fails a request.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ OVERHEAD = 1024
 
 @dataclass(frozen=True)
 class Old:
-    """A frame that can be prefilled anew: its rows, and its visual tokens ``[k, D]``."""
+    """A frame that can be prefilled again: its rows, and its visual tokens ``[k, D]``."""
 
     unit: Unit
     tokens_kD: Tensor

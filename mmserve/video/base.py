@@ -69,7 +69,7 @@ class Stream(Protocol):
     def append(self, frame: Frame) -> Future[Seen]:
         """Take the next frame in; done when questions can see it. ``InvalidArgument`` if it is not after the last one.
 
-        Frames are taken in the order of the calls. The caller bounds how many are under way.
+        Frames are taken in the order of the calls. The caller bounds how many are in progress.
         """
         ...
 
@@ -87,7 +87,7 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Forget everything; frames under way fail with ``Cancelled``, questions go on."""
+        """Forget everything; frames in progress fail with ``Cancelled``, questions go on."""
         ...
 
 

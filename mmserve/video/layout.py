@@ -1,6 +1,6 @@
 """The place of a stream in a prompt: the chat's header, frame after frame with its label, then the question.
 
-The same for the frames of a stream, for a clip of them that is prefilled anew, and for what the bundled models are
+The same for the frames of a stream, for a clip of them that is prefilled again, and for what the bundled models are
 taught. Shapes in names: D width of a visual token, R rows of a frame.
 """
 

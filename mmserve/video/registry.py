@@ -144,4 +144,4 @@ class Registry:
                     session.end(None)
                 elif now - session.last_request > self._config.idle_seconds and session.idle:
                     why = f"no request came for {self._config.idle_seconds:g} seconds ([video] idle_seconds)"
-                    session.end(DeadlineExceeded(f"{why}, and nothing was under way; open a new session"))
+                    session.end(DeadlineExceeded(f"{why}, and nothing was in progress; open a new session"))

@@ -117,7 +117,7 @@ class Buffers:
     by a copy into other buffers. So a view of the first n rows is a branch of the stream that nothing disturbs.
 
     ``keys``, ``values``: ``[N, C, G, K]``, keys before rotation; ``turned``: the same keys at their places, for the
-    passes over new rows. They are None where every question computes K/V anew. ``features [C, D]``: visual tokens,
+    passes over new rows. They are None where every question computes K/V again. ``features [C, D]``: visual tokens,
     None where nobody asks for them.
     """
 

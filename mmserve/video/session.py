@@ -3,7 +3,7 @@
 Everything here runs on one event loop, but for what ``Work`` runs: decoding, and calls of the model's stream. Requests
 are taken once each by their index (``indexes.py``). Pushes are decoded one after another, and their frames wait for the
 model (``overload.py``); a question keeps its place among them, so that it sees each frame that was pushed before it and
-no other. Connections come and go; what is under way does not notice.
+no other. Connections come and go; what is in progress does not notice.
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether nothing is in progress."""
         decoded = not (self._to_decode or self._window.waiting)
         return decoded and not (self._questions or self._under_way or len(self._waiting) or self._taking)
 
     def end(self, error: MMServeError | None) -> None:
-        """End with ``error``, None = by the client's wish: what is under way is given up, and nothing stays."""
+        """End with ``error``, None = by the client's wish: what is in progress is given up, and nothing stays."""
         if self.over:
             return
         self.over, self.error = True, error

@@ -158,7 +158,7 @@ class EngineStreams:
                 self._lock.notify_all()
 
     def forget(self, stream: EngineStream) -> None:
-        """Close a stream: its frames under way fail, what was set aside for it is free."""
+        """Close a stream: its frames in progress fail, what was set aside for it is free."""
         with self._lock:
             if stream.state is None:
                 return

@@ -151,7 +151,7 @@ def test_files_of_requests_under_way_are_bounded_together(engine: EchoEngine) ->
             assert isinstance(next(stream), Admitted)
         held.append(client.stream("x", images=[b"3" * 40]))
         assert isinstance(next(held[-1]), Admitted)
-        with pytest.raises(ResourceExhausted, match="requests under way hold 100 bytes") as caught:
+        with pytest.raises(ResourceExhausted, match="requests in progress hold 100 bytes") as caught:
             next(once.stream("x", images=[b"4"]))
         assert caught.value.retry_after == 1.0
         waiting = pool.submit(client.generate, "", images=[b"5" * 60, b"6" * 40])  # tried again until there is room
@@ -174,7 +174,7 @@ def test_long_texts_of_requests_under_way_count_too(engine: EchoEngine) -> None:
             client.generate("x", stop="y" * (1 << 18))
         held = client.stream("x" * (1 << 17))
         assert isinstance(next(held), Admitted)
-        with pytest.raises(ResourceExhausted, match="requests under way hold") as caught:
+        with pytest.raises(ResourceExhausted, match="requests in progress hold") as caught:
             once.generate("x" * (1 << 17))
         assert caught.value.retry_after == 1.0
         short = [client.stream("x" * 1000) for _ in range(9)]

@@ -149,7 +149,9 @@ def test_more_at_once_than_its_concurrency_is_refused(tmp_path: Path, engine: Ec
     ):
         stream = alice.stream("word " * 2000)
         next(iter(stream))
-        with pytest.raises(ResourceExhausted, match="'alice' has 1 requests under way, and its concurrency is 1") as e:
+        with pytest.raises(
+            ResourceExhausted, match="'alice' has 1 requests in progress, and its concurrency is 1"
+        ) as e:
             once(address, "alice-token")
         assert e.value.retry_after
         with pytest.raises(ResourceExhausted, match="concurrency"):

@@ -50,7 +50,7 @@ DIFFUSION_COMMIT = (
 )
 #: A next-token model commits one token a step, whatever its confidence, unless it has a draft to judge.
 CAUSAL_COMMIT = ("low_confidence", "threshold", "ngram", "draft_model")
-#: Where open positions hold random tokens, each step accepts some and draws the rest anew (``decode/uniform_state``).
+#: Where open positions hold random tokens, each step accepts some and draws the rest again (``decode/uniform_state``).
 RENOISING_COMMIT = ("entropy_bound",)
 #: Policies that ask a filter trained for the model: models without one do not have them.
 FILTERED = frozenset({"learned"})

@@ -1,7 +1,7 @@
 """Guided Diffusion (arXiv 2505.21467): a diffusion model drafts the block, an autoregressive companion judges it.
 
 The draft is kept from the left as long as the companion agrees; where it first does not, its own token is taken, and
-all that follows is drafted anew. Agreeing is either choosing the same token (the paper's ``deterministic``: the answer
+all that follows is drafted again. Agreeing is either choosing the same token (the paper's ``deterministic``: the answer
 is then the companion's own, in fewer passes), or finding the drafted one likely enough beside it (``topk_relative``).
 The paper judges the canvas in chunks of 32; here a chunk is the block.
 """

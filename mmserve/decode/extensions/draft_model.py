@@ -35,7 +35,7 @@ from mmserve.models.base import LoadedModel
 
 @dataclass
 class DraftState:
-    """What a draft or verifier model has of one request, and what it gives the pass that is under way: plain data."""
+    """What a draft or verifier model has of one request, and what it gives the pass that is in progress: plain data."""
 
     embeddings: Tensor  # [N, D] of its own, current at the prompt's positions and at those it has run
     seen: np.ndarray  # int64 [N], the token that the K/V of each position is of; -1 = none, or of another prefix

@@ -126,7 +126,7 @@ class UniformStateDecoder:
     @torch.inference_mode()
     def propose(self, batch: list[CanvasDecoding]) -> list[None]:
         """rows → forward, of each request that has no logits: the whole of its open canvas, after what became final
-        since the last time. A request changes only once its logits are there, or by reading anew."""
+        since the last time. A request changes only once its logits are there, or when it is read again."""
         waiting = [d for d in batch if d.logits_LV is None]
         for d in waiting:
             self._read(d)
@@ -139,7 +139,7 @@ class UniformStateDecoder:
 
     @torch.inference_mode()
     def commit(self, d: CanvasDecoding) -> Stepped:
-        """candidates → choose → commit → emit: accept what is sure and draw the rest anew, or make the canvas final."""
+        """candidates → choose → commit → emit: accept what is sure and redraw the rest, or make the canvas final."""
         logits, d.logits_LV = d.logits_LV, None
         if logits is None:
             raise ValueError("commit before propose")

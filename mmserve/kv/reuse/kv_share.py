@@ -3,7 +3,7 @@ and then, token by token, in its answer ("dual-stage high deviation").
 
 The paper's rule: a position's score is the attention that it draws, a column of the matrix summed, times how far its
 values are off (L1); keys would choose nearly the same. In prefill a share with the highest scores is run again. At each
-step of decoding scores are taken anew, with the attention of the token at hand, and a few more positions are run (3 in
+step of decoding scores are taken again, with the attention of the token at hand, and a few more positions are run (3 in
 its measurements): tokens take longer.
 What is decided here: one layer scores for all, as in ``Blend``; heads are summed before the product; what was run is
 not run again. Which rows a pass runs is fixed before it, so those beside a token are what the token before it attended

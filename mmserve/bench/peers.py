@@ -3,7 +3,7 @@
 The same prompts, greedily, so many tokens each, through this project's engine (admission, scheduling, stages and
 events included), through transformers' ``generate`` and, where an interpreter that has it is named, through vLLM. The
 engines take turns, batch size by batch size, so that noise falls on all alike. Without ``--model`` a random LLaMA of
-15 M parameters is made for the occasion (32,000 tokens, 288 wide, 6 layers, head tied to the embedding). Of a diffusion
+15 M parameters is made (32,000 tokens, 288 wide, 6 layers, head tied to the embedding). Of a diffusion
 model, forward passes are measured beside llama.cpp's, where ``xllamacpp`` and ``gguf`` are installed (``passes.py``).
 """
 

@@ -127,7 +127,7 @@ def paced(rounds: int, progress: Progress) -> Iterator[int]:
         seconds = time.monotonic() - begun
         each = seconds / number if number else 0.0
         if number > FEWEST and seconds + each > SECONDS:
-            progress(f"{seconds:.0f} s: {number - 1} rounds of {rounds} have to do")
+            progress(f"{seconds:.0f} s: {number - 1} rounds of {rounds} must suffice")
             return
         if number == 1:
             expected = min(rounds + 1, max(FEWEST + 1, int(SECONDS / max(each, 1e-9))))

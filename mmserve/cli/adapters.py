@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add_json(parser)
     parser.add_argument("--load", action="append", default=[], metavar="NAME", help="read it from adapter_folder")
-    parser.add_argument("--drop", action="append", default=[], metavar="NAME", help="serve it no longer")
+    parser.add_argument("--drop", action="append", default=[], metavar="NAME", help="stop serving it")
 
 
 def run(arguments: argparse.Namespace) -> int:

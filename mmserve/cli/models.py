@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load", metavar="PATH[=NAME]", action="append", default=[], help="load it from model_folder, and serve it"
     )
-    parser.add_argument("--unload", metavar="NAME", action="append", default=[], help="serve it no longer")
+    parser.add_argument("--unload", metavar="NAME", action="append", default=[], help="stop serving it")
 
 
 def run(arguments: argparse.Namespace) -> int:

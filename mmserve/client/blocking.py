@@ -180,7 +180,7 @@ class Client(Base):
         return from_model_info(self._call("models", "LoadModel", message, timeout).model)
 
     def unload_model(self, name: str, *, drain_seconds: float | None = None, timeout: float | None = None) -> bool:
-        """Have the server serve a model no longer; its requests go on for ``drain_seconds`` at most (default the
+        """Have the server stop serving a model; its requests go on for ``drain_seconds`` at most (default the
         server's). Returns once its memory is free, whether all of them ended by themselves."""
         message = model_pb2.UnloadModelRequest(model=name, drain_seconds=drain_seconds)
         return bool(self._call("models", "UnloadModel", message, timeout).ended)
@@ -196,7 +196,7 @@ class Client(Base):
         return from_message(AdapterInfo, self._call("models", "LoadAdapter", message, timeout).adapter)
 
     def drop_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> None:
-        """Have the server serve the adapter ``name`` no longer; requests that decode with it go on."""
+        """Have the server stop serving the adapter ``name``; requests that decode with it go on."""
         message = model_pb2.DropAdapterRequest(model=model, adapter=name)
         self._call("models", "DropAdapter", message, timeout)
 

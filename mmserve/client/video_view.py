@@ -195,7 +195,7 @@ class SessionView(Generic[QuestionT, AlertsT]):
             raise self._state.error
 
     def _check_closed(self) -> None:
-        """Raise why the session ended otherwise than by the client's wish."""
+        """Raise what the session failed with; nothing where the client ended it."""
         if self._state.error is not None and not self._state.closed:
             raise self._state.error
 

@@ -97,7 +97,7 @@ class PagePool:
             self._references[page] = self._references.get(page, 0) + 1
 
     def withdraw(self, keys: Sequence[bytes]) -> int:
-        """Share the pages of these keys no longer; those without references are blank. How many there were."""
+        """Stop sharing the pages of these keys; those without references are blank. Returns how many there were."""
         pages = [self._page_of.pop(key) for key in keys if key in self._page_of]
         for page in pages:
             del self._key_of[page]

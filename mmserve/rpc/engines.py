@@ -120,7 +120,7 @@ class Engines(Mapping[str, EngineLike]):
     def replace(self, names: Sequence[str], fresh: Mapping[str, EngineLike]) -> list[EngineLike]:
         """Serve ``names`` from now on: ``fresh`` started engines, and those that serve already.
 
-        Returns the engines that serve no longer; their requests in progress are not disturbed.
+        Returns the engines to stop; their requests in progress are not disturbed.
         """
         before = dict(self._serving)
         kept = {name: engine for name, engine in {**before, **fresh}.items() if name in names}

@@ -128,7 +128,7 @@ class Incoming(grpc.aio.ServerInterceptor):
             raise
         except MMServeError as error:
             self._refused(error.code)
-            trim_soon()  # what has come of the message is freed with the call
+            trim_soon()  # what the message became is freed with the call
             raise error.with_traceback(None) from None  # whose frames hold the bytes, until a collection of cycles
 
     async def _parsed(self, read: Callable[[bytes], Any], method: str, came: list[Any]) -> Any:

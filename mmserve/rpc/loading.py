@@ -49,7 +49,7 @@ class Loading:
         return await self._shielded(self._add(entry, load))
 
     async def drop(self, name: str, seconds: float | None = None) -> bool:
-        """Serve model ``name`` no longer, and return once its memory is free.
+        """Stop serving model ``name``, and return once its memory is free.
 
         Requests that it has go on for ``seconds`` at most (None = ``drain_seconds``); those left then fail. Returns
         whether all ended by themselves. Raises ``NotFound``, and ``FailedPrecondition`` for the only model.

@@ -48,7 +48,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
 
     @handler
     async def UnloadModel(self, message: model_pb2.UnloadModelRequest, context: Any) -> model_pb2.UnloadModelResponse:
-        """Serve a model no longer; returns once its requests have ended and its memory is free."""
+        """Stop serving a model; returns once its requests have ended and its memory is free."""
         check_admin("load or unload models")
         seconds = message.drain_seconds if message.HasField("drain_seconds") else None
         if seconds is not None and not 0 <= seconds < float("inf"):
@@ -73,7 +73,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
 
     @handler
     async def DropAdapter(self, message: model_pb2.DropAdapterRequest, context: Any) -> model_pb2.DropAdapterResponse:
-        """Serve an adapter no longer; NOT_FOUND where it is not loaded."""
+        """Stop serving an adapter; NOT_FOUND where it is not loaded."""
         check_admin("load or drop adapters")
         await asyncio.to_thread(self._adapters(message.model).drop, message.adapter)
         logger.info("dropped the adapter %s of %s", message.adapter, message.model)

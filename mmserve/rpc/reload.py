@@ -79,7 +79,7 @@ class Replacement:
         self._engines = engines
         self._run = run
         self._models = config.models
-        self.leaving: list[EngineLike] = []  # serve no longer, and end their requests
+        self.leaving: list[EngineLike] = []  # not served any more; they end their requests
         self.lock = asyncio.Lock()  # of what serves: models are loaded one after another
         self.ending = False
         self._task: asyncio.Task[None] | None = None
@@ -87,7 +87,7 @@ class Replacement:
     def begin(self, config: Config, load: Load | None) -> None:
         """Have the models of ``config`` served once those that are new are loaded by ``load``, in the background.
 
-        A model whose entry differs is loaded again. What serves no longer ends the requests that it has, for
+        A model whose entry differs is loaded again. What is not served any more ends the requests that it has, for
         ``drain_seconds`` at most. Where a model cannot be loaded, all stay as they were.
         """
         if config.models == self._models:
@@ -109,7 +109,7 @@ class Replacement:
             self._task.cancel()
 
     async def retire(self, gone: Sequence[EngineLike], seconds: float) -> bool:
-        """Stop engines that serve no longer once their requests have ended, after ``seconds`` at most, and give their
+        """Stop engines whose models are gone once their requests have ended, after ``seconds`` at most, and give their
         memory back. Returns whether all requests ended by themselves."""
         self.leaving += gone
         in_time = True
@@ -130,7 +130,7 @@ class Replacement:
         await self._run(forget)
 
     async def _replaced(self, config: Config, load: Load) -> list[EngineLike]:
-        """Load what is new; returns the engines that serve no longer. Models that were loaded on request stay."""
+        """Load what is new; returns the engines to stop. Models that were loaded on request stay."""
         old = dict(zip(served_names(self._models), self._models, strict=True))
         new = dict(zip(served_names(config.models), config.models, strict=True))
         loaded = [name for name in self._engines.names if name not in old and name not in new]

@@ -173,7 +173,7 @@ class Server:
         return True
 
     def impair(self, impaired: bool) -> None:
-        """Have health report NOT_SERVING although requests are answered, or no longer; from any thread."""
+        """Have health report NOT_SERVING although requests are answered, or stop doing so; from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._set_impaired, impaired)
 

@@ -3,7 +3,7 @@
 Everything here runs on one event loop, but for what ``Work`` runs: decoding, and calls of the model's stream. Requests
 are taken once each by their index (``indexes.py``). Pushes are decoded one after another, and their frames wait for the
 model (``overload.py``); a question keeps its place among them, so that it sees each frame that was pushed before it and
-no other. Connections come and go; what is in progress does not notice.
+no other. Connections come and go; what is in progress goes on.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Session:
         return decoded and not (self._questions or self._under_way or len(self._waiting) or self._taking)
 
     def end(self, error: MMServeError | None) -> None:
-        """End with ``error``, None = by the client's wish: what is in progress is given up, and nothing stays."""
+        """End with ``error``, None = the client ended it: what is in progress is given up, and nothing stays."""
         if self.over:
             return
         self.over, self.error = True, error

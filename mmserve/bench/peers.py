@@ -167,12 +167,10 @@ class Ours:
         )
 
     def tokens(self, count: int) -> list[list[int]]:
-        """See ``Peer``."""
         _seconds, ended = self._ask([self._request(index, tokens=True) for index in range(count)])
         return [[token.id for token in event.tokens] for event in ended]
 
     def answer(self, count: int) -> tuple[float, list[str]]:
-        """See ``Peer``."""
         seconds, ended = self._ask([self._request(index) for index in range(count)])
         return seconds, [event.text for event in ended]
 
@@ -203,12 +201,10 @@ class Transformers:
         self._prompts, self._banned = prompts, list(banned) or None
 
     def tokens(self, count: int) -> list[list[int]]:
-        """See ``Peer``."""
         return self.answer(count)[1]
 
     @torch.inference_mode()
     def answer(self, count: int) -> tuple[float, list[list[int]]]:
-        """See ``Peer``."""
         prompts = self._prompts[:count]
         longest = max(map(len, prompts))
         begun = time.perf_counter()
@@ -233,11 +229,9 @@ class Vllm:
         self.version = str(self._line()["ready"])
 
     def tokens(self, count: int) -> list[list[int]]:
-        """See ``Peer``."""
         return self.answer(count)[1]
 
     def answer(self, count: int) -> tuple[float, list[list[int]]]:
-        """See ``Peer``."""
         assert self._process.stdin is not None
         asked = {"prompts": self._prompts[:count], "new_tokens": NEW_TOKENS}
         print(json.dumps(asked), file=self._process.stdin, flush=True)

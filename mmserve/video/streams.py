@@ -45,7 +45,6 @@ class EngineStream:
         self._streams, self._last = streams, -float("inf")
 
     def append(self, frame: Frame) -> Future[Seen]:
-        """See ``Stream.append``."""
         if not frame.seconds > self._last:
             why = f"must be after {self._last:g} s, that of the frame before, not {frame.seconds:g} s"
             raise InvalidArgument.of("frame.seconds", why)
@@ -55,14 +54,12 @@ class EngineStream:
         return waiting.future
 
     def ask(self, request: Request, scope: Scope | None, sink: Sink) -> Asked:
-        """See ``Stream.ask``."""
         state = self.state
         if state is None:
             raise FailedPrecondition("the stream is closed")
         return self._streams.ask(request, state, scope, sink)
 
     def stats(self) -> StreamStats:
-        """See ``Stream.stats``."""
         state = self.state
         return StreamStats(0, 0, 0, 0, 0) if state is None else state.stats()
 
@@ -97,7 +94,6 @@ class EngineStreams:
     # --- any thread ---
 
     def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> EngineStream:
-        """See ``Streams.open``."""
         vision = vision or Vision()
         self._check(memory, vision)
         held = state_bytes(self.model, memory) + beside
@@ -190,7 +186,6 @@ class EngineStreams:
         return Asked(*branch.times, run)
 
     def adapter_for(self, asked: str) -> str:
-        """See ``Streams.adapter_for``."""
         if asked:
             self._check_adapter()
             return asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,23 +18,25 @@ CONFIGURATION = {"config", "model", "companion", "set"}
 SERVER = {"server", "token_file", "token", "tls", "tls_ca", "tls_cert", "tls_key"}
 #: Read by the command line itself.
 COMMON = {"command", "name", "json", "verbose"}
+#: Benchmarks in sections, which are modules of their own.
+SECTIONED = ("video", "serve", "cluster")
 
 
 def source(module: str) -> str:
-    spec = find_spec(module)
+    spec = find_spec(f"mmserve.bench.{module}")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
 def read_by(module: str) -> set[str]:
-    """Names of options that a benchmark's module, and those of its own that it imports, read."""
-    text = source(module)
-    own = module.rpartition(".")[2]  # of a benchmark in sections, these are named after it
-    sections = re.findall(rf"mmserve\.bench\.{own}_\w+", text) if own in ("video", "serve", "cluster") else []
-    texts = [text, *map(source, sorted(set(sections)))]
+    """Names of options that a benchmark's module, and those of its sections, read."""
+    sections = import_module(f"mmserve.bench.{module}").SECTIONS.values() if module in SECTIONED else ()
+    texts = [*map(source, (module, *sections))]
     names = {name for each in texts for name in re.findall(r"\barguments\.(\w+)", each)}
     if any("measured_policies" in each for each in texts):
         names |= {"recompute", "commit"}
+    if any("named_tasks(arguments" in each or "run_sections(arguments" in each for each in texts):
+        names |= {"tasks"}
     if any("reached(" in each for each in texts):
         names |= SERVER
     return names - CONFIGURATION

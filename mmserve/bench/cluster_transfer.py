@@ -1,12 +1,18 @@
-"""States between two actors of one host: shared memory against Ray's object store, and receivers that are killed."""
+"""States between two actors of one host: shared memory against Ray's object store, and receivers that are killed.
+
+The first are ordered and reported by messages, as between the front and workers of its host, the others by Ray.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import queue
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,6 +21,7 @@ import torch
 
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.cluster import prefork
+from mmserve.cluster.link import Door, connected
 from mmserve.cluster.object_store import fetched, stored
 from mmserve.core.canvas import Canvas
 from mmserve.core.payloads import KVState, PrefilledPayload
@@ -36,6 +43,17 @@ class _End:
         self._shelf, self._reader = Shelf(), Reader()
         self._payloads: dict[int, PrefilledPayload] = {}
         self._pages: dict[int, torch.Tensor] = {}
+        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._door = Door()
+        named = {"write": self.write, "read": self.read, "drop": self.drop}
+        calls = {name: partial(self._answer, method) for name, method in named.items()}
+        self._door.serve(calls, lambda: iter(self._done.get, None))
+
+    def door(self) -> str:
+        return self._door.address
+
+    def _answer(self, method: Callable[..., Any], *given: Any) -> None:
+        self._done.put(method(*given))
 
     def pid(self) -> int:
         return os.getpid()
@@ -56,9 +74,7 @@ class _End:
     def read(self, where: Any) -> float:
         """Copy the state into pages of this process; the sum of a few of its numbers."""
         if isinstance(where, Ticket):
-            memory = self._reader.take(where)
-            payload = PAYLOADS.decode(memory.read())
-            memory.close()
+            payload = PAYLOADS.decode(self._reader.read(where))
         else:
             payload = PAYLOADS.decode(fetched(where[0]))
         keys = payload.kv.tensors["keys"]
@@ -88,27 +104,54 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     remote: Any = ray.remote
     actor = remote(num_cpus=0, runtime_env={"py_executable": prefork.command()})(_End)
     one, other = actor.remote(), actor.remote()
+    links = _Linked(ray.get(one.door.remote())), _Linked(ray.get(other.door.remote()))
     rows, measures = [], []
     for label, size in _SIZES.items():
         times: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(5 + 10 * max(1, arguments.repeats)):
-            for shared in (True, False):
-                begun = time.perf_counter()
-                where = ray.get(one.write.remote(size, shared))
-                ray.get(other.read.remote(where))
-                seconds = time.perf_counter() - begun
-                if shared:
-                    ray.get(one.drop.remote(where))
+            for shared, seconds in ((True, _by_messages(*links, size)), (False, _by_ray(one, other, size))):
                 if turn >= 5:
                     times[shared].append(1000 * seconds)
         shared_ms, stored_ms = median(times[True]), median(times[False])
         rows.append({"bytes": size, "shared_ms": round(shared_ms, 3), "object_store_ms": round(stored_ms, 3)})
         progress(f"{label}: shared memory {shared_ms:.2f} ms, object store {stored_ms:.2f} ms")
-        name = f"{label} by shared memory, two calls included, p50"
+        name = f"{label} by shared memory, two messages and their answers included, p50"
         measures.append(at_most(name, shared_ms, "ms", 5.0) if size == 8 << 20 else stated(name, shared_ms, "ms"))
         measures.append(stated(f"{label} by Ray's object store, p50", stored_ms, "ms"))
     measures += _kills(actor, one, progress)
     return {"rows": rows, "measures": measures, "settings": {"repeats": arguments.repeats, "kills": _KILLS}}
+
+
+class _Linked:
+    """An actor that is asked by messages."""
+
+    def __init__(self, address: str) -> None:
+        self._link = connected(address)
+        self._answers = self._link.messages()
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """What it answers."""
+        self._link.send((name, arguments))
+        return next(self._answers)
+
+
+def _by_messages(one: _Linked, other: _Linked, size: int) -> float:
+    """Seconds to write a state by shared memory and to read it."""
+    begun = time.perf_counter()
+    where = one.ask("write", size, True)
+    other.ask("read", where)
+    seconds = time.perf_counter() - begun
+    one.ask("drop", where)
+    return seconds
+
+
+def _by_ray(one: Any, other: Any, size: int) -> float:
+    """The same by Ray's object store."""
+    import ray
+
+    begun = time.perf_counter()
+    ray.get(other.read.remote(ray.get(one.write.remote(size, False))))
+    return time.perf_counter() - begun
 
 
 def _kills(actor: Any, one: Any, progress: Progress) -> list[Figures]:

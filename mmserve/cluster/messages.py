@@ -44,12 +44,6 @@ class Order:
     ahead: tuple[tuple[int, Parcel], ...] = ()  # numbered chunks of its K/V that go ahead of it
     expects: bool = False  # only those are here: it is still prefilled elsewhere
 
-    @property
-    def parcels(self) -> list[Parcel]:
-        """All that it refers to."""
-        found = [self.parcel, *self.seen, *(parcel for _number, parcel in self.ahead)]
-        return [parcel for parcel in found if parcel is not None]
-
     def request(self) -> Request:
         """The request, with its deadline on this host's clock."""
         deadline = None if self.left is None else time.monotonic() + self.left
@@ -135,13 +129,14 @@ Item = Happened | Moved | Chunk | Refused | Appended | Beat
 @dataclass(frozen=True)
 class Described:
     """A worker that is ready: its models, what video sessions must know of them, its host (as of ``host_id``), its
-    process and the address of its shelf."""
+    process and the address of its shelf. ``door``: where the front finds it on its host; empty = by Ray alone."""
 
     models: Mapping[str, ModelInfo]
     sessions: Mapping[str, Facts]
     host: str
     pid: int
     shelf: str
+    door: str = ""
 
 
 def without_media(request: Request) -> Request:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from mmserve.cluster import prefork
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterConfig, WorkerSettings
+from mmserve.cluster.link import Link, connected
 from mmserve.cluster.messages import STREAM, Described, Item, Order
 from mmserve.config import Config
 from mmserve.core.request import RequestId
@@ -146,14 +146,20 @@ class Places:
 
 
 class Actor:
-    """One actor of Ray with a worker in it. Calls do not wait, but for ``load`` and ``events``."""
+    """One actor of Ray with a worker in it. Calls do not wait, but for ``load`` and ``events``.
+
+    Orders to a worker of this host, and what it reports, do not go by Ray (``link``).
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._handle: Any = _actor_class().options(**options).remote()
+        self._link: Link | None = None
 
     def load(self, config: Config, *, shares: bool) -> Described:
         """As of ``Worker.load``. Raises what it raises, or ``Unavailable`` where the actor ends meanwhile."""
         described: Described = self._waited(self._handle.load.remote(config, shares))
+        if described.door:
+            self._link = connected(described.door)
         return described
 
     def host(self) -> str:
@@ -163,6 +169,9 @@ class Actor:
 
     def events(self) -> Iterator[list[Item]]:
         """As of ``Worker.events``; ends where the actor does."""
+        if self._link is not None:
+            yield from self._link.messages()
+            return
         import ray
 
         try:
@@ -173,20 +182,15 @@ class Actor:
 
     def take(self, orders: Sequence[Order]) -> None:
         """As of ``Worker.take``."""
-        from mmserve.transfer.shared_memory import Ticket  # imports torch
-
-        if any(not isinstance(parcel, Ticket) for order in orders for parcel in order.parcels):
-            self._handle.take.remote(list(orders))  # Ray must see references to its store
-        else:  # its own pickling takes as long as the rest of the call
-            self._handle.take.remote(pickle.dumps(list(orders), pickle.HIGHEST_PROTOCOL))
+        self._call("take", list(orders))
 
     def cancel(self, model: str, ids: Sequence[RequestId], error: MMServeError) -> None:
         """As of ``Worker.cancel``."""
-        self._handle.cancel.remote(model, list(ids), error)
+        self._call("cancel", model, list(ids), error)
 
     def serve(self, roles: Iterable[str], save_every: int, ahead_bytes: int) -> None:
         """As of ``Worker.serve``."""
-        self._handle.serve.remote(list(roles), save_every, ahead_bytes)
+        self._call("serve", list(roles), save_every, ahead_bytes)
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         """As of ``Worker.ask``; raises ``WorkerEnded`` where the actor ends, or has not answered in time."""
@@ -212,13 +216,21 @@ class Actor:
 
     def reuse(self, numbers: Sequence[int]) -> None:
         """As of ``Worker.reuse``."""
-        self._handle.reuse.remote(list(numbers))
+        self._call("reuse", list(numbers))
 
     def kill(self) -> None:
         """End it now."""
         import ray
 
         ray.kill(self._handle)
+        if self._link is not None:
+            self._link.close()
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if self._link is not None:
+            self._link.send((name, arguments))
+        else:
+            getattr(self._handle, name).remote(*arguments)
 
     def _asked(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         ask = self._handle.ask.options(concurrency_group="streams") if question.startswith(STREAM) else self._handle.ask
@@ -257,8 +269,8 @@ def _actor_class() -> Any:
             return self._worker.load(config, shares=shares)
 
         @ray.method(concurrency_group="commands")
-        def take(self, orders: list[Order] | bytes) -> None:
-            self._worker.take(pickle.loads(orders) if isinstance(orders, bytes) else orders)
+        def take(self, orders: list[Order]) -> None:
+            self._worker.take(orders)
 
         @ray.method(concurrency_group="commands")
         def cancel(self, model: str, ids: list[RequestId], error: MMServeError) -> None:

@@ -11,13 +11,14 @@ import queue
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mmserve.assembly import build_engines
+from mmserve.cluster.link import Door
 from mmserve.cluster.messages import (
     Beat,
     Chunk,
@@ -82,7 +83,13 @@ class Worker:
             self._subjects[name] = Subject(engine, home)
         infos = {name: engine.info for name, engine in self._engines.items()}
         facts = {name: facts_of(engine.stages.model) for name, engine in self._engines.items()}
-        return Described(infos, facts, host_id(), os.getpid(), self._shelf.address)
+        door = ""
+        if shares:  # references to Ray's store travel by Ray alone
+            calls = {"take": self.take, "cancel": self.cancel, "serve": self.serve, "reuse": self.reuse}
+            opened = Door()
+            opened.serve(calls, self.events)
+            door = opened.address
+        return Described(infos, facts, host_id(), os.getpid(), self._shelf.address, door)
 
     def take(self, orders: list[Order]) -> None:
         """Take requests in; what goes wrong with one is reported by an item of its own."""
@@ -223,8 +230,7 @@ class Worker:
         if parcel is None:
             return None
         if isinstance(parcel, Ticket):
-            with closing(self._reader.take(parcel)) as memory:
-                return PAYLOADS.decode(memory.read())
+            return PAYLOADS.decode(self._reader.read(parcel))
         return PAYLOADS.decode(fetched(parcel))
 
 

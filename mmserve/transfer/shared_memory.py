@@ -3,7 +3,8 @@
 No name in any file system and no lease: the kernel frees the memory when the last process that has the descriptor or a
 mapping of it closes it, or dies. A descriptor goes over an abstract unix socket, to processes of the same user alone;
 the bytes are written once and read where they lie. Memory that nobody reads any more is written again: to get new pages
-from the kernel takes four times as long as to write to them.
+from the kernel takes four times as long as to write to them. Readers keep mappings of it for the next time, as far as a
+bound allows: to map 8 MB anew and touch its pages takes as long as to check their sum.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import secrets
 import socket
 import struct
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +28,8 @@ from mmserve.transfer.codec import Packed
 #: Seconds for an answer of a process of the same host, which copies nothing: one that takes longer is stopped.
 _PATIENCE = 5.0
 _ASK, _ANSWER, _CREDENTIALS = struct.Struct("=Q"), struct.Struct("=qq"), struct.Struct("3i")
-#: Bytes of the smallest memory.
-_LEAST = 1 << 16
+#: Bytes of the smallest memory, and of those that a reader keeps mapped.
+_LEAST, _MOST_MAPPED = 1 << 16, 64 << 20
 
 
 def host_id() -> str:
@@ -190,11 +192,12 @@ class Reader:
     """Asks the shelves of other processes; keeps a connection to each. For any number of threads: one that waits for a
     process that is stopped keeps none waiting that asks another.
 
-    ``patience``: seconds for an answer.
+    ``patience``: seconds for an answer. ``mapped``: bytes of memory that stay mapped after they were read.
     """
 
-    def __init__(self, patience: float = _PATIENCE) -> None:
+    def __init__(self, patience: float = _PATIENCE, mapped: int = _MOST_MAPPED) -> None:
         self._lock, self._patience = threading.Lock(), patience
+        self._mapped, self._most_mapped = OrderedDict[tuple[int, int], mmap.mmap](), mapped  # the latest last
         self._connections: dict[str, socket.socket] = {}
         self._turns: dict[str, threading.Lock] = {}  # of threads that ask the same process; never removed
 
@@ -209,8 +212,32 @@ class Reader:
                 self._forget(ticket.address)
                 raise TransferError(f"the process that has a payload does not answer: {error}") from error
 
+    def read(self, ticket: Ticket) -> memoryview:
+        """The payload of ``ticket``, as of ``Memory.read``, to be read before its process may write there again; raises
+        as ``take``."""
+        memory = self.take(ticket)
+        try:
+            return memoryview(self._mapping(memory))[: memory.size]
+        finally:
+            memory.close()
+
+    def _mapping(self, memory: Memory) -> mmap.mmap:
+        """All of ``memory``: the mapping of the last time, as long as it is there, so that its pages are, too."""
+        found = os.fstat(memory.fd)
+        key = found.st_dev, found.st_ino  # no other file has them while it is mapped
+        with self._lock:
+            if (known := self._mapped.get(key)) is not None:
+                self._mapped.move_to_end(key)
+                return known
+            made = mmap.mmap(memory.fd, memory.capacity, access=mmap.ACCESS_COPY)
+            self._mapped[key] = made
+            while sum(map(len, self._mapped.values())) > self._most_mapped:
+                self._mapped.popitem(last=False)  # it ends with its last view
+            return made
+
     def close(self) -> None:
-        """End all connections."""
+        """End all connections, and forget what was read."""
+        self._mapped.clear()
         for address in list(self._connections):
             self._forget(address)
 

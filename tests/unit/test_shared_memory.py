@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -88,6 +89,36 @@ def test_what_was_copied_out_does_not_change_when_memory_is_written_again(shelf:
     shelf.drop(ticket)
     shelf.write(PAYLOADS.pack(payload(2)))
     assert torch.equal(found.embeddings, payload(1).embeddings)
+
+
+def test_a_reader_finds_memory_again_that_it_has_read_before(shelf: Shelf, reader: Reader) -> None:
+    """Written again by its process, under another number and from another shelf: as the front hands it on."""
+    with closing(Shelf()) as front:
+        counts, mappings = set(), set()
+        for seed in range(5):
+            ticket = shelf.write(PAYLOADS.pack(payload(seed)))
+            kept = front.put(reader.take(ticket))
+            view = reader.read(kept)
+            mappings.add(id(view.obj))
+            found = PAYLOADS.decode(view)
+            assert torch.equal(found.kv.tensors["keys"], payload(seed).kv.tensors["keys"])
+            front.drop(kept)
+            shelf.drop(ticket)
+            counts.add(descriptors())
+        assert len(mappings) == 1 and len(counts) == 1
+
+
+def test_a_reader_keeps_no_more_mapped_than_its_bound(shelf: Shelf) -> None:
+    with closing(Reader(mapped=3 << 20)) as reader:
+        tickets = [shelf.write(PAYLOADS.pack(payload(i, 4000))) for i in range(6)]  # 1 MB each
+        views = [reader.read(ticket) for ticket in tickets]
+        for i, view in enumerate(views):
+            assert torch.equal(PAYLOADS.decode(view).kv.tensors["keys"], payload(i, 4000).kv.tensors["keys"])
+        assert len(reader._mapped) == 3
+        large = reader.read(shelf.write(PAYLOADS.pack(payload(9, 40_000))))
+        assert not reader._mapped and torch.equal(
+            PAYLOADS.decode(large).kv.tensors["keys"], payload(9, 40_000).kv.tensors["keys"]
+        )
 
 
 def test_bytes_that_changed_on_the_way_are_refused(shelf: Shelf, reader: Reader) -> None:

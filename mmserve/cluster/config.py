@@ -50,6 +50,11 @@ class ClusterSettings:
         at_least(0, meaning="with it"),
         "keys and values of a prompt go to its decode worker while it is prefilled, in parts of so many KiB",
     )
+    kv_bits: int = value(
+        0,
+        one_of(0, 4, 5, 6, 7, 8),
+        "bits in which keys and values of prompts go to decode, which changes answers; 0 = as they are",
+    )
     silent_seconds: float = value(5.0, ABOVE_0, "a worker that reports nothing for so long is replaced")
     slow_factor: float = value(
         4.0, at_least(0), "a worker whose passes take so many times as long as usual is given no work; 0 = none is"

@@ -225,10 +225,11 @@ class Fleet:
         return self._load(ray_actors.Actor({"num_cpus": 0, **ray_actors.forked(self._cluster)}), threads)
 
     def _load(self, actor: ray_actors.Actor, threads: int) -> Loaded:
-        transport = self._cluster.cluster.transport
+        settings = self._cluster.cluster
+        transport = settings.transport
         shares = transport == "shared_memory" or (transport == "auto" and actor.host() == self._here)
         config = replace(self._config, engine=replace(self._config.engine, torch_threads=threads))
-        return Loaded(actor, actor.load(config, shares=shares))
+        return Loaded(actor, actor.load(config, shares=shares, kv_bits=settings.kv_bits))
 
     def _joined(self, member: Member, described: Described) -> None:
         member.silent = 0.0

@@ -23,15 +23,13 @@ from mmserve.errors import Unavailable
 _LENGTH, _CREDENTIALS = struct.Struct("=Q"), struct.Struct("3i")
 #: Seconds for a process of this host to accept a connection.
 _PATIENCE = 5.0
-#: Bytes that are read at once.
-_BUFFER = 1 << 16
 
 
 class Link:
     """One end of a connection. ``send`` for any threads, ``messages`` for one."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._reader = connection, connection.makefile("rb", buffering=_BUFFER)
+        self._socket = connection
         self._changed = threading.Condition()
         self._unsent: deque[memoryview] = deque()  # what the other end has had no room for, in order
         self._writing = False  # whether a thread waits for room
@@ -57,13 +55,11 @@ class Link:
 
     def messages(self) -> Iterator[Any]:
         """What comes, until the other end is gone."""
-        with suppress(OSError, EOFError, ValueError):
-            while len(head := self._reader.read(_LENGTH.size)) == _LENGTH.size:
-                [length] = _LENGTH.unpack(head)
-                data = self._reader.read(length)
-                if len(data) < length:
-                    return
-                yield pickle.loads(data)
+        while (head := self._read(_LENGTH.size)) is not None:
+            data = self._read(_LENGTH.unpack(head)[0])
+            if data is None:
+                return
+            yield pickle.loads(data)
 
     def close(self) -> None:
         """End it, for both ends."""
@@ -74,6 +70,19 @@ class Link:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def _read(self, size: int) -> bytearray | None:
+        """The next ``size`` bytes; None where the connection ends before."""
+        data = bytearray(size)
+        rest = memoryview(data)
+        try:
+            while len(rest):
+                if not (count := self._socket.recv_into(rest, 0, socket.MSG_WAITALL)):
+                    return None
+                rest = rest[count:]
+        except OSError:
+            return None
+        return data
 
     def _tried(self, data: memoryview) -> memoryview:
         """What is left of ``data`` once there is no room any more."""

@@ -155,9 +155,9 @@ class Actor:
         self._handle: Any = _actor_class().options(**options).remote()
         self._link: Link | None = None
 
-    def load(self, config: Config, *, shares: bool) -> Described:
+    def load(self, config: Config, *, shares: bool, kv_bits: int) -> Described:
         """As of ``Worker.load``. Raises what it raises, or ``Unavailable`` where the actor ends meanwhile."""
-        described: Described = self._waited(self._handle.load.remote(config, shares))
+        described: Described = self._waited(self._handle.load.remote(config, shares, kv_bits))
         if described.door:
             self._link = connected(described.door)
         return described
@@ -265,8 +265,8 @@ def _actor_class() -> Any:
             return host_id()
 
         @ray.method(concurrency_group="commands")
-        def load(self, config: Config, shares: bool) -> Described:
-            return self._worker.load(config, shares=shares)
+        def load(self, config: Config, shares: bool, kv_bits: int) -> Described:
+            return self._worker.load(config, shares=shares, kv_bits=kv_bits)
 
         @ray.method(concurrency_group="commands")
         def take(self, orders: list[Order]) -> None:

@@ -37,12 +37,15 @@ from mmserve.cluster.stream_home import StreamHome
 from mmserve.config import Config
 from mmserve.core.events import Admitted, Event, Failed
 from mmserve.core.handover import Ahead, Handover, Left, Saved
+from mmserve.core.payloads import KVChunk, PrefilledPayload
 from mmserve.core.progress import Progress
 from mmserve.core.request import RequestId
 from mmserve.core.stats import Pass
 from mmserve.engine import Engine
 from mmserve.errors import Internal, MMServeError, TransferError
+from mmserve.models.base import LoadedModel
 from mmserve.observe import traces
+from mmserve.transfer.kv_coding import coded, decoded
 from mmserve.transfer.payloads import PAYLOADS
 from mmserve.transfer.shared_memory import Reader, Shelf, Ticket, allow_descriptors, host_id
 from mmserve.video.facts import facts_of
@@ -66,15 +69,16 @@ class Worker:
         self._shelf, self._reader = Shelf(), Reader()
         self._outbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}  # of states that this process wrote
-        self._shares = True
+        self._shares, self._kv_bits = True, 0
         self._seeing = ThreadPoolExecutor(1, "mmserve-shards")
         self._end_traces: Callable[[], None] = lambda: None
 
-    def load(self, config: Config, *, shares: bool) -> Described:
-        """Load the models; ``serve`` must follow. ``shares``: whether states go out by shared memory."""
+    def load(self, config: Config, *, shares: bool, kv_bits: int) -> Described:
+        """Load the models; ``serve`` must follow. ``shares``: whether states go out by shared memory; ``kv_bits``: K/V
+        of prompts go to decode in so many (``transfer.kv_coding``), 0 = as they are."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._end_traces = traces.configure(config.server.otlp_endpoint)
-        self._shares = shares
+        self._shares, self._kv_bits = shares, kv_bits
         self._engines = build_engines(config)
         for engine in self._engines.values():
             engine.start()
@@ -204,7 +208,7 @@ class Worker:
                     self._moved(order, None if whole else sample, event.handover, isinstance(event, Saved))
                 )
             elif isinstance(event, Ahead):
-                parcel = self._written(event.handover)
+                parcel = self._written(order.model, event.handover)
                 plain = _plain(event.handover)
                 self._outbox.put(Chunk(order.model, order.key, sample, plain, parcel, event.number))
             else:
@@ -213,11 +217,14 @@ class Worker:
         return take
 
     def _moved(self, order: Order, sample: int | None, handover: Handover, stays: bool) -> Moved:
-        parcel = None if handover.payload is None else self._written(handover)
+        parcel = None if handover.payload is None else self._written(order.model, handover)
         return Moved(order.model, order.key, sample, _plain(handover), parcel, stays)
 
-    def _written(self, handover: Handover) -> Parcel:
-        packed = PAYLOADS.pack(handover.payload)
+    def _written(self, model: str, handover: Handover) -> Parcel:
+        payload, loaded = handover.payload, self._engines[model].stages.model
+        if self._kv_bits and isinstance(payload, PrefilledPayload | KVChunk) and isinstance(loaded, LoadedModel):
+            payload = coded(payload, self._kv_bits, loaded.decoder.config.num_layers)
+        packed = PAYLOADS.pack(payload)
         if self._shares:
             ticket = self._shelf.write(packed)
             self._tickets[ticket.number] = ticket
@@ -230,8 +237,8 @@ class Worker:
         if parcel is None:
             return None
         if isinstance(parcel, Ticket):
-            return PAYLOADS.decode(self._reader.read(parcel))
-        return PAYLOADS.decode(fetched(parcel))
+            return decoded(PAYLOADS.decode(self._reader.read(parcel)))
+        return decoded(PAYLOADS.decode(fetched(parcel)))
 
 
 def _plain(handover: Handover) -> Handover:

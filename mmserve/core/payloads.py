@@ -52,11 +52,12 @@ class KVState:
 @dataclass(frozen=True)
 class KVChunk:
     """Prefill → decode, ahead of the rest: K/V of some layers of the pages from ``first`` on, counted within their
-    request; ``tensors`` as of ``KVState``."""
+    request; ``tensors`` as of ``KVState``. ``positions``: so many of them, from the first, hold anything."""
 
     first: int
     page_size: int
     tensors: Mapping[str, Tensor]
+    positions: int
 
 
 @dataclass(frozen=True)

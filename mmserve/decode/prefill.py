@@ -22,7 +22,6 @@ from mmserve.decode.seeded import lay_out
 from mmserve.decode.state import Prefilled, Prefilling
 from mmserve.encode.embedding import embedded
 from mmserve.errors import Unimplemented
-from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention
 from mmserve.models.decisions import questions_ids
@@ -148,8 +147,8 @@ class Prefill:
         """The first ``layers`` (None = all) have the K/V of a pass: of a prompt of which some is left, whole pages."""
         if begun.outgoing is not None:
             store = self._parts.store
-            pages = p.visible // store.page_size if not len(p.targets) else pages_for(p.visible, store.page_size)
-            begun.outgoing.final(store.num_layers if layers is None else layers, pages)
+            whole = p.visible if len(p.targets) else p.visible // store.page_size * store.page_size
+            begun.outgoing.final(store.num_layers if layers is None else layers, whole)
 
     def _first(self, begun: Prefilling) -> Pass:
         """What is run next; what extensions watch is the request's own sequence."""

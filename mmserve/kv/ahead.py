@@ -38,16 +38,16 @@ class Outgoing:
         self._chunks: list[Future[None]] = []
         self._closed = False
 
-    def final(self, layers: int, pages: int) -> None:
-        """K/V of the first ``layers`` layers do not change any more in the first ``pages`` pages."""
-        self._cut(layers, pages, self._least)
+    def final(self, layers: int, positions: int) -> None:
+        """K/V of the first ``layers`` layers do not change any more in the pages of the first ``positions``."""
+        self._cut(layers, positions, self._least)
 
     def finish(self, positions: int) -> int:
         """All K/V of the first ``positions`` are final: let the rest go, wait until it has, and return the number of
         chunks. 0 = not all could go: the receiver has no use for those that did."""
         if not self._chunks:  # so little that it can as well go with the rest of the request
             return 0
-        self._cut(self._store.num_layers, pages_for(positions, self._store.page_size), 1)
+        self._cut(self._store.num_layers, positions, 1)
         try:
             for chunk in self._chunks:
                 chunk.result()
@@ -60,9 +60,9 @@ class Outgoing:
         """Let nothing more go; from any thread."""
         self._closed = True
 
-    def _cut(self, layers: int, pages: int, least: int) -> None:
+    def _cut(self, layers: int, positions: int, least: int) -> None:
         """Let chunks go of what is final; as few layers each as have ``least`` bytes of it, or all that there are."""
-        begin = 0
+        pages, begin = pages_for(positions, self._store.page_size), 0
         while begin < layers:
             first, end, size = self._gone[begin], begin, 0
             while end < layers and self._gone[end] == first and size < self._least:
@@ -71,15 +71,16 @@ class Outgoing:
             if size >= least and pages > first:
                 number, chosen = len(self._chunks), range(begin, end)
                 self._gone[begin:end] = [pages] * len(chosen)
-                self._chunks.append(self._threads.submit(self._go, number, chosen, first, pages))
+                self._chunks.append(self._threads.submit(self._go, number, chosen, first, positions))
             begin = end
 
     @torch.inference_mode()
-    def _go(self, number: int, layers: range, first: int, end: int) -> None:
+    def _go(self, number: int, layers: range, first: int, positions: int) -> None:
         if self._closed:
             return
-        held = self._store.read_pages(self._pages[first:end], layers)
-        self._send(number, KVChunk(first, self._store.page_size, held))
+        size = self._store.page_size
+        held = self._store.read_pages(self._pages[first : pages_for(positions, size)], layers)
+        self._send(number, KVChunk(first, size, held, positions - first * size))
 
 
 class Incoming:

@@ -157,7 +157,7 @@ class PrefillStage:
         send, least = lead
         store = self._decoder.parts.store
         begun.outgoing = Outgoing(store, begun.pages, least, send, self._leading)
-        begun.outgoing.final(store.num_layers, begun.run // store.page_size)  # those that others had run
+        begun.outgoing.final(store.num_layers, begun.run)  # those that others had run
 
     def _restored(self, request: RequestId, pages: PageTable) -> PageTable:
         """``pages``, after those that the pool had filled with what was found beyond it."""

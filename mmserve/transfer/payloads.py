@@ -32,6 +32,7 @@ from mmserve.core.payloads import (
     VisualPayload,
 )
 from mmserve.transfer.codec import Kinds
+from mmserve.transfer.kv_coding import CodedTensor
 
 PAYLOADS = Kinds(
     {EncodedPayload: 1, PrefilledPayload: 4, CanvasPayload: 4, VisualPayload: 1, KVChunk: 1},
@@ -42,6 +43,7 @@ PAYLOADS = Kinds(
             Candidates,
             Canvas,
             CanvasRecord,
+            CodedTensor,
             DeepStack,
             Encoded,
             GuidanceState,

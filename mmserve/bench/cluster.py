@@ -9,7 +9,9 @@ from mmserve.bench.sections import run_sections
 from mmserve.cluster import ray_actors
 from mmserve.cluster.config import cluster_config
 
-SECTIONS = {name: f"cluster_{name}" for name in ("transfer", "ahead", "overhead", "kills", "switching", "sharding")}
+SECTIONS = {
+    name: f"cluster_{name}" for name in ("transfer", "ahead", "coded", "overhead", "kills", "switching", "sharding")
+}
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:

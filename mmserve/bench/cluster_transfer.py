@@ -45,7 +45,7 @@ class _End:
         self._pages: dict[int, torch.Tensor] = {}
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._door = Door()
-        named = {"write": self.write, "read": self.read, "drop": self.drop}
+        named: dict[str, Callable[..., Any]] = {"write": self.write, "read": self.read, "drop": self.drop}
         calls = {name: partial(self._answer, method) for name, method in named.items()}
         self._door.serve(calls, lambda: iter(self._done.get, None))
 

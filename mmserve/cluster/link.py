@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -124,11 +124,11 @@ class Door:
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(1)
 
-    def serve(self, calls: dict[str, Callable[..., None]], events: Callable[[], Iterable[Any]]) -> None:
+    def serve(self, calls: Mapping[str, Callable[..., None]], events: Callable[[], Iterable[Any]]) -> None:
         """Wait for the front; from then on have what it sends call one of ``calls``, and send it all ``events``."""
         threading.Thread(target=self._accept, args=(calls, events), name="mmserve-door", daemon=True).start()
 
-    def _accept(self, calls: dict[str, Callable[..., None]], events: Callable[[], Iterable[Any]]) -> None:
+    def _accept(self, calls: Mapping[str, Callable[..., None]], events: Callable[[], Iterable[Any]]) -> None:
         connection, _ = self._socket.accept()
         self._socket.close()
         if _peer(connection) != os.getuid():

@@ -89,7 +89,12 @@ class Worker:
         facts = {name: facts_of(engine.stages.model) for name, engine in self._engines.items()}
         door = ""
         if shares:  # references to Ray's store travel by Ray alone
-            calls = {"take": self.take, "cancel": self.cancel, "serve": self.serve, "reuse": self.reuse}
+            calls: dict[str, Callable[..., None]] = {
+                "take": self.take,
+                "cancel": self.cancel,
+                "serve": self.serve,
+                "reuse": self.reuse,
+            }
             opened = Door()
             opened.serve(calls, self.events)
             door = opened.address

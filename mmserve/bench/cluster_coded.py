@@ -1,0 +1,170 @@
+"""K/V coded in few bits on their way to decode: what that changes of answers, and what it saves of bytes and time."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from statistics import mean
+
+from mmserve.assembly import build_engines
+from mmserve.bench.cluster_fleets import config
+from mmserve.bench.in_process import Answer
+from mmserve.bench.measures import Figures, at_least, stated
+from mmserve.core.events import Event, Finished
+from mmserve.core.handover import Ahead, Handover, Left, Saved
+from mmserve.core.payloads import PrefilledPayload
+from mmserve.core.progress import Progress
+from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, Stage, Streaming, TextPart
+from mmserve.engine import Engine
+from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.tasks import TASKS, correct
+from mmserve.transfer.kv_coding import coded, decoded
+from mmserve.transfer.payloads import PAYLOADS
+
+#: Models with the recompute policy that decodes them.
+_MODELS = {"bundled": "none", "bundled-causal": "last"}
+#: 0 = as they are.
+_BITS = (0, 8, 6, 5, 4)
+#: Questions of each kind of subject, a turn; clips are left out, whose files take longer to make than to answer.
+_QUESTIONS = 10
+_GBITS = (0.1, 1.0, 10.0, 100.0)
+#: Seconds until a request that has not ended is given up.
+_PATIENCE = 600.0
+
+
+@dataclass
+class _Of:
+    """What became of all questions with so many bits."""
+
+    right: int = 0
+    changed: int = 0
+    drift: list[float] = field(default_factory=list)  # of log-probabilities, until tokens differ
+    bytes: int = 0
+    seconds: float = 0.0  # of the processor, to code and to decode
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figures:
+    """Each question is prefilled once, and decoded elsewhere from its K/V in each number of bits."""
+    rows, measures = [], []
+    kinds = [task for task, kind in TASKS.items() if kind != "video"]
+    for path, recompute in _MODELS.items():
+        first, other = (next(iter(build_engines(config(path)).values())) for _ in range(2))
+        found = {bits: _Of() for bits in _BITS}
+        asked = 0
+        with _Started(first, ["encode", "prefill"]), _Started(other, ["decode"]):
+            for task in kinds:
+                for index in range(_QUESTIONS * arguments.repeats):
+                    thing, question = item(task, index, 7)
+                    images = tuple(ImagePart(data) for data in shown(task, thing)["images"])
+                    parts = (*images, TextPart(question.text))
+                    left = _prefilled(first, _request(f"{task}.{index}", parts, task, recompute))
+                    exact: Finished | None = None
+                    for bits in _BITS:
+                        answer = _decoded(other, left, bits, found[bits])
+                        exact = exact or answer
+                        found[bits].right += correct(question, answer.text)
+                        _compare(exact, answer, found[bits])
+                    asked += 1
+                progress(f"{path}, {task}: {asked} questions in all")
+        for bits, of in found.items():
+            rows.append({"model": path, "bits": bits, "questions": asked, "bytes": of.bytes, "seconds": of.seconds})
+            measures += _measures(path, bits, of, found[0], asked)
+    return {
+        "rows": rows,
+        "measures": measures,
+        "settings": {"questions": _QUESTIONS * arguments.repeats, "bits": _BITS},
+    }
+
+
+def _measures(path: str, bits: int, of: _Of, exact: _Of, asked: int) -> list[Figures]:
+    name = f"{path}, {bits} bits" if bits else f"{path}, as they are"
+    made = [stated(f"{name}, right", of.right / asked, "share")]
+    if not bits:
+        return [*made, at_least(f"{name}, same answers twice", 1 - of.changed / asked, "share", 1.0)]
+    made += [
+        stated(f"{name}, answers with another token", of.changed / asked, "share"),
+        stated(f"{name}, log-probability until then, mean change", mean(of.drift or [0.0]), "nats"),
+        stated(f"{name}, fewer bytes", exact.bytes / of.bytes, "x"),
+        stated(f"{name}, coded and decoded, processor time a MB", 1e9 * of.seconds / exact.bytes, "ms"),
+    ]
+    for rate in _GBITS:
+        whole, less = (8 * each.bytes / (rate * 1e9) for each in (exact, of))
+        made.append(stated(f"{name}, sooner over {rate:g} Gbit/s", whole / (less + of.seconds), "x"))
+    return made
+
+
+class _Started:
+    """An engine that runs with these roles."""
+
+    def __init__(self, engine: Engine, roles: list[str]) -> None:
+        self._engine, self._roles = engine, roles
+
+    def __enter__(self) -> None:
+        self._engine.start()
+        self._engine.serve_roles(self._roles)
+
+    def __exit__(self, *_error: object) -> None:
+        self._engine.stop()
+
+
+def _request(name: str, parts: tuple[ImagePart | TextPart, ...], task: str, recompute: str) -> Request:
+    return Request(
+        id=name,
+        model="",
+        messages=(Message("user", parts),),
+        sampling=Sampling(max_new_tokens=canvas(task), temperature=0.0),
+        diffusion=Diffusion(recompute=Policy(name=recompute)),
+        streaming=Streaming(tokens=True),
+    )
+
+
+class _Handed(Answer):
+    """An answer, or the request as it left."""
+
+    left: Handover | None = None
+
+    def take(self, event: Event | Progress | Left | Saved | Ahead) -> None:
+        """Take an event."""
+        if isinstance(event, Left):
+            self.left = event.handover
+            self.over.set()
+        elif not isinstance(event, Saved | Ahead):
+            self.sink(event)
+
+
+def _prefilled(engine: Engine, request: Request) -> Handover:
+    answer = _Handed()
+    engine.adopt(Handover(request, Stage.QUEUED, None), answer.take)
+    answer.over.wait(_PATIENCE)
+    assert answer.left is not None, answer.error
+    return answer.left
+
+
+def _decoded(engine: Engine, left: Handover, bits: int, of: _Of) -> Finished:
+    payload = left.payload
+    assert isinstance(payload, PrefilledPayload)
+    begun = time.thread_time()
+    sent = coded(payload, bits, engine.stages.store.num_layers) if bits else payload
+    of.seconds += time.thread_time() - begun
+    data = PAYLOADS.encode(sent)
+    of.bytes += len(data)
+    came = PAYLOADS.decode(data)
+    begun = time.thread_time()
+    came = decoded(came)
+    of.seconds += time.thread_time() - begun
+    answer = _Handed()
+    request = replace(left.request, id=f"{left.request.id}.{bits}")
+    engine.adopt(replace(left, request=request, payload=came), answer.take)
+    answer.over.wait(_PATIENCE)
+    assert answer.finished is not None, answer.error
+    return answer.finished
+
+
+def _compare(exact: Finished, answer: Finished, of: _Of) -> None:
+    for one, other in zip(exact.tokens, answer.tokens, strict=False):
+        if one.id != other.id:
+            break
+        of.drift.append(abs(one.log_probability - other.log_probability))
+    of.changed += [token.id for token in exact.tokens] != [token.id for token in answer.tokens]

@@ -10,6 +10,7 @@ from mmserve.decode.extensions.draft_model import DraftModel
 from mmserve.decode.extensions.eviction import KVEviction
 from mmserve.decode.extensions.image_reuse.checks import no_reuse
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
+from mmserve.decode.extensions.own_blocks import OwnBlocks
 from mmserve.decode.extensions.self_draft import SelfDraft
 from mmserve.decode.graphs import graphs_for
 from mmserve.decode.loop import DiffusionDecoder
@@ -53,6 +54,8 @@ def decoder_for(
         extensions.append(DraftModel(beside, _store(beside, engine), model))
     elif model.spec.draft_mask is not None and not chosen and not engine.kv_bits:
         extensions.append(SelfDraft(model, store))
+    if model.spec.draft_mask is not None and not chosen and not engine.kv_bits:
+        extensions.append(OwnBlocks(model, store))
     sparse = Sparse(model, store, engine) if chosen else None
     return DiffusionDecoder(
         Parts.of(

@@ -208,7 +208,7 @@ class Finished:
     tokens: tuple[CommittedToken, ...] = field(default=())
     sample: int = 0
     closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
-    companion_forwards: int = 0  # passes that a companion made for it, which ``forwards`` does not count
+    companion_forwards: int = 0  # passes that drafted or judged for it, which ``forwards`` does not count
     log_weight: float | None = None  # importance weight (natural log) of an answer drawn true to the model
     constraint: ConstraintStats | None = None  # of a constrained request
     holes: tuple[str, ...] = field(default=())  # what fills each hole of a template

@@ -20,6 +20,7 @@ from mmserve.decode.extensions.decisions import SlotState
 from mmserve.decode.extensions.draft_model import DraftModel, DraftState
 from mmserve.decode.extensions.image_reuse.reuse import ReusedKV
 from mmserve.decode.extensions.image_reuse.selective import SelectiveRecompute
+from mmserve.decode.extensions.own_blocks import FilledBlock
 from mmserve.decode.extensions.self_draft import OwnDraft
 from mmserve.decode.parts import Parts
 from mmserve.decode.state import Decoding, Guidance, Prefilled, extension_of
@@ -32,7 +33,7 @@ from mmserve.kv.table import PageTable
 #: What extensions' snapshots consist of; in a payload each is a table of its fields, under its name.
 _STATES = (
     *(Candidates, DeepStack, DraftState, EvictionState, LayerNotes, OwnDraft, ReusedKV, SelectiveRecompute),
-    *(SlotState, Verdict),
+    *(FilledBlock, SlotState, Verdict),
 )
 _BY_NAME = {kind.__name__: kind for kind in _STATES}
 _KIND = "is"

@@ -67,7 +67,8 @@ class ModelSpec:
     max_tokens: int  # positions the checkpoint was made for
     default_block_length: int = 32  # of masked diffusion; the only one where attention is block-causal
     renoising: Renoising | None = None  # set where open positions hold random tokens, in whole blocks, and no mask
-    draft_mask: int | None = None  # the mask of blocks that a next-token model drafts by itself; None = it drafts none
+    draft_mask: int | None = None  # the mask of blocks that a next-token model fills by itself; None = it fills none
+    draft_block: int = 32  # positions of those blocks
     whole_images: bool = False  # visual tokens beside one another see each other, though attention is causal
     special_tokens: bool = False  # the tokenizer's go around a prompt whose template does not begin with its first
     logit_shift: int = 0  # how far left of a position its row of logits is: 1 for next-token models and Dream

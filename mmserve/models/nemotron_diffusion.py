@@ -1,9 +1,8 @@
 """Nemotron-Labs-Diffusion (arXiv 2607.05722): ``nvidia/Nemotron-Labs-Diffusion-*``.
 
-The weights are Ministral 3's under other names. They decode token by token as that does, and draft blocks for
-themselves by their masks (``decode/extensions/self_draft.py``; the commit policy ``draft_model``). Their third mode is
-not implemented: denoising in blocks, which are counted from the prompt's end and whose K/V are made by a causal pass
-once a block is final. Nor is the adapter that the authors have for drafts.
+The weights are Ministral 3's under other names. They decode token by token as that does, draft blocks for themselves by
+their masks (``decode/extensions/self_draft.py``; the commit policy ``draft_model``), and fill blocks of masks
+(``own_blocks.py`` there; ``threshold``). The adapter that the authors have for drafts is not implemented.
 """
 
 from __future__ import annotations
@@ -36,4 +35,5 @@ def _spec(sources: Sources) -> ModelSpec:
     mask = sources.keys.values.get("mask_token_id")
     if mask is None:
         return next_token(sources)
-    return replace(next_token(sources), draft_mask=sources.keys.integer("mask_token_id"))
+    block = sources.keys.integer("block_size", default=32)
+    return replace(next_token(sources), draft_mask=sources.keys.integer("mask_token_id"), draft_block=block)

@@ -1,4 +1,4 @@
-"""Self-speculation of Nemotron-Labs-Diffusion: the tokens and passes of the authors' loop, over Ministral 3."""
+"""Self-speculation and blocks of Nemotron-Labs-Diffusion: tokens and passes of the authors' loops, over Ministral 3."""
 
 from __future__ import annotations
 
@@ -110,6 +110,50 @@ def test_tokens_and_passes_are_those_of_the_authors_loop(
     assert saved > 0, "some drafts are right"
 
 
+def authors_blocks(made: Any, prompt: list[int], new: int, block: int, sure_at: float, banned: set[int]) -> Any:
+    """Tokens of ``generate`` at temperature 0 with ``causal_context``, and its passes over blocks.
+
+    The last block is cut where the answer's budget ends.
+    """
+    answer, passes = [], 0
+    logits = rows_of(made, prompt[:-1], prompt[-1:], whole=False)
+    logits[:, list(banned)] = -torch.inf
+    seed = int(logits.argmax())
+    while len(answer) < new:
+        row = [seed, *[MASK] * (min(block, new - len(answer)) - 1)]
+        while MASK in row:
+            probabilities = rows_of(made, [*prompt, *answer], row, whole=True)
+            probabilities[:, list(banned | {MASK})] = -torch.inf
+            sure, token = probabilities.double().softmax(-1).max(-1)
+            sure[torch.tensor(row) != MASK] = -1.0
+            passes += 1
+            for at in torch.nonzero((sure >= sure_at) | (sure == sure.max())).flatten().tolist():
+                row[at] = int(token[at])
+        logits = rows_of(made, [*prompt, *answer], row, whole=False)
+        logits[:, list(banned)] = -torch.inf
+        answer, seed = answer + row, int(logits[-1].argmax())
+    return answer, passes
+
+
+@pytest.mark.parametrize("sure_at", [2.0, 0.2])
+def test_blocks_are_those_of_the_authors_loop(pair: tuple[Any, LoadedModel], bench: Make, sure_at: float) -> None:
+    made, model = pair
+    running = bench(replace(model, spec=replace(model.spec, draft_block=8)))
+    commit = Policy(name="threshold", options={"confidence": sure_at})
+    calls = running.submit(
+        *[ask(f"{i}", text, max_new_tokens=NEW - i, recompute=LAST, commit=commit) for i, text in enumerate(TEXTS)]
+    )
+    one_a_pass = 0
+    for i, (call, text) in enumerate(zip(calls, TEXTS, strict=True)):
+        banned = set(model.spec.banned_ids)
+        expected, passes = authors_blocks(made, prompt_of(running, text), NEW - i, 8, sure_at, banned)
+        assert answer(running, call) == expected
+        assert call.finished().companion_forwards == passes
+        one_a_pass += NEW - i - -(-(NEW - i) // 8)
+    total = sum(call.finished().companion_forwards for call in calls)
+    assert total == one_a_pass if sure_at > 1 else total < one_a_pass
+
+
 def test_drawn_answers_are_the_same_alone_and_together(pair: tuple[Any, LoadedModel], bench: Make) -> None:
     """Each token is the model's own draw, with the noise of its step; a draft is drawn with the same."""
     _made, model = pair
@@ -127,7 +171,7 @@ def test_drawn_answers_are_the_same_alone_and_together(pair: tuple[Any, LoadedMo
 
 def test_who_drafts(pair: tuple[Any, LoadedModel], bench: Make, tmp_path: Path) -> None:
     _made, model = pair
-    assert model.spec.causal and model.spec.draft_mask == MASK
+    assert model.spec.causal and (model.spec.draft_mask, model.spec.draft_block) == (MASK, 32)
     assert "draft_model" in bench(model).engine.stages.capabilities.describe({}).commit_policies
     for other, options in ((model, {"sparse_decode": "quest"}), (load(save(oracle("ministral3"), tmp_path)), {})):
         with pytest.raises(Unimplemented, match="no commit policy 'draft_model'"):

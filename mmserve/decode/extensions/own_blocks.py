@@ -1,0 +1,166 @@
+"""A next-token model that decodes in blocks of masks, whose K/V a causal pass makes once a block is final.
+
+The diffusion mode of Nemotron-Labs-Diffusion (arXiv 2607.05722; ``generate`` with ``causal_context`` of its
+``modeling_nemotron_labs_diffusion.py``). A block is the newest token and masks after it, all of which see all of the
+block; passes over it go on until the commit policy has filled it. Then one pass token by token gives its K/V, and the
+token after it, with which the next block begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from mmserve.core.candidates import Chosen
+from mmserve.core.canvas import MASKED, Canvas, among
+from mmserve.core.request import Request
+from mmserve.decode.commit import Candidates, Commit
+from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
+from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.sampler import candidates
+from mmserve.decode.scores import scores_for
+from mmserve.decode.state import Answer, Decoding, Live
+from mmserve.kv.store import KVStore
+from mmserve.models.base import LoadedModel
+
+#: The commit policy that fills the blocks.
+FILLING = "threshold"
+
+
+@dataclass
+class FilledBlock:
+    """What a request has of its current block: plain data."""
+
+    filled: Candidates | None = None  # its tokens, from when it is full until they are committed
+    forwards: int = 0  # passes made to fill blocks
+
+
+@dataclass(eq=False)
+class BlockByBlock(RequestExtension):
+    """A request that decodes in blocks."""
+
+    state: FilledBlock
+
+    def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:
+        return drafted if self.state.filled is None else self.state.filled.tokens
+
+    def choose(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Chosen | None:
+        """The block as it was filled, and the next token after it where there is room for one."""
+        filled, self.state.filled = self.state.filled, None
+        if filled is None or not len(filled.tokens):
+            return None
+        final = filled.and_then(proposed.where(slice(len(filled.tokens), None)))
+        sure = np.log(np.maximum(final.confidence, np.finfo(np.float32).tiny))
+        return Chosen(final.positions, final.tokens, sure)
+
+    def report(self, answer: Answer, d: Live) -> Answer:
+        return replace(answer, companion_forwards=self.state.forwards)
+
+    def snapshot(self) -> FilledBlock:
+        return self.state
+
+
+@dataclass
+class _Filling:
+    """A block that is being filled: a copy of its request's canvas, and the confidence of what was filled in."""
+
+    d: Decoding
+    state: FilledBlock
+    canvas: Canvas
+    confidence: np.ndarray  # fp32, of each of its masks
+    passes: int = 0
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @classmethod
+    def of(cls, d: Decoding, state: FilledBlock, count: int) -> _Filling:
+        """The next ``count`` masks of ``d``."""
+        c, first = d.canvas, d.canvas.known()
+        own = replace(
+            c,
+            tokens=c.tokens.copy(),
+            committed_at=c.committed_at.copy(),
+            block_length=count,
+            block_start=first,
+            block_step=0,
+            origin=first,
+            logit_shift=0,
+        )
+        return cls(d, state, own, np.ones(count, np.float32))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The newest token and the masks after it."""
+        return np.arange(self.canvas.block_start - 1, self.canvas.block_start + len(self.confidence))
+
+    def full(self, ends: frozenset[int]) -> bool:
+        """Whether no mask is left, or none before an end of text; ``tokens`` are then what it holds."""
+        own = self.rows[1:]
+        left = np.flatnonzero(self.canvas.committed_at[own] == MASKED)
+        known = self.canvas.tokens[own][: left[0]] if len(left) else self.canvas.tokens[own]
+        ended = np.flatnonzero(among(known, ends))
+        self.tokens = known[: ended[0] + 1] if len(ended) else known
+        return bool(len(ended)) or not len(left)
+
+
+class OwnBlocks(Extension):
+    """``model`` fills blocks with its own weights and pages, for requests whose commit policy is ``FILLING``.
+
+    Constrained requests, typed questions and requests whose K/V are reduced go token by token.
+    """
+
+    def __init__(self, model: LoadedModel, store: KVStore) -> None:
+        assert model.spec.draft_mask is not None
+        self._model, self._store, self._mask = model, store, model.spec.draft_mask
+        self._scores, self._floor = scores_for(model, store), row_floor(model)
+        self._banned = tuple(sorted({*model.spec.banned_ids, self._mask}))
+
+    def attach(self, opening: Opening) -> BlockByBlock | None:
+        r = opening.request
+        plain = r.constraint is None and not r.decisions and r.kv_reduction is None
+        return BlockByBlock(FilledBlock()) if plain and r.diffusion.commit.name == FILLING else None
+
+    def restore(self, request: Request, canvas: Canvas, snapshot: object) -> BlockByBlock | None:
+        return BlockByBlock(snapshot) if isinstance(snapshot, FilledBlock) else None
+
+    @torch.inference_mode()
+    def before_rows(self, batch: Sequence[Decoding]) -> None:
+        """Fill the next block of each request that has none, a pass over all of them at a time."""
+        filling: list[_Filling] = []
+        for d in batch:
+            found = d.extension(BlockByBlock)
+            count = min(self._model.spec.draft_block - 1, d.canvas.size - d.canvas.known())
+            if found is not None and found.state.filled is None and count:
+                filling.append(_Filling.of(d, found.state, count))
+        open_ = filling
+        while open_:
+            logits = forward(self._model, self._store, [self._pass(each) for each in open_], self._floor)
+            for each, rows in zip(open_, logits, strict=True):
+                self._fill(each, rows.whole())
+            open_ = [each for each in open_ if not each.full(self._model.spec.end_ids)]
+        for each in filling:
+            own = slice(len(each.tokens))
+            each.state.filled = Candidates(each.rows[1:][own], each.tokens, each.confidence[own], None, None)
+            each.state.forwards += each.passes
+
+    def _fill(self, each: _Filling, logits: torch.Tensor) -> None:
+        d, canvas = each.d, each.canvas
+        found = candidates(
+            logits, canvas.block_masked(), canvas, d.request.sampling, self._banned, None, self._scores, d.commit.reads
+        )
+        canvas.count_forward()
+        chosen = found.where(d.commit.choose(canvas, found))
+        canvas.commit(chosen.positions, chosen.tokens, hold=True)
+        each.confidence[chosen.positions - canvas.block_start] = chosen.confidence
+        each.passes += 1
+
+    def _pass(self, each: _Filling) -> Pass:
+        prefilled, rows, canvas = each.d.prefilled, each.rows, each.canvas
+        own, masked = rows[1:], canvas.block_masked()
+        tokens = np.where(canvas.committed_at[own] == MASKED, self._mask, canvas.tokens[own])
+        made = self._model.decoder.embed(torch.from_numpy(tokens).to(self._model.device))
+        prefilled.embeddings[own[0] : own[-1] + 1] = made
+        end = int(rows[-1]) + 1
+        return Pass(each.d.canvas, prefilled.pages, prefilled.embeddings, rows, masked, masked, end, sight=end)

@@ -22,6 +22,7 @@ from mmserve.cluster.config import cluster_config
 from mmserve.cluster.ray_actors import Places
 from mmserve.config import Config, KVCacheConfig
 from mmserve.core.cached import listing
+from mmserve.core.decisions import CHOICE, INSTRUCTION, YES_NO, Decision
 from mmserve.core.events import Failed, Finished
 from mmserve.core.request import Policy, Request
 from mmserve.engine import Engine
@@ -42,7 +43,7 @@ def together(config: Config) -> dict[str, Finished]:
     engines = build_engines(config)
     for name, engine in engines.items():
         engine.start()
-        calls = submit(engine, *requests(name))
+        calls = submit(engine, *requests(name), typed(name))
         found |= {call.request.id: finished(call) for call in calls}
         engine.stop()
     return found
@@ -70,6 +71,17 @@ def fresh(requests: list[Request], mark: str) -> list[Request]:
     return [replace(request, id=f"{request.id}.{mark}") for request in requests]
 
 
+def typed(model: str) -> Request:
+    """Typed questions, about a picture where the model takes any."""
+    images = () if "sdar" in model else (picture(5),)
+    one = ask(f"{model}.typed", f"Look. {INSTRUCTION}", images=images, recompute=Policy(name=RECOMPUTE[model]))
+    questions = (
+        Decision(kind=YES_NO, text="Is there a red circle?"),
+        Decision(kind=CHOICE, text="What color is it?", options=("red", "green", "blue")),
+    )
+    return replace(one, model=model, decisions=questions)
+
+
 def long(name: str, model: str = "reference-causal", tokens: int = 200) -> Request:
     """A request that takes a second or so."""
     spells = ask(name, "Say it.", images=(picture(7),), max_new_tokens=tokens, temperature=1.0, seed=3)
@@ -88,6 +100,14 @@ def test_three_workers_answer_as_one_process(three: Fleet, together: dict[str, F
     for call in calls:
         same(together[call.request.id], finished(call))
         assert text(call) == together[call.request.id].text
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_typed_questions_are_answered_as_by_one_process(three: Fleet, together: dict[str, Finished], name: str) -> None:
+    [call] = submit(three.coordinators[name], typed(name))
+    found, own = finished(call), together[call.request.id]
+    assert len(found.decisions) == 2 and found.decisions == own.decisions
+    same(own, found)
 
 
 @pytest.mark.parametrize("name", RECOMPUTE)

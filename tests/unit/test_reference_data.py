@@ -165,17 +165,18 @@ def test_the_tokenizer_holds_every_byte_splits_digits_and_knows_its_special_toke
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_the_loss_counts_answer_tokens_and_nothing_else(kind, tokenizer):
-    mix = "broad" if kind in MIXES["broad"] else "deciding"
+    mix = next(mix for mix in ("broad", "deciding", "decisions_alone") if kind in MIXES[mix])
     samples, canvas = next(
         (s[:4], c) for k, s, c in (draw(step, 0, looking=False, scale=0.2, mix=mix) for step in range(400)) if k == kind
     )
     batch = collate(kind, samples, canvas, tokenizer)
-    assert torch.allclose(batch.share.sum(1), torch.ones(len(samples)))
+    asked = torch.tensor([float(len(questions)) for _thing, questions in samples])
+    assert torch.allclose(batch.share.sum(1), asked)
     for row, (_thing, questions) in enumerate(samples):
         answered = batch.ids[row][batch.share[row] > 0]
         kept = [t for t in answered.tolist() if t != tokenizer.eos_token_id]
-        filled = [decision.answers[right] for q in questions for decision, right in q.decisions]
-        assert tokenizer.decode(kept) == ("".join(filled) or "".join(q.answer + EOT for q in questions))
+        ends = ["" if q.decision is not None else EOT for q in questions]
+        assert tokenizer.decode(kept) == "".join(q.answer + end for q, end in zip(questions, ends, strict=True))
     assert not (batch.share > 0)[~batch.seen].any()
     assert not (batch.share > 0)[batch.visual_at].any()
     each = dict.fromkeys(("image", "listing", "json", "watch", "decisions"), VISUAL_TOKENS)

@@ -62,14 +62,14 @@ def test_rounds_that_take_too_long_are_fewer_and_said_to_be(monkeypatch: Any) ->
     tower = model.vision.get_submodule("tower")
     found = tower_shares(tower, model.vision.select_layer, ["random"], 1, 9, told.append)
     assert found["random"].rounds == scoring.FEWEST and found["random"].row()["rounds"] == 3
-    assert told[0] == "round 0 of 9" and told[-1].endswith("3 rounds of 9 have to do")
+    assert told[0] == "round 0 of 9" and told[-1].endswith("3 rounds of 9 must suffice")
 
 
 @pytest.mark.parametrize(
     ("each", "counted", "said"),
     [
-        (40.0, 3, ["a round takes 40.0 s: about 160 s for 3 of 9", "160 s: 3 rounds of 9 have to do"]),
-        (12.0, 7, ["a round takes 12.0 s: about 96 s for 7 of 9", "96 s: 7 rounds of 9 have to do"]),
+        (40.0, 3, ["a round takes 40.0 s: about 160 s for 3 of 9", "160 s: 3 rounds of 9 must suffice"]),
+        (12.0, 7, ["a round takes 12.0 s: about 96 s for 7 of 9", "96 s: 7 rounds of 9 must suffice"]),
         (1.0, 9, ["a round takes 1.0 s: about 10 s for 9 of 9"]),
     ],
 )

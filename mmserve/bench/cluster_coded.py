@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figur
                 for index in range(_QUESTIONS * arguments.repeats):
                     thing, question = item(task, index, 7)
                     images = tuple(ImagePart(data) for data in shown(task, thing)["images"])
-                    parts = (*images, TextPart(question.text))
+                    parts: tuple[ImagePart | TextPart, ...] = (*images, TextPart(question.text))
                     left = _prefilled(first, _request(f"{task}.{index}", parts, task, recompute))
                     exact: Finished | None = None
                     for bits in _BITS:

@@ -6,7 +6,8 @@ Forms after DistServe (arXiv 2401.09670, appendix A) for prefill and decode, and
 - encode ``a + b·Σpatches + c·Σpatches²``
 - prefill ``a + b·Σn + c·Σn²``
 - decode ``a + b·Σcontext + c·Σrows`` (``rows``: positions a step runs, 1 of a next-token model)
-- transfer ``latency + bytes / bandwidth``
+- transfer between hosts ``latency + bytes / bandwidth``
+- hand-over between processes of one host ``a + b·bytes``, of which each second is one of a core
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Costs:
     decode: Curve
     load: Curve = Curve()
     link: Link = Link()
+    handover: Curve = Curve()
     embedding_bytes: float = 0.0
     kv_bytes: float = 0.0
     chunked: bool = False
@@ -100,7 +102,7 @@ def from_json(data: Any, where: str) -> Costs:
         raise ConfigError(f"{where}: unknown key {min(unknown)!r}; known are {', '.join(sorted(known))}")
     made = dict(data)
     try:
-        for key in ("load", "encode", "prefill", "decode"):
+        for key in ("load", "encode", "prefill", "decode", "handover"):
             if key in made:
                 made[key] = Curve(**_numbers(made[key], f"{where}: {key}"))
         if "link" in made:

@@ -35,6 +35,7 @@ from mmserve.needs import fitted
 from mmserve.observe.machine import describe
 from mmserve.plan.costs import Costs, Curve, Link
 from mmserve.plan.fit import Fit, Sample, fit
+from mmserve.plan.handover import handover_costs
 from mmserve.plan.pictures import picture
 from mmserve.plan.workload import Kind, Workload
 from mmserve.stages import EncodedPrompt, Stages
@@ -244,7 +245,7 @@ def measured(bench: StageBench, rounds: int, progress: Progress) -> Measured:
         for case in cases:
             bench.run(*case, counts=number >= 0)
     fits = {stage: bench.times.fit(stage) for stage in ("load", "encode", "prefill", "decode")}
-    link = _link()
+    link, handover = _link(), handover_costs()
     curves = {stage: Curve() if one is None else one.curve for stage, one in fits.items()}
     embedding, kv = bench.sizes()
     costs = Costs(
@@ -255,10 +256,15 @@ def measured(bench: StageBench, rounds: int, progress: Progress) -> Measured:
         decode=curves["decode"],
         load=curves["load"],
         link=Link(link.curve.a, 1.0 / max(link.curve.b, 1e-15)),
+        handover=handover.curve,
         embedding_bytes=embedding,
         kv_bytes=kv,
         chunked=bench.model.spec.causal,
-        quality={**{stage: one.quality for stage, one in fits.items() if one is not None}, "transfer": link.quality},
+        quality={
+            **{stage: one.quality for stage, one in fits.items() if one is not None},
+            "transfer": link.quality,
+            "handover": handover.quality,
+        },
         machine=describe(),
     )
     kinds = tuple(_typical(each) for _images, each in sorted(bench.kinds.items()))

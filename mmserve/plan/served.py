@@ -23,7 +23,7 @@ from mmserve.errors import ConfigError
 from mmserve.plan import costs as costs_file
 from mmserve.plan import report
 from mmserve.plan.beside import Beside
-from mmserve.plan.costs import Costs, Link
+from mmserve.plan.costs import Costs, Curve, Link
 from mmserve.plan.layout import Batching, Layout
 from mmserve.plan.outcome import Outcome
 from mmserve.plan.pictures import picture
@@ -60,7 +60,7 @@ def validate(arguments: argparse.Namespace, progress: Callable[[str], None]) -> 
     cores = arguments.cores or int(costs.machine.get("cores", 1))
     batching = batching_of(arguments, costs)
     if not arguments.server:
-        costs = replace(costs, link=Link())  # by reference, within the process
+        costs = replace(costs, link=Link(), handover=Curve())  # by reference, within the process
     switching, loaders = RoleSwitching() if arguments.switches else None, config.media.decode_workers
     for row in rows:
         ran = predicted(costs, layout, batching, kind, arguments.validate, cores, row["background"], loaders, switching)

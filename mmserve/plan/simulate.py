@@ -14,7 +14,7 @@ from functools import partial
 
 from mmserve.errors import ConfigError
 from mmserve.plan.clock import Action, Clock
-from mmserve.plan.costs import Costs
+from mmserve.plan.costs import Costs, Curve
 from mmserve.plan.layout import Batching, Layout
 from mmserve.plan.outcome import Outcome, Served
 from mmserve.plan.switching import LOOK_SECONDS, Coordinator, RoleSwitching, requests_at
@@ -51,6 +51,7 @@ class Simulation:
         self.workers = [Worker(number, role) for number, role in enumerate(layout.roles)]
         self.queues = Queues(costs, batching)
         self.clock = Clock(cores, background)
+        self._one_host = cores is not None
         self.live: dict[int, Job] = {}
         self.served: list[Served] = []
         self._coordinator = None if switching is None else Coordinator(switching)
@@ -249,9 +250,13 @@ class Simulation:
             self._admit(worker)
 
     def _send(self, worker: Worker, size: float, arrived: Action) -> None:
-        """A transfer, after those that the worker sends already; the worker goes on meanwhile."""
-        link = self.costs.link
+        """A transfer, after those that the worker sends already; the worker goes on meanwhile. On one host it is work
+        for its cores: to copy and check what is handed over, and to order it."""
+        link, handover = self.costs.link, self.costs.handover
         self._moved += size
+        if self._one_host and handover != Curve():
+            self.clock.run(handover(size), arrived)
+            return
         worker.link_free = max(worker.link_free, self.clock.now) + link.seconds(size)
         self.clock.at(worker.link_free + link.latency, arrived)
 

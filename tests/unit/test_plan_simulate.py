@@ -199,6 +199,25 @@ def test_times_of_one_request_alone_are_the_sum_of_its_stages() -> None:
     assert one.end - one.first == pytest.approx(steps)
 
 
+def test_a_hand_over_within_a_host_is_work_for_its_cores() -> None:
+    """Alone it takes its own time, in place of the link's; many at once share the cores with all passes."""
+    costs = replace(COSTS, handover=Curve(0.01, 1e-9))
+    [one] = simulated("1e1p1d", Workload("one", (IMAGES,)), count=1, costs=costs, cores=2).served
+    encode = COSTS.load(2.0) + COSTS.encode_seconds([1000, 1000])
+    sent, moved = (0.01 + size * 1e-9 for size in (200 * 8000, 232 * 50_000))
+    assert one.ttft == pytest.approx(encode + sent + COSTS.prefill_seconds([(0, 232)]) + moved)
+    [apart] = simulated("1e1p1d", Workload("one", (IMAGES,)), count=1, costs=costs).served
+    [before] = simulated("1e1p1d", Workload("one", (IMAGES,)), count=1).served
+    assert apart.ttft == before.ttft, "between hosts the link counts"
+    heavy = replace(COSTS, handover=Curve(0.5), link=Link())
+    free = replace(COSTS, link=Link())
+    busy, idle = (
+        simulated("1e1p4d", Workload("one", (IMAGES,)), math.inf, 40, costs=each, cores=1).makespan
+        for each in (heavy, free)
+    )
+    assert busy - idle == pytest.approx(40 * 2 * 0.5, rel=0.1), "one core has it all to do"
+
+
 def test_images_over_two_workers_take_half_the_time() -> None:
     one = Workload("one", (IMAGES,))
     whole = simulated("2e1p1d", one, count=1).served[0].ttft

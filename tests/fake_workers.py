@@ -15,6 +15,7 @@ from mmserve.cluster.coordinator import Coordinator
 from mmserve.cluster.messages import Happened, Order
 from mmserve.config import EngineConfig
 from mmserve.core.events import Finished, StageTimes, Usage
+from mmserve.core.info import AdapterInfo
 from mmserve.core.request import Request
 from mmserve.errors import MMServeError
 from mmserve.video.facts import Facts
@@ -37,6 +38,9 @@ class Depot:
         if parcel is not None:
             self.held.append(parcel)
         return parcel
+
+    def own(self, parcel: Any) -> Any:
+        return self.keep(parcel)
 
     def sent(self, parcel: Any, worker: str) -> Any:
         return parcel
@@ -82,10 +86,17 @@ class Worker:
         return [key for question, arguments in self.asked if question == "forget" for key in arguments[0]]
 
 
-def coordinator(*workers: Worker, depot: Depot | None = None, facts: Facts | None = None, **engine: Any) -> Coordinator:
+def coordinator(
+    *workers: Worker,
+    depot: Depot | None = None,
+    facts: Facts | None = None,
+    settings: ClusterSettings | None = None,
+    own: Sequence[AdapterInfo] = (),
+    **engine: Any,
+) -> Coordinator:
     config = EngineConfig(**{"max_running": 4, "adapter_folder": "/adapters", **engine})
-    more = {} if facts is None else {"facts": facts}
-    made = Coordinator(SimpleNamespace(name=MODEL), config, ClusterSettings(), depot or Depot(), **more)  # type: ignore[arg-type]
+    more: dict[str, Any] = {"adapters": own} if facts is None else {"adapters": own, "facts": facts}
+    made = Coordinator(SimpleNamespace(name=MODEL), config, settings or ClusterSettings(), depot or Depot(), **more)  # type: ignore[arg-type]
     made.start()
     for worker in workers:
         join(made, worker)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from mmserve.cluster.asking import Answers, WorkerEnded, ask_all
@@ -20,17 +20,20 @@ logger = logging.getLogger("mmserve.cluster")
 
 
 class ClusterAdapters:
-    """``AdaptersLike`` of ``model``, for any number of threads. ``folder``: the setting; empty = none can be loaded.
+    """``AdaptersLike`` of ``model``, for any number of threads. ``folder``: the setting; empty = none can be loaded but
+    ``own``, those of its checkpoint, which are served from the start, as every worker has them.
 
     ``in_use``: the keys of adapters that requests under way have. A worker holds an adapter by its key until nobody
     asks for it any more: one that is dropped, or replaced, serves the requests that have begun with it.
     """
 
-    def __init__(self, model: str, folder: str, in_use: Callable[[], set[str]]) -> None:
-        self._model, self._folder, self._in_use = model, folder, in_use
+    def __init__(
+        self, model: str, folder: str, in_use: Callable[[], set[str]], own: Sequence[AdapterInfo] = ()
+    ) -> None:
+        self._model, self._folder, self._in_use, self._own = model, folder, in_use, own
         self._changes = threading.Lock()  # one change at a time, of what workers hold
         self._lock = threading.Lock()  # guards what follows, for moments
-        self._served: dict[str, AdapterInfo] = {}  # by name
+        self._served = {info.name: info for info in own}
         self._workers: dict[str, Worker] = {}
         self._held: dict[str, set[str]] = {}  # keys, by worker
 
@@ -77,7 +80,8 @@ class ClusterAdapters:
         with self._lock:
             info = self._served.get(request.adapter)
             if info is None:
-                raise unknown(self._model, request.adapter, self._served) if self._folder else no_folder()
+                takes = self._folder or self._own
+                raise unknown(self._model, request.adapter, self._served) if takes else no_folder()
         return replace(request, adapter=key_of(info))
 
     # --- workers ---
@@ -91,7 +95,7 @@ class ClusterAdapters:
             used = self._in_use()
             with self._lock:
                 wanted = {key_of(info) for info in self._served.values()} | used
-                self._workers[worker.name], self._held[worker.name] = worker, set()
+                self._workers[worker.name], self._held[worker.name] = worker, {key_of(info) for info in self._own}
             for name in sorted({name_of(key) for key in wanted}):
                 try:
                     key = key_of(worker.ask(self._model, "hold", (name,)))

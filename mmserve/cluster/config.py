@@ -55,6 +55,9 @@ class ClusterSettings:
         one_of(0, 4, 5, 6, 7, 8),
         "bits in which keys and values of prompts go to decode, which changes answers; 0 = as they are",
     )
+    save_frames: int = value(
+        16, at_least(0), "frames of a video session between two saved states; 0 = none, a session ends with its worker"
+    )
     silent_seconds: float = value(5.0, ABOVE_0, "a worker that reports nothing for so long is replaced")
     slow_factor: float = value(
         4.0, at_least(0), "a worker whose passes take so many times as long as usual is given no work; 0 = none is"
@@ -65,7 +68,7 @@ class ClusterSettings:
     shard_pixels: int = value(
         1_000_000,
         at_least(0, meaning="never"),
-        "a request's images of so many pixels together are shared out among encode workers that have nothing to do",
+        "a request's images and videos of so many pixels together are shared among encode workers with nothing to do",
     )
     object_store_mb: int = value(128, at_least(75), "memory of Ray's object store on a local cluster (MiB)")
 

@@ -14,16 +14,16 @@ from dataclasses import replace
 from mmserve.cluster.adapters import ClusterAdapters
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.kept import ClusterKept
-from mmserve.cluster.messages import Appended, Beat, Chunk, Item, Lost, Moved, Order
+from mmserve.cluster.messages import Appended, Beat, Chunk, Item, Lost, Moved, Order, StreamSaved
 from mmserve.cluster.requests import Sink
-from mmserve.cluster.streams import ClusterStreams
+from mmserve.cluster.streams import ClusterStreams, lost_question
 from mmserve.cluster.switching import Switching
 from mmserve.cluster.totals import NOTHING, counted, total
 from mmserve.cluster.under_way import UnderWay
 from mmserve.cluster.workers import Depot, Worker
 from mmserve.config import Config, EngineConfig
 from mmserve.core.constraint import CheckedConstraint
-from mmserve.core.info import ModelInfo
+from mmserve.core.info import AdapterInfo, ModelInfo
 from mmserve.core.request import Request, RequestId
 from mmserve.core.session import Asked
 from mmserve.core.stats import Stats
@@ -37,7 +37,7 @@ from mmserve.errors import (
     Unavailable,
     Unimplemented,
 )
-from mmserve.video.facts import Facts
+from mmserve.video.facts import Facts, adapter_of
 from mmserve.video.host import Parts
 from mmserve.waiting import WaitingQueue
 
@@ -59,11 +59,12 @@ class Coordinator:
         settings: ClusterSettings,
         depot: Depot,
         facts: Facts = _NO_SESSIONS,
+        adapters: Sequence[AdapterInfo] = (),
     ) -> None:
-        self.info, self._depot, self._facts = info, depot, facts
+        self.info, self._settings, self._depot, self._facts = info, settings, depot, facts
         self._queue = WaitingQueue(engine)
         self._lock = threading.RLock()
-        self.adapters = ClusterAdapters(info.name, engine.adapter_folder, self._adapters_in_use)
+        self.adapters = ClusterAdapters(info.name, engine.adapter_folder, self._adapters_in_use, adapters)
         self._under_way = UnderWay(info.name, engine.max_running, settings, depot, self._queue, self.adapters.holds)
         self._dispatch = self._under_way.dispatch
         self.kept = ClusterKept(info.name, self._serving, self._dropped)
@@ -90,23 +91,44 @@ class Coordinator:
         self._facts.check()
         decoders = DecodePool(config.media)
         decoders.open()
-        streams = ClusterStreams(self.info.name, self._serving, self.submit_there, decoders.close)
+        streams = ClusterStreams(self, self._settings, config.video, self._serving, self._depot, decoders.close)
         self._streams = streams
         return Parts(self._facts, streams, decoders, streams if self._facts.standing else None, self.cancel)
 
-    def submit_there(self, request: Request, sink: Sink, worker: str, ask: Callable[[Order], Asked]) -> Asked:
-        """Take in a question about a stream that ``worker`` keeps: ``ask`` gives it the order, and returns what was
-        asked about. It goes on as any request, once its prompt is encoded. Raises as ``submit``, and what ``ask``
-        raises."""
+    def submit_there(
+        self, request: Request, sink: Sink, worker: str, ask: Callable[[Order], Asked], again: Callable[[], bool]
+    ) -> Asked:
+        """As of ``streams.Requests.submit_there``."""
         self._queue.check(request)
         with self._lock:
-            order = self._under_way.begin_at(worker, request, sink)
+            order = self._under_way.begin_at(worker, self.adapters.resolved(request), sink, again)
         try:
             return ask(order)
         except BaseException:
             with self._lock:
                 self._under_way.withdraw(request.id)
             raise
+
+    def session_adapter(self, asked: str) -> str:
+        """As of ``streams.Requests.session_adapter``."""
+        known = {each.name for each in self.adapters.listed()}
+        return adapter_of(asked, known, kept=self._facts.keeps_kv)
+
+    def orders_again(self, request: RequestId, worker: str) -> list[Order]:
+        """As of ``streams.Requests.orders_again``."""
+        with self._lock:
+            return self._under_way.orders_again(request, worker)
+
+    def waits_for_stream(self, request: RequestId) -> bool:
+        """As of ``streams.Requests.waits_for_stream``."""
+        with self._lock:
+            return self._under_way.waits_for_stream(request)
+
+    def give_up(self, request: RequestId) -> None:
+        """As of ``streams.Requests.give_up``."""
+        with self._lock:
+            if self._under_way.waits_for_stream(request):
+                self._under_way.fail(self._under_way.groups[request], lost_question())
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
         """``Unimplemented``: what compiles constraints is with the workers."""
@@ -191,9 +213,8 @@ class Coordinator:
                     if worker in self._dispatch.workers:
                         self._stats[worker] = item.stats[self.info.name]
                     continue
-                if isinstance(item, Appended):
-                    if self._streams is not None:
-                        self._streams.took(item)
+                if isinstance(item, Appended | StreamSaved):
+                    self._of_stream(item)
                     continue
                 self._under_way.reported(worker, item)
             self._under_way.send()
@@ -202,6 +223,8 @@ class Coordinator:
         """To be called a few times a second; ``now`` is on the monotonic clock (seconds)."""
         self._queue.measure(now)
         self.adapters.tick()
+        if self._streams is not None:
+            self._streams.tick()
         with self._lock:
             for group in list(self._under_way.groups.values()):
                 deadline = group.request.deadline
@@ -226,10 +249,20 @@ class Coordinator:
             self._dispatch.workers[change.name].serve([change.given_to])
             self._under_way.send()
 
+    def _of_stream(self, item: Appended | StreamSaved) -> None:
+        if self._streams is None:
+            return
+        if isinstance(item, Appended):
+            self._streams.took(item)
+        else:
+            self._streams.saved(item)
+
     # --- not locked ---
 
     def _keep(self, item: Item) -> Item | Lost:
         """``item`` with the memory of its state held here, or that its state is lost."""
+        if isinstance(item, StreamSaved):
+            return self._kept_stream(item)
         if not isinstance(item, Moved | Chunk):
             return item
         why: MMServeError
@@ -240,6 +273,13 @@ class Coordinator:
         except Exception as error:  # noqa: BLE001 - a bug with one state leaves the other requests alone
             why = Internal.logged(error, f"a state of request {item.key}", logger)
         return Lost(item.model, item.key, item.sample, why, isinstance(item, Chunk) or item.stays)
+
+    def _kept_stream(self, item: StreamSaved) -> StreamSaved:
+        try:
+            return replace(item, parcel=None if item.parcel is None else self._depot.own(item.parcel))
+        except Exception as error:  # noqa: BLE001 - the state before it is still there
+            logger.warning("the state of a stream after frame %d is lost: %r", item.number, error)
+            return replace(item, parcel=None)
 
     def _serving(self) -> list[Worker]:
         with self._lock:

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from mmserve.cluster.messages import Parcel
-from mmserve.cluster.object_store import stored
+from mmserve.cluster.object_store import fetched, stored
 from mmserve.transfer.shared_memory import Reader, Shelf, Ticket, allow_descriptors
 
 
@@ -37,6 +37,10 @@ class SharedDepot:
         if not isinstance(parcel, Ticket):
             return parcel
         return Kept(self._shelf.put(self._reader.take(parcel)), parcel)
+
+    def own(self, parcel: Parcel) -> Parcel:
+        """As of ``Depot.own``; what is in Ray's store is put there anew, by this process."""
+        return self.keep(parcel) if isinstance(parcel, Ticket) else stored(fetched(parcel))
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
         """As of ``Depot.sent``: to another host the bytes go by Ray's object store."""

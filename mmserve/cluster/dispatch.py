@@ -46,7 +46,8 @@ class Dispatch:
         part.waits()
         part.cost = cost(part.stage, part.point)
         request = part.point.request
-        part.media = media(request) if part.stage == "encode" else ()
+        whole = part.stage == "encode" and all(share.of == 1 for share in part.shard)
+        part.media = media(request) if whole else ()
         if part.stage == "encode":
             part.prefix = () if part.shard else beginning(request)
         else:
@@ -64,11 +65,13 @@ class Dispatch:
 
     def shards(self, whole: Part, least: int) -> list[Part]:
         """The media of a request in a part for each encode worker that has nothing to do; none where there are less
-        than two such workers, or less than ``least`` pixels (0 = never)."""
+        than two such workers, or less than ``least`` pixels (0 = never), or one of these workers has had all of it."""
         in_hand = self._in_hand()
         idle = [name for name, each in self.workers.items() if "encode" in each.roles and not in_hand[name].total()]
         free = 0 if self._waiting["encode"] else len(idle)
         found = sharded(whole.point.request, free, least) if free > 1 else []
+        if found and any(self.index.share(media(whole.point.request), name) == 1 for name in idle):
+            return []
         return [
             Part(whole.group, -1 - i, Handover(request, Stage.QUEUED, None), shard=chosen)
             for i, (chosen, request) in enumerate(found)

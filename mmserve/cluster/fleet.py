@@ -237,7 +237,12 @@ class Fleet:
             for name, info in described.models.items():
                 if name not in self.coordinators:
                     self.coordinators[name] = Coordinator(
-                        info, self._engine, self._cluster.cluster, self.depot, described.sessions[name]
+                        info,
+                        self._engine,
+                        self._cluster.cluster,
+                        self.depot,
+                        described.sessions[name],
+                        described.adapters[name],
                     )
         for coordinator in self.coordinators.values():
             coordinator.equip(member)  # before it is watched: it reports nothing yet

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from mmserve.core.events import Event
 from mmserve.core.handover import Handover
-from mmserve.core.info import ModelInfo
+from mmserve.core.info import AdapterInfo, ModelInfo
 from mmserve.core.progress import Progress
 from mmserve.core.request import ImagePart, Message, Request, RequestId, VideoPart
+from mmserve.core.share import MediaShare
 from mmserve.core.stats import Pass, Stats
 from mmserve.errors import MMServeError
 
@@ -39,7 +40,7 @@ class Order:
     handover: Handover
     parcel: Parcel = None
     left: float | None = None
-    shard: tuple[int, ...] = ()  # only these of its media are to be encoded, by their places among them
+    shard: tuple[MediaShare, ...] = ()  # only this of its media is to be encoded
     seen: tuple[Parcel, ...] = ()  # its media that others have encoded
     ahead: tuple[tuple[int, Parcel], ...] = ()  # numbered chunks of its K/V that go ahead of it
     expects: bool = False  # only those are here: it is still prefilled elsewhere
@@ -116,6 +117,16 @@ class Appended:
 
 
 @dataclass(frozen=True)
+class StreamSaved:
+    """The state of the stream ``key`` after frame ``number``; ``parcel`` is None where it could not be written."""
+
+    model: str
+    key: str
+    number: int
+    parcel: Parcel
+
+
+@dataclass(frozen=True)
 class Beat:
     """A worker is running; what its engines hold and have counted, by model, and the passes since the last beat."""
 
@@ -123,16 +134,18 @@ class Beat:
     passes: tuple[Pass, ...] = ()
 
 
-Item = Happened | Moved | Chunk | Refused | Appended | Beat
+Item = Happened | Moved | Chunk | Refused | Appended | StreamSaved | Beat
 
 
 @dataclass(frozen=True)
 class Described:
-    """A worker that is ready: its models, what video sessions must know of them, its host (as of ``host_id``), its
-    process and the address of its shelf. ``door``: where the front finds it on its host; empty = by Ray alone."""
+    """A worker that is ready: its models, what video sessions must know of them, the adapters of their checkpoints, its
+    host (as of ``host_id``), its process and the address of its shelf. ``door``: where the front finds it on its host;
+    empty = by Ray alone."""
 
     models: Mapping[str, ModelInfo]
     sessions: Mapping[str, Facts]
+    adapters: Mapping[str, tuple[AdapterInfo, ...]]
     host: str
     pid: int
     shelf: str

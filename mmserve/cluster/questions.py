@@ -31,6 +31,7 @@ QUESTIONS: Mapping[str, Callable[..., Any]] = {
     # sessions of video
     "stream.open": lambda of, *given: of.home.open(*given),
     "stream.append": lambda of, name, number, *frame: of.home.append(name, number, frame_of(*frame)),
+    "stream.save": lambda of, name: of.home.save(name),
     "stream.ask": lambda of, *given: of.home.ask(*given),
     "stream.stats": lambda of, name: of.home.stats(name),
     "stream.close": lambda of, name: of.home.close(name),

@@ -7,12 +7,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 from mmserve.cluster.messages import Order, Parcel
-from mmserve.core.events import Event
+from mmserve.core.events import Admitted, Event
 from mmserve.core.handover import NEXT_ROLE, Handover
 from mmserve.core.plan import Entry
 from mmserve.core.progress import Progress
 from mmserve.core.request import Request, RequestId, Stage
 from mmserve.core.samples import samples
+from mmserve.core.share import MediaShare
 from mmserve.schedule.deadlines import due
 from mmserve.schedule.fair import aged
 
@@ -26,7 +27,7 @@ class Group:
     request: Request
     sink: Sink
     arrived: float  # on the monotonic clock (seconds)
-    home: str = ""  # of a question about a stream of video: the worker that keeps the stream
+    again: Callable[[], bool] | None = None  # of a question about a stream: has that ask it again, if it can
     begun: bool = False  # it has left the queue
     parts: dict[int | None, Part] = field(default_factory=dict)  # that have not ended, by sample; None = all together
     sent: dict[int, int] = field(default_factory=dict)  # characters of each sample's text
@@ -81,7 +82,7 @@ class Part:
     cost: float = 1.0  # there
     losses: int = 0  # workers that ended while they had it
     skip: dict[int, int] = field(default_factory=dict)  # characters of each sample that the client has, and come again
-    shard: tuple[int, ...] = ()  # it is these of the request's media, to be encoded for the part that has all samples
+    shard: tuple[MediaShare, ...] = ()  # it is this of the request's media, encoded for the part that has all samples
     seen: list[Parcel] = field(default_factory=list)  # its media that shards have encoded
     media: tuple[Hashable, ...] = ()  # what the index knows of its media, while they are to be encoded, and
     prefix: tuple[Hashable, ...] = ()  # of its prompt
@@ -140,3 +141,18 @@ class Part:
         tenant = self.group.request.tenant
         priority = aged(tenant.priority, now - self.group.arrived)
         return Entry(self.id, self.point.stage, tenant=tenant.name, share=tenant.share, priority=priority)
+
+
+def admitted_once(sink: Sink) -> Sink:
+    """``sink`` without the second ``Admitted`` of a question that was put to a worker which ended."""
+    seen = False
+
+    def take(event: Event | Progress) -> None:
+        nonlocal seen
+        if isinstance(event, Admitted):
+            if seen:
+                return
+            seen = True
+        sink(event)
+
+    return take

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import count
+from math import ceil
 
 from PIL import Image
 
 from mmserve.core.handover import ROLES, Handover
 from mmserve.core.request import ImagePart, Part, Request, VideoPart
+from mmserve.core.share import MediaShare
 
 #: Requests that a worker has in hand for a stage, at most: the others wait where they can still go elsewhere.
 IN_HAND = {"encode": 4, "prefill": 8}
@@ -83,14 +85,26 @@ def shards(costs: Sequence[float], most: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(part)) for part in parts]
 
 
-def sharded(request: Request, encoders: int, least: int) -> list[tuple[tuple[int, ...], Request]]:
+def sharded(request: Request, encoders: int, least: int) -> list[tuple[tuple[MediaShare, ...], Request]]:
     """The media of ``request`` in parts of like cost for so many ``encoders``, each with the request that has the files
-    of no others; none where there are too few media, or less than ``least`` pixels (0 = never)."""
+    of no others; none where there is one image only, or less than ``least`` pixels (0 = never).
+
+    A video that costs more than one encoder's share is cut into as many parts as it costs shares.
+    """
     files = _media(request)
     costs = [pixels(part) for part in files]
-    if not least or encoders < 2 or len(files) < 2 or sum(costs) < least:
+    total = sum(costs)
+    if not least or encoders < 2 or total < least:
         return []
-    return [(chosen, _only(request, frozenset(chosen))) for chosen in shards(costs, encoders)]
+    found: list[MediaShare] = []
+    for place, (file, cost) in enumerate(zip(files, costs, strict=True)):
+        of = min(encoders, ceil(cost * encoders / total)) if isinstance(file, VideoPart) else 1
+        found += [MediaShare(place, part, of) for part in range(of)]
+    if len(found) < 2:
+        return []
+    parts = shards([costs[share.place] / share.of for share in found], encoders)
+    chosen = [tuple(found[i] for i in part) for part in parts]
+    return [(own, _only(request, frozenset(share.place for share in own))) for own in chosen]
 
 
 def _only(request: Request, chosen: frozenset[int]) -> Request:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
+import torch
 from PIL import Image
 
-from mmserve.cluster.messages import Appended, Item, Order
+from mmserve.cluster.messages import Appended, Item, Order, Parcel, StreamSaved
 from mmserve.config import VideoConfig
 from mmserve.core.request import Vision
 from mmserve.core.session import Asked, Memory
+from mmserve.core.stream_state import SeenState, StreamPayload
 from mmserve.core.tenant import Tenant
 from mmserve.engine import Engine
 from mmserve.errors import Cancelled, FailedPrecondition, MMServeError
@@ -22,12 +28,24 @@ from mmserve.video.reported import reported
 from mmserve.video.standing import Judged, StandingQuestion
 from mmserve.video.streams import EngineStream, EngineStreams
 
+logger = logging.getLogger("mmserve.cluster")
+
+
+@dataclass
+class _Kept:
+    """A stream that is open: the number of its newest frame, and the latest frames, for standing questions."""
+
+    stream: EngineStream
+    number: int = 0
+    seen: OrderedDict[int, Seen] = field(default_factory=OrderedDict)
+
 
 class StreamHome:
     """Those of one ``engine``; streams have the names that the front gives them.
 
     ``report``: puts an item into what the front is sent. ``sink_of``: what takes the events of an order's request.
-    Methods are for one thread at a time, and wait for no frame.
+    ``write``, ``read``: a payload as the front keeps it, and back. Methods are for one thread at a time, and wait for
+    no frame.
     """
 
     def __init__(
@@ -36,42 +54,71 @@ class StreamHome:
         config: VideoConfig,
         report: Callable[[Item], None],
         sink_of: Callable[[Order], Sink],
+        write: Callable[[Any], Parcel],
+        read: Callable[[Parcel], Any],
     ) -> None:
         self._model, self._report, self._sink_of = engine.info.name, report, sink_of
+        self._write, self._read = write, read
         self._streams = EngineStreams(engine, config)
         self._standing = standing_of(engine.stages.model)
         self._most_seen = config.frames_under_way + 1 if self._standing is not None else 0
-        self._open: dict[str, EngineStream] = {}
-        self._seen: dict[str, OrderedDict[int, Seen]] = {}  # the latest frames of each, for standing questions
+        self._open: dict[str, _Kept] = {}
+        # On a thread of its own: other streams' frames do not wait for the bytes of a state.
+        self._saving = ThreadPoolExecutor(1, "mmserve-saving", lambda: torch.set_num_threads(1))
 
-    def open(self, name: str, memory: Memory, tenant: Tenant, vision: Vision | None, beside: int) -> None:
-        """As of ``Streams.open``."""
-        self._open[name] = self._streams.open(memory, tenant, vision, beside)
-        self._seen[name] = OrderedDict()
+    def open(
+        self, name: str, memory: Memory, tenant: Tenant, vision: Vision | None, beside: int, parcel: Parcel = None
+    ) -> int:
+        """As of ``Streams.open``; with the state in ``parcel``, the stream goes on as the one that it is of. Returns
+        the bytes that are set aside for it."""
+        saved: StreamPayload | None = None if parcel is None else self._read(parcel)
+        kept = _Kept(self._streams.open(memory, tenant, vision, beside, saved))
+        if saved is not None:
+            kept.number = saved.number
+            kept.seen.update((one.number, Seen(one.seconds, one.tokens, one.whole)) for one in saved.seen)
+        self._open[name] = kept
+        return kept.stream.held
 
     def append(self, name: str, number: int, frame: Frame) -> None:
         """As of ``Stream.append``; what becomes of the frame is reported as ``Appended`` with ``number``."""
         try:
-            future = self._stream(name).append(frame)
+            kept = self._kept(name)
+            future = kept.stream.append(frame)
         except MMServeError as error:
             self._report(Appended(self._model, name, number, error))
             return
-        future.add_done_callback(lambda done: self._appended(name, number, done))
+        kept.number = number
+        future.add_done_callback(partial(self._appended, name, kept, number))
+
+    def save(self, name: str) -> None:
+        """Report the stream's state after its frames so far as ``StreamSaved``; nothing where it is closed."""
+        kept = self._open.get(name)
+        if kept is None:
+            return
+        number = kept.number
+
+        def taken(done: Future[StreamPayload]) -> None:  # on the streams' thread, before its next frame
+            seen = tuple(SeenState(i, one.seconds, one.tokens_RD, one.whole_RD) for i, one in kept.seen.items())
+            self._saving.submit(self._saved, name, number, seen, done)
+
+        try:
+            kept.stream.save().add_done_callback(taken)
+        except MMServeError:  # it is being closed
+            return
 
     def ask(self, name: str, order: Order, scope: Scope | None) -> Asked:
         """As of ``Stream.ask``, for the request of ``order``, whose events go to the front as those of any order."""
-        return self._stream(name).ask(order.request(), scope, self._sink_of(order))
+        return self._kept(name).stream.ask(order.request(), scope, self._sink_of(order))
 
     def stats(self, name: str) -> StreamStats:
         """As of ``Stream.stats``."""
-        return self._stream(name).stats()
+        return self._kept(name).stream.stats()
 
     def close(self, name: str) -> None:
         """As of ``Stream.close``."""
-        stream = self._open.pop(name, None)
-        self._seen.pop(name, None)
-        if stream is not None:
-            stream.close()
+        kept = self._open.pop(name, None)
+        if kept is not None:
+            kept.stream.close()
 
     def check(self, question: StandingQuestion, path: str) -> None:
         """As of ``Standing.check``."""
@@ -81,7 +128,7 @@ class StreamHome:
     def judge(self, name: str, number: int, questions: Sequence[StandingQuestion]) -> list[Judged]:
         """As of ``Standing.judge``, about one of the latest frames."""
         assert self._standing is not None, "facts have it"
-        seen = self._seen.get(name, OrderedDict()).get(number)
+        seen = self._kept(name).seen.get(number)
         if seen is None:
             raise FailedPrecondition("the frame is not kept any more")
         return self._standing.judge(seen, questions)
@@ -89,22 +136,32 @@ class StreamHome:
     def stop(self) -> None:
         """Close all streams."""
         self._streams.stop()
+        self._saving.shutdown()
 
-    def _stream(self, name: str) -> EngineStream:
-        stream = self._open.get(name)
-        if stream is None:
+    def _kept(self, name: str) -> _Kept:
+        kept = self._open.get(name)
+        if kept is None:
             raise FailedPrecondition("the stream is closed")
-        return stream
+        return kept
 
-    def _appended(self, name: str, number: int, done: Future[Seen]) -> None:
+    def _appended(self, name: str, kept: _Kept, number: int, done: Future[Seen]) -> None:
         """On the streams' thread, or on that of ``close``."""
         error = Cancelled("the stream was closed") if done.cancelled() else done.exception()
-        latest = self._seen.get(name)
-        if error is None and latest is not None and self._most_seen:
-            latest[number] = done.result()
-            while len(latest) > self._most_seen:
-                latest.popitem(last=False)
+        if error is None and self._most_seen:
+            kept.seen[number] = done.result()
+            while len(kept.seen) > self._most_seen:
+                kept.seen.popitem(last=False)
         self._report(Appended(self._model, name, number, None if error is None else reported(error)))
+
+    def _saved(self, name: str, number: int, seen: tuple[SeenState, ...], done: Future[StreamPayload]) -> None:
+        parcel: Parcel = None
+        try:
+            parcel = self._write(replace(done.result(), seen=seen, number=number))
+        except Cancelled:  # it was closed
+            return
+        except Exception as error:  # noqa: BLE001 - the front has an older state
+            logger.error("the state of a stream could not be saved: %r", error)
+        self._report(StreamSaved(self._model, name, number, parcel))
 
 
 def frame_of(seconds: float, size: tuple[int, int], pixels: bytes, detail: bool) -> Frame:

@@ -4,160 +4,111 @@ these then go on as any request does."""
 from __future__ import annotations
 
 import threading
-import uuid
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
-
-import torch
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from mmserve.cluster.asking import WorkerEnded
-from mmserve.cluster.messages import Appended, Order
+from mmserve.cluster.config import ClusterSettings
+from mmserve.cluster.messages import Appended, Order, Parcel, StreamSaved
 from mmserve.cluster.requests import Sink
-from mmserve.cluster.workers import Worker
-from mmserve.core.request import Request, Vision
+from mmserve.cluster.stream import PATIENCE, ClusterStream, SeenThere
+from mmserve.cluster.workers import Depot, Worker
+from mmserve.config import VideoConfig
+from mmserve.core.info import ModelInfo
+from mmserve.core.request import Request, RequestId, Vision
 from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
-from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, Unavailable
-from mmserve.video.base import Frame, Scope, Seen, StreamLost, StreamStats
+from mmserve.errors import FailedPrecondition, MMServeError, Unavailable
+from mmserve.video.base import Seen
+from mmserve.video.bounds import check_bytes, check_count
 from mmserve.video.standing import Judged, StandingQuestion
 
-NO_ADAPTER = "must name no adapter: sessions of video on a cluster take none"
-#: Has the coordinator take in a request that the worker with this name has, and calls the function with its order.
-Submit = Callable[[Request, Sink, str, Callable[[Order], Asked]], Asked]
+#: Streams that are opened again at once, of workers that have ended.
+_AT_ONCE = 4
+#: Seconds between two looks for a worker.
+_GLANCE = 0.05
 
 
-@dataclass(frozen=True)
-class SeenThere(Seen):
-    """A frame that the worker of its stream keeps; its tensors are empty."""
+class Requests(Protocol):
+    """The requests of a model, as streams need them."""
 
-    stream: ClusterStream
-    number: int
+    @property
+    def info(self) -> ModelInfo:
+        """The model."""
 
+    def session_adapter(self, asked: str) -> str:
+        """As of ``Streams.adapter_for``."""
 
-class ClusterStream:
-    """``Stream`` whose frames the worker ``home`` keeps."""
+    def submit_there(
+        self, request: Request, sink: Sink, worker: str, ask: Callable[[Order], Asked], again: Callable[[], bool]
+    ) -> Asked:
+        """Take in a question about a stream that ``worker`` keeps: ``ask`` gives it the order, and returns what was
+        asked about. It goes on as any request, once its prompt is encoded; where it is lost before, ``again`` is
+        called, which returns whether ``orders_again`` will be. Raises as ``Engine.submit``, and what ``ask`` raises."""
 
-    def __init__(self, streams: ClusterStreams, home: Worker, name: str) -> None:
-        self.home, self.name, self._streams = home, name, streams
-        self.worker = home.name  # ``home`` may have another name once its worker is replaced
-        self._lock = threading.Lock()
-        self._under_way: dict[int, tuple[float, Future[Seen]]] = {}
-        self._number = 0
-        self._lost: StreamLost | None = None
+    def orders_again(self, request: RequestId, worker: str) -> list[Order]:
+        """The same for a question that was lost: what ``worker`` is to get; empty where it has ended meanwhile."""
 
-    def append(self, frame: Frame) -> Future[Seen]:
-        """As of ``Stream.append``; ``StreamLost`` where the worker has ended."""
-        future: Future[Seen] = Future()
-        with self._lock:
-            if self._lost is not None:
-                raise self._lost
-            self._number += 1
-            number = self._number
-            self._under_way[number] = frame.seconds, future
-        image = frame.image.convert("RGB")
-        sent = (self.name, number, frame.seconds, image.size, image.tobytes(), frame.detail)
-        self.home.post(self._streams.model, "stream.append", sent)
-        return future
+    def waits_for_stream(self, request: RequestId) -> bool:
+        """Whether a question would have to be asked again were its worker lost."""
 
-    def ask(self, request: Request, scope: Scope | None, sink: Sink) -> Asked:
-        """As of ``Stream.ask``."""
-        if request.adapter:
-            raise InvalidArgument.of("adapter", NO_ADAPTER)
-        return self._streams.submit(
-            request, sink, self.worker, lambda order: self.question("stream.ask", self.name, order, scope)
-        )
+    def give_up(self, request: RequestId) -> None:
+        """End a question that was lost with its stream."""
 
-    def stats(self) -> StreamStats:
-        """As of ``Stream.stats``."""
-        stats: StreamStats = self.question("stream.stats", self.name)
-        return stats
-
-    def close(self) -> None:
-        """As of ``Stream.close``."""
-        self._streams.forget(self)
-        self.home.post(self._streams.model, "stream.close", (self.name,))
-        self._fail(Cancelled("the stream was closed"))
-
-    def question(self, question: str, *arguments: Any) -> Any:
-        """What the worker answers; raises ``StreamLost`` where it has ended."""
-        if self._lost is not None:
-            raise self._lost
-        try:
-            return self.home.ask(self._streams.model, question, arguments)
-        except WorkerEnded as error:
-            raise lost() from error
-
-    def took(self, item: Appended) -> None:
-        """A frame is in, or has failed."""
-        with self._lock:
-            seconds, future = self._under_way.pop(item.number, (0.0, None))
-        if future is None:
-            return
-        if item.error is not None:
-            future.set_exception(item.error)
-        else:
-            future.set_result(SeenThere(seconds, torch.empty(0), torch.empty(0), self, item.number))
-
-    def left(self) -> None:
-        """Its worker has ended."""
-        with self._lock:
-            self._lost = lost()
-        self._fail(self._lost)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            under_way, self._under_way = self._under_way, {}
-        for _seconds, future in under_way.values():
-            future.set_exception(error)
+    def cancel(self, request_id: RequestId, error: MMServeError | None = None) -> None:
+        """End one with ``error``."""
 
 
 class ClusterStreams:
-    """``Streams`` of ``model``, each on the worker with the fewest of those that ``workers`` returns. The bounds of
-    ``[video]`` hold for each worker. ``closing`` is called once, at the end. Also its ``Judge``."""
+    """``Streams`` of a model, each on the worker with the fewest of those that ``workers`` returns; the bounds of
+    ``[video]`` hold for all workers together. ``closing`` is called once, at the end. Also its ``Judge``."""
 
     def __init__(
         self,
-        model: str,
+        requests: Requests,
+        settings: ClusterSettings,
+        config: VideoConfig,
         workers: Callable[[], Sequence[Worker]],
-        submit: Submit,
+        depot: Depot,
         closing: Callable[[], None],
     ) -> None:
-        self.model, self.submit = model, submit
-        self._workers, self._closing = workers, closing
+        self.model, self.requests = requests.info.name, requests
+        self._settings, self._config, self._workers, self._depot, self._closing = (
+            settings,
+            config,
+            workers,
+            depot,
+            closing,
+        )
         self._lock = threading.Lock()
-        self._streams: dict[str, ClusterStream] = {}
+        self._streams: dict[str, ClusterStream] = {}  # by their names on their workers
+        self._open: dict[ClusterStream, int] = {}  # bytes that are set aside for each
         self._stopped = False
+        self._openers = ThreadPoolExecutor(_AT_ONCE, "mmserve-streams")
 
     def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> ClusterStream:
         """As of ``Streams.open``; ``Unavailable`` where there is no worker."""
-        workers = self._workers()
-        encoders = [worker for worker in workers if "encode" in worker.roles] or workers
-        if not encoders:
-            raise self._nobody()
+        given = memory, tenant, vision, beside
+        stream = ClusterStream(self, given, self._settings.save_frames, self._settings.max_losses)
         with self._lock:
-            if self._stopped:
-                raise Unavailable("the server is shutting down; open the stream at another one")
-            counts = Counter(stream.worker for stream in self._streams.values())
-            home = min(encoders, key=lambda worker: counts[worker.name])
-            name = uuid.uuid4().hex
-            stream = self._streams[name] = ClusterStream(self, home, name)
+            check_count(self._config, len(self._open))
+            self._open[stream] = 0
         try:
-            stream.question("stream.open", name, memory, tenant, vision, beside)
-            if home.name != stream.worker:  # it was replaced meanwhile
-                raise lost()
+            held = stream.begin()
+            with self._lock:
+                check_bytes(self._config, sum(self._open.values()), held)
+                self._open[stream] = held
         except BaseException:
-            self.forget(stream)
+            stream.close()
             raise
         return stream
 
     def adapter_for(self, asked: str) -> str:
-        """As of ``Streams.adapter_for``: none."""
-        if asked:
-            raise InvalidArgument.of("model", NO_ADAPTER)
-        return ""
+        """As of ``Streams.adapter_for``."""
+        return self.requests.session_adapter(asked)
 
     @property
     def stopped(self) -> bool:
@@ -172,52 +123,112 @@ class ClusterStreams:
         for stream in streams:
             stream.close()
         if first:
+            self._openers.shutdown()
             self._closing()
+
+    # --- what workers report ---
+
+    def took(self, item: Appended) -> None:
+        """What became of a frame."""
+        if (stream := self._named(item.key)) is not None:
+            stream.took(item)
+
+    def saved(self, item: StreamSaved) -> None:
+        """A stream's state was saved; with the coordinator's lock."""
+        if (stream := self._named(item.key)) is not None:
+            stream.saved(item)
+        else:
+            self.drop(item.parcel)
+
+    def left(self, worker: str) -> None:
+        """A worker has ended: others go on with its streams."""
+        for stream in self._all():
+            stream.left(worker)
+
+    def tick(self) -> None:
+        """Move streams from workers that do not encode any more to those that do."""
+        encoding = {worker.name for worker in self._workers() if "encode" in worker.roles}
+        for stream in self._all() if encoding else ():
+            if stream.worker not in encoding:
+                stream.move()
+
+    # --- for streams ---
+
+    def choose(self, tried: Collection[str], patience: float) -> Worker | None:
+        """A worker that is not among those ``tried``, the one with the fewest streams of those that encode; None where
+        there is none within so many seconds."""
+        end = time.monotonic() + patience
+        while True:
+            workers = [worker for worker in self._workers() if worker.name not in tried]
+            found = [worker for worker in workers if "encode" in worker.roles] or workers
+            if found:
+                counts = Counter(stream.worker for stream in self._all())
+                return min(found, key=lambda worker: counts[worker.name])
+            if self._stopped or time.monotonic() >= end:
+                return None
+            time.sleep(_GLANCE)
+
+    def renamed(self, stream: ClusterStream, former: str) -> bool:
+        """Workers report ``stream`` by its new name from now on; whether streams may still be opened."""
+        with self._lock:
+            self._streams.pop(former, None)
+            if not self._stopped:
+                self._streams[stream.name] = stream
+            return not self._stopped
 
     def forget(self, stream: ClusterStream) -> None:
         """It is closed."""
         with self._lock:
             self._streams.pop(stream.name, None)
+            self._open.pop(stream, None)
 
-    def took(self, item: Appended) -> None:
-        """What a worker reports of a frame."""
-        with self._lock:
-            stream = self._streams.get(item.key)
-        if stream is not None:
-            stream.took(item)
+    def sent(self, parcel: Parcel, worker: str) -> Parcel:
+        """A saved state for a worker to read."""
+        return None if parcel is None else self._depot.sent(parcel, worker)
 
-    def left(self, worker: str) -> None:
-        """A worker has ended, and its streams with it."""
-        with self._lock:
-            streams = [stream for stream in self._streams.values() if stream.worker == worker]
-        for stream in streams:
-            stream.left()
+    def drop(self, parcel: Parcel) -> None:
+        """A saved state is not needed any more."""
+        if parcel is not None:
+            self._depot.drop(parcel)
+
+    def go(self, work: Callable[[], None]) -> None:
+        """Run this soon, on another thread."""
+        self._openers.submit(work)
+
+    def nobody(self) -> Unavailable:
+        """There is no worker."""
+        return Unavailable(f"no worker of {self.model!r} is there: they are being replaced, try again in a few seconds")
 
     # --- standing questions ---
 
     def check(self, question: StandingQuestion, path: str = "question") -> None:
         """As of ``Judge.check``, on any worker."""
-        workers = self._workers()
-        if not workers:
-            raise self._nobody()
-        workers[0].ask(self.model, "stream.check", (question, path))
+        tried: set[str] = set()
+        while (worker := self.choose(tried, PATIENCE)) is not None:
+            try:
+                worker.ask(self.model, "stream.check", (question, path))
+            except WorkerEnded:
+                tried.add(worker.name)
+            else:
+                return
+        raise self.nobody()
 
     def judge(self, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
         """As of ``Judge.judge``, on the worker that keeps the frame."""
         if not isinstance(frame, SeenThere):
             raise FailedPrecondition("the frame is of no stream of this cluster")
-        judged: list[Judged] = frame.stream.question("stream.judge", frame.stream.name, frame.number, list(questions))
+        judged: list[Judged] = frame.stream.question("stream.judge", frame.number, list(questions), frame=frame.number)
         return judged
 
-    def _nobody(self) -> Unavailable:
-        return Unavailable(f"no worker of {self.model!r} is there: they are being replaced, try again in a few seconds")
+    def _named(self, name: str) -> ClusterStream | None:
+        with self._lock:
+            return self._streams.get(name)
+
+    def _all(self) -> list[ClusterStream]:
+        with self._lock:
+            return list(self._streams.values())
 
 
 def lost_question() -> Unavailable:
     """Why a question ends whose stream, or prompt, was lost."""
     return Unavailable("the worker that had the question has ended before its prompt was encoded: ask again")
-
-
-def lost() -> StreamLost:
-    """Why a stream whose worker has ended is no more."""
-    return StreamLost("the worker that kept the session's frames has ended, and they with it: open another session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -48,11 +48,25 @@ class UnderWay:
             self.dispatch.wait(part)
         self.send()
 
-    def begin_at(self, worker: str, request: Request, sink: Sink) -> Order:
-        """Take in a question about a stream that ``worker`` keeps, which is to get the order that this returns."""
-        part = self._admitted(Group(request, sink, time.monotonic(), home=worker), of_session=True)
+    def begin_at(self, worker: str, request: Request, sink: Sink, again: Callable[[], bool]) -> Order:
+        """Take in a question about a stream that ``worker`` keeps, which is to get the order that this returns.
+
+        ``again`` is called where it is lost there before its prompt is encoded; False = it cannot be asked again."""
+        part = self._admitted(Group(request, sink, time.monotonic(), again=again), of_session=True)
         self._leave_queue(part.group)
         return part.order(self._model, worker, lambda parcel: parcel)
+
+    def orders_again(self, request: RequestId, worker: str) -> list[Order]:
+        """What of a question was lost before its prompt was encoded, for ``worker`` to begin with."""
+        group = self.groups.get(request)
+        parts = () if group is None else group.parts.values()
+        lost = [part for part in parts if part.worker is None and part.point.stage is Stage.QUEUED]
+        return [part.order(self._model, worker, lambda parcel: parcel) for part in lost]
+
+    def waits_for_stream(self, request: RequestId) -> bool:
+        """Whether some of a question has no state but what was sent."""
+        group = self.groups.get(request)
+        return group is not None and any(part.point.stage is Stage.QUEUED for part in group.parts.values())
 
     def withdraw(self, request: RequestId) -> None:
         """Forget a question that its worker did not take in, without an event."""
@@ -207,10 +221,7 @@ class UnderWay:
         part.point, part.parcel = replace(item.handover, request=request), item.parcel
         if not item.stays:
             self._timed(part.stage, item.handover.run)
-            if part.group.home and item.handover.stage is Stage.QUEUED:
-                self.fail(part.group, lost_question())
-                return
-            self.dispatch.wait(part)
+            self._go_on(part)
 
     @staticmethod
     def _own(part: Part) -> Request:
@@ -261,15 +272,22 @@ class UnderWay:
         """Its worker ended, or never had it: it goes on from where it was saved."""
         if part.point.stage not in (Stage.PREFILLED, Stage.READY):
             self._forget_ahead(part)
-        if part.group.home and part.point.stage is Stage.QUEUED:
-            self.fail(part.group, lost_question())
-            return
         part.losses += 1
         if part.losses > self._settings.max_losses:
             why = f"{part.losses} workers ended while they had the request; it may be the cause: send it again, or not"
             self.fail(part.group, Unavailable(why))
             return
-        self.dispatch.wait(part)
+        self._go_on(part)
+
+    def _go_on(self, part: Part) -> None:
+        """``part`` is to go on from its point; a question without any, where its stream is."""
+        again = part.group.again
+        if again is None or part.point.stage is not Stage.QUEUED:
+            self.dispatch.wait(part)
+            return
+        part.worker = None
+        if not again():
+            self.fail(part.group, lost_question())
 
     def _timed(self, role: str, run: Mapping[str, float]) -> None:
         """Note what a stage took of a request that left it."""

@@ -83,10 +83,12 @@ class Worker:
         for engine in self._engines.values():
             engine.start()
         for name, engine in self._engines.items():
-            home = StreamHome(engine, config.video, self._outbox.put, self._sink)
+            home = StreamHome(engine, config.video, self._outbox.put, self._sink, self._written, self._read)
             self._subjects[name] = Subject(engine, home)
         infos = {name: engine.info for name, engine in self._engines.items()}
-        facts = {name: facts_of(engine.stages.model) for name, engine in self._engines.items()}
+        stages = {name: engine.stages for name, engine in self._engines.items()}
+        facts = {name: facts_of(each.model, each.capabilities) for name, each in stages.items()}
+        adapters = {name: tuple(engine.adapters.listed()) for name, engine in self._engines.items()}
         door = ""
         if shares:  # references to Ray's store travel by Ray alone
             calls: dict[str, Callable[..., None]] = {
@@ -98,7 +100,7 @@ class Worker:
             opened = Door()
             opened.serve(calls, self.events)
             door = opened.address
-        return Described(infos, facts, host_id(), os.getpid(), self._shelf.address, door)
+        return Described(infos, facts, adapters, host_id(), os.getpid(), self._shelf.address, door)
 
     def take(self, orders: list[Order]) -> None:
         """Take requests in; what goes wrong with one is reported by an item of its own."""
@@ -107,9 +109,9 @@ class Worker:
                 self._seeing.submit(self._see, order)
                 continue
             try:
-                for parcel in order.seen:
-                    self._engines[order.model].stages.encoder.keep(order.request(), self._read(parcel))
                 engine, sink = self._engines[order.model], self._sink(order)
+                if order.seen:
+                    engine.stages.encoder.keep(order.request(), [self._read(parcel) for parcel in order.seen])
                 handover = replace(order.handover, request=order.request())
                 for number, parcel in order.ahead:
                     engine.expect(replace(handover, payload=self._read(parcel)), number, sink)
@@ -213,7 +215,7 @@ class Worker:
                     self._moved(order, None if whole else sample, event.handover, isinstance(event, Saved))
                 )
             elif isinstance(event, Ahead):
-                parcel = self._written(order.model, event.handover)
+                parcel = self._written(self._coded(order.model, event.handover.payload))
                 plain = _plain(event.handover)
                 self._outbox.put(Chunk(order.model, order.key, sample, plain, parcel, event.number))
             else:
@@ -222,13 +224,18 @@ class Worker:
         return take
 
     def _moved(self, order: Order, sample: int | None, handover: Handover, stays: bool) -> Moved:
-        parcel = None if handover.payload is None else self._written(order.model, handover)
+        payload = None if handover.payload is None else self._coded(order.model, handover.payload)
+        parcel = None if payload is None else self._written(payload)
         return Moved(order.model, order.key, sample, _plain(handover), parcel, stays)
 
-    def _written(self, model: str, handover: Handover) -> Parcel:
-        payload, loaded = handover.payload, self._engines[model].stages.model
+    def _coded(self, model: str, payload: Any) -> Any:
+        """K/V of a prompt in fewer bits, where the cluster asks for that; other payloads as they are."""
+        loaded = self._engines[model].stages.model
         if self._kv_bits and isinstance(payload, PrefilledPayload | KVChunk) and isinstance(loaded, LoadedModel):
-            payload = coded(payload, self._kv_bits, loaded.decoder.config.num_layers)
+            return coded(payload, self._kv_bits, loaded.decoder.config.num_layers)
+        return payload
+
+    def _written(self, payload: Any) -> Parcel:
         packed = PAYLOADS.pack(payload)
         if self._shares:
             ticket = self._shelf.write(packed)

@@ -45,6 +45,10 @@ class Depot(Protocol):
         """A parcel of the same bytes that is there even if the worker that made it ends; may wait for that worker.
         Raises ``TransferError``."""
 
+    def own(self, parcel: Parcel) -> Parcel:
+        """As ``keep``, at the cost of a copy where the worker is on another host: there that is true of ``keep`` only
+        while the worker lives."""
+
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
         """The same for ``worker`` to read."""
 

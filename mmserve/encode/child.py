@@ -82,7 +82,7 @@ class Child(ChildProcess):
         """
         message: dict[str, Any] = {"clip": file.clip, "name": file.name, "frames": file.frames, "rate": file.rate}
         message["piece"] = None if file.piece is None else dataclasses.asdict(file.piece)
-        message |= {"sampler": file.sampler, "window": file.window, "resize": file.resize}
+        message |= {"sampler": file.sampler, "window": file.window, "resize": file.resize, "part": file.part}
         head = {**message, "bytes": len(file.data), "limits": dataclasses.asdict(limits)}
         images: list[Image.Image] = []
         seconds: list[float] = []

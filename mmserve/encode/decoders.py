@@ -72,6 +72,7 @@ class InPlace:
             if len(frames) == size:
                 yield make(frames)
                 frames = []
+        yield from plans  # of a part without any frames
         if frames:
             yield make(frames)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,11 @@ from mmserve.core.cached import Label
 from mmserve.core.encoded import Encoded
 from mmserve.core.payloads import VisualPayload
 from mmserve.core.request import ImagePart, Message, Part, PixelRange, Request, TextPart, VideoPart
+from mmserve.core.share import MediaShare
 from mmserve.core.tools import Tool
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
+from mmserve.encode.clip_parts import whole_of
 from mmserve.encode.decoders import Check, Decoders
 from mmserve.encode.lengths import answer_length, check_length
 from mmserve.encode.rows import Rows, grids_of, places_of, spans_of, text_rows
@@ -113,8 +116,8 @@ class Encoder:
             return [self._splice(r, one.ids, [(i, next(seen)) for i in one.media.items]) for r, one in asked]
 
     @torch.inference_mode()
-    def see(self, request: Request, chosen: Sequence[int], check: Check = lambda: None) -> VisualPayload:
-        """Visual tokens of the ``chosen`` of a request's media, by their places among them: for another encoder.
+    def see(self, request: Request, chosen: Sequence[MediaShare], check: Check = lambda: None) -> VisualPayload:
+        """Visual tokens of the ``chosen`` of a request's media: for another encoder.
 
         The files of the others may be left out. Raises typed errors for bad media.
         """
@@ -123,14 +126,33 @@ class Encoder:
         def admit(_rows: list[int]) -> None:
             """Lengths are checked where the prompt is put together."""
 
+        whole = [every[share.place] for share in chosen if share.of == 1]
         with ExitStack() as stack:
-            loaded = stack.enter_context(closing(self._viewer.load([every[i] for i in chosen], admit, check)))
+            loaded = stack.enter_context(closing(self._viewer.load(whole, admit, check)))
             entries = stack.enter_context(self._viewer.entries([loaded], admit, check))
-            return VisualPayload({key.hex(): dict(entry) for key, entry in entries})
+            found: dict[str, Mapping[str, Tensor]] = {key.hex(): dict(entry) for key, entry in entries}
+        for share in chosen:
+            if share.of > 1:
+                found |= self._viewer.part(every[share.place], share, check)
+        return VisualPayload(found)
 
-    def keep(self, request: Request, payload: VisualPayload) -> None:
-        """Keep what ``see`` of another encoder gave of ``request``, for ``load`` to find."""
-        for name, entry in payload.entries.items():
+    @torch.inference_mode()
+    def keep(self, request: Request, payloads: Sequence[VisualPayload]) -> None:
+        """Keep what ``see`` of other encoders gave of ``request``, for ``load`` to find; parts of a clip put
+        together."""
+        whole: dict[str, Mapping[str, Tensor]] = {}
+        parts: dict[str, dict[int, Mapping[str, Tensor]]] = defaultdict(dict)
+        for payload in payloads:
+            for name, entry in payload.entries.items():
+                if (part := whole_of(name)) is None:
+                    whole[name] = entry
+                else:
+                    parts[part[0]][part[1]] = entry
+        media = self._media(request) if parts else []
+        for name, of_clip in parts.items():
+            if (joined := self._viewer.joined(media, name, of_clip)) is not None:
+                whole[name] = joined
+        for name, entry in whole.items():
             label = Label("visual", self.model.spec.name, request.tenant.cache, len(entry["tokens"]), name)
             self.cache.tokens.put(bytes.fromhex(name), entry, label)
 

@@ -18,6 +18,8 @@ from mmserve.errors import InvalidArgument
 #: Frames a second beyond which a file is refused: no camera's, and each frame costs a decode.
 MAX_RATE = 240
 NO_FRAMES = "has no video frames"
+#: A frame that goes through a vision tower costs about as much as so many that are only decoded.
+_SEEN = 8
 
 
 @dataclass
@@ -112,6 +114,20 @@ class Index:
         """How many frames these runs decode."""
         starts = (bisect_left(self.times, self._key_before(run[0])) for run in runs)
         return sum(run[-1] - start + 1 for run, start in zip(runs, starts, strict=True))
+
+    def shared(self, wanted: Sequence[int], part: int, of: int, step: int) -> list[int]:
+        """Part ``part`` of the frames of these indices (ascending), which ``of`` encoders share: one after another, cut
+        at multiples of ``step`` frames so that each has about as many to decode and to see; may be none."""
+        costs: list[int] = []
+        for run in self.runs(wanted):
+            last = bisect_left(self.times, self._key_before(run[0])) - 1
+            for number in run:
+                costs.append(number - last + _SEEN)
+                last = number
+        ends = np.cumsum([0, *costs])
+        steps = np.arange(0, len(wanted) + step, step).clip(max=len(wanted))
+        begin, end = (int(steps[np.abs(ends[steps] - ends[-1] * k / of).argmin()]) for k in (part, part + 1))
+        return list(wanted[begin:end])
 
     def _key_before(self, number: int) -> int:
         """The time of the last keyframe up to a frame, of the first frame where there is none."""

@@ -31,6 +31,7 @@ def read_video(
     field: str = "video",
     watch: Watch = UNWATCHED,
     window: int = 0,
+    part: tuple[int, int, int] | None = None,
     plan: Plan = lambda _seconds, _length: None,
 ) -> Generator[tuple[float, Image.Image], None, float]:
     """At most ``frames`` frames of an MP4, MOV, Matroska, WebM or AVI file, spread evenly over its time, each with the
@@ -46,8 +47,8 @@ def read_video(
     cut off, or beyond ``limits`` (bytes, seconds, pixels and side of a frame, pixels of all frames together, and of
     the sampled ones, which are in memory together).
 
-    ``window``: as of ``MediaFile``. ``plan`` is called once, with the seconds of the frames that will come, and those
-    of the whole file; a damaged or unusual file may turn out to have other frames.
+    ``window``, ``part``: as of ``MediaFile``. ``plan`` is called once, with the seconds of the frames that will come,
+    those of all parts, and those of the whole file; a damaged or unusual file may turn out to have other frames.
     """
     with _footage(data, limits, field) as footage:
         if rate:
@@ -55,10 +56,10 @@ def read_video(
         found = False
         wanted = spread(footage.index.times, footage.index.end, frames)
         plan([footage.at(footage.index.times[number]) for number in wanted], footage.seconds)
-        for time, image in footage.pick(wanted, watch, window):
+        for time, image in footage.pick(_part(footage, wanted, part), watch, window):
             found = True
             yield footage.at(time), image
-        if not found:
+        if not found and part is None:
             raise InvalidArgument.of(field, NO_FRAMES)
         return footage.seconds
 
@@ -71,6 +72,7 @@ def sample_video(
     field: str = "video",
     watch: Watch = UNWATCHED,
     window: int = 0,
+    part: tuple[int, int, int] | None = None,
     plan: Plan = lambda _seconds, _length: None,
 ) -> Generator[Sampled, None, float]:
     """As ``read_video``, the frames that ``sampler`` chooses of the file.
@@ -88,12 +90,12 @@ def sample_video(
         if isinstance(sampler, FixedRate):
             taken = sampler.planned(taken)
         plan(taken if isinstance(sampler, FixedRate | ProcessorFrames) else None, footage.seconds)
-        for time, image in footage.pick(wanted, watch, window):
+        for time, image in footage.pick(_part(footage, wanted, part), watch, window):
             chosen = sampler.take(footage.at(time), image)
             if chosen is not None:
                 found = True
                 yield chosen
-        if not found:
+        if not found and part is None:
             raise InvalidArgument.of(field, NO_FRAMES)
         return footage.seconds
 
@@ -103,6 +105,7 @@ def clip_frames(
 ) -> Generator[Sampled, None, float]:
     """The frames of a clip that ``file`` asks for, by ``sample_video`` or ``read_video``; returns its length."""
     common: dict[str, Any] = {"field": file.name, "watch": watch, "window": file.window, "plan": plan}
+    common["part"] = file.part
     if file.sampler is not None:
         return (yield from sample_video(file.data, limits, unpacked(file.sampler), **common))
     read = read_video(file.data, limits, frames=file.frames, rate=file.rate, **common)
@@ -112,6 +115,10 @@ def clip_frames(
         except StopIteration as ended:
             return float(ended.value)
         yield Sampled(seconds, image)
+
+
+def _part(footage: Footage, wanted: Sequence[int], part: tuple[int, int, int] | None) -> Sequence[int]:
+    return wanted if part is None else footage.index.shared(wanted, *part)
 
 
 @contextmanager

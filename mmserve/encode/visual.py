@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
 
 import torch
 
 from mmserve.config import MediaConfig
 from mmserve.core.cached import Label
 from mmserve.core.request import Amount, PixelRange, VideoSampling
+from mmserve.core.share import MediaShare
+from mmserve.encode.clip_parts import name_of, to_tensors, together
 from mmserve.encode.decoders import Check, Decode, Decoders, InPlace
+from mmserve.encode.eye import Eye, frames_of
 from mmserve.encode.places import axis_places
 from mmserve.encode.slow_fast import DETAILS, chosen_frames, compacted, detailed_grids, details_of, fewest_pieces
 from mmserve.encode.visual_tokens import Visual, are_pixels, fitting, grid_of, pruned
@@ -29,7 +31,7 @@ from mmserve.models.base import EncoderModel
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
 from mmserve.prune.base import Evidence, Pruner
 from mmserve.tiers.caches import Caches
-from mmserve.tiers.keys import digest, media_digest, settings_digest, software, weights_digest
+from mmserve.tiers.keys import digest, media_digest
 from mmserve.tiers.memory import Entry, Labels
 
 
@@ -47,28 +49,6 @@ class Media:
     cache: str = ""  # the part of the caches that its tenant uses
     pixels: tuple[PixelRange, PixelRange] | None = None  # of images and of videos; None = the checkpoint's own
     sampling: VideoSampling | None = None  # which frames of a clip; None = by the model's own settings
-
-
-@dataclass(frozen=True)
-class _Eye:
-    """A model that looks at media: what it sees with, and digests of what decides the pixels and the tokens."""
-
-    model: EncoderModel
-    vision: VisionEncoder
-    pixels: bytes
-    tokens: bytes
-
-    @classmethod
-    def of(cls, model: EncoderModel) -> Self | None:
-        vision = model.vision
-        if vision is None:
-            return None
-        settings = vision.settings()
-        computes = f"{model.dtype} {model.device.type}".encode()
-        spelling = model.tokenizer.backend_tokenizer.to_str().encode()  # of the text between visual tokens
-        frames = _frames_of(vision)
-        tokens = digest(weights_digest(vision), settings_digest(settings), computes, spelling, frames, software())
-        return cls(model, vision, digest(settings_digest(settings["processor"]), software()), tokens)
 
 
 @dataclass
@@ -95,8 +75,8 @@ class Viewer:
     ) -> None:
         self.media, self.cache = media, cache
         self._decoders = decoders or InPlace(media)
-        self._eye = _Eye.of(model)
-        self._second = _Eye.of(model.companion) if model.companion is not None else None
+        self._eye = Eye.of(model)
+        self._second = Eye.of(model.companion) if model.companion is not None else None
         self._tower = threading.Lock()  # a tower shows its evidence to one run at a time
 
     def load(
@@ -161,6 +141,33 @@ class Viewer:
         with self.entries(loaded, admit, check) as entries:
             yield [self._visual(entry) for _key, entry in entries]
 
+    def part(self, item: Media, share: MediaShare, check: Check = lambda: None) -> dict[str, Entry]:
+        """A part of a clip, by its name; where it cannot be shared, the first one has all of it, and the others
+        nothing."""
+        watching = self._watching(item) if self._streams(item) else None
+        if watching is not None and watching.divisible:
+            made = watching.part(self._decoders, item.data, share, check)
+            return {name_of(self._key(item), share.part): to_tensors(made, share.of)}
+        if share.part:
+            return {}
+        with ExitStack() as stack:
+            loaded = stack.enter_context(closing(self.load([item], lambda _rows: None, check)))
+            entries = stack.enter_context(self.entries([loaded], lambda _rows: None, check))
+            return {key.hex(): dict(entry) for key, entry in entries}
+
+    def joined(self, items: Sequence[Media], name: str, parts: Mapping[int, Entry]) -> Entry | None:
+        """The entry of the clip among ``items`` whose key has this name (hex), of its ``parts`` by their numbers; None
+        where they are not all of it."""
+        item = next((each for each in items if each.clip and self._key(each).hex() == name), None)
+        if item is None or self._eye is None:
+            return None
+        found = together(parts, self._eye.model.device)
+        return None if found is None else self._entry(item, [self._watching(item).joined(found)])
+
+    def _watching(self, item: Media) -> Watching:
+        assert self._eye is not None
+        return Watching(self._eye.model, self._eye.vision, item.path, item.sampling, _needs(item), self._tower)
+
     def _streams(self, item: Media) -> bool:
         """Whether the frames of ``item`` go through the tower as they come: not those that all go together anyway."""
         if not item.clip or len(self._eyes(item)) > 1 or self._eye is None:
@@ -173,15 +180,13 @@ class Viewer:
         self, loaded: Loaded, i: int, admit: Callable[[list[int]], None], check: Check, look: Look | None
     ) -> None:
         """Fill ``loaded.entries[i]`` of a clip: decoded, prepared and seen a few frames at a time."""
-        assert self._eye is not None
-        item, eye = loaded.items[i], self._eye
+        item = loaded.items[i]
 
         def rows(count: int) -> None:
             admit([count if n == i else self._rows_of(loaded, n) for n in range(len(loaded.items))])
 
         def make(_chosen: list[int]) -> list[Entry]:
-            watching = Watching(eye.model, eye.vision, item.path, item.sampling, _needs(item), self._tower)
-            picture = watching.picture(self._decoders, item.data, rows, check, look)
+            picture = self._watching(item).picture(self._decoders, item.data, rows, check, look)
             return [self._entry(item, [picture])]
 
         fits = self._fitting([item])
@@ -208,7 +213,7 @@ class Viewer:
     def _axes(self) -> int:
         return 1 if self._eye is None else self._eye.model.position_axes
 
-    def _eyes(self, item: Media) -> list[_Eye]:
+    def _eyes(self, item: Media) -> list[Eye]:
         """What looks at an item: the model and, where it is asked for, its companion."""
         return [eye for eye in (self._eye, self._second if item.accompanied else None) if eye is not None]
 
@@ -285,7 +290,7 @@ class Viewer:
 
         def make(chosen: list[int]) -> list[Entry]:
             """Each file is decoded once for all eyes; those of an item are one after another in ``asked``."""
-            of_item: dict[int, list[_Eye]] = defaultdict(list)
+            of_item: dict[int, list[Eye]] = defaultdict(list)
             for n in chosen:
                 of_item[asked[n][0]].append(asked[n][1])
             works = [partial(self._prepare, loaded.items[i], eyes) for i, eyes in of_item.items()]
@@ -330,10 +335,10 @@ class Viewer:
         [entry] = loaded._held.enter_context(lease)
         loaded.entries = [entry if n == i else one for n, one in enumerate(loaded.entries)]
 
-    def _pixel_key(self, item: Media, eye: _Eye) -> bytes:
-        return digest(self._file(item), _frames_of(eye.vision) if item.clip else b"", eye.pixels)
+    def _pixel_key(self, item: Media, eye: Eye) -> bytes:
+        return digest(self._file(item), frames_of(eye.vision) if item.clip else b"", eye.pixels)
 
-    def _prepare(self, item: Media, eyes: list[_Eye], decode: Decode) -> list[Prepared]:
+    def _prepare(self, item: Media, eyes: list[Eye], decode: Decode) -> list[Prepared]:
         """What each of ``eyes`` takes of an item."""
         first = eyes[0].vision
         visions = [eye.vision if item.pixels is None else eye.vision.within(*item.pixels) for eye in eyes]
@@ -380,11 +385,6 @@ class Viewer:
 
 def _needs(item: Media) -> frozenset[Evidence]:
     return item.pruner.needs if item.pruner is not None else frozenset()
-
-
-def _frames_of(vision: VisionEncoder) -> bytes:
-    """All that decides which frames of a video file are sampled by default."""
-    return repr((vision.frames_per_video, vision.frames_per_second, vision.own_frames)).encode()
 
 
 def _detailed(picture: Picture, prepared: Prepared, vision: VisionEncoder) -> Picture:

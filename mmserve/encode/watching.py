@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mmserve.core.request import VideoSampling
+from mmserve.core.share import MediaShare
 from mmserve.encode.child import Planned
 from mmserve.encode.decoders import Check, Decoders
-from mmserve.encode.sampling import Sampled
+from mmserve.encode.sampling import FixedRate, ProcessorFrames, Sampled, unpacked
 from mmserve.encode.slow_fast import chosen_frames, compacted, detailed_grids, details_of
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import InvalidArgument
@@ -51,6 +52,22 @@ class _Part:
 
 
 @dataclass(frozen=True)
+class ClipPart:
+    """Frames of a clip after the tower, one after another: of each its tile, its ``seconds`` and whether it is in
+    detail.
+
+    ``length``: seconds of the whole file; ``planned``: those of all frames that the whole clip will have, None where
+    that depends on what they show.
+    """
+
+    tiles: tuple[Tile, ...]
+    seconds: tuple[float, ...]
+    details: tuple[bool, ...]
+    length: float
+    planned: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
 class Watching:
     """How a clip is encoded. ``tower`` is held while the tower runs; ``field``: of the request, for errors."""
 
@@ -69,39 +86,76 @@ class Watching:
         ``rows`` is called with a lower bound of its rows of the prompt, whenever that grows. ``check``
         is called between frames. What either raises is raised, as is ``InvalidArgument`` for a bad file.
         """
-        vision = self.vision
-        resize = vision.first_resize(clip=True, among=False)
-        window = 1 if resize is not None else vision.frames_at_once + 1
-        file = clip_file(data, self.field, self.sampling, vision, resize, window)
-        try:
-            return self._picture(decoders, file, rows, check, look)
-        except CannotPrepare as error:
-            raise InvalidArgument.of(self.field, str(error)) from error
 
-    def _picture(
-        self, decoders: Decoders, file: MediaFile, rows: Callable[[int], None], check: Check, look: Look | None
-    ) -> Picture:
-        vision, length = self.vision, 0.0
-        tiles: list[Tile] = []
-        parts: list[_Part] = []
-        with closing(decoders.chunks(file, vision.frames_at_once, self._prepared, check)) as chunks:
-            for chunk in chunks:
-                check()
-                if isinstance(chunk, Planned):
-                    length = chunk.length
-                    if chunk.seconds is not None:
-                        self._plan(chunk.seconds, length, rows, look)
-                    continue
-                new = self._seen(chunk.prepared)
-                tiles += new
-                parts.append(_Part({}, chunk.seconds, chunk.details))
-                rows(len(tiles))
-                if look is not None:
-                    look.arrived(torch.cat([tile.tokens for tile in new]))
+        def planned(plan: Planned) -> None:
+            if plan.seconds is not None:
+                self._plan(plan.seconds, plan.length, rows, look)
+
+        def arrived(so_far: int, new: Sequence[Tile]) -> None:
+            rows(so_far)
+            if look is not None:
+                look.arrived(torch.cat([tile.tokens for tile in new]))
+
+        return self.joined([self._read(decoders, self._file(data), check, planned, arrived)])
+
+    def part(self, decoders: Decoders, data: bytes, share: MediaShare, check: Check) -> ClipPart:
+        """What one of several encoders makes of the frames that it has of a clip; raises as ``picture``.
+
+        Parts are cut between batches of the tower, so that each batch is as it is in the whole.
+        """
+        file = replace(self._file(data), part=(share.part, share.of, self.vision.frames_at_once))
+        return self._read(decoders, file, check, lambda _plan: None, lambda _so_far, _new: None)
+
+    def joined(self, parts: Sequence[ClipPart]) -> Picture:
+        """The clip of its ``parts``, in their order."""
         seconds = [at for part in parts for at in part.seconds]
         details = details_of(self.sampling, [detail for part in parts for detail in part.details])
-        picture = vision.clip_of(tiles, self._labels(seconds), length)
+        tiles = [tile for part in parts for tile in part.tiles]
+        picture = self.vision.clip_of(tiles, self._labels(seconds), parts[0].length)
         return picture if all(details) else compacted(picture, detailed_grids(torch.tensor(details), 1))
+
+    @property
+    def divisible(self) -> bool:
+        """Whether its frames are chosen by their times alone, and go through the tower a few at a time: then several
+        encoders can share them."""
+        chosen = self._file(b"").sampler
+        by_time = chosen is None or isinstance(unpacked(chosen), FixedRate | ProcessorFrames)
+        return by_time and self.vision.frames_at_once > 0 and not self.wanted
+
+    def _file(self, data: bytes) -> MediaFile:
+        resize = self.vision.first_resize(clip=True, among=False)
+        window = 1 if resize is not None else self.vision.frames_at_once + 1
+        return clip_file(data, self.field, self.sampling, self.vision, resize, window)
+
+    def _read(
+        self,
+        decoders: Decoders,
+        file: MediaFile,
+        check: Check,
+        planned: Callable[[Planned], None],
+        arrived: Callable[[int, Sequence[Tile]], None],
+    ) -> ClipPart:
+        """The frames of ``file``; ``arrived`` is called with how many there are so far, and the new ones."""
+        tiles: list[Tile] = []
+        seconds: list[float] = []
+        details: list[bool] = []
+        plan = Planned(None, 0.0)
+        try:
+            with closing(decoders.chunks(file, self.vision.frames_at_once, self._prepared, check)) as chunks:
+                for chunk in chunks:
+                    check()
+                    if isinstance(chunk, Planned):
+                        plan = chunk
+                        planned(plan)
+                        continue
+                    new = self._seen(chunk.prepared)
+                    tiles += new
+                    seconds += chunk.seconds
+                    details += chunk.details
+                    arrived(len(tiles), new)
+        except CannotPrepare as error:
+            raise InvalidArgument.of(self.field, str(error)) from error
+        return ClipPart(tuple(tiles), tuple(seconds), tuple(details), plan.length, plan.seconds)
 
     def _plan(self, seconds: Sequence[float], length: float, rows: Callable[[int], None], look: Look | None) -> None:
         """Refuse early what will be too long, and inform ``look``."""

@@ -55,6 +55,7 @@ class MediaFile:
     thing done to it anyway; a decoder may leave it to the receiver of the pictures. ``piece``: decoded is then a
     piece of a stream. ``sampler`` (``sampling.packed``): chooses the frames of a clip, in place of ``frames`` and
     ``rate``. ``window``: of a clip whose frames are used as they come, how many the server holds at once; 0 = all.
+    ``part``: only one part of so many of a clip's frames, cut at multiples of so many (``Index.shared``).
     """
 
     data: bytes = field(repr=False)
@@ -66,6 +67,7 @@ class MediaFile:
     piece: Piece | None = None
     sampler: dict[str, Any] | None = None
     window: int = 0
+    part: tuple[int, int, int] | None = None
 
 
 def packed(message: dict[str, Any]) -> bytes:

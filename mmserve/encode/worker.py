@@ -102,7 +102,8 @@ def main() -> None:
         resize = tuple(message["resize"]) if message["resize"] else None
         piece = wire.Piece(**message["piece"]) if message["piece"] else None
         kept = {name: message[name] for name in ("clip", "name", "frames", "rate", "sampler", "window")}
-        file = wire.MediaFile(data, resize=resize, piece=piece, **kept)
+        part = tuple(message["part"]) if message["part"] else None
+        file = wire.MediaFile(data, resize=resize, piece=piece, part=part, **kept)
         # The backstop, where a decoder does not reach its next frame.
         signal.setitimer(signal.ITIMER_PROF, limits.decode_seconds + 1)
         most = _BASE_BYTES + _BYTES_A_PIXEL * limits.max_pixels

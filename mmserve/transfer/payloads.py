@@ -31,11 +31,19 @@ from mmserve.core.payloads import (
     TextState,
     VisualPayload,
 )
+from mmserve.core.stream_state import ArchiveState, FrameState, RowsState, SeenState, StreamPayload, UnitsState
 from mmserve.transfer.codec import Kinds
 from mmserve.transfer.kv_coding import CodedTensor
 
 PAYLOADS = Kinds(
-    {EncodedPayload: 1, PrefilledPayload: 4, CanvasPayload: 4, VisualPayload: 1, KVChunk: 1},
+    {
+        EncodedPayload: 1,
+        PrefilledPayload: 4,
+        CanvasPayload: 4,
+        VisualPayload: 1,
+        KVChunk: 1,
+        StreamPayload: 1,
+    },
     (
         *(
             Alternatives,
@@ -54,6 +62,7 @@ PAYLOADS = Kinds(
         ),
         *(ConstraintState, GapState, LanguageState, MeterState, MetState, RankedState, RunState, SampledState),
         WitnessState,
+        *(ArchiveState, FrameState, RowsState, SeenState, UnitsState),
     ),
-    views=(KVState, KVChunk),
+    views=(KVState, KVChunk, RowsState),
 )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.core.stream_state import ArchiveState
 from mmserve.video.base import Scope
 from mmserve.video.layout import Shown
 from mmserve.video.rows import Unit
@@ -49,9 +50,37 @@ class Archive:
 
     def add(self, shown: Shown) -> None:
         """Keep one more frame, the newest, or the newest unit with one more; the oldest go where there is no room."""
-        old = Old(shown.unit, shown.tokens_kD.to("cpu", torch.bfloat16, copy=True), shown.number)
         if self._frames and shown.number == self._frames[-1].number >= 0:
             self.bytes -= self._frames.pop().bytes
+        self._keep(Old(shown.unit, shown.tokens_kD.to("cpu", torch.bfloat16, copy=True), shown.number))
+
+    def saved(self) -> ArchiveState | None:
+        """What ``restore`` goes on from; None = nothing is kept."""
+        frames = list(self._frames)
+        if not frames:
+            return None
+        units = [one.unit for one in frames]
+        return ArchiveState(
+            np.array([one.number for one in frames]),
+            np.array([(unit.begin, unit.seconds) for unit in units]),
+            np.array([unit.frames for unit in units]),
+            np.array([(len(unit.ids), len(one.tokens_kD)) for unit, one in zip(units, frames, strict=True)]),
+            np.concatenate([unit.ids for unit in units]),
+            np.concatenate([unit.coordinates for unit in units], axis=1),
+            torch.cat([one.tokens_kD for one in frames]),
+        )
+
+    def restore(self, saved: ArchiveState) -> None:
+        """Keep what was saved."""
+        rows, tokens = np.cumsum(saved.counts, axis=0)[:-1].T
+        ids, places = np.split(saved.ids, rows), np.split(saved.coordinates, rows, axis=1)
+        visual = saved.tokens.tensor_split(tokens.tolist())
+        for i, number in enumerate(saved.numbers.tolist()):
+            begin, seconds = saved.seconds[i].tolist()
+            unit = Unit(ids[i].copy(), places[i].copy(), begin, seconds, int(saved.frames[i]))
+            self._keep(Old(unit, visual[i].clone(), number))
+
+    def _keep(self, old: Old) -> None:
         self._frames.append(old)
         self.bytes += old.bytes
         while self.bytes > self._most:

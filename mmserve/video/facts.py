@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from mmserve.errors import Unimplemented
+from mmserve.capabilities import Capabilities
+from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.models.adapters import STREAMS
 from mmserve.models.base import Model
 from mmserve.models.picture import Resize
 from mmserve.video.layout import streaming_model
@@ -15,12 +18,13 @@ from mmserve.video.standing import Standing
 class Facts:
     """Of one model. ``refusal``: why it takes no sessions, empty where it does; ``standing``: whether it can be asked
     standing questions; ``resize``: what it does first to every frame, as one of a clip and as an image by itself;
-    ``label_period``: as of ``Surroundings``."""
+    ``label_period``: as of ``Surroundings``; ``keeps_kv``: as of the function."""
 
     refusal: str = ""
     standing: bool = False
     resize: Resize | None = None
     label_period: int = 0
+    keeps_kv: bool = False
 
     def check(self) -> None:
         """Raise ``Unimplemented`` where the model takes no sessions."""
@@ -28,8 +32,8 @@ class Facts:
             raise Unimplemented(self.refusal)
 
 
-def facts_of(model: Model) -> Facts:
-    """Those of ``model``."""
+def facts_of(model: Model, offered: Capabilities) -> Facts:
+    """Those of ``model``, of which an engine offers what ``offered`` has."""
     vision = model.vision
     refusal = ""
     try:
@@ -42,7 +46,21 @@ def facts_of(model: Model) -> Facts:
         standing_of(model) is not None,
         first.pop() if len(first) == 1 else None,
         int(vision.time_period) if vision is not None else 0,
+        keeps_kv(model, offered),
     )
+
+
+def keeps_kv(model: Model, offered: Capabilities) -> bool:
+    """Whether streams keep K/V of their frames, which no adapter has changed; otherwise only visual tokens."""
+    return model.spec.attention_block is not None and offered.reads_pages
+
+
+def adapter_of(asked: str, known: Collection[str], *, kept: bool) -> str:
+    """As of ``Streams.adapter_for``, of a model with the adapters ``known`` that keeps K/V of its frames, or not."""
+    if asked and kept:
+        why = "must not be set with a question about a stream: this model keeps K/V of the frames without it"
+        raise InvalidArgument.of("adapter", why)
+    return asked or (STREAMS if STREAMS in known and not kept else "")
 
 
 def standing_of(model: Model) -> Standing | None:

@@ -69,7 +69,8 @@ def parts_of(engine: Engine, config: Config) -> Parts:
     """Those of a model in this process."""
     model = engine.stages.model
     streams = EngineStreams(engine, config.video)
-    return Parts(facts_of(model), streams, engine.stages.decoders, standing_of(model), engine.cancel)
+    facts = facts_of(model, engine.stages.capabilities)
+    return Parts(facts, streams, engine.stages.decoders, standing_of(model), engine.cancel)
 
 
 class Threads:

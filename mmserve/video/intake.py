@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mmserve.core.request import Vision
+from mmserve.core.stream_state import StreamPayload
 from mmserve.errors import Cancelled, Internal, MMServeError
 from mmserve.prune.base import Pruner
 from mmserve.video.append import append
@@ -29,6 +30,14 @@ class Waiting:
 
     frame: Frame
     future: Future[Seen] = field(default_factory=Future)
+
+
+@dataclass
+class Saving:
+    """A wish for a stream's state after the frames before it, the newest of which is at ``last`` (seconds)."""
+
+    last: float
+    future: Future[StreamPayload] = field(default_factory=Future)
 
 
 class Taking(Protocol):
@@ -131,8 +140,8 @@ def closed() -> Cancelled:
     return Cancelled("the stream was closed")
 
 
-def failed(waiting: Waiting, error: BaseException) -> None:
-    """Give up a frame; a bug becomes ``Internal`` with an id that the log has too."""
+def failed(waiting: Waiting | Saving, error: BaseException) -> None:
+    """Give up a frame, or a state; a bug becomes ``Internal`` with an id that the log has too."""
     if waiting.future.done() or not waiting.future.set_running_or_notify_cancel():
         return
     typed = error if isinstance(error, MMServeError) else Internal.logged(error, "a stream's frame", logger)

@@ -56,11 +56,11 @@ class Table:
 
     def take(self, index: np.ndarray) -> Table:
         """Some of the rows, in the order of ``index`` (int64)."""
-        return Table(*(array[..., index] for array in self._arrays))
+        return Table(*(array[..., index] for array in self.arrays))
 
     def then(self, other: Table) -> Table:
         """The rows of both."""
-        return Table(*(np.concatenate(pair, axis=-1) for pair in zip(self._arrays, other._arrays, strict=True)))
+        return Table(*(np.concatenate(pair, axis=-1) for pair in zip(self.arrays, other.arrays, strict=True)))
 
     def after(self, before: Table) -> Table:
         """The same rows at the places that they have after ``before``."""
@@ -86,7 +86,8 @@ class Table:
         return int(going_on(self.places, self.shape, text)[..., 0].max())
 
     @property
-    def _arrays(self) -> tuple[np.ndarray, ...]:
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Its fields, in their order."""
         of_each = self.kind, self.frame, self.begin, self.seconds, self.frames
         return *of_each, self.ids, self.places, self.coordinates
 

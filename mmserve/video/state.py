@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.session import Memory
+from mmserve.core.stream_state import RowsState, StreamPayload
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.video.append import New, append
@@ -184,6 +185,38 @@ class StreamState:
                 self._archive.add(shown)
             self._table, self._final, self._open = coming.table, coming.final, coming.open
             self._frames += 1
+
+    def saved(self, last: float) -> StreamPayload:
+        """What ``restore`` goes on from, ``last`` being the newest frame's seconds; tensors are views of rows that do
+        not change any more."""
+        b, n, final, left = self._buffers, len(self._table), self._final, self._open
+        keys, values = (None if kv is None else kv[:, :final] for kv in (b.keys, b.values))
+        rows = RowsState(self._table.arrays, final, keys, values, None if b.features is None else b.features[:n])
+        number, tokens = (None, None) if left is None else (left.number, left.tokens_kD)
+        archive = None if self._archive is None else self._archive.saved()
+        return StreamPayload(rows, self._frames, self._evicted, last, self.units.saved(), number, tokens, archive)
+
+    @torch.inference_mode()
+    def restore(self, saved: StreamPayload) -> None:
+        """Go on as the stream that was saved; of the same model and memory."""
+        rows, model, fresh = saved.rows, self._model.model, self._empty()
+        table = Table(*rows.table)
+        for mine, theirs, axis in (
+            (fresh.keys, rows.keys, 1),
+            (fresh.values, rows.values, 1),
+            (fresh.features, rows.features, 0),
+        ):
+            if mine is not None and theirs is not None:
+                mine.narrow(axis, 0, theirs.shape[axis]).copy_(theirs)
+        fresh.turn(model, table.places[..., : rows.final])
+        self.units.restore(saved.units)
+        with self._lock:
+            self._table, self._buffers, self._final = table, fresh, rows.final
+            self._frames, self._evicted, self._open = saved.frames, saved.evicted, None
+            if saved.open is not None and saved.open_tokens is not None:
+                self._open = Open(saved.open, saved.open_tokens.to(model.device))
+            if self._archive is not None and saved.archive is not None:
+                self._archive.restore(saved.archive)
 
     def _tokens(self, table: Table, index: np.ndarray, buffers: Buffers, last: Open | None) -> Tensor:
         """Visual tokens ``[k, D]`` of the rows of ``table``, which are ``index`` of ``buffers``; zeros where they are

@@ -13,17 +13,19 @@ import torch
 from mmserve.config import VideoConfig
 from mmserve.core.request import Request, Vision
 from mmserve.core.session import Asked, Memory
+from mmserve.core.stream_state import StreamPayload
 from mmserve.core.tenant import Tenant
 from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.engine import Engine
-from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
-from mmserve.models.adapters import STREAMS
+from mmserve.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
 from mmserve.prune import pruner_for
 from mmserve.prune.base import judged_by_decoder
 from mmserve.request_state import Sink
 from mmserve.video.base import Frame, Scope, Seen, StreamStats
-from mmserve.video.intake import Waiting, closed, failed, take_in
+from mmserve.video.bounds import check_bytes, check_count
+from mmserve.video.facts import adapter_of, keeps_kv
+from mmserve.video.intake import Saving, Waiting, closed, failed, take_in
 from mmserve.video.layout import header_of, question, streaming_model
 from mmserve.video.memory import policy_of
 from mmserve.video.positions import RULES
@@ -38,11 +40,11 @@ class EngineStream:
 
     def __init__(self, streams: EngineStreams, memory: Memory, vision: Vision, held: int, tenant: Tenant) -> None:
         self.held = held  # bytes that are set aside for it
-        self.waiting: deque[Waiting] = deque()  # guarded by the streams' lock
+        self.waiting: deque[Waiting | Saving] = deque()  # guarded by the streams' lock
         self.vision, self.tenant = vision, tenant
         self.pruner = pruner_for(vision, seed=0)
         self.state: StreamState | None = StreamState(streams.model, memory)  # None = closed
-        self._streams, self._last = streams, -float("inf")
+        self._streams, self._last = streams, -float("inf")  # seconds of the newest frame
 
     def append(self, frame: Frame) -> Future[Seen]:
         if not frame.seconds > self._last:
@@ -52,6 +54,18 @@ class EngineStream:
         self._streams.hand_in(self, waiting)
         self._last = frame.seconds
         return waiting.future
+
+    def save(self) -> Future[StreamPayload]:
+        """What ``EngineStreams.open`` makes a stream of that goes on as this one after the frames so far."""
+        saving = Saving(self._last)
+        self._streams.hand_in(self, saving)
+        return saving.future
+
+    def restore(self, saved: StreamPayload) -> None:
+        """Go on as the stream that was saved; before it is used."""
+        if self.state is not None:
+            self.state.restore(saved)
+        self._last = saved.last
 
     def ask(self, request: Request, scope: Scope | None, sink: Sink) -> Asked:
         state = self.state
@@ -86,14 +100,22 @@ class EngineStreams:
         if self._made is None:
             stages = self._engine.stages
             model = streaming_model(stages.model)
-            appends = model.spec.attention_block is not None and stages.capabilities.reads_pages
+            appends = keeps_kv(model, stages.capabilities)
             floor = stages.decoder.parts.runner.floor
             self._made = Streaming(model, floor, appends, stages.capabilities.max_tokens, header_of(model))
         return self._made
 
     # --- any thread ---
 
-    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> EngineStream:
+    def open(
+        self,
+        memory: Memory,
+        tenant: Tenant,
+        vision: Vision | None = None,
+        beside: int = 0,
+        saved: StreamPayload | None = None,
+    ) -> EngineStream:
+        """As of ``Streams.open``; ``saved``: of ``EngineStream.save``, with the same model, memory and vision."""
         vision = vision or Vision()
         self._check(memory, vision)
         held = state_bytes(self.model, memory) + beside
@@ -104,20 +126,19 @@ class EngineStreams:
         with self._lock:
             if self._refusal:
                 raise Unavailable(self._refusal)
-            if len(self._streams) >= self._config.max_sessions:
-                raise ResourceExhausted(
-                    f"{len(self._streams)} streams are open, as many as [video] max_sessions allows; try again later"
-                )
-            if self._bytes() + held > self._config.total_bytes:
-                raise ResourceExhausted(
-                    f"open streams have {self._bytes()} bytes set aside, and this one needs {held}; [video] "
-                    f"total_bytes allows {self._config.total_bytes}; try again later, or keep less"
-                )
+            check_count(self._config, len(self._streams))
+            check_bytes(self._config, self._bytes(), held)
             stream = EngineStream(self, memory, vision, held, tenant)
             self._streams.append(stream)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="mmserve-streams", daemon=True)
                 self._thread.start()
+        if saved is not None:
+            try:
+                stream.restore(saved)
+            except BaseException:
+                self.forget(stream)
+                raise
         return stream
 
     @property
@@ -143,8 +164,8 @@ class EngineStreams:
         if thread is not None:
             thread.join()
 
-    def hand_in(self, stream: EngineStream, waiting: Waiting) -> None:
-        """Append a frame to those of its stream that wait."""
+    def hand_in(self, stream: EngineStream, waiting: Waiting | Saving) -> None:
+        """Append a frame, or a wish for its state, to what waits of a stream."""
         with self._lock:
             if stream.state is None:
                 raise FailedPrecondition("the stream is closed")
@@ -174,7 +195,7 @@ class EngineStreams:
         if request.kv_reduction is not None:
             raise InvalidArgument.of("kv_reduction", "must not be set with a question about a stream")
         if request.adapter:
-            self._check_adapter()
+            adapter_of(request.adapter, (), kept=self.model.appends)
         if request.diffusion.commit.name in ACCOMPANIED:
             raise InvalidArgument.of("diffusion.commit", "must not be a policy that asks a companion here")
         if self.model.appends and request.diffusion.recompute.name not in KEEPS_PROMPT:
@@ -186,16 +207,7 @@ class EngineStreams:
         return Asked(*branch.times, run)
 
     def adapter_for(self, asked: str) -> str:
-        if asked:
-            self._check_adapter()
-            return asked
-        known = {adapter.name for adapter in self._engine.adapters.listed()}
-        return STREAMS if STREAMS in known and not self.model.appends else ""
-
-    def _check_adapter(self) -> None:
-        if self.model.appends:
-            why = "must not be set with a question about a stream: this model keeps K/V of the frames without it"
-            raise InvalidArgument.of("adapter", why)
+        return adapter_of(asked, {each.name for each in self._engine.adapters.listed()}, kept=self.model.appends)
 
     # --- the streams' thread ---
 
@@ -233,22 +245,45 @@ class EngineStreams:
         torch.set_num_threads(self._engine.config.torch_threads)
         while (batch := self._next()) is not None:
             try:
-                take_in(self.model, batch)
+                for stream, each in batch:
+                    if isinstance(each, Saving):
+                        _save(stream, each)
+                take_in(self.model, [(stream, each) for stream, each in batch if isinstance(each, Waiting)])
             except BaseException as error:  # noqa: BLE001 - a bug here must leave no frame waiting
                 for _stream, waiting in batch:
                     failed(waiting, error)
 
-    def _next(self) -> list[tuple[EngineStream, Waiting]] | None:
-        """The next frames, one of each stream by turns until they are enough; waits for the first. None = stop."""
+    def _next(self) -> list[tuple[EngineStream, Waiting | Saving]] | None:
+        """The next frames, one of each stream by turns until they are enough; waits for the first. None = stop.
+
+        A wish for a stream's state comes before all of its frames in what is returned.
+        """
         with self._lock:
             while not self._turns:
                 if self._refusal:
                     return None
                 self._lock.wait()
-            batch: list[tuple[EngineStream, Waiting]] = []
+            batch: list[tuple[EngineStream, Waiting | Saving]] = []
             while self._turns and len(batch) < AT_ONCE:
-                stream = self._turns.popleft()
+                stream = self._turns[0]
+                if isinstance(stream.waiting[0], Saving) and any(stream is other for other, _each in batch):
+                    break
+                self._turns.popleft()
                 batch.append((stream, stream.waiting.popleft()))
                 if stream.waiting:
                     self._turns.append(stream)
             return batch
+
+
+def _save(stream: EngineStream, saving: Saving) -> None:
+    """On the streams' thread, with no frame of ``stream`` half taken in."""
+    state = stream.state
+    try:
+        if state is None:
+            raise closed()
+        saved = state.saved(saving.last)
+    except BaseException as error:  # noqa: BLE001 - of one stream: the others go on
+        failed(saving, error)
+        return
+    if saving.future.set_running_or_notify_cancel():
+        saving.future.set_result(saved)

@@ -6,8 +6,10 @@ One thread uses it.
 from __future__ import annotations
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 
+from mmserve.core.stream_state import FrameState, UnitsState
 from mmserve.models.base import LoadedModel
 from mmserve.video.base import Frame
 from mmserve.video.layout import Shown
@@ -45,6 +47,17 @@ class Units:
             self._before = tokens
         self._open = shown.frames if shown.open else ()
         return shown.at(number, self._time)
+
+    def saved(self) -> UnitsState:
+        """What ``restore`` goes on from."""
+        frames = (FrameState(f.seconds, np.array(f.image.convert("RGB")), f.detail) for f in self._open)
+        return UnitsState(self._count, tuple(frames), self._before, self._first, self._begun, self._time)
+
+    def restore(self, saved: UnitsState) -> None:
+        """Go on as those that were saved."""
+        self._open = tuple(Frame(f.seconds, Image.fromarray(f.pixels), f.detail) for f in saved.open)
+        self._count, self._first, self._begun, self._time = saved.count, saved.first, saved.begun, saved.time
+        self._before = None if saved.before is None else saved.before.to(self._model.device)
 
     def _begin(self, shown: Shown) -> None:
         """The next unit, which begins with ``shown``."""

@@ -119,7 +119,7 @@ def test_spares_are_loaded_again_as_they_are_taken() -> None:
         if next(failures):
             raise Unavailable("it ended while it began")
         made.append(Process())
-        return Loaded(made[-1], Described({}, {}, "here", kind, ""))  # type: ignore[arg-type]
+        return Loaded(made[-1], Described({}, {}, {}, "here", kind, ""))  # type: ignore[arg-type]
 
     spares = Spares({2}, 2, load)
     assert spares.take(2) is None, "none is ready"
@@ -140,7 +140,7 @@ def test_a_spare_that_comes_after_the_end_is_ended() -> None:
     def load(kind: int) -> Loaded:
         begun.set()
         assert goes.wait(60)
-        return Loaded(made, Described({}, {}, "here", kind, ""))  # type: ignore[arg-type]
+        return Loaded(made, Described({}, {}, {}, "here", kind, ""))  # type: ignore[arg-type]
 
     spares = Spares({1}, 1, load)
     spares.start()

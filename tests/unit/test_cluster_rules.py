@@ -20,7 +20,8 @@ from mmserve.cluster.requests import Group, Part
 from mmserve.cluster.routing import IN_HAND, Candidate, choose, pixels, room, sharded, shards
 from mmserve.cluster.switching import Demand, Switching
 from mmserve.core.handover import ROLES, Handover
-from mmserve.core.request import ImagePart, Stage, VideoPart
+from mmserve.core.request import ImagePart, Message, Stage, VideoPart
+from mmserve.core.share import MediaShare
 from mmserve.core.tenant import Tenant
 from mmserve.errors import ConfigError, DoesNotFit, Internal, InvalidArgument, MMServeError, ResourceExhausted
 
@@ -231,9 +232,21 @@ def test_a_request_is_shared_out_with_the_files_of_each_share_alone() -> None:
     files = [picture(i, (10, 10)) for i in range(3)]
     whole = ask("r", "What?", images=tuple(files))
     made = sharded(whole, 2, 300)
-    assert [chosen for chosen, _request in made] == [(0, 2), (1,)]
+    assert [chosen for chosen, _request in made] == [(MediaShare(0), MediaShare(2)), (MediaShare(1),)]
     for chosen, request in made:
         kept = [part.data for m in request.messages for part in m.parts if isinstance(part, ImagePart)]
-        assert kept == [data if i in chosen else b"" for i, data in enumerate(files)]
+        assert kept == [data if MediaShare(i) in chosen else b"" for i, data in enumerate(files)]
     assert not sharded(whole, 2, 301) and not sharded(whole, 1, 1) and not sharded(whole, 2, 0)
     assert not sharded(ask("r", "What?", images=(files[0],)), 2, 1)
+
+
+def test_a_video_is_cut_into_as_many_parts_as_it_costs_shares() -> None:
+    small, large = VideoPart(b"s" * 1000), VideoPart(b"l" * 9000)
+    alone = replace(ask("r"), messages=(Message("user", (large,)),))
+    assert [chosen for chosen, _request in sharded(alone, 3, 1)] == [(MediaShare(0, i, 3),) for i in range(3)]
+    assert all(request == alone for _chosen, request in sharded(alone, 3, 1))
+    both = replace(ask("r"), messages=(Message("user", (small, large)),))
+    made = [chosen for chosen, _request in sharded(both, 2, 1)]
+    assert made == [(MediaShare(0), MediaShare(1, 0, 2)), (MediaShare(1, 1, 2),)]
+    for chosen, request in sharded(both, 2, 1):
+        assert [bool(part.data) for part in request.messages[0].parts] == [MediaShare(0) in chosen, True]  # type: ignore[union-attr]

@@ -1,0 +1,387 @@
+"""One stream of video on a cluster: a worker keeps its frames and K/V, and another goes on with it when that one ends,
+or does not encode any more.
+
+The stream is then opened there with its last saved state, and given again what came after that, in its order. Who uses
+the stream waits meanwhile, and notices nothing: tokens do not depend on where, nor on how often, a frame is taken in.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mmserve.cluster.asking import WorkerEnded
+from mmserve.cluster.journal import GivenFrame, GivenQuestion, Journal
+from mmserve.cluster.messages import Appended, Order, StreamSaved
+from mmserve.cluster.requests import admitted_once
+from mmserve.cluster.workers import Worker
+from mmserve.core.request import Request, Vision
+from mmserve.core.session import Asked, Memory
+from mmserve.core.tenant import Tenant
+from mmserve.errors import Cancelled, MMServeError, Unavailable
+from mmserve.request_state import Sink
+from mmserve.video.base import Frame, Scope, Seen, StreamLost, StreamStats
+
+if TYPE_CHECKING:
+    from mmserve.cluster.streams import ClusterStreams
+
+logger = logging.getLogger("mmserve.cluster")
+
+#: Seconds until a worker must be there that goes on with a stream.
+PATIENCE = 120.0
+
+
+@dataclass(frozen=True)
+class SeenThere(Seen):
+    """A frame that the worker of its stream keeps; its tensors are empty."""
+
+    stream: ClusterStream
+    number: int
+
+
+class ClusterStream:
+    """``Stream`` whose frames the worker ``home`` keeps; ``begin`` comes first.
+
+    ``given``: what it was opened with, as of ``Streams.open``. With a lock of its own, which nothing waits for a worker
+    with; the coordinator's may be held while it is taken, never the other way round.
+    """
+
+    def __init__(
+        self,
+        streams: ClusterStreams,
+        given: tuple[Memory, Tenant, Vision | None, int],
+        save_frames: int,
+        most_losses: int,
+    ) -> None:
+        self._streams, self._given, self._most_losses = streams, given, most_losses
+        self.home: Worker | None = None
+        self.worker = ""  # the name of ``home``, which may have another one once its worker is replaced
+        self.name = ""  # the stream's there; another one each time that it is opened
+        self._held = 0  # bytes that are set aside for it there
+        self._changed = threading.Condition()
+        self._journal = Journal(save_frames)
+        self._ready = False  # frames go to ``home`` as they come
+        self._wanted = False  # it must be opened again
+        self._opening = False  # on a thread that sees to that
+        self._losses = 0  # of its workers, since all its frames were in last
+        self._number, self._seconds = 0, 0.0  # of the newest frame
+        self._out: set[int] = set()  # frames that ``home`` was given and has not reported
+        self._futures: dict[int, tuple[float, Future[Seen]]] = {}  # with the frames' seconds
+        self._ended: MMServeError | None = None
+
+    # --- as a stream ---
+
+    def append(self, frame: Frame) -> Future[Seen]:
+        """As of ``Stream.append``; raises ``StreamLost`` where nobody can go on with the stream."""
+        future: Future[Seen] = Future()
+        image = frame.image.convert("RGB")
+        pixels = image.size, image.tobytes(), frame.detail
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None or not self._journal.full, PATIENCE)
+            if self._ended is not None:
+                raise self._ended
+            if self._journal.full:
+                self._streams.drop(self._journal.give_up())
+            self._number, self._seconds = self._number + 1, frame.seconds
+            given = GivenFrame(self._number, frame.seconds, pixels)
+            self._futures[given.number] = frame.seconds, future
+            self._journal.add(given)
+            if self._ready:
+                self._send(given)
+                self._save_if_due()
+        return future
+
+    def ask(self, request: Request, scope: Scope | None, sink: Sink) -> Asked:
+        """As of ``Stream.ask``."""
+        once = admitted_once(sink)
+        for _ in range(self._most_losses + 1):
+            home, name = self._there()
+            with self._changed:
+                given, worker = GivenQuestion(request.id, self._number, scope), self.worker
+                self._journal.add(given)
+            put = partial(self._put, home, name, scope)
+            try:
+                asked = self._streams.requests.submit_there(request, once, worker, put, partial(self._again, given))
+            except BaseException as error:
+                with self._changed:
+                    self._journal.remove(given)
+                if not isinstance(error, MMServeError) or not self._is_gone(name, error):
+                    raise
+                continue
+            with self._changed:
+                given.asking = False
+                if given.lost:
+                    self._disturb()
+            return asked
+        raise self._too_many_losses()
+
+    def stats(self) -> StreamStats:
+        """As of ``Stream.stats``."""
+        stats: StreamStats = self.question("stream.stats")
+        return stats
+
+    def close(self) -> None:
+        """As of ``Stream.close``."""
+        self._end(Cancelled("the stream was closed"))
+
+    def question(self, question: str, *arguments: Any, frame: int | None = None) -> Any:
+        """What the worker answers that has ``frame``, None = all of them; raises ``StreamLost``."""
+        for _ in range(self._most_losses + 1):
+            home, name = self._there(frame)
+            try:
+                return home.ask(self._streams.model, question, (name, *arguments))
+            except MMServeError as error:
+                if not self._is_gone(name, error):
+                    raise
+        raise self._too_many_losses()
+
+    # --- from its streams ---
+
+    def begin(self) -> int:
+        """Open it; returns the bytes that are set aside for it, raises what ``Streams.open`` raises."""
+        with self._changed:
+            self._opening = True
+        self._open_somewhere(patience=0.0)
+        if self._ended is not None:
+            raise self._ended
+        return self._held
+
+    def took(self, item: Appended) -> None:
+        """A frame is in, or has failed."""
+        with self._changed:
+            if item.key != self.name:
+                return
+            self._out.discard(item.number)
+            seconds, future = self._futures.pop(item.number, (0.0, None))
+            if item.error is not None:
+                self._journal.failed(item.number)
+            if not self._out and self._ready:
+                self._losses = 0
+            self._changed.notify_all()
+        if future is None:
+            return
+        if item.error is not None:
+            future.set_exception(item.error)
+        else:
+            future.set_result(SeenThere(seconds, torch.empty(0), torch.empty(0), self, item.number))
+
+    def saved(self, item: StreamSaved) -> None:
+        """A state of it was saved; with the coordinator's lock."""
+        with self._changed:
+            unused = item.parcel
+            if item.key == self.name and self._ended is None and item.parcel is not None:
+                unused = self._journal.saved(item.parcel, item.number, self._streams.requests.waits_for_stream)
+            self._changed.notify_all()
+        self._streams.drop(unused)
+
+    def left(self, worker: str) -> None:
+        """A worker has ended."""
+        with self._changed:
+            if worker == self.worker and self._ended is None:
+                self._losses += 1
+                self._disturb()
+
+    def move(self) -> None:
+        """Have another worker go on with it, where one can."""
+        with self._changed:
+            if self._ready and self._journal.kept:
+                self._disturb()
+
+    # --- to its home ---
+
+    def _send(self, given: GivenFrame) -> None:
+        """With the lock."""
+        assert self.home is not None
+        self._out.add(given.number)
+        self.home.post(self._streams.model, "stream.append", (self.name, given.number, given.seconds, *given.pixels))
+
+    def _save_if_due(self) -> None:
+        """With the lock, where all that was given is there."""
+        if self._journal.due(self._number) and self.home is not None:
+            self.home.post(self._streams.model, "stream.save", (self.name,))
+
+    def _put(self, home: Worker, name: str, scope: Scope | None, order: Order) -> Asked:
+        asked: Asked = home.ask(self._streams.model, "stream.ask", (name, order, scope))
+        return asked
+
+    def _there(self, frame: int | None = None) -> tuple[Worker, str]:
+        """Its worker and its name there, once that has ``frame``, None = all of them; raises ``StreamLost``."""
+
+        def has() -> bool:
+            return self._ready and (not self._out if frame is None else frame not in self._out)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None or has(), 2 * PATIENCE)
+            if self._ended is not None:
+                raise self._ended
+            if not has() or self.home is None:
+                raise Unavailable("the session's frames are not taken in: their worker is being replaced; try again")
+            return self.home, self.name
+
+    # --- when its worker ends, or is to have it no longer ---
+
+    def _is_gone(self, name: str, error: MMServeError) -> bool:
+        """Whether an error is because the stream is not there any more by this name."""
+        with self._changed:
+            if self.name == name and isinstance(error, WorkerEnded):
+                self._disturb()
+            return self._ended is not None or self._wanted or self.name != name
+
+    def _again(self, given: GivenQuestion) -> bool:
+        """A question was lost before its prompt was elsewhere; whether it will be asked again. With the coordinator's
+        lock."""
+        with self._changed:
+            if self._ended is not None or given.dropped or not self._journal.kept:
+                return False
+            given.lost = True
+            if not given.asking:
+                self._disturb()
+            return True
+
+    def _disturb(self) -> None:
+        """It must be opened again; with the lock."""
+        if self._ended is not None:
+            return
+        self._wanted, self._ready = True, False
+        self._changed.notify_all()
+        if not self._opening:
+            self._opening = True
+            self._streams.go(self._open_somewhere)
+
+    def _open_somewhere(self, patience: float = PATIENCE) -> None:
+        """Open it on a worker and give it all that is journalled, until that is done; one thread at a time."""
+        tried: set[str] = set()
+        while True:
+            with self._changed:
+                if self._ended is not None or (self._ready and not self._wanted):
+                    self._opening = False
+                    return
+                again, self._wanted = bool(self._number), False
+                lost = again and not self._journal.kept
+                many = self._losses > self._most_losses
+            if lost or many:
+                self._end(self._too_many_losses() if many else self._lost())
+                continue
+            home = self._streams.choose(tried, patience)
+            if home is None:
+                self._end(self._lost() if again else self._streams.nobody())
+                continue
+            try:
+                self._open_at(home)
+                self._give_again()
+            except WorkerEnded:
+                tried.add(home.name)
+                with self._changed:
+                    self._wanted = True
+            except MMServeError as error:
+                self._end(self._lost(error) if again else error)
+            except Exception:
+                logger.exception("a stream of video could not be opened again")
+                self._end(self._lost())
+
+    def _open_at(self, home: Worker) -> None:
+        with self._changed:
+            old, former = self.home, self.name
+            self.home, self.worker, self.name = home, home.name, uuid.uuid4().hex
+            self._out.clear()
+            parcel, worker, name = self._journal.parcel, self.worker, self.name
+        if not self._streams.renamed(self, former):
+            raise Unavailable("the server is shutting down; open the stream at another one")
+        if old is not None:
+            old.post(self._streams.model, "stream.close", (former,))
+        state = self._streams.sent(parcel, worker)
+        self._held = home.ask(self._streams.model, "stream.open", (name, *self._given, state))
+        if former:
+            logger.info("worker %s goes on with a session's stream after frame %d", worker, self._journal.number)
+
+    def _give_again(self) -> None:
+        """What came after the saved state, in its order; returns early where it must be opened once more."""
+        given = 0
+        while True:
+            with self._changed:
+                entries = self._journal.entries
+                # What has failed meanwhile left the journal, so places in it change: frames are known by their numbers.
+                left = [e for e in entries if (isinstance(e, GivenQuestion) and e.lost) or _number(e) > given]
+                if self._wanted or self._ended is not None:
+                    return
+                if not left:
+                    self._ready = True
+                    self._losses = 0 if not self._out else self._losses
+                    self._save_if_due()
+                    self._changed.notify_all()
+                    return
+                if isinstance(entry := left[0], GivenFrame):
+                    given = entry.number
+                    self._send(entry)
+                    continue
+                self._changed.wait_for(lambda: self._wanted or self._ended is not None or not self._out, PATIENCE)
+                if self._wanted or self._out:
+                    self._wanted = True
+                    return
+                entry.lost = False
+            self._ask_again(entry)
+
+    def _ask_again(self, given: GivenQuestion) -> None:
+        assert self.home is not None
+        try:
+            orders = self._streams.requests.orders_again(given.id, self.worker)
+            for order in orders:
+                self._put(self.home, self.name, given.scope, order)
+        except WorkerEnded:
+            given.lost = True
+            raise
+        except MMServeError as error:
+            self._streams.requests.cancel(given.id, error)
+            orders = []
+        if not orders:
+            with self._changed:
+                self._journal.remove(given)
+
+    # --- its end ---
+
+    def _end(self, error: MMServeError) -> None:
+        with self._changed:
+            if self._ended is not None:
+                return
+            self._ended = error
+            futures, self._futures = self._futures, {}
+            questions = [each.id for each in self._journal.questions]
+            parcel, home, name = self._journal.clear(), self.home, self.name
+            self._changed.notify_all()
+        self._streams.forget(self)
+        self._streams.drop(parcel)
+        if home is not None:
+            home.post(self._streams.model, "stream.close", (name,))
+        for _seconds, future in futures.values():
+            future.set_exception(error)
+        if isinstance(error, StreamLost):
+            logger.warning("a session of video ends: %s", error)
+            for question in questions:
+                self._streams.requests.give_up(question)
+
+    def _lost(self, why: MMServeError | None = None) -> StreamLost:
+        """What is lost with the stream."""
+        kept = f"frames up to {self._seconds:g} s ({self._number} in all)"
+        reason = "" if why is None else f" ({why.message})"
+        return StreamLost(
+            f"the worker that kept the session's frames has ended, and no other can go on with them{reason}: "
+            f"lost are its {kept}; open another session"
+        )
+
+    def _too_many_losses(self) -> StreamLost:
+        many = self._losses or self._most_losses
+        return StreamLost(
+            f"{many} workers ended one after another while they had the session, which may be the cause: "
+            f"lost are its frames up to {self._seconds:g} s ({self._number} in all)"
+        )
+
+
+def _number(entry: GivenFrame | GivenQuestion) -> int:
+    return entry.number if isinstance(entry, GivenFrame) else -1

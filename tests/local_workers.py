@@ -70,7 +70,11 @@ class LocalWorker:
         self.dead = True
         for threads in (self._commands, self._questions, self._streams):
             threads.shutdown()
+        if self._reporting.ident is not None:
+            self._reporting.join()
         self.worker.close()
+        self.worker._reader.close()
+        self.worker._shelf.close()
 
     def _command(self, call: Callable[..., Any], *arguments: Any) -> None:
         if not self.dead:

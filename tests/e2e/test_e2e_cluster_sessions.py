@@ -116,6 +116,7 @@ def test_sessions_of_a_cluster_answer_as_one_process(cluster: Process, alone: di
     assert play(cluster.address) == alone
 
 
+@pytest.mark.slow
 def test_sessions_go_on_when_the_workers_that_keep_their_frames_are_killed(
     cluster: Process, alone: dict[tuple[str, int], Any]
 ) -> None:

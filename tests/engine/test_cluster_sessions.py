@@ -25,6 +25,8 @@ from mmserve.video.base import Frame, Seen, Stream, Streams
 from mmserve.video.standing import StandingQuestion
 from mmserve.video.streams import EngineStreams
 
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+
 ALL = ("encode", "prefill", "decode")
 MEMORY = Memory(budget=100)
 MODELS = {"bundled": ("reference", "none"), "bundled-causal": ("reference-causal", "last")}

@@ -151,7 +151,7 @@ def test_a_reload_never_opens_the_server(tmp_path: Path, engine: EchoEngine, log
     settings = config({"auth_tokens": ("first",)})
 
     def work(address: str) -> None:
-        hang_up(log, "open the server to everybody")
+        hang_up(log, "open the server to all")
         refused(address, "other")
         accepted(address, "first")
 

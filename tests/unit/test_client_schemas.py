@@ -280,7 +280,7 @@ class Callback(BaseModel):
         (Callback, "Callable"),
         (dict[Annotated[int, Field(gt=3)], bool], "keys of a dictionary"),
         (Json[Tree], "refers to itself"),
-        (Annotated[dt.date, Field(gt=dt.date(2024, 1, 1), lt=dt.date(2024, 1, 2))], "no date lies"),
+        (Annotated[dt.date, Field(gt=dt.date(2024, 1, 1), lt=dt.date(2024, 1, 2))], "no date is"),
     ],
 )
 def test_what_is_no_schema_is_refused_before_it_is_sent(given: Any, told: str) -> None:

@@ -86,7 +86,8 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     )
     layout, prefix = found_layout(checkpoint, LAYOUT)
     vision = _vision(checkpoint, target, config, prefix)
-    return load_nested(checkpoint, target, config, tokenizer, layout, lambda _width: vision, _spec)
+    texts = ("gemma3_text",)
+    return load_nested(checkpoint, target, config, tokenizer, layout, lambda _width: vision, _spec, texts=texts)
 
 
 def _spec(sources: Sources) -> ModelSpec:

@@ -116,16 +116,18 @@ def load_nested(
     see: Callable[[int], VisionEncoder],
     spec: Callable[[Sources], ModelSpec] = next_token,
     video: str = VIDEO,
+    texts: tuple[str, ...] = NESTED,
 ) -> LoadedModel:
     """A model of ``config`` (of transformers) and the decoder's ``layout``.
 
     ``see`` loads what makes visual tokens of a width; ``spec`` describes the model; ``video`` is the placeholder of a
-    video in a chat. Raises ``ConfigError`` naming the key, tensor or file that is wrong.
+    video in a chat; ``texts``: the text models that it may have. Raises ``ConfigError`` naming the key, tensor or file
+    that is wrong.
     """
     values = config.text_config.to_dict()
     values["tie_word_embeddings"] = bool(config.tie_word_embeddings)
     keys = Keys(values, checkpoint.folder / "config.json")
-    if values.get("model_type") not in NESTED:
+    if values.get("model_type") not in texts:
         raise refuse_text_model(keys)
     dimensions = checkpoint.stretch.applied(decoder_config(keys), keys.path)
     check_vocabulary(checkpoint, tokenizer, dimensions)

@@ -31,7 +31,7 @@ TEXT: Mapping[str, str] = {
     "sdar_moe": "mmserve.models.sdar_moe",
 }
 #: ``text_config`` of a vision-language model may name any of these.
-NESTED = ("gemma3_text", "llama", "ministral3", "mistral", "qwen2", "qwen3")
+NESTED = ("llama", "ministral3", "mistral", "qwen2", "qwen3")
 #: Class that generates text, for each ``model_type`` that transformers also has other classes for (scores, embeddings).
 CLASSES = {
     "gemma2": ("Gemma2ForCausalLM",),

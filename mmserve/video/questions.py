@@ -86,8 +86,12 @@ class Questions:
                     "wait for one to be answered"
                 )
             noted.begin()
-            typed = ask.typed() if isinstance(ask, m.Decide) else None
-            request = typed.request if typed is not None else ask.request()
+            typed: m.Typed | None = None
+            if isinstance(ask, m.Decide):
+                typed = ask.typed()
+                request = typed.request
+            else:
+                request = ask.request()
         except Exception as error:  # noqa: BLE001 - one question's failure is its own
             failure = reported(error)
             noted.end(failure)

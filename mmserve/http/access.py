@@ -1,8 +1,6 @@
-"""What surrounds every request over HTTP: its line of the access log, its metrics, and a bound on slow readers."""
+"""What surrounds every request over HTTP: its line of the access log, and its metrics."""
 
 from __future__ import annotations
-
-import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,15 +15,11 @@ _CODES = {int(status): code for code, status in reversed(STATUS.items())}
 _UNKNOWN_ROUTE = 404, 405
 
 
-class Stalled(ConnectionError):
-    """The client took nothing of its answer for too long; uvicorn closes the connection where it is raised."""
-
-
 class Access:
-    """Wraps ``app``. A client that takes nothing for ``patience`` seconds is disconnected; 0 = it may."""
+    """Wraps ``app``; ``log``: whether lines are written."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, log: bool, patience: float) -> None:
-        self._app, self._metrics, self._log, self._patience = app, metrics, log, patience
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, log: bool) -> None:
+        self._app, self._metrics, self._log = app, metrics, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -47,11 +41,7 @@ class Access:
             nonlocal status, whole
             status = message.get("status", status)
             call.sent += len(message.get("body", b""))
-            try:
-                async with asyncio.timeout(self._patience or None):
-                    await send(message)
-            except TimeoutError:
-                raise Stalled(f"{call.peer} took nothing for {self._patience:g} s (message_seconds)") from None
+            await send(message)
             whole = message["type"] == "http.response.body" and not message.get("more_body")
 
         try:

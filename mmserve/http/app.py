@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import replace
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmserve.core.events import Admitted, Event, Finished
 from mmserve.core.tenant import Tenant
@@ -34,6 +35,7 @@ from mmserve.http.errors import BadRequest, headers_of, renamed, status_of
 from mmserve.http.media import fields_of
 from mmserve.http.messages import Messages
 from mmserve.http.pages import Pages
+from mmserve.http.presence import Present
 from mmserve.http.responses import Responses
 from mmserve.observe import calls
 from mmserve.rpc.fetching import urls_in
@@ -48,6 +50,8 @@ logger = logging.getLogger("mmserve.http")
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 _BEARER = "bearer "
+#: Most letters of a host and its port: a name of DNS has at most 253.
+_HOST_LETTERS = 300
 CONSTRAINTS = "/v1/constraints"
 #: What of ``ModelInfo`` the list of models has.
 _DESCRIBED = (
@@ -70,20 +74,21 @@ class App:
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._alone = is_loopback(server.config.server.host)
         # one thread: parsing holds the interpreter, so that two would not be faster
         self._parser = ThreadPoolExecutor(1, "mmserve-http-parse")
         # one thread: a constraint that is hard to compile delays other checks only
         self._checker = ThreadPoolExecutor(1, "mmserve-http-check")
         self._bodies = Bodies(server.config.server, server.room, self._parser)
-        self.asgi = Starlette(
+        posts = {
+            **{path: self._open(self._generates(api), api) for path, api in APIS.items()},
+            CONSTRAINTS: self._open(self._checked),
+            **{path: self._open(self._decides(api), api) for path, api in DECISION_APIS.items()},
+        }
+        others = Starlette(
             routes=[
-                *(Route(path, self._open(self._generates(api), api), methods=["POST"]) for path, api in APIS.items()),
-                Route(CONSTRAINTS, self._open(self._checked), methods=["POST"]),
+                *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
                 *Pages([*APIS, CONSTRAINTS, *DECISION_APIS], server.guard.auth).routes,
-                *(
-                    Route(path, self._open(self._decides(api), api), methods=["POST"])
-                    for path, api in DECISION_APIS.items()
-                ),
                 Route("/v1/models", self._open(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", self._open(self._model), methods=["GET"]),
                 Route("/openapi.json", self._open(self._description), methods=["GET"]),
@@ -92,6 +97,16 @@ class App:
             ],
             exception_handlers={HTTPException: _no_route},
         )
+
+        async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
+            # a tenth of the work of a short request was Starlette's way to the handler, which ends with all errors
+            answer = posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+            if answer is None:
+                await others(scope, receive, send)
+            else:
+                await (await answer(Request(scope, receive, send)))(scope, receive, send)
+
+        self.asgi: ASGIApp = asgi
 
     def close(self) -> None:
         """End the threads."""
@@ -107,14 +122,14 @@ class App:
             call.request_id = label if request_id.is_label(label) else uuid.uuid4().hex
             try:
                 self._check_host(request)
-                tenant = self._server.guard.auth.tenant_of(_token(request), request.url.path, call.peer)
+                tenant = self._server.guard.auth.tenant_of(_token(request), request.scope["path"], call.peer)
                 call.tenant = tenant.name
                 request.state.tenant = tenant
                 response = await handler(request)
             except MMServeError as error:
                 response = _refusal(api, error)
             except Exception as error:  # noqa: BLE001 - a bug ends this request alone
-                response = _refusal(api, Internal.logged(error, request.url.path, logger))
+                response = _refusal(api, Internal.logged(error, request.scope["path"], logger))
             response.headers[request_id.KEY] = call.request_id
             return response
 
@@ -126,13 +141,11 @@ class App:
         Only where nothing else keeps such pages out: a server of this machine alone that asks for no tokens.
         """
         config = self._server.config.server
-        if self._server.guard.auth.guards or not is_loopback(config.host):
+        if self._server.guard.auth.guards or not self._alone:
             return
-        try:
-            name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-        except ValueError:
-            name = ""
-        if not (is_loopback(name) or name == config.host or name in config.http_names):
+        given = request.headers.get("host", "")
+        name, leads_here = _host(given) if len(given) <= _HOST_LETTERS else (given, False)
+        if not (leads_here or name == config.host or name in config.http_names):
             why = (
                 f"{name[:100]!r} is no name of this server: call it localhost, or list the name in [server] http_names"
             )
@@ -198,11 +211,12 @@ class App:
                 events = self._events(asked.message, tenant, held, fields_of(urls_in(asked.message.messages), body))
                 del body
                 with renamed(asked.names):
+                    held.enter_context(Present(request.receive))
                     if not asked.stream:
                         async with aclosing(events):
-                            finished = await _unless_left(request, _finished(events))
+                            finished = await _finished(events)
                         return JSONResponse(asked.reply.whole(finished))
-                    first = await _unless_left(request, anext(events))  # refusals have a status of their own until here
+                    first = await anext(events)  # refusals have a status of their own until here
                 lines = _lines(api, asked.reply.lines(_after(first, events)))
                 return _Stream(lines, events, held.pop_all())
 
@@ -220,7 +234,8 @@ class App:
                 asked = api.read(body)
                 fields = fields_of(urls_in(asked.message.messages), body)
                 deciding = self._server.deciding.decide(own, [asked.message], tenant, None, held, fields)
-                return JSONResponse(api.reply(asked, await _unless_left(request, deciding)))
+                held.enter_context(Present(request.receive))
+                return JSONResponse(api.reply(asked, await deciding))
 
         return answer
 
@@ -268,6 +283,16 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return JSONResponse(body, error.status_code, error.headers)
 
 
+@lru_cache(maxsize=256)
+def _host(given: str) -> tuple[str, bool]:
+    """The name in a host header, and whether it is this machine's to itself."""
+    try:
+        name = urlsplit(f"//{given}").hostname or ""
+    except ValueError:
+        name = ""
+    return name, is_loopback(name)
+
+
 def _token(request: Request) -> str | None:
     """The token of ``Authorization: Bearer``, or of Anthropic's ``x-api-key``."""
     given = request.headers.get("authorization", "")
@@ -287,26 +312,6 @@ async def _after(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Ev
         yield event
 
 
-async def _unless_left(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled where the client disconnects first; raises ``Cancelled`` then."""
-    task: asyncio.Future[T] = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_left(request))
-    try:
-        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Cancelled("the client disconnected")
-        return task.result()
-    finally:
-        for one in (task, left):
-            one.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 class _Stream(StreamingResponse):
     """Server-sent ``lines``; however they end, ``events`` and ``held`` are closed."""
 
@@ -316,9 +321,9 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the lines."""
-        with self._held, suppress(Cancelled):  # a client that leaves ends its answer
+        with suppress(Cancelled), self._held:  # a client that leaves ends its answer
             async with aclosing(self._events):
-                await _unless_left(Request(scope, receive), self.stream_response(send))
+                await self.stream_response(send)
 
 
 async def _lines(api: Api, lines: AsyncIterator[str]) -> AsyncIterator[str]:

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from http import HTTPStatus
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from mmserve.config import ServerConfig
 from mmserve.errors import Cancelled, InvalidArgument
@@ -39,8 +39,6 @@ class Bodies:
         except TimeoutError:
             why = f"the body took longer than {self._config.message_seconds:g} s (message_seconds) to arrive"
             raise BadRequest(HTTPStatus.REQUEST_TIMEOUT, why) from None
-        except ClientDisconnect:
-            raise Cancelled("the client went away while it sent the request") from None
         if len(data) <= INLINE_BYTES:
             found = _parsed(data)
         else:
@@ -57,7 +55,12 @@ class Bodies:
         if given.isdecimal() and int(given) > most:
             raise BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
         data = bytearray()
-        async for chunk in request.stream():
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise Cancelled("the client went away while it sent the request")
+            chunk, more = message.get("body", b""), message.get("more_body", False)
             if len(data) + len(chunk) > most:
                 raise BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
             data += chunk

@@ -82,13 +82,13 @@ def _wrong(path: str, kind: type) -> Any:
 def copy_fields(fields: Fields, message: pb.GenerateRequest, table: Mapping[str, str]) -> None:
     """Set the fields of ``message`` (dotted paths) that ``table`` names for JSON names, from those present."""
     for name, path in table.items():
+        if not fields.has(name):
+            continue
         *outer, leaf = path.split(".")
         target: Any = message
         for part in outer:
             target = getattr(target, part)
         value = fields.take(name, _TYPES[target.DESCRIPTOR.fields_by_name[leaf].cpp_type])
-        if value is None:
-            continue
         try:
             setattr(target, leaf, value)
         except ValueError:
@@ -110,7 +110,9 @@ def merge_own(fields: Fields, message: pb.GenerateRequest) -> None:
 
     Raises ``InvalidArgument`` for other fields, and for drafts of an answer that is not streamed.
     """
-    own = fields.take("mmserve", dict, {})
+    own = fields.take("mmserve", dict)
+    if not own:
+        return
     for name in own:
         if name not in OWN:
             raise InvalidArgument.of(f"mmserve.{name}"[:200], f"must be one of {', '.join(OWN)}")

@@ -8,86 +8,23 @@ import logging
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mmserve.config import Config
 from mmserve.errors import ConfigError
-from mmserve.http.access import Access, Stalled
+from mmserve.http.access import Access
 from mmserve.http.app import App
+from mmserve.http.connections import connection_class
 from mmserve.rpc.server import Server
 
 logger = logging.getLogger("mmserve.http")
 logging.getLogger("uvicorn").setLevel(logging.WARNING)
-# uvicorn takes it for a bug of the application; the access log has the request
-logging.getLogger("uvicorn.error").addFilter(
-    lambda record: not (record.exc_info and isinstance(record.exc_info[1], Stalled))
-)
 
-#: Bytes of a request's head (its line and headers), and connections that wait to be accepted.
-_HEAD_BYTES, _BACKLOG = 64 << 10, 2048
-#: Chunks of a body that may be small, and bytes that those of a longer one have on average.
-_TINY_PARTS, _TINY = 1024, 64
-#: Seconds that a request's head may take to arrive.
-PATIENCE = 10.0
-
-
-class _Parts(h11.Connection):
-    """Refuses a body of tiny chunks: each costs the event loop what a large one does, and one read may hold 40,000."""
-
-    _parts = _bytes = 0
-
-    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """As of h11; ``RemoteProtocolError`` for such a body."""
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._parts = self._bytes = 0
-        elif isinstance(event, h11.Data):
-            self._parts, self._bytes = self._parts + 1, self._bytes + len(event.data)
-            if self._parts > _TINY_PARTS and self._bytes < self._parts * _TINY:
-                raise h11.RemoteProtocolError(f"chunks of less than {_TINY} bytes")
-        return event
-
-
-class _Connection(H11Protocol):
-    """Closes a connection whose next request's head is not whole ``PATIENCE`` seconds after its first byte."""
-
-    _slow: asyncio.TimerHandle | None = None
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.conn = _Parts(h11.SERVER, _HEAD_BYTES)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # asyncio does so for sockets whose protocol is named, which those of ``create_server`` are not. Without it the
-        # second write of a response waits for the client's delayed acknowledgement of the first: 40 ms.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._unwatch()
-
-    def _watch(self) -> None:
-        """Run the timer while a request is awaited, but not between two of a connection."""
-        begun = self.conn.their_state is h11.IDLE and (self.cycle is None or bool(self.conn.trailing_data[0]))
-        if not begun:
-            self._unwatch()
-        elif self._slow is None:
-            self._slow = self.loop.call_later(PATIENCE, self.transport.close)
-
-    def _unwatch(self) -> None:
-        if self._slow is not None:
-            self._slow.cancel()
-            self._slow = None
+#: Connections that wait to be accepted.
+_BACKLOG = 2048
 
 
 class _Uvicorn(uvicorn.Server):
@@ -124,7 +61,7 @@ class HttpFront:
         listener = _listener(config.host, self._asked)
         self.port = listener.getsockname()[1]
         self._app = App(self._server)
-        wrapped = Access(self._app.asgi, self._server.metrics, log=config.access_log, patience=config.message_seconds)
+        wrapped = Access(self._app.asgi, self._server.metrics, log=config.access_log)
         settings = uvicorn.Config(
             wrapped,
             log_config=None,
@@ -133,7 +70,7 @@ class HttpFront:
             ws="none",
             server_header=False,
             proxy_headers=False,
-            http=_Connection,
+            http=cast(Any, partial(connection_class(), stall_seconds=config.message_seconds)),
             loop="none",
             limit_concurrency=config.http_connections or None,
             timeout_keep_alive=int(config.connection_idle_seconds) or 1 << 30,

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 import mmserve
 from mmserve.core.info import ModelInfo
+from mmserve.observe.labelled import Labelled
 
 PREFIX = "mmserve:"
 MODEL = "model_name"
@@ -38,15 +39,16 @@ class Calls:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("grpc_service", "grpc_method")
-        self._handled = Counter(
-            "grpc_server_handled", "Calls by the status that they ended with", (*labels, "grpc_code"), registry=registry
-        )
-        self._seconds = Histogram(
-            "grpc_server_handling_seconds",
-            "From a call's arrival to its status",
-            labels,
-            buckets=_SECONDS,
-            registry=registry,
+        text = "Calls by the status that they ended with"
+        self._handled = Labelled(Counter("grpc_server_handled", text, (*labels, "grpc_code"), registry=registry))
+        self._seconds = Labelled(
+            Histogram(
+                "grpc_server_handling_seconds",
+                "From a call's arrival to its status",
+                labels,
+                buckets=_SECONDS,
+                registry=registry,
+            )
         )
         self._uploads = Counter(PREFIX + "media_uploads", "Uploads by outcome", ("result",), registry=registry)
         self._upload_bytes = Counter(
@@ -56,8 +58,8 @@ class Calls:
     def handled(self, method: str, code: str, seconds: float) -> None:
         """Count a call of ``/service/method``, or of a method that is none (""): a client's word is no label."""
         service, _, name = method.removeprefix("/").rpartition("/")
-        self._handled.labels(service or "unknown", name or "unknown", code).inc()
-        self._seconds.labels(service or "unknown", name or "unknown").observe(seconds)
+        self._handled.of(service or "unknown", name or "unknown", code).inc()
+        self._seconds.of(service or "unknown", name or "unknown").observe(seconds)
 
     def uploaded(self, size: int, *, deduplicated: bool) -> None:
         """Count an upload of ``size`` bytes that was accepted."""

@@ -19,6 +19,7 @@ from mmserve.core.stats import Stats
 from mmserve.observe.aliases import also_under
 from mmserve.observe.counters import SessionMetrics, TenantMetrics
 from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, Unasked, add_build
+from mmserve.observe.labelled import Labelled
 
 #: Upper bounds of histograms: seconds of a whole request or a part of it, seconds between tokens, and counts of tokens.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
@@ -85,8 +86,8 @@ class Metrics:
             recomputed_tokens="Token positions that were run through the model",
         )
         self._ended = self._counter("request_success", "Samples that ended", "finished_reason")
-        self._messages = Counter(
-            PREFIX + "messages_refused", "Messages that were refused unread", ("code",), registry=self.registry
+        self._messages = Labelled(
+            Counter(PREFIX + "messages_refused", "Messages that were refused unread", ("code",), registry=self.registry)
         )
         self._failed = self._counter("request_failure", "Requests that were refused, failed or were cancelled", "code")
         self.tenants = TenantMetrics(self.registry)
@@ -94,19 +95,19 @@ class Metrics:
 
     def message_refused(self, code: str) -> None:
         """Count a message that was malformed, too large or too slow, before it was a request."""
-        self._messages.labels(code).inc()
+        self._messages.of(code).inc()
 
     def failed(self, model: str, code: str) -> None:
         """Count a request that ended without an answer."""
-        self._failed.labels(model, code).inc()
+        self._failed.of(model, code).inc()
 
     def between(self, model: str, seconds: float) -> None:
         """Note the time between two pieces of final text."""
-        self._between.labels(model).observe(seconds)
+        self._between.of(model).observe(seconds)
 
     def answered(self, model: str, longest: int) -> None:
         """Note a request all of whose samples are answered, the longest with so many tokens."""
-        self._longest.labels(model).observe(longest)
+        self._longest.of(model).observe(longest)
 
     def finished(self, model: str, event: Finished) -> None:
         """Note the outcome of a sample."""
@@ -122,12 +123,12 @@ class Metrics:
             (self._prefill, times.prefill),
             (self._decode, times.decode),
         ):
-            histogram.labels(model).observe(milliseconds / 1e3)
+            histogram.of(model).observe(milliseconds / 1e3)
         if tokens > 1:
-            self._per_token.labels(model).observe((times.total - times.first_token) / 1e3 / (tokens - 1))
-        self._prompt.labels(model).observe(usage.prompt_tokens)
-        self._generated.labels(model).observe(tokens)
-        self._per_forward.labels(model).observe(event.tokens_per_forward)
+            self._per_token.of(model).observe((times.total - times.first_token) / 1e3 / (tokens - 1))
+        self._prompt.of(model).observe(usage.prompt_tokens)
+        self._generated.of(model).observe(tokens)
+        self._per_forward.of(model).observe(event.tokens_per_forward)
         for name, count in (
             ("prompt_tokens", usage.prompt_tokens),
             ("generation_tokens", tokens),
@@ -138,20 +139,20 @@ class Metrics:
             ("forwards", event.forwards),
             ("recomputed_tokens", event.recomputed_tokens),
         ):
-            self._counted[name].labels(model).inc(count)
-        self._ended.labels(model, event.reason).inc()
+            self._counted[name].of(model).inc(count)
+        self._ended.of(model, event.reason).inc()
 
-    def _histograms(self, buckets: tuple[float, ...], **named: str) -> list[Histogram]:
+    def _histograms(self, buckets: tuple[float, ...], **named: str) -> list[Labelled[Histogram]]:
         return [
-            Histogram(PREFIX + name, text, (MODEL,), buckets=buckets, registry=self.registry)
+            Labelled(Histogram(PREFIX + name, text, (MODEL,), buckets=buckets, registry=self.registry))
             for name, text in named.items()
         ]
 
-    def _counters(self, **named: str) -> dict[str, Counter]:
+    def _counters(self, **named: str) -> dict[str, Labelled[Counter]]:
         return {name: self._counter(name, text) for name, text in named.items()}
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, text, (MODEL, *labels), registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Labelled[Counter]:
+        return Labelled(Counter(PREFIX + name, text, (MODEL, *labels), registry=self.registry))
 
 
 class _Held(Unasked):

@@ -23,7 +23,7 @@ from e2e_helpers import EMPTY, PATIENCE, Running, gated, running, settings, wait
 
 from mmserve.assembly import BackgroundServer
 from mmserve.errors import ConfigError
-from mmserve.http import front
+from mmserve.http import connections, front
 from mmserve.http.front import HttpFront
 from mmserve.reference.tasks import sample
 from mmserve.tenants import TenantConfig
@@ -363,7 +363,7 @@ def test_a_body_that_comes_too_slowly(port: int) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nhost: x\r\nx: "], ids=["silent", "slow head"])
 def test_a_head_that_does_not_come(port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "PATIENCE", 0.3)
+    monkeypatch.setattr(connections, "PATIENCE", 0.3)
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         connection.sendall(sent)
         assert connection.recv(4096) == b""

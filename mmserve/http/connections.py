@@ -1,0 +1,181 @@
+"""Connections of the HTTP front: uvicorn's, within limits that uvicorn does not have.
+
+``connection_class`` is the one with the fastest parser that is installed: httptools (llhttp, compiled) or h11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+logger = logging.getLogger("mmserve.http")
+
+#: Bytes of a request's head (its line and headers).
+HEAD_BYTES = 64 << 10
+#: Chunks of a body that may be small, and bytes that those of a longer one have on average.
+TINY_PARTS, TINY = 1024, 64
+#: Seconds that a request's head may take to arrive, and what is left of a body after its answer.
+PATIENCE = 10.0
+
+
+class Parts:
+    """Counts what a body comes in: each tiny chunk costs the event loop what a large one does, and one read may hold
+    40,000 of them."""
+
+    def __init__(self) -> None:
+        self._parts = self._bytes = 0
+
+    def tiny(self, size: int) -> bool:
+        """Count a part of so many bytes; whether the body has come in too many that are too small."""
+        self._parts, self._bytes = self._parts + 1, self._bytes + size
+        return self._parts > TINY_PARTS and self._bytes < self._parts * TINY
+
+
+def wrong_head(method: bytes, version: bytes, headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """What a head has that two programs may read differently, or that is for a proxy; empty where it has nothing such.
+
+    headers: pairs of a name in lower case and a value.
+    """
+    hosts = codings = 0
+    for name, value in headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding":
+            codings += 1
+            if value.lower() != b"chunked":
+                return "a transfer coding besides chunked"
+    if version not in (b"1.1", b"1.0"):
+        return "neither HTTP/1.1 nor HTTP/1.0"
+    if codings > (version == b"1.1"):
+        return "chunks in HTTP/1.0, or two transfer codings"
+    if hosts > 1 or hosts < (version == b"1.1"):
+        return "not one host"
+    return "a tunnel" if method == b"CONNECT" else ""
+
+
+class Limits(asyncio.Protocol):
+    """What both kinds of connections keep to, mixed into uvicorn's protocols.
+
+    A connection is closed whose next request's head is not whole ``PATIENCE`` seconds after its first byte, or whose
+    request still comes so long after its answer, and one that takes nothing of an answer for ``stall_seconds`` (0: it
+    may).
+    """
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    client: tuple[str, int] | None
+
+    def __init__(self, *arguments: Any, stall_seconds: float = 0.0, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._stall_seconds = stall_seconds
+        self._slow: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def _awaited(self) -> bool:
+        """Whether the client has to send something at once: not between two requests, nor while one is answered."""
+        raise NotImplementedError
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin with the limits of a first request."""
+        super().connection_made(transport)
+        # asyncio does so for sockets whose protocol is named, which those of ``create_server`` are not. Without it the
+        # second write of a response waits for the client's delayed acknowledgement of the first: 40 ms.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport.set_write_buffer_limits(
+            high=1
+        )  # what the system does not take is noticed at once; 0 stops TLS for ever
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse ``data``."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request."""
+        super().on_response_complete()  # type: ignore[misc]
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the timers."""
+        super().connection_lost(exc)
+        for timer in (self._slow, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        self._slow = self._stalled = None
+
+    def pause_writing(self) -> None:
+        """The client takes nothing at the moment."""
+        super().pause_writing()
+        if self._stall_seconds and self._stalled is None:
+            self._stalled = self.loop.call_later(self._stall_seconds, self._leave)
+
+    def resume_writing(self) -> None:
+        """The client has taken everything."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _leave(self) -> None:
+        logger.info("%s took nothing for %g s (message_seconds)", self.client, self._stall_seconds)
+        self.transport.abort()
+
+    def _watch(self) -> None:
+        if self.transport.is_closing() or not self._awaited():
+            if self._slow is not None:
+                self._slow.cancel()
+                self._slow = None
+        elif self._slow is None:
+            self._slow = self.loop.call_later(PATIENCE, self.transport.close)
+
+
+class _H11(h11.Connection):
+    """Refuses doubtful heads, those that came at once but are too long, and bodies of tiny chunks."""
+
+    _seen = Parts()
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """As of h11; ``RemoteProtocolError`` for such a request."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._seen = Parts()
+            why = wrong_head(event.method, event.http_version, event.headers)
+            if sum(len(name) + len(value) + 4 for name, value in event.headers) + len(event.target) > HEAD_BYTES:
+                why = f"more than {HEAD_BYTES} bytes"
+            if why:
+                raise h11.RemoteProtocolError(why)
+        elif isinstance(event, h11.Data) and self._seen.tiny(len(event.data)):
+            raise h11.RemoteProtocolError(f"chunks of less than {TINY} bytes")
+        return event
+
+
+class H11Connection(Limits, H11Protocol):
+    """A connection that h11 parses: pure Python."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = _H11(h11.SERVER, HEAD_BYTES)
+
+    def _awaited(self) -> bool:
+        if self.conn.their_state is h11.IDLE:
+            return self.cycle is None or bool(self.conn.trailing_data[0])
+        return self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete
+
+
+def connection_class() -> type[Limits]:
+    """The class of connections with httptools where that is installed, else with h11."""
+    try:
+        found: type[Limits] = importlib.import_module("mmserve.http.llhttp").LlhttpConnection
+    except ModuleNotFoundError as error:
+        if error.name != "httptools":
+            raise
+        return H11Connection
+    return found

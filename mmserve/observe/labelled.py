@@ -1,0 +1,24 @@
+"""Children of Prometheus metrics, looked up once for each combination of labels: ``labels`` takes a lock each time."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from prometheus_client import Counter, Histogram
+
+Metric = TypeVar("Metric", Counter, Histogram)
+
+
+class Labelled(Generic[Metric]):
+    """A ``metric`` of few combinations of labels."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._children: dict[tuple[str, ...], Metric] = {}
+
+    def of(self, *labels: str) -> Metric:
+        """The child with these values of its labels."""
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = self._metric.labels(*labels)
+        return child

@@ -88,7 +88,7 @@ def _choose(fields: Fields, found: pb.GenerateRequest, *, nested: bool) -> None:
         found.required_tool = named.take("name", str, "")
         named.end()
         given.end()
-    elif choice in _CHOICES:
+    elif isinstance(choice, str) and choice in _CHOICES:
         if found.tools or choice == "required":
             found.tool_choice = _CHOICES[choice]
     elif choice is not None:

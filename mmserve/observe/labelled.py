@@ -13,7 +13,7 @@ class Labelled(Generic[Metric]):
     """A ``metric`` of few combinations of labels."""
 
     def __init__(self, metric: Metric) -> None:
-        self._metric = metric
+        self._metric: Metric = metric
         self._children: dict[tuple[str, ...], Metric] = {}
 
     def of(self, *labels: str) -> Metric:

@@ -10,20 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from e2e_helpers import Running, running, settings
-from gemma_checkpoints import LENGTH, save_gemma
+from e2e_helpers import running, settings
+from gemma_checkpoints import LENGTH
 from helpers import tokenizer
-from qwen_checkpoints import MASK_ID, qwen, save_sdar
+from kinds import BLOCK, BLOCKS, CAUSAL, KINDS, MASKED, RANDOM, every_kind
+from qwen_checkpoints import MASK_ID
 from test_e2e_http import CHAT, ask, free_port
 
-from mmserve.config import ModelConfig
-
-#: Tokens of a block of the block-diffusion model.
-BLOCK = 8
-#: Kind of model to its name.
-MASKED, BLOCKS, RANDOM, CAUSAL = "reference", "blocks", "random", "reference-causal"
-KINDS = (MASKED, BLOCKS, RANDOM, CAUSAL)
 #: Paths to what they ask.
 ASKED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 16},
@@ -35,24 +28,11 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    torch.manual_seed(5)
-    blocks = save_sdar(qwen("qwen3"), tmp_path_factory.mktemp("blocks"), block_size=BLOCK)
-    _let_think(blocks)
-    noise = save_gemma(tmp_path_factory.mktemp("random"), 12)
-    models = (
-        ModelConfig(path="bundled"),
-        ModelConfig(path="bundled-causal"),
-        ModelConfig(path=str(blocks), name=BLOCKS, dtype="float32", device="cpu"),
-        ModelConfig(path=str(noise), name=RANDOM, dtype="float32", device="cpu"),
-    )
+    models = every_kind(tmp_path_factory.mktemp("models"), prepare_blocks=_let_think)
     config = settings(server={"http_port": free_port()}, engine={"max_tokens": 128})
     with running(replace(config, models=models)) as found:
-        yield _port_of(found)
+        yield found.background.config.server.http_port
         found.assert_serves()
-
-
-def _port_of(found: Running) -> int:
-    return found.background.config.server.http_port
 
 
 def _let_think(folder: Path) -> None:

@@ -51,3 +51,12 @@ def test_examples_are_as_described(path: str) -> None:
     validator = jsonschema_rs.validator_for(schema)
     for name in BODIES[path]:
         validator.validate(body_with(path, name))
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_null_is_absence(path: str) -> None:
+    fields = BODIES[path]
+    least = {name: field.example for name, field in fields.items() if field.required}
+    absent = READERS[path](least)
+    for name in fields.keys() - least.keys():
+        assert READERS[path]({**least, name: None}).message == absent.message, name

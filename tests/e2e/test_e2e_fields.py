@@ -1,0 +1,144 @@
+"""What fields of bodies do, for every kind of model over a real socket; that they are taken at all is of
+``test_e2e_openapi.py``, and what constraints and vLLM's own fields do of ``test_e2e_vllm_fields.py``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from e2e_helpers import running, settings
+from helpers import tokenizer
+from kinds import KINDS, every_kind
+from test_e2e_http import CHAT, ask, events_of, free_port
+
+ROOM = 16
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    config = settings(server={"http_port": free_port()}, engine={"max_tokens": 256})
+    with running(replace(config, models=every_kind(tmp_path_factory.mktemp("models")))) as found:
+        yield found.background.config.server.http_port
+        found.assert_serves()
+
+
+class Asked:
+    """A kind of model that is asked one question with other fields each time, and always for a full answer."""
+
+    def __init__(self, port: int, model: str) -> None:
+        self._port = port
+        self.common = {
+            "model": model,
+            "messages": [{"role": "user", "content": "How many shapes are there?"}],
+            "max_tokens": ROOM,
+            "ignore_eos": True,
+            "mmserve": {"diffusion": {"quality": "QUALITY_EXACT"}},
+        }
+
+    def __call__(self, **fields: Any) -> Any:
+        status, answer, _headers = ask(self._port, {**self.common, **fields})
+        assert status == 200, answer
+        return answer
+
+    def text(self, **fields: Any) -> str:
+        return str(self(**fields)["choices"][0]["message"]["content"])
+
+    def events(self, **fields: Any) -> list[Any]:
+        found = events_of(self._port, CHAT, {**self.common, **fields})
+        return [json.loads(data) for _name, data in found if data.startswith("{")]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def asked(request: pytest.FixtureRequest, port: int) -> Asked:
+    return Asked(port, request.param)
+
+
+def test_tokens_are_bounded(asked: Asked) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = asked(**{"max_tokens": None, name: 4})
+        assert answer["usage"]["completion_tokens"] == 4 and answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_samples_are_numbered(asked: Asked) -> None:
+    choices = asked(n=2, temperature=1.0, seed=3)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+
+
+def test_an_answer_ends_before_a_stop_string(asked: Asked) -> None:
+    whole = asked.text()
+    found = next(whole[at : at + 2] for at in range(len(whole) // 2, len(whole)))
+    for stop in (found, ["no such text", found]):
+        choice = asked(stop=stop)["choices"][0]
+        assert choice["message"]["content"] == whole[: whole.index(found)] and choice["finish_reason"] == "stop"
+
+
+def test_a_seed_decides_what_is_drawn(asked: Asked) -> None:
+    drawn = [asked.text(temperature=3.0, seed=seed) for seed in (1, 1, 2, 3, 4)]
+    assert drawn[0] == drawn[1] and len(set(drawn)) > 1
+
+
+@pytest.mark.parametrize(
+    "narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=lambda narrow: next(iter(narrow))
+)
+def test_only_the_most_probable_token_is_drawn(asked: Asked, narrow: dict[str, Any]) -> None:
+    assert asked.text(temperature=3.0, seed=1, **narrow) == asked.text(temperature=0)
+
+
+def test_a_bias_chooses(asked: Asked) -> None:
+    [token] = tokenizer().encode("a", add_special_tokens=False)
+    assert asked.text(logit_bias={str(token): 100}) == "a" * ROOM
+    free = asked.text()
+    banned = {str(i): -100 for i in tokenizer().encode(free, add_special_tokens=False)}
+    assert asked.text(logit_bias=banned) != free
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_penalties_count_what_is_there(asked: Asked, penalty: str) -> None:
+    """Of two tokens that are almost alike, one alone fills an answer, unless it is there already."""
+    first, second = (tokenizer().encode(letter, add_special_tokens=False)[0] for letter in "ab")
+    near = {str(first): 100, str(second): 99}
+    one_at_a_time = {"diffusion": {"noCache": {}, "lowConfidence": {}, "quality": "QUALITY_EXACT"}}
+    plain = asked.text(logit_bias=near)
+    if set(plain) != {"a"}:
+        pytest.skip("the model itself tells the two apart by more than the bias")
+    assert "b" in asked.text(logit_bias=near, mmserve=one_at_a_time, **{penalty: 2.0})
+
+
+def test_log_probabilities_come_with_each_token(asked: Asked) -> None:
+    choice = asked(logprobs=True, top_logprobs=3)["choices"][0]
+    tokens = choice["logprobs"]["content"]
+    assert len(tokens) == ROOM and "".join(token["token"] for token in tokens) == choice["message"]["content"]
+    assert all(token["logprob"] <= 0 and len(token["top_logprobs"]) == 3 for token in tokens)
+
+
+def test_a_stream_adds_up_and_ends_with_the_usage(asked: Asked) -> None:
+    chunks = asked.events(stream_options={"include_usage": True})
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    whole = asked()
+    assert text == whole["choices"][0]["message"]["content"] and chunks[-1]["usage"] == whole["usage"]
+
+
+def test_tools_are_called_as_they_are_chosen(asked: Asked) -> None:
+    kind = {
+        "type": "object",
+        "properties": {"b": {"type": "boolean"}},
+        "required": ["b"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": kind}} for name in ("f", "g")]
+    room: dict[str, Any] = {"max_tokens": 64, "ignore_eos": None, "tools": tools}
+    named = {"type": "function", "function": {"name": "g"}}
+    for choice, names in (("required", {"f", "g"}), (named, {"g"})):
+        message = asked(**room, tool_choice=choice, parallel_tool_calls=False)["choices"][0]["message"]
+        [call] = message["tool_calls"]
+        assert call["function"]["name"] in names and set(json.loads(call["function"]["arguments"])) == {"b"}
+    assert not asked(**room, tool_choice="none")["choices"][0]["message"].get("tool_calls")
+
+
+def test_labels_and_absence_change_nothing(asked: Asked) -> None:
+    labels = dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), "a")
+    absent = dict.fromkeys(("stop", "seed", "temperature", "logit_bias", "response_format", "tools", "n"))
+    assert asked.text(**labels, **absent, metadata={"a": "b"}) == asked.text()

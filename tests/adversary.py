@@ -52,7 +52,7 @@ def adversarial(model: LoadedModel) -> LoadedModel:
 
 
 def near_misses(text: str, rng: random.Random, count: int) -> list[str]:
-    """DistinctTexts a small change away from ``text``, a JSON document: of its value, or of its bytes."""
+    """Texts a small change away from ``text``, a JSON document: of its value, or of its bytes."""
     found = []
     for _ in range(count):
         if rng.random() < 0.7:

@@ -16,9 +16,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import mmserve
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.grammar import grammar_of
+from mmserve.constraint.compile.service import Grammars
 from mmserve.constraint.compile.wire import BYTES, TokenTable
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.search.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema
 
 STRICT = ConstraintMode.STRICT
@@ -26,7 +28,7 @@ STRICT = ConstraintMode.STRICT
 
 @cache
 def byte_trie() -> Any:
-    return BYTES.trie()
+    return Vocabulary.of(BYTES).trie
 
 
 @cache
@@ -43,7 +45,7 @@ def bundled_vocabulary() -> TokenTable:
     for index, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
         known = index not in special and all(char in back for char in token)
         tokens.append(bytes(back[char] for char in token) if known else b"")
-    return TokenTable(tuple(tokens), tokenizer.eos_token_id)
+    return TokenTable(tuple(tokens), (tokenizer.eos_token_id,))
 
 
 def schema_text(schema: Any) -> str:
@@ -52,6 +54,11 @@ def schema_text(schema: Any) -> str:
 
 def grammar(kind: ConstraintKind, mode: ConstraintMode = STRICT) -> Grammar:
     return grammar_of(ConstraintSpec(kind, mode))
+
+
+def granted(grammars: Grammars, spec: ConstraintSpec) -> Grammar:
+    """The grammar of ``spec`` by a child process."""
+    return grammars.first(spec, 4096)[0]
 
 
 def matcher(kind: ConstraintKind, mode: ConstraintMode = STRICT) -> LLMatcher:
@@ -96,9 +103,9 @@ def sentence(at: LLMatcher, chance: random.Random, longest: int = 200) -> str | 
         if at.is_error():
             return None
         allowed = [token for token in range(257) if mask[token >> 3] >> (token & 7) & 1]
-        if BYTES.end in allowed and (len(allowed) == 1 or chance.random() < 0.3):
+        if BYTES.ends[0] in allowed and (len(allowed) == 1 or chance.random() < 0.3):
             return said.decode()
-        allowed = [token for token in allowed if token != BYTES.end]
+        allowed = [token for token in allowed if token != BYTES.ends[0]]
         if not allowed:
             return None
         closing = [token for token in allowed if token in b'"]}']

@@ -28,6 +28,7 @@ from mmserve.constraint.compile.service import Compiler
 from mmserve.constraint.compile.wire import BYTES
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import COMPILE_SECONDS, PARSER_LIMITS
+from mmserve.constraint.search.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, SchemaOption
 from mmserve.errors import ConfigError
 
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     settings["schema_options"] = sorted(arguments.schema_option)
     kept = Kept(arguments.resume, "schemas", settings, ("suite", "name"))
     counts: dict[str, Counts] = {}
-    compiler, trie, shown = Compiler(BYTES, COMPILE_SECONDS), BYTES.trie(), time.monotonic()
+    compiler, trie, shown = Compiler(BYTES, COMPILE_SECONDS), Vocabulary.of(BYTES).trie, time.monotonic()
     try:
         for number, case in enumerate(cases):
             if time.monotonic() - shown > _EVERY:
@@ -73,7 +74,7 @@ def _found(case: suites.Case, compiler: Compiler, trie: Any, arguments: argparse
     options = tuple(map(SchemaOption, arguments.schema_option))
     spec = ConstraintSpec(JsonSchema(json.dumps(schema), options), ConstraintMode(arguments.mode))
     found = Found(case.suite, case.name)
-    outcome, _lasting = compiler.compile(spec)
+    outcome = compiler.compile(spec).outcome
     if isinstance(outcome, Refused):
         found.keyword, found.refusal = outcome.findings[0].keyword, str(outcome.findings[0])[:_CHARS]
         return found
@@ -144,10 +145,10 @@ def _drawn(start: Any, number: int, chance: random.Random) -> list[bytes]:
             if at.is_error():
                 break
             allowed = [token for token in range(257) if mask[token >> 3] >> (token & 7) & 1]
-            if BYTES.end in allowed and (len(allowed) == 1 or chance.random() < 0.3):
+            if BYTES.ends[0] in allowed and (len(allowed) == 1 or chance.random() < 0.3):
                 answers.append(bytes(text))
                 break
-            allowed = [token for token in allowed if token != BYTES.end]
+            allowed = [token for token in allowed if token != BYTES.ends[0]]
             usual = [token for token in allowed if token in (_LAST if len(text) > _CLOSING else _USUAL)]
             choice = usual if usual and chance.random() < 0.8 else allowed
             if not choice or not at.consume_token(token := chance.choice(choice)):

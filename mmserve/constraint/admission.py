@@ -20,7 +20,6 @@ from mmserve.constraint.compile.document import meant
 from mmserve.constraint.compile.service import Grammars
 from mmserve.constraint.compile.wire import TokenTable
 from mmserve.constraint.limits import LARGE_BYTES, PARSER_LIMITS
-from mmserve.constraint.search import first_witness
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary, spell
@@ -245,10 +244,10 @@ def spelled_vocabulary(model: EncoderModel) -> Vocabulary:
 def _language(model: EncoderModel) -> _Language:
     tokenizer, spec = model.tokenizer.backend_tokenizer, model.spec
     vocabulary = spelled_vocabulary(model)
-    table = TokenTable(vocabulary.token_bytes, min(spec.end_ids), tuple(sorted(spec.end_ids)))
+    table = TokenTable(vocabulary.token_bytes, tuple(sorted(spec.end_ids)))
     padding = min(spec.end_ids) if spec.padding_id is None else spec.padding_id
     ends = min(spec.end_ids - {padding}, default=padding), padding
     lexicon = Lexicon.of(vocabulary.token_bytes)
-    grammars = Grammars(table, program=first_witness.__name__)
+    grammars = Grammars(table)
     states = SharedParserStates(lexicon)
     return _Language(vocabulary, lexicon, states, grammars, tokenizer, threading.Lock(), ends)

@@ -34,7 +34,6 @@ CHILD_BYTES = 1 << 30  # address space of a child process
 IDLE_BYTES = 64 << 20  # besides its vocabulary, above which a child process is replaced
 START_SECONDS = 60.0  # for a child process to start and to read its vocabulary
 CACHE_BYTES = 32 << 20
-CLOSES = 1024  # grammars whose first answers are kept: a few tokens each, at worst some thousands
 LATE_SECONDS = 60.0  # that the result of a search ended by its time limit is kept: the next one would take as long
 FAR_TOKENS = 1000  # where every answer needs more, and more than the budget, none is searched
 REPLY_BYTES = 8 << 20  # of a reply with a grammar

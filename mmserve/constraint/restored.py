@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from llguidance import LLParserLimits
 
 from mmserve.constraint.admission import ANYTHING, spelled_vocabulary
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.search.concatenation import BoundedHole, Concatenation
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.matcher import Constraint, Grammar
+from mmserve.constraint.search.matcher import BoundedHole, Concatenation, Constraint, Grammar
 from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Outcome, Witness
 from mmserve.constraint.session.answer import ConstrainedAnswer, Judge, judge_of, splitter
 from mmserve.constraint.session.meter import Meter
-from mmserve.constraint.session.sampling import SampledRun, SampleState, Visit
+from mmserve.constraint.session.sampling import SampledRun, SampleState
 from mmserve.constraint.session.session import Observed, Session
 from mmserve.constraint.session.template import HoleAnswer, TemplateAnswer
 from mmserve.constraint.session.top_k import Ranked
@@ -29,7 +29,6 @@ from mmserve.core.constraint_state import (
     GapState,
     LanguageState,
     MeterState,
-    MetState,
     RankedState,
     RunState,
     SampledState,
@@ -89,41 +88,30 @@ class _Restoring:
             holes = [part for part in spec.kind.parts if isinstance(part, Hole)]
             specs = [ConstraintSpec(hole.kind or ANYTHING, hole.mode) for hole in holes]
             judges = [judge_of(each, exact=not has) for each, has in zip(specs, state.judged_holes, strict=True)]
-        judge = None if spec is None else judge_of(spec, exact=not state.judged)
         if state.gaps:
             gaps = tuple(HoleAnswer(gap.start, self.answer(gap.state, None, meter)) for gap in state.gaps)
             of = state.witness
-            whole = replace(gaps[0].state.witness, tokens=of.tokens, length=of.length, known=of.known, cut=of.cut)
-            made: ConstrainedAnswer = TemplateAnswer(
-                whole,
-                self.lexicon,
-                state.warnings,
-                judge,
-                judges=tuple(judges),
-                meter=meter,
-                gaps=gaps,
-                given=state.given,
-            )
+            witness = replace(gaps[0].state.witness, tokens=of.tokens, length=of.length, known=of.known, cut=of.cut)
+            kind: Callable[..., ConstrainedAnswer] = partial(TemplateAnswer, gaps=gaps)
         else:
-            witness = self.witness(state.witness, broken=state.broken)
-            made = ConstrainedAnswer(
-                witness,
-                self.lexicon,
-                state.warnings,
-                judge,
-                judges=tuple(judges),
-                meter=meter,
-                split=splitter(witness) if judges or (spec and isinstance(spec.kind, Template)) else None,
-                given=state.given,
-            )
-        if state.sampled is not None:
-            taken = state.sampled
-            made.sampled = SampleState(
-                None, taken.speculates, taken.log_weight, met=[_met_of(met) for met in taken.met]
-            )
-        made.drafted, made.forced, made.asked = state.drafted, state.forced, state.asked
-        made.broken, made.late = state.broken, state.late
-        return made
+            witness, kind = self.witness(state.witness, broken=state.broken), ConstrainedAnswer
+        of_draws = state.sampled
+        return kind(
+            witness,
+            self.lexicon,
+            state.warnings,
+            None if spec is None else judge_of(spec, exact=not state.judged),
+            of_draws and SampleState(None, of_draws.speculates, of_draws.log_weight, met=list(of_draws.met)),
+            state.drafted,
+            state.forced,
+            state.asked,
+            state.broken,
+            state.late,
+            meter,
+            splitter(witness),
+            tuple(judges),
+            state.given,
+        )
 
     def witness(self, state: WitnessState, *, broken: bool = False) -> Witness:
         """The witness; the matcher of a parser that has failed (``broken``) is not advanced, since it is not used."""
@@ -163,8 +151,7 @@ class _Restoring:
         first, last = (min(each.known, each.length) for each in (witness, of))
         matcher.consume(of.tokens[first:last].tolist())
         ahead = replace(witness, tokens=of.tokens, length=of.length, matcher=matcher, known=of.known, cut=of.cut)
-        met = tuple(_met_of(each) for each in state.met)
-        return SampledRun(state.tokens, state.log_probabilities, ahead, state.log_weight, met)
+        return SampledRun(state.tokens, state.log_probabilities, ahead, state.log_weight, state.met)
 
 
 def _answer_state(answer: ConstrainedAnswer) -> ConstraintState:
@@ -176,7 +163,7 @@ def _answer_state(answer: ConstrainedAnswer) -> ConstraintState:
         warnings=answer.warnings,
         judged=answer.judge is not None,
         judged_holes=tuple(judge is not None for judge in answer.judges),
-        sampled=None if sampled is None else SampledState(sampled.speculates, sampled.log_weight, _met(sampled.met)),
+        sampled=None if sampled is None else SampledState(sampled.speculates, sampled.log_weight, tuple(sampled.met)),
         ranked=None,
         drafted=answer.drafted,
         forced=answer.forced,
@@ -211,15 +198,7 @@ def _ranked_state(ranked: Ranked | SampledRun) -> RankedState | RunState:
         top = ranked.top
         return RankedState(top.positions, top.tokens, top.log_probabilities, ranked.plain, ranked.own, ranked.kept)
     witness = _witness_state(ranked.witness)
-    return RunState(ranked.tokens, ranked.log_probabilities, witness, ranked.log_weight, _met(ranked.met))
-
-
-def _met(met: Sequence[Visit]) -> tuple[MetState, ...]:
-    return tuple(MetState(each.token, each.probability, each.allowed, each.rejected) for each in met)
-
-
-def _met_of(state: MetState) -> Visit:
-    return Visit(state.token, state.probability, state.allowed, state.rejected)
+    return RunState(ranked.tokens, ranked.log_probabilities, witness, ranked.log_weight, ranked.met)
 
 
 def _meter_state(meter: Meter) -> MeterState:

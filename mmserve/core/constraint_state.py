@@ -46,12 +46,12 @@ class RankedState:
 
 @dataclass(frozen=True)
 class MetState:
-    """What a sample met at one place: as ``Met``."""
+    """One prefix on a sample's path: the sample's token, and tokens after which no answer is valid."""
 
-    token: int | None
+    token: int | None  # None = there was none
     probability: float
-    allowed: float
-    rejected: tuple[tuple[int, float], ...]
+    allowed: float  # probability of all tokens that the grammar allows there
+    rejected: tuple[tuple[int, float], ...]  # tokens and their probabilities
 
 
 @dataclass(frozen=True)

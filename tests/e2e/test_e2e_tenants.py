@@ -43,13 +43,13 @@ def engine(server: BackgroundServer) -> Engine:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[ConstraintSpec]:
     """The constraints that are compiled from now on."""
     found: list[ConstraintSpec] = []
-    real = Compiler.begin
+    real = Compiler.compile
 
-    def counting(self: Compiler, spec: ConstraintSpec, budget: int | None) -> CompileReply:
+    def counting(self: Compiler, spec: ConstraintSpec, budget: int | None = None) -> CompileReply:
         found.append(spec)
         return real(self, spec, budget)
 
-    monkeypatch.setattr(Compiler, "begin", counting)
+    monkeypatch.setattr(Compiler, "compile", counting)
     return found
 
 

@@ -135,7 +135,7 @@ def answers(bench: Bench, schemas: Sequence[Schema], seen: Counter[str]) -> Iter
 
 
 def nothing_invalid_is_accepted(schema: Schema, texts: Sequence[str], rng: random.Random, seen: Counter[str]) -> None:
-    """DistinctTexts near valid ones, and the grammar's own sentences: what it accepts, the judge accepts."""
+    """Texts near valid ones, and the grammar's own sentences: what it accepts, the judge accepts."""
     at, judge = schema_matcher(schema), judge_of(schema)
     tried = {text for valid in texts for text in near_misses(valid, rng, 12)}
     tried |= {said for _ in range(4) if (said := sentence(at, rng)) is not None}

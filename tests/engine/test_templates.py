@@ -46,7 +46,7 @@ def under(schema: dict[str, Any]) -> Valid:
     return lambda text: jsonschema_rs.is_valid(schema, json.loads(text))
 
 
-#: PrefixClasses of holes, and what may fill them, said without the server's grammars.
+#: Kinds of holes, and what may fill them, said without the server's grammars.
 HOLES: list[tuple[Any, Valid]] = [
     (None, lambda text: True),
     (Regex("[a-z]{1,12}"), matches("[a-z]{1,12}")),

@@ -18,9 +18,8 @@ from mmserve.bench.schemas import SCHEMAS
 from mmserve.bench.search import Language, made_up
 from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.search.completion import completes
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.matcher import Grammar, Matcher
+from mmserve.constraint.search.matcher import Grammar, Matcher, completes
 from mmserve.constraint.search.parser_states import ParserState, ParserStateCache, SharedParserStates
 from mmserve.constraint.search.witness import Outcome, Witness, admit, follow, improve
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex

@@ -17,9 +17,10 @@ from test_constraint_toy import END, setting, valid_rows
 from mmserve.constraint.search.witness import admit
 from mmserve.constraint.session import sampling
 from mmserve.constraint.session.answer import ConstrainedAnswer
-from mmserve.constraint.session.sampling import PrefixNode, SampleState, Visit, draw, learn
+from mmserve.constraint.session.sampling import PrefixNode, SampleState, draw, learn
 from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
+from mmserve.core.constraint_state import MetState
 from mmserve.core.request import Sampling
 from mmserve.core.samples import sample_seed
 from mmserve.decode.commit.low_confidence import LowConfidence
@@ -218,10 +219,10 @@ def test_a_model_that_can_say_no_valid_answer_leaves_the_witness_at_a_weight_of_
 def test_what_is_learned_is_the_expected_future() -> None:
     """A tree of two tokens, by hand."""
     root = PrefixNode()
-    learn(root, [Visit(1, 0.3, 0.9, ((2, 0.1),)), Visit(4, 0.5, 0.6, ())])
+    learn(root, [MetState(1, 0.3, 0.9, ((2, 0.1),)), MetState(4, 0.5, 0.6, ())])
     assert root.next[1][1].future == pytest.approx(0.6)
     assert root.future == pytest.approx(0.9 - 0.1 - 0.3 * 0.4)
     assert root.futures(np.array([0, 1, 2])).tolist() == pytest.approx([1.0, 0.6, 0.0])
-    learn(root, [Visit(1, 0.3, 0.9, ()), Visit(None, 0.0, 0.6, ((5, 0.1),))])
+    learn(root, [MetState(1, 0.3, 0.9, ()), MetState(None, 0.0, 0.6, ((5, 0.1),))])
     assert root.next[1][1].future == pytest.approx(0.5)
     assert root.future == pytest.approx(0.9 - 0.1 - 0.3 * 0.5)

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from constraint_bombs import SCHEMAS
-from grammars import accepts, byte_trie, enforced, schema_matcher
+from grammars import accepts, byte_trie, enforced, granted, schema_matcher
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint.compile.attempts import Grammar, attempts, widened
@@ -90,7 +90,7 @@ def test_members_of_the_canonical_form_keep_the_order_of_the_schema() -> None:
 def test_what_passes_a_limit_is_left_out_in_modes_that_widen(
     grammars: Grammars, name: str, mode: ConstraintMode
 ) -> None:
-    made = grammars.grammar(asked(SCHEMAS[name][0], mode))
+    made = granted(grammars, asked(SCHEMAS[name][0], mode))
     assert not made.exact and made.warnings
 
 
@@ -99,13 +99,13 @@ def test_what_is_no_schema_or_has_no_value_is_refused_in_every_mode(grammars: Gr
     schema = {"steps_0": {"multipleOf": 0}}.get(name) or SCHEMAS[name][0]
     for mode in ConstraintMode:
         with pytest.raises(InvalidArgument):
-            grammars.grammar(asked(schema, mode))
+            granted(grammars, asked(schema, mode))
 
 
 def test_only_the_subschema_that_cannot_be_enforced_is_left_open(grammars: Grammars) -> None:
     odd = {"type": "string", "minLength": 10**6}
     schema = {"type": "object", "properties": {"n": {"type": "integer"}, "odd": odd}, "required": ["n", "odd"]}
-    at = compiled(grammars.grammar(asked(schema, VALIDATE)))
+    at = compiled(granted(grammars, asked(schema, VALIDATE)))
     assert accepts(at, '{"n":1,"odd":"x"}') and accepts(at, '{"n":1,"odd":[]}')
     assert not accepts(at, '{"n":"1","odd":"x"}') and not accepts(at, '{"n":1}')
 
@@ -118,8 +118,8 @@ def test_what_the_engine_cannot_compile_is_enforced_in_part(grammars: Grammars) 
         "additionalProperties": False,
     }
     with pytest.raises(InvalidArgument, match="regex"):
-        grammars.grammar(asked(schema, ConstraintMode.STRICT))
-    made = grammars.grammar(asked(schema, VALIDATE))
+        granted(grammars, asked(schema, ConstraintMode.STRICT))
+    made = granted(grammars, asked(schema, VALIDATE))
     at = compiled(made)
     assert not made.exact and "more than the grammar engine can take" in made.warnings[0]
     assert accepts(at, '{"n":1,"text":"axaaybz"}')
@@ -131,8 +131,8 @@ def test_a_schema_that_ends_the_process_is_not_enforced_where_it_need_not_be() -
     try:
         bomb = {"type": "object", "properties": {f"p{i}": {"pattern": "(a|b|cd*){1,300}x"} for i in range(400)}}
         with pytest.raises(InvalidArgument, match="processor time"):
-            made.grammar(asked(bomb, ConstraintMode.STRICT))
-        found = made.grammar(asked(bomb, VALIDATE))
+            granted(made, asked(bomb, ConstraintMode.STRICT))
+        found = granted(made, asked(bomb, VALIDATE))
         assert not found.exact and accepts(compiled(found), '{"p1":"acddx"}')
     finally:
         made.close()

@@ -20,10 +20,9 @@ from tokenizers import Tokenizer
 import mmserve
 from mmserve.bench.copyist import Copyist, blank, decode, observed, written
 from mmserve.constraint.compile.wire import FirstAnswers
-from mmserve.constraint.search.completion import completes
 from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.matcher import Grammar, completes
 from mmserve.constraint.search.shortest_completion import Effort, find_completion
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary, spell
 from mmserve.constraint.search.witness import (

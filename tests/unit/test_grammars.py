@@ -15,14 +15,15 @@ from llguidance import LLParserLimits
 
 from mmserve.constraint.admission import failures
 from mmserve.constraint.compile.derivation import derivations
-from mmserve.constraint.compile.gbnf import read_gbnf
+from mmserve.constraint.compile.gbnf import GbnfReader
 from mmserve.constraint.compile.pattern import whole
 from mmserve.constraint.compile.terminals import COMMON
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import MAX_CHOICE_BYTES, PARSER_LIMITS
 from mmserve.constraint.search import matcher as engine
-from mmserve.constraint.search.first_witness import Searching, find_first
+from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.witness import Infeasible
+from mmserve.constraint.search.worker import Searching
 from mmserve.core.constraint import Choice, ConstraintKind, Gbnf, Lark, Regex
 from mmserve.errors import InvalidArgument, Unimplemented
 
@@ -101,7 +102,7 @@ def test_the_least_length_of_every_rule_is_a_fixpoint() -> None:
     endless = 0
     for _ in range(300):
         text = drawn(rng)
-        known, expected = derivations(read_gbnf(text)), least_by_rounds(text)
+        known, expected = derivations(GbnfReader(text).grammar()), least_by_rounds(text)
         assert {name: cost[0] for name, cost in known.costs.items()} == {
             k: v for k, v in expected.items() if v < inf
         }, text

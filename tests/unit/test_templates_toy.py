@@ -12,9 +12,8 @@ import pytest
 from test_constraint_toy import Wanted
 
 from mmserve.bench.copyist import blank, observed
-from mmserve.constraint.search.concatenation import BoundedHole, Concatenation
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.matcher import BoundedHole, Concatenation, Grammar
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Infeasible, admit
 from mmserve.constraint.session.answer import ConstrainedAnswer

@@ -17,15 +17,13 @@ import jsonschema_rs
 from mmserve.constraint.compile import unordered
 from mmserve.constraint.compile.derivation import Sketch
 from mmserve.constraint.compile.document import canonical, read
+from mmserve.constraint.compile.keywords import with_children
 from mmserve.constraint.compile.lengths import longest_document, shortest_document
 from mmserve.constraint.compile.schema import Rewritten, rewrite
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.core.constraint import ConstraintMode, JsonSchema, SchemaOption
 
 _DEPTHS = (8, 5, 3, 2, 1)
-_MAPS = ("properties", "patternProperties", "$defs")
-_ROWS = ("anyOf", "allOf", "prefixItems")
-_ONES = ("items", "additionalProperties")
 
 
 def widened(schema: Any) -> Iterator[tuple[Any, str]]:
@@ -43,21 +41,7 @@ def _everywhere(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]])
     """``schema`` with ``change`` made to it and to all within it."""
     if not isinstance(schema, dict):
         return schema
-    return _within(change(schema), lambda inner: _everywhere(inner, change))
-
-
-def _within(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    made = dict(schema)
-    for keyword in _MAPS:
-        if keyword in made:
-            made[keyword] = {name: change(each) for name, each in made[keyword].items()}
-    for keyword in _ROWS:
-        if keyword in made:
-            made[keyword] = [change(each) for each in made[keyword]]
-    for keyword in _ONES:
-        if keyword in made:
-            made[keyword] = change(made[keyword])
-    return made
+    return with_children(change(schema), lambda inner: _everywhere(inner, change))
 
 
 def _first_of_all(schema: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +78,7 @@ def _cut(schema: Any, depth: int) -> Any:
         return schema
     if depth == 0:
         return True
-    return _within(schema, lambda inner: _cut(inner, depth - 1))
+    return with_children(schema, lambda inner: _cut(inner, depth - 1))
 
 
 #: How documents are spaced: one space after a comma or a colon, or none; unbounded white space would allow endless

@@ -17,6 +17,7 @@ from mmserve.constraint.compile.expression import BadPattern
 from mmserve.constraint.compile.keywords import (
     ANNOTATIONS,
     IN_PLACE,
+    Schema,
     distinct,
     finite,
     key,
@@ -29,8 +30,6 @@ from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.compile.scalars import anchored
 from mmserve.constraint.findings import Notes, child
 from mmserve.constraint.limits import MAX_REPEAT
-
-Schema = dict[str, Any]
 
 #: Most arrays that ``uniqueItems`` is written out as, and most values of an item.
 _MOST_ARRAYS, _MOST_VALUES = 1_000, 1_000

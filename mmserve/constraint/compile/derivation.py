@@ -70,13 +70,8 @@ class Derivations:
 
     def endless(self) -> list[str]:
         """Rules without a sentence that the grammar's first rule refers to, directly or not."""
-        names, seen, queue = self.syntax.names, {self.syntax.start}, [self.syntax.start]
-        while queue:
-            for ref in refs_of(names[queue.pop()].node):
-                if ref.name not in seen:
-                    seen.add(ref.name)
-                    queue.append(ref.name)
-        return [name for name in names if name in seen and name not in self.costs]
+        reached = self.syntax.reached(Ref(self.syntax.start))
+        return [name for name in self.syntax.names if name in reached and name not in self.costs]
 
     def pieces(self, most: int) -> list[Piece] | None:
         """The words of a shortest sentence, without what is skipped between them; None where there are more than
@@ -178,9 +173,8 @@ def cost_of(node: Node, costs: dict[str, Cost]) -> Cost | None:
             return None if found is None else (found[0], found[1] + 1)
         case Row(parts):
             return _sum([cost_of(part, costs) for part in parts])
-        case Either(options):
-            known = [found for option in options if (found := cost_of(option, costs)) is not None]
-            return min(known, default=None)
+        case Either(parts):
+            return min((found for part in parts if (found := cost_of(part, costs)) is not None), default=None)
         case Times(part, low, _):
             if not low:
                 return _NOTHING

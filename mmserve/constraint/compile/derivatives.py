@@ -14,7 +14,7 @@ from itertools import islice
 
 from mmserve.constraint.compile import charsets
 from mmserve.constraint.compile.charsets import Ranges
-from mmserve.constraint.compile.expression import BadPattern, Chars, Group, Item, Repeat
+from mmserve.constraint.compile.expression import BadPattern, Chars, Group, Item, Repeat, items_of
 from mmserve.constraint.compile.pattern import parsed
 
 #: Items that are still to be matched, one after another.
@@ -41,7 +41,8 @@ class Automaton:
 
     def __init__(self, expression: str) -> None:
         whole = parsed(expression)
-        self.bounds = sorted(set(_bounds(whole)))
+        sets = [item.ranges for item in items_of(whole) if isinstance(item, Chars)]
+        self.bounds = sorted({bound for ranges in sets for low, high in ranges for bound in (low, high + 1)})
         self._rows: list[tuple[Item, int]] = [(whole, _NOTHING)]  # the first is never looked at
         self._nullable = [True]  # whether each row may match nothing
         self._left: list[dict[int, frozenset[int]]] = [{}]  # derivatives of each row, by kind of character
@@ -186,20 +187,6 @@ def _nullable(item: Item) -> bool:
         case Repeat(inner, low, _high):
             return low == 0 or _nullable(inner)
     return False
-
-
-def _bounds(item: Item) -> Iterator[int]:
-    """First code points of the character sets in ``item``, and the code points after them."""
-    match item:
-        case Chars(ranges):
-            for low, high in ranges:
-                yield from (low, high + 1)
-        case Group(branches):
-            for branch in branches:
-                for inner in branch:
-                    yield from _bounds(inner)
-        case Repeat(inner, _low, _high):
-            yield from _bounds(inner)
 
 
 _MOST_STATES = 48

@@ -14,8 +14,8 @@ from typing import Any
 
 import jsonschema_rs
 
-from mmserve.constraint.compile.keywords import IN_PLACE, is_schema
-from mmserve.constraint.compile.references import NAMED, ONE, ROW
+from mmserve.constraint.compile.keywords import IN_PLACE, Schema, is_schema, objects_within
+from mmserve.constraint.compile.references import NAMED, ONE, ROW, subschemas
 from mmserve.constraint.compile.scalars import FORMATS, HINTS, NUMBERS
 from mmserve.constraint.findings import Refused, child
 from mmserve.constraint.limits import (
@@ -26,8 +26,6 @@ from mmserve.constraint.limits import (
     MAX_SCHEMA_BYTES,
 )
 from mmserve.core.constraint import JsonSchema, SchemaOption
-
-Schema = dict[str, Any]
 
 _MOST_NAMED = 5  # pointers that a warning lists
 #: Keywords whose schemas apply to the same object as the schema around them: closing one of those would forbid the
@@ -123,8 +121,13 @@ def _check_texts(value: Any, pointer: str) -> None:
                 _check_texts(inner, child(pointer, index))
 
 
+def has_surrogate(text: str) -> bool:
+    """Whether ``text`` holds half of a surrogate pair."""
+    return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def _check_text(text: str, pointer: str) -> None:
-    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+    if has_surrogate(text):
         safe = pointer.encode(errors="replace").decode()
         raise Refused.at(safe, "schema", "a string holds half of a surrogate pair")
 
@@ -185,7 +188,8 @@ class Orders:
     """The orders in which the schemas of a document list properties."""
 
     def __init__(self, root: Any) -> None:
-        self._lists = [tuple(names) for names in _property_lists(root)]
+        found = (each.get("properties") for each in objects_within(root))
+        self._lists = [tuple(names) for names in found if isinstance(names, dict)]
         self._place = {name: i for i, name in enumerate(dict.fromkeys(n for names in self._lists for n in names))}
 
     def sorted(self, names: list[str]) -> list[str]:
@@ -195,17 +199,6 @@ class Orders:
         place = {name: i for i, name in enumerate(best)}
         late = len(place) + len(self._place)
         return sorted(names, key=lambda name: (place.get(name, late), self._place.get(name, late)))
-
-
-def _property_lists(value: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(value, list):
-        for each in value:
-            yield from _property_lists(each)
-    elif isinstance(value, dict):
-        if isinstance(found := value.get("properties"), dict):
-            yield found
-        for each in value.values():
-            yield from _property_lists(each)
 
 
 def _ordered(value: Any, orders: Orders) -> Any:
@@ -249,18 +242,6 @@ def _warning(keyword: str, what: str, places: list[str]) -> list[str]:
     named = ", ".join(place or "the root" for place in places[:_MOST_NAMED])
     more = f" and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""
     return [f"{keyword} {what}, as asked: at {named}{more}"]
-
-
-def _subschemas(node: Schema, pointer: str) -> Iterator[tuple[str, Any, str]]:
-    """The keyword, schema and pointer of each schema directly within ``node``."""
-    for keyword, value in node.items():
-        at = child(pointer, keyword)
-        if keyword in ONE and is_schema(value):
-            yield keyword, value, at
-        elif keyword in ROW and isinstance(value, list):
-            yield from ((keyword, inner, child(at, i)) for i, inner in enumerate(value))
-        elif keyword in NAMED and isinstance(value, dict):
-            yield from ((keyword, inner, child(at, name)) for name, inner in value.items())
 
 
 def _changed(
@@ -326,7 +307,7 @@ def _open_objects(node: Any, pointer: str, joined: Collection[str], *, closable:
     decided = node.keys() & {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
     if closable and alone and not decided and isinstance(node.get("properties"), dict):
         yield pointer
-    for keyword, inner, at in _subschemas(node, pointer):
+    for keyword, inner, at in subschemas(node, pointer):
         if keyword in _JOINED:
             within = False
         elif keyword in _ALTERNATIVES:
@@ -346,7 +327,7 @@ def _joined_references(root: Any) -> frozenset[str]:
         here = alone and len(node.keys() & (IN_PLACE | {"properties", "patternProperties"})) == 1
         if isinstance(target := node.get("$ref"), str) and not here:
             found.add(target.removeprefix("#"))
-        for keyword, inner, at in _subschemas(node, pointer):
+        for keyword, inner, at in subschemas(node, pointer):
             of(inner, at, here if keyword in _ALTERNATIVES else keyword not in _JOINED)
 
     of(root, "", True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mmserve.constraint.compile import charsets
@@ -63,9 +65,15 @@ class Repeat:
 Item = Chars | Anchor | Group | Repeat
 
 
-def literal(text: str) -> str:
-    """The expression that matches ``text`` and nothing else."""
-    return "".join(charsets.text_of(charsets.single(ord(char))) for char in text)
+def items_of(item: Item) -> Iterator[Item]:
+    """``item`` and all within it."""
+    yield item
+    match item:
+        case Group(branches):
+            for inner in itertools.chain(*branches):
+                yield from items_of(inner)
+        case Repeat(inner, _, _):
+            yield from items_of(inner)
 
 
 def literal_of(text: str, *, folded: bool = False) -> Group:

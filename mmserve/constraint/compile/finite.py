@@ -11,13 +11,11 @@ from itertools import chain, product
 from math import prod
 from typing import Any
 
-from mmserve.constraint.compile.keywords import ALL, names_of, types_of
+from mmserve.constraint.compile.keywords import ALL, Schema, names_of, nodes, target, types_of, with_children
 from mmserve.constraint.compile.negation import both, either
 from mmserve.constraint.findings import Notes, Refused
 from mmserve.constraint.limits import LARGEST
 
-Schema = dict[str, Any]
-_PREFIX = "#/$defs/"
 FINITE: Schema = {"minimum": -LARGEST, "maximum": LARGEST}
 _NAME = "any"  # other definitions are named r0, r1, …
 _REFERENCE: Schema = {"$ref": f"#/$defs/{_NAME}"}
@@ -51,7 +49,7 @@ def _ends(schema: Any, ending: set[str]) -> bool:
     """Whether ``schema`` may have a finite value, given the definitions that have one; false only if it has none."""
     if isinstance(schema, bool):
         return schema
-    if "$ref" in schema and schema["$ref"].removeprefix(_PREFIX) not in ending:
+    if "$ref" in schema and target(schema) not in ending:
         return False
     if not all(_ends(part, ending) for part in schema.get("allOf", ())):
         return False
@@ -86,19 +84,9 @@ def _pruned(schema: Any, endless: frozenset[str]) -> Any:
     """``schema`` with references to ``endless`` definitions made false."""
     if isinstance(schema, bool):
         return schema
-    if "$ref" in schema and schema["$ref"].removeprefix(_PREFIX) in endless:
+    if "$ref" in schema and target(schema) in endless:
         return False
-    result = dict(schema)
-    for keyword in ("properties", "patternProperties"):
-        if keyword in result:
-            result[keyword] = {name: _pruned(each, endless) for name, each in result[keyword].items()}
-    for keyword in ("allOf", "anyOf", "prefixItems"):
-        if keyword in result:
-            result[keyword] = [_pruned(each, endless) for each in result[keyword]]
-    for keyword in ("items", "additionalProperties"):
-        if keyword in result:
-            result[keyword] = _pruned(result[keyword], endless)
-    return result
+    return with_children(schema, lambda inner: _pruned(inner, endless))
 
 
 def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False, apart: bool = False) -> Any:
@@ -116,7 +104,7 @@ def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False, a
     root = {name: value for name, value in schema.items() if name != "$defs"} if isinstance(schema, dict) else schema
     recurring = _recurring(definitions)
     joined = {"allOf": [root, _REFERENCE], "$defs": {**definitions, _NAME: _ANY}}
-    may_join = not recurring and any(_joins(node) for node in _subschemas(schema))
+    may_join = not recurring and any(_joins(node) for node in nodes(schema))
     if may_join and not apart:
         return joined
     narrower = _Narrower({name: each for name, each in definitions.items() if name not in recurring})
@@ -131,38 +119,13 @@ def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False, a
     return {**narrowed, "$defs": {**opened, _NAME: _ANY}}
 
 
-def _subschemas(schema: Any) -> Iterator[Schema]:
-    """``schema`` and all within it, but for true and false."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for keyword in ("properties", "patternProperties", "$defs"):
-        for each in schema.get(keyword, {}).values():
-            yield from _subschemas(each)
-    for keyword in ("anyOf", "allOf", "prefixItems"):
-        for each in schema.get(keyword, ()):
-            yield from _subschemas(each)
-    for keyword in ("items", "additionalProperties"):
-        yield from _subschemas(schema.get(keyword))
-
-
 def _recurring(definitions: dict[str, Any]) -> set[str]:
     """The recursive definitions, and those that refer to them, directly or not."""
-    left = {name: _referred(each) for name, each in definitions.items()}
+    left = {name: {target(node) for node in nodes(each) if "$ref" in node} for name, each in definitions.items()}
     while leaves := [name for name, others in left.items() if not others & left.keys()]:
         for name in leaves:
             del left[name]
     return set(left)
-
-
-def _referred(schema: Any) -> set[str]:
-    """The definitions that ``schema`` refers to."""
-    return {_target(node) for node in _subschemas(schema) if "$ref" in node}
-
-
-def _target(node: Schema) -> str:
-    name: str = node["$ref"].rpartition("/")[2]
-    return name
 
 
 def _joins(node: Schema) -> bool:
@@ -216,10 +179,10 @@ class _Narrower:
             yield from self._parts(part, seen)
         if "anyOf" in node:
             yield {"anyOf": node["anyOf"]}
-        if "$ref" in node and _target(node) in self._plain:
-            if _target(node) not in seen:
-                seen.add(_target(node))
-                yield from self._parts(self._plain[_target(node)], seen)
+        if "$ref" in node and target(node) in self._plain:
+            if target(node) not in seen:
+                seen.add(target(node))
+                yield from self._parts(self._plain[target(node)], seen)
         elif "$ref" in node:
             yield {"$ref": node["$ref"]}
 

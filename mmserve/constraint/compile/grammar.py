@@ -5,27 +5,24 @@ and searched for their shortest sentence.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from math import inf
-from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mmserve.constraint.compile import one_of
 from mmserve.constraint.compile.attempts import JSON_LAYOUT, Grammar, attempts, widest
 from mmserve.constraint.compile.derivation import Derivations, Sketch, derivations, least_of, shortest_of
-from mmserve.constraint.compile.document import read_schema
-from mmserve.constraint.compile.expression import BadPattern, Item, literal, text_of
-from mmserve.constraint.compile.gbnf import read_gbnf
-from mmserve.constraint.compile.lark import Schemas, read_lark
-from mmserve.constraint.compile.lengths import longest_match, shortest_document, shortest_match
+from mmserve.constraint.compile.document import has_surrogate, read_schema
+from mmserve.constraint.compile.expression import BadPattern, Group, Item, literal_of, text_of
+from mmserve.constraint.compile.gbnf import GbnfReader
+from mmserve.constraint.compile.lark import LarkReader, Reader
+from mmserve.constraint.compile.lengths import longest_match, shortest_document
 from mmserve.constraint.compile.pattern import matched
 from mmserve.constraint.compile.schema import rewrite
 from mmserve.constraint.compile.syntax import Json, Syntax, refs_of, regular, written
 from mmserve.constraint.compile.terminals import settled
-from mmserve.constraint.compile.wire import BYTES
 from mmserve.constraint.findings import Finding, Refused, child
 from mmserve.constraint.limits import (
     LARGE_BYTES,
@@ -34,7 +31,7 @@ from mmserve.constraint.limits import (
     MAX_GRAMMAR_BYTES,
     PARSER_LIMITS,
 )
-from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex, Template
+from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
 
 
 def grammar_of(spec: ConstraintSpec) -> Grammar:
@@ -63,38 +60,31 @@ def grammars_of(spec: ConstraintSpec, failed: int = 0) -> Iterator[Grammar]:
 
 
 def _of(spec: ConstraintSpec) -> Grammar:
-    """The first grammar of ``spec``."""
+    """The grammar of ``spec``, which is no JSON schema."""
     match spec.kind:
         case Regex(pattern):
-            expression = _regex_item("regex", pattern)
-            most, least = _bytes(longest_match(expression)), shortest_match(expression)
-            return Grammar(_of_expression(text_of(expression)), True, (), most, least, sketch_of(expression))
+            try:
+                expression = matched(pattern)
+            except BadPattern as error:
+                raise Refused.at("", "regex", str(error)) from error
+            least = least_of(expression)
+            sketch = None if least is None or least > _BYTES else Sketch((shortest_of(expression),))
+            return _of_expression(expression, least or 0, sketch)
         case Choice(options):
-            text = _of_expression(_alternatives(options))
-            sizes = [len(option.encode()) for option in options]
-            sketch = Sketch((min(options, key=lambda option: len(option.encode())),))
-            return Grammar(text, True, (), max(sizes), min(sizes), sketch)
+            expression = Group(tuple(literal_of(option).branches[0] for option in _checked(options)))
+            shortest = min(options, key=lambda option: len(option.encode()))
+            return _of_expression(expression, len(shortest.encode()), Sketch((shortest,)))
         case Lark(text):
-            return _of_grammar(lark(text, lambda schema: _inline(schema, spec.mode)))
+            return _of_text(text, "lark", lambda text: LarkReader(text, lambda schema: _inline(schema, spec.mode)))
         case Gbnf(text):
-            return _of_grammar(gbnf(text))
-        case JsonSchema():
-            return next(attempts(spec.kind, spec.mode))
-        case Template():
-            raise Refused.at("", "template", "is no grammar: each of its holes has one")
+            return _of_text(text, "gbnf", GbnfReader)
+    raise Refused.at("", "template", "is no grammar: each of its holes has one")
 
 
 def kind_of(spec: ConstraintSpec) -> str:
     """The name that the API has for the kind of ``spec``."""
     names: dict[type, str] = {JsonSchema: "json_schema", Regex: "regex", Choice: "choice", Lark: "lark", Gbnf: "gbnf"}
     return names.get(type(spec.kind), "template")
-
-
-def _of_grammar(read: Read) -> Grammar:
-    if read.expression is None:
-        return Grammar(read.text, True, read.warnings, shortest=read.least, sketch=read.sketch)
-    most = _bytes(longest_match(read.expression))
-    return Grammar(_of_expression(text_of(read.expression)), True, read.warnings, most, read.least, read.sketch)
 
 
 def _inline(text: str, mode: ConstraintMode) -> tuple[Json, tuple[Finding, ...]]:
@@ -107,88 +97,50 @@ def _inline(text: str, mode: ConstraintMode) -> tuple[Json, tuple[Finding, ...]]
     return Json(laid_out, shortest_document(rewritten.schema)), (*rewritten.loose, *rewritten.warnings)
 
 
-def _bytes(bound: float) -> int | None:
-    return None if bound == inf else int(bound)
+def _of_expression(expression: Item, least: int, sketch: Sketch | None, warnings: tuple[str, ...] = ()) -> Grammar:
+    """A grammar of one regular expression; ``/`` is written out in its text, so that it ends nothing."""
+    most = longest_match(expression)
+    text = json.dumps({"grammars": [{"lark_grammar": f"start: TEXT\nTEXT: /{text_of(expression)}/\n"}]})
+    return Grammar(text, True, warnings, None if most == inf else int(most), least, sketch)
 
 
-def _of_expression(expression: str) -> str:
-    """A grammar of one regular expression; ``/`` is written out in ``expression``, so that it ends nothing."""
-    return json.dumps({"grammars": [{"lark_grammar": f"start: TEXT\nTEXT: /{expression}/\n"}]})
-
-
-def _regex_item(keyword: str, pattern: str) -> Item:
-    try:
-        return matched(pattern)
-    except BadPattern as error:
-        raise Refused.at("", keyword, str(error)) from error
-
-
-def _alternatives(options: tuple[str, ...]) -> str:
+def _checked(options: tuple[str, ...]) -> Iterable[str]:
+    """The different ones of ``options``. Raises ``Refused``."""
     if not options:
         raise Refused.at("", "choice", "must have at least one option")
     size = sum(len(option.encode(errors="replace")) for option in options)
     if len(options) > MAX_CHOICES or size > MAX_CHOICE_BYTES:
         raise Refused.at("", "choice", f"must have at most {MAX_CHOICES} options of {MAX_CHOICE_BYTES} bytes together")
     for index, option in enumerate(options):
-        if not option:
-            raise Refused.at(child("", "options", index), "choice", "must not be empty")
-        if any("\ud800" <= char <= "\udfff" for char in option):
-            raise Refused.at(child("", "options", index), "choice", "holds half of a surrogate pair")
-    return "(?:" + "|".join(literal(option) for option in dict.fromkeys(options)) + ")"
+        if not option or has_surrogate(option):
+            reason = "holds half of a surrogate pair" if option else "must not be empty"
+            raise Refused.at(child("", "options", index), "choice", reason)
+    return dict.fromkeys(options)
 
 
 #: Words and bytes of a shortest sentence, above which it is not written out.
 _PIECES, _BYTES = 4_000, 32_768
 
 
-@dataclass(frozen=True)
-class Read:
-    """A context-free grammar. ``expression`` is all of it, where it is regular; else ``text`` is for llguidance."""
-
-    text: str
-    expression: Item | None
-    least: int  # bytes
-    sketch: Sketch | None
-    warnings: tuple[str, ...]
-
-
-def lark(text: str, schemas: Schemas) -> Read:
-    """The Lark grammar ``text``. Raises ``Refused``; whether llguidance compiles it is not looked at."""
-    _check(text, "lark")
-    return _read(_nested("lark", lambda: read_lark(text, schemas)), "lark")
-
-
-def gbnf(text: str) -> Read:
-    """The GBNF grammar ``text``; the same."""
-    _check(text, "gbnf")
-    return _read(_nested("gbnf", lambda: read_gbnf(text)), "gbnf")
-
-
-def _check(text: str, kind: str) -> None:
+def _of_text(text: str, kind: str, reader: Callable[[str], Reader]) -> Grammar:
+    """The context-free grammar ``text``. Raises ``Refused``; whether llguidance compiles it is not looked at."""
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise Refused.at("", kind, f"must be at most {MAX_GRAMMAR_BYTES} bytes")
-    if any("\ud800" <= char <= "\udfff" for char in text):
+    if has_surrogate(text):
         raise Refused.at("", kind, "holds half of a surrogate pair")
-
-
-def _nested(kind: str, read: Callable[[], Syntax]) -> Syntax:
     try:
-        return read()
+        syntax = reader(text).grammar()
     except RecursionError as error:
         raise Refused.at("", kind, "is nested too deep") from error
-
-
-def _read(syntax: Syntax, kind: str) -> Read:
-    _names(syntax, kind)
+    _check_names(syntax, kind)
     syntax = settled(syntax, kind)
     known = derivations(syntax)
     if known.least is None:
         raise Refused(*_endless(known, kind))
-    words = regular(syntax)
-    expression = words.get(syntax.start)
-    sketch = _sketch(known)
-    text = "" if expression is not None else _text_of(syntax, words, sketch)
-    return Read(text, expression, known.least, sketch, syntax.warnings)
+    words, sketch = regular(syntax), _sketch(known)
+    if syntax.start in words:
+        return _of_expression(words[syntax.start], known.least, sketch, syntax.warnings)
+    return Grammar(_text_of(syntax, words, sketch), True, syntax.warnings, None, known.least, sketch)
 
 
 def _text_of(syntax: Syntax, words: dict[str, Item], sketch: Sketch | None) -> str:
@@ -201,7 +153,7 @@ def _text_of(syntax: Syntax, words: dict[str, Item], sketch: Sketch | None) -> s
     return finely if takes(finely, sentence) else text
 
 
-def _names(syntax: Syntax, kind: str) -> None:
+def _check_names(syntax: Syntax, kind: str) -> None:
     """Refuse names that are not defined, and terminals that refer to rules or to themselves."""
     for name, definition in syntax.names.items():
         for ref in refs_of(definition.node):
@@ -215,33 +167,16 @@ def _names(syntax: Syntax, kind: str) -> None:
             if ref.name not in syntax.terminals:
                 why = f"line {ref.line}: '%ignore' must refer to a terminal, and {ref.name!r} is none"
                 raise Refused.at(f"/{ref.line}", kind, why)
-    for name in syntax.terminals:
-        if name in _below(syntax, name):
-            line = syntax.terminals[name].line
+    for name, definition in syntax.terminals.items():
+        if name in syntax.reached(definition.node):
+            line = definition.line
             raise Refused.at(f"/{line}", kind, f"line {line}, {name!r}: a terminal cannot refer to itself")
-
-
-def _below(syntax: Syntax, name: str) -> set[str]:
-    """Names that ``name`` refers to, directly or not."""
-    found, queue = set[str](), [name]
-    while queue:
-        for ref in refs_of(syntax.names[queue.pop()].node):
-            if ref.name not in found:
-                found.add(ref.name)
-                queue.append(ref.name)
-    return found
 
 
 def _endless(known: Derivations, kind: str) -> Iterator[Finding]:
     for name in known.endless():
         line = known.syntax.names[name].line
         yield Finding(f"/{line}", kind, f"line {line}, {name!r}: has no sentence: every way through it is without end")
-
-
-def sketch_of(expression: Item) -> Sketch | None:
-    """A shortest text that ``expression`` matches; None where it matches none."""
-    least = least_of(expression)
-    return None if least is None or least > _BYTES else Sketch((shortest_of(expression),))
 
 
 def _sketch(known: Derivations) -> Sketch | None:
@@ -261,5 +196,5 @@ def takes(text: str, sentence: str) -> bool:
 
 
 @cache
-def _bytewise() -> Any:
-    return BYTES.trie()
+def _bytewise() -> LLTokenizer:
+    return LLTokenizer("byte")

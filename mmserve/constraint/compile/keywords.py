@@ -73,7 +73,23 @@ _SINCE = {
 _CONTENT = ("contentEncoding", "contentMediaType")
 _CONTENT_DRAFTS = (6, 7)
 
+Schema = dict[str, Any]
 Check = Callable[[Any], str | None]
+
+
+def values_within(value: Any) -> Iterator[Any]:
+    """The JSON ``value`` and all values within it, in the order of its text."""
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        yield value
+        if isinstance(value, list | dict):
+            stack += reversed(value if isinstance(value, list) else value.values())
+
+
+def objects_within(value: Any) -> Iterator[Schema]:
+    """The JSON objects among ``values_within``."""
+    return (each for each in values_within(value) if isinstance(each, dict))
 
 
 def is_schema(value: Any) -> bool:
@@ -86,67 +102,44 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _schema(value: Any) -> str | None:
-    return None if is_schema(value) else "must be a schema: an object, true or false"
+def _must(holds: Callable[[Any], bool], reason: str) -> Check:
+    return lambda value: None if holds(value) else f"must be {reason}"
 
 
-def _schemas(value: Any) -> str | None:
-    ok = isinstance(value, list) and value and all(map(is_schema, value))
-    return None if ok else "must be a non-empty array of schemas"
+def _bounded(holds: Callable[[float], bool], where: str) -> Check:
+    """A number for which ``holds`` is true."""
+    inexact = f"must {where}: beyond, numbers are not exact"
+    return lambda value: None if is_number(value) and holds(value) else inexact if is_number(value) else _NO_NUMBER
 
 
-def _schema_map(value: Any) -> str | None:
-    ok = isinstance(value, dict) and all(map(is_schema, value.values()))
-    return None if ok else "must be an object of schemas"
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and is_number(value) and value >= 0
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+_NO_NUMBER = "must be a number"
+_schema = _must(is_schema, "a schema: an object, true or false")
+_schemas = _must(
+    lambda value: isinstance(value, list) and value != [] and all(map(is_schema, value)),
+    "a non-empty array of schemas",
+)
+_schema_map = _must(
+    lambda value: isinstance(value, dict) and all(map(is_schema, value.values())), "an object of schemas"
+)
+_most = _must(
+    _is_size, "an integer of at least 0"
+)  # a size that need not be reached: nothing comes near the larger ones
+_number = _bounded(lambda value: abs(value) <= MAX_INTEGER, f"lie within ±{MAX_INTEGER}")
+_lower = _bounded(lambda value: value <= MAX_INTEGER, f"be at most {MAX_INTEGER}")
+_upper = _bounded(lambda value: value >= -MAX_INTEGER, f"be at least {-MAX_INTEGER}")
+_text = _must(lambda value: isinstance(value, str), "a string")
 
 
 def _size(value: Any) -> str | None:
-    if not is_number(value) or not isinstance(value, int) or value < 0:
-        return "must be an integer of at least 0"
-    return None if value <= MAX_REPEAT else f"must be at most {MAX_REPEAT}"
-
-
-def _most(value: Any) -> str | None:
-    """A size that need not be reached: nothing comes near the larger ones."""
-    if not is_number(value) or not isinstance(value, int) or value < 0:
-        return "must be an integer of at least 0"
-    return None
-
-
-def _number(value: Any) -> str | None:
-    if not is_number(value):
-        return "must be a number"
-    return None if abs(value) <= MAX_INTEGER else f"must lie within ±{MAX_INTEGER}: beyond, numbers are not exact"
-
-
-def _lower(value: Any) -> str | None:
-    if not is_number(value):
-        return "must be a number"
-    return None if value <= MAX_INTEGER else f"must be at most {MAX_INTEGER}: beyond, numbers are not exact"
-
-
-def _upper(value: Any) -> str | None:
-    if not is_number(value):
-        return "must be a number"
-    return None if value >= -MAX_INTEGER else f"must be at least {-MAX_INTEGER}: beyond, numbers are not exact"
-
-
-def _names(value: Any) -> str | None:
-    ok = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    return None if ok else "must be an array of strings"
-
-
-def _name_lists(value: Any) -> str | None:
-    ok = isinstance(value, dict) and not any(map(_names, value.values()))
-    return None if ok else "must be an object of arrays of strings"
-
-
-def _text(value: Any) -> str | None:
-    return None if isinstance(value, str) else "must be a string"
-
-
-def _flag(value: Any) -> str | None:
-    return None if isinstance(value, bool) else "must be true or false"
+    return _most(value) or (None if value <= MAX_REPEAT else f"must be at most {MAX_REPEAT}")
 
 
 def _type(value: Any) -> str | None:
@@ -157,23 +150,18 @@ def _type(value: Any) -> str | None:
 
 
 def _values(value: Any) -> str | None:
-    if not isinstance(value, list) or not value:
-        return "must be a non-empty array"
-    return next(filter(None, map(_value, value)), None)
+    return _value(value) if isinstance(value, list) and value else "must be a non-empty array"
 
 
 def _value(value: Any) -> str | None:
     """A constant: every number in it must be one that a grammar can write exactly."""
-    match value:
-        case list():
-            return next(filter(None, map(_value, value)), None)
-        case dict():
-            return next(filter(None, map(_value, value.values())), None)
-    if not is_number(value):
-        return None
-    if isinstance(value, float) and (abs(value) < SMALLEST or len(Decimal(repr(value)).as_tuple().digits) > DIGITS):
+    return next(filter(None, map(_exact, filter(is_number, values_within(value)))), None)
+
+
+def _exact(number: Any) -> str | None:
+    if isinstance(number, float) and (abs(number) < SMALLEST or len(Decimal(repr(number)).as_tuple().digits) > DIGITS):
         return f"numbers must have at most {DIGITS} digits, and be 0 or at least {SMALLEST} from it"
-    return _number(value)
+    return _number(number)
 
 
 _CHECKS: Mapping[str, Check] = {
@@ -188,9 +176,11 @@ _CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(["contains", "unevaluatedItems", "unevaluatedProperties"], _schema),
     **dict.fromkeys(["$ref", "$dynamicRef", "$recursiveRef", "pattern", "format"], _text),
     **dict.fromkeys(["contentEncoding", "contentMediaType"], _text),
-    "required": _names,
-    "dependentRequired": _name_lists,
-    "uniqueItems": _flag,
+    "required": _must(_are_names, "an array of strings"),
+    "dependentRequired": _must(
+        lambda value: isinstance(value, dict) and all(map(_are_names, value.values())), "an object of arrays of strings"
+    ),
+    "uniqueItems": _must(lambda value: isinstance(value, bool), "true or false"),
     "type": _type,
     "enum": _values,
     "const": _value,
@@ -272,16 +262,53 @@ def names_of(kinds: Iterable[str]) -> list[str]:
     return [name for name in TYPES if name in chosen and not (name == "integer" and "number" in chosen)]
 
 
+#: Keywords with schemas, in schemas as ``compile.schema`` writes them: by name, in a row, and one each.
+_MAPS, _ROWS, _ONES = (
+    ("properties", "patternProperties", "$defs"),
+    ("anyOf", "allOf", "prefixItems"),
+    ("items", "additionalProperties"),
+)
+
+
+def children(node: Schema) -> list[Any]:
+    """The schemas directly in ``node`` (of ``compile.schema``)."""
+    found = [node[keyword] for keyword in _ONES if keyword in node]
+    found += [each for keyword in _MAPS for each in node.get(keyword, {}).values()]
+    return found + [each for keyword in _ROWS for each in node.get(keyword, ())]
+
+
+def nodes(schema: Any) -> Iterator[Schema]:
+    """``schema`` (of ``compile.schema``) and all within it, but for true and false."""
+    stack = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            yield node
+            stack += children(node)
+
+
+def with_children(node: Schema, change: Callable[[Any], Any]) -> Schema:
+    """``node`` (of ``compile.schema``) with ``change`` made to the schemas directly in it."""
+    made = dict(node)
+    for keyword in made.keys() & _MAPS:
+        made[keyword] = {name: change(each) for name, each in made[keyword].items()}
+    for keyword in made.keys() & _ROWS:
+        made[keyword] = [change(each) for each in made[keyword]]
+    for keyword in made.keys() & _ONES:
+        made[keyword] = change(made[keyword])
+    return made
+
+
+def target(node: Schema) -> str:
+    """The name of the definition that ``node`` (of ``compile.schema``) refers to."""
+    name: str = node["$ref"].rpartition("/")[2]
+    return name
+
+
 def writable(value: Any) -> bool:
     """Whether every string of ``value`` can be written with the escapes that a grammar has: not ``\\u``."""
-    match value:
-        case str():
-            return all((char >= " " and char != "\x7f") or char in "\b\t\n\f\r" for char in value)
-        case list():
-            return all(map(writable, value))
-        case dict():
-            return all(map(writable, value.values()))
-    return True
+    texts = (text for text in values_within(value) if isinstance(text, str))
+    return all((char >= " " and char != "\x7f") or char in "\b\t\n\f\r" for text in texts for char in text)
 
 
 def dialect(root: Any) -> int:

@@ -12,9 +12,9 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from mmserve.constraint.compile.charsets import single, union
+from mmserve.constraint.compile.charsets import Ranges, single, union
 from mmserve.constraint.compile.expression import BadPattern, Chars, literal_of
 from mmserve.constraint.compile.pattern import terminal
 from mmserve.constraint.compile.syntax import (
@@ -36,150 +36,98 @@ from mmserve.constraint.compile.terminals import COMMON
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.constraint.limits import MAX_DEPTH, MAX_REPEAT
 
-#: What a grammar's text consists of; the first that matches is taken.
-_WORDS = re.compile(
-    r"(?P<comment>//[^\n]*|\#[^\n]*)"
-    r"|(?P<space>[ \t\f]+|\\\r?\n)"
-    r"|(?P<newline>\r?\n)"
-    r'|(?P<string>"(?:\\.|[^"\\\n])*"i?)'
-    r"|(?P<regexp>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)"
-    r"|(?P<statement>%[a-z]+)"
-    r"|(?P<token>_?[A-Z][_A-Z0-9]*(?:-[_A-Z0-9]+)*)"
-    r"|(?P<rule>_*[a-z][_a-z0-9]*(?:-[_a-z0-9]+)*)"
-    r"|(?P<number>[+-]?[0-9]+)"
-    r"|(?P<special><[^>\n]*>)"
-    r"|(?P<sign>->|\.\.|[:|()\[\]{},.~&*+?!@=])"
-)
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\", '"': '"'}
-_CODES = {"x": 2, "u": 4, "U": 8}
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 
 #: How a schema in a grammar is read: its JSON text to its node. Raises ``Refused``.
 Schemas = Callable[[str], tuple[Json, tuple[Finding, ...]]]
 
 
-def read_lark(text: str, schemas: Schemas) -> Syntax:
-    """The grammar that ``text`` is. Raises ``Refused``, with the line of what is wrong."""
-    return _Reader(text, schemas).grammar()
-
-
 @dataclass(frozen=True)
-class _Word:
-    kind: str  # a group of ``_WORDS``, "json", or "end"
+class Word:
+    """A word of a grammar's text."""
+
+    kind: str  # a group of the reader's ``words``, "json", or "end"
     text: str
     at: int
 
 
-@dataclass
-class _Reader:
-    text: str
-    schemas: Schemas
-    rules: dict[str, Definition] = field(default_factory=dict)
-    terminals: dict[str, Definition] = field(default_factory=dict)
-    skipped: list[Node] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    name: str = ""  # of what is being defined
+class Reader:
+    """A recursive-descent reader: what dialects of grammars have in common.
 
-    def __post_init__(self) -> None:
-        self.lines = [i for i, char in enumerate(self.text) if char == "\n"]
-        self.words = self._split()
-        self.next = 0
+    ``dialect`` names one in refusals, ``root`` is its first rule. ``words``: what a text consists of; the first group
+    that matches is taken. ``escapes``: of strings, besides codes. ``named``: what precedes the name of a definition in
+    reasons.
+    """
+
+    dialect: str
+    root: str
+    words: re.Pattern[str]
+    escapes: dict[str, str]
+    named = ""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.name = text, ""  # the name of what is being defined
+        self.lines = [i for i, char in enumerate(text) if char == "\n"]
+        self.rules, self.terminals = dict[str, Definition](), dict[str, Definition]()
+        self.skipped, self.warnings = list[Node](), list[str]()
+        self.found, self.next = self._split(), 0
 
     def grammar(self) -> Syntax:
-        """The whole grammar."""
+        """The whole grammar. Raises ``Refused``, with the line of what is wrong."""
         self._newlines()
         while self._word.kind != "end":
+            self.name = ""
             self._item()
             if self._word.kind not in ("newline", "end"):
                 raise self._unexpected()
             self._newlines()
-        if "start" not in self.rules:
-            raise Refused.at("", "lark", "must have a rule named start")
-        return Syntax("start", self.rules, self.terminals, tuple(self.skipped), tuple(self.warnings))
+        if self.root not in self.rules:
+            raise Refused.at("", self.dialect, f"must have a rule named {self.root}")
+        return Syntax(self.root, self.rules, self.terminals, tuple(self.skipped), tuple(self.warnings))
 
-    def _split(self) -> list[_Word]:
-        found, at = list[_Word](), 0
+    def _item(self) -> None:
+        """Read a definition or a statement."""
+        raise NotImplementedError
+
+    def _atom(self, depth: int) -> Node:
+        """The next part of a sequence, without its repetition."""
+        raise NotImplementedError
+
+    def _begins_an_item(self) -> bool:
+        """Whether what is on the next line that is not empty cannot be part of an alternative."""
+        return False
+
+    def _split(self) -> list[Word]:
+        found, at = list[Word](), 0
         while at < len(self.text):
-            word = _WORDS.match(self.text, at)
+            word = self.words.match(self.text, at)
             if word is None:
-                raise self._bad(at, "lark", f"unexpected {self.text[at]!r}")
+                raise self._bad(at, f"unexpected {self.text[at]!r}")
             kind = word.lastgroup or ""
             if kind not in ("comment", "space"):
-                found.append(_Word(kind, word[0], at))
+                found.append(Word(kind, word[0], at))
             at = word.end()
             if word[0] == "%json":
                 end = self._end_of_json(at)
-                found.append(_Word("json", self.text[at:end], at))
+                found.append(Word("json", self.text[at:end], at))
                 at = end
-        return [*found, _Word("end", "", at)]
+        return [*found, Word("end", "", at)]
 
     def _end_of_json(self, at: int) -> int:
         begin = at + len(self.text[at:]) - len(self.text[at:].lstrip())
         try:
             return json.JSONDecoder().raw_decode(self.text, begin)[1]
         except (ValueError, RecursionError) as error:
-            raise self._bad(at, "%json", f"is not followed by JSON: {error}") from error
-
-    def _item(self) -> None:
-        self.name = ""
-        while self._is("?") or self._is("!"):  # marks for parse trees
-            pass
-        word = self._take()
-        if word.kind in ("rule", "token"):
-            self._definition(word)
-        elif word.text == "%ignore":
-            self.skipped.append(self._either(0))
-        elif word.text == "%import":
-            self._import(word)
-        elif word.kind == "statement":
-            raise self._bad(word.at, word.text, "is not supported")
-        else:
-            raise self._bad(word.at, "lark", "a rule, a terminal or a statement must begin here")
-
-    def _definition(self, word: _Word) -> None:
-        self.name = word.text
-        if self._word.text == "[":
-            raise self._bad(word.at, "[…]", "attributes of rules are not supported")
-        if self._word.text == "{":
-            raise self._bad(word.at, "{…}", "templates are not supported")
-        if self._is("."):
-            self._number()  # a priority chooses between parse trees
-        if not self._is(":"):
-            raise self._unexpected("':' must follow the name of a rule")
-        self._define(self.name, self._either(0), word.at, self.rules if word.kind == "rule" else self.terminals)
+            raise self._bad(at, f"is not followed by JSON: {error}", "%json") from error
 
     def _define(self, name: str, node: Node, at: int, into: dict[str, Definition]) -> None:
         if name in into:
-            raise self._bad(at, "lark", f"{name!r} is defined twice, first on line {into[name].line}")
+            raise self._bad(at, f"{name!r} is defined twice, first on line {into[name].line}")
         into[name] = Definition(node, self._line(at))
-
-    def _import(self, statement: _Word) -> None:
-        path = list[str]()
-        if self._is("."):
-            raise self._bad(statement.at, "%import", "files cannot be imported")
-        while self._word.kind in ("rule", "token"):
-            path.append(self._take().text)
-            if not self._is("."):
-                break
-        names = path[-1:]
-        if self._is("("):
-            names = []
-            while not self._is(")"):
-                names.append(self._take().text)
-                self._is(",")
-        else:
-            path = path[:-1]
-        if path != ["common"]:
-            raise self._bad(statement.at, "%import", f"only 'common' can be imported from, not {'.'.join(path)!r}")
-        alias = self._take().text if self._is("->") else None
-        for name in names:
-            if name not in COMMON:
-                raise self._bad(statement.at, "%import", f"'common' has no {name!r}; it has {', '.join(COMMON)}")
-            self._define(alias or name, Matching(terminal(COMMON[name])), statement.at, self.terminals)
 
     def _either(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
-            raise self._bad(self._word.at, "lark", f"more than {MAX_DEPTH} nested groups")
+            raise self._bad(self._word.at, f"more than {MAX_DEPTH} nested groups")
         options = [self._both(depth)]
         while self._bar(depth):
             options.append(self._both(depth))
@@ -196,14 +144,6 @@ class _Reader:
         if not depth:  # within parentheses a new line is space
             self.next = before
         return False
-
-    def _begins_an_item(self) -> bool:
-        """Whether a definition or a statement is on the next line that is not empty."""
-        at = self.next
-        while self.words[at].kind == "newline":
-            at += 1
-        first, second = self.words[at : at + 2] if self.words[at].kind != "end" else (self.words[at],) * 2
-        return first.kind in ("end", "statement") or first.text in ("?", "!") or second.text in (":", "[", "{", ".")
 
     def _both(self, depth: int) -> Node:
         parts = [self._row(depth)]
@@ -223,19 +163,16 @@ class _Reader:
                     self.next = before
             if self._word.kind in ("newline", "end") or self._word.text in ("|", ")", "]", "&", "->"):
                 return parts[0] if len(parts) == 1 else Row(tuple(parts)) if parts else EMPTY
-            parts.append(self._repeated(depth))
-
-    def _repeated(self, depth: int) -> Node:
-        node = self._atom(depth)
-        while (bounds := self._bounds()) is not None:
-            node = Times(node, *bounds)
-        return node
+            node = self._atom(depth)
+            while (bounds := self._bounds()) is not None:
+                node = Times(node, *bounds)
+            parts.append(node)
 
     def _bounds(self) -> tuple[int, int | None] | None:
         for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._is(sign):
                 return bounds
-        if self._word.text == "~" and self.words[self.next + 1].kind == "number":
+        if self._word.text == "~" and self.found[self.next + 1].kind == "number":
             self._take()
             low = self._number()
             return self._checked(low, self._number() if self._is("..") else low)
@@ -251,38 +188,10 @@ class _Reader:
 
     def _checked(self, low: int, high: int | None) -> tuple[int, int | None]:
         if max(low, high or 0) > MAX_REPEAT:
-            raise self._bad(self._word.at, "lark", f"a repeat bound must be at most {MAX_REPEAT}")
+            raise self._bad(self._word.at, f"a repeat bound must be at most {MAX_REPEAT}")
         if low < 0 or (high is not None and high < low):
-            raise self._bad(self._word.at, "lark", "a repeat's upper bound is below its lower one")
+            raise self._bad(self._word.at, "a repeat's upper bound is below its lower one")
         return low, high
-
-    def _atom(self, depth: int) -> Node:
-        word = self._take()
-        match word.kind, word.text:
-            case _, "(":
-                return self._closed(self._either(depth + 1), ")")
-            case _, "[":
-                return Times(self._closed(self._either(depth + 1), "]"), 0, 1)
-            case _, "~":
-                return Not(self._atom(depth + 1))
-            case "string", _:
-                return self._string(word)
-            case "regexp", _:
-                return self._expression(word)
-            case "rule" | "token", _:
-                if self._word.text == "{" and self.words[self.next + 1].kind not in ("number", "sign"):
-                    raise self._bad(word.at, "{…}", "templates are not supported")
-                return Ref(word.text, self._line(word.at))
-            case "statement", "%json":
-                return self._schema(self._take())
-            case "statement", _:
-                raise self._bad(word.at, word.text, "is not supported")
-            case "special", _:
-                raise self._bad(word.at, "<token>", "special tokens have no text and cannot be part of an answer")
-            case _, "@":
-                raise self._bad(word.at, "@", "there are no other grammars to refer to")
-        self.next -= 1
-        raise self._unexpected()
 
     def _closed(self, node: Node, sign: str) -> Node:
         self._newlines()
@@ -290,56 +199,33 @@ class _Reader:
             raise self._unexpected(f"{sign!r} is missing")
         return node
 
-    def _string(self, word: _Word) -> Node:
-        text = self._unescaped(word, word.text.removesuffix("i"))
-        if self._is(".."):
-            last = self._take()
-            end = self._unescaped(last, last.text) if last.kind == "string" else ""
-            if len(text) != 1 or len(end) != 1 or end < text:
-                raise self._bad(word.at, "lark", "a range must go from one character up to another")
-            return Matching(Chars(union(((ord(text), ord(end)),))))
-        return Matching(literal_of(text, folded=True)) if word.text.endswith("i") else Literal(text)
+    def _range(self, word: Word, low: str, high: str) -> Ranges:
+        """The characters from ``low`` to ``high``, of ``word``."""
+        if len(low) != 1 or len(high) != 1 or high < low:
+            raise self._bad(word.at, "a range must go from one character up to another")
+        return union(((ord(low), ord(high)),))
 
-    def _unescaped(self, word: _Word, quoted: str) -> str:
+    def _unescaped(self, word: Word, text: str) -> str:
+        """``text``, a part of ``word``, with its escapes read."""
+
         def char(found: re.Match[str]) -> str:
             code = found[1] or found[2] or found[3]
             if code is not None:
                 if int(code, 16) > 0x10FFFF or not single(int(code, 16)):
-                    raise self._bad(word.at, "lark", f"no character has the code {code}")
+                    raise self._bad(word.at, f"no character has the code {code}")
                 return chr(int(code, 16))
-            if found[4] not in _ESCAPES:
-                raise self._bad(word.at, "lark", f"'\\{found[4]}' is not supported in a string")
-            return _ESCAPES[found[4]]
+            if found[4] not in self.escapes:
+                raise self._bad(word.at, f"'\\{found[4]}' is not supported in a string")
+            return self.escapes[found[4]]
 
-        return _ESCAPE.sub(char, quoted[1:-1])
-
-    def _expression(self, word: _Word) -> Node:
-        pattern, _, flags = word.text[1:].rpartition("/")
-        try:
-            return Matching(terminal(pattern, flags))
-        except BadPattern as error:
-            raise self._bad(word.at, "lark", f"/{pattern[:40]}/: {error}") from error
-
-    def _schema(self, word: _Word) -> Node:
-        line = self._line(word.at)
-        try:
-            node, warnings = self.schemas(word.text)
-        except Refused as refused:
-            raise Refused(
-                *(
-                    Finding(f"/{line}{f.pointer}", f.keyword, f"line {line}: %json: {f.reason}")
-                    for f in refused.findings
-                )
-            ) from refused
-        self.warnings += [f"/{line}{f.pointer}: {f.keyword} {f.reason}" for f in warnings]
-        return node
+        return _ESCAPE.sub(char, text)
 
     @property
-    def _word(self) -> _Word:
-        return self.words[self.next]
+    def _word(self) -> Word:
+        return self.found[self.next]
 
-    def _take(self) -> _Word:
-        word = self.words[self.next]
+    def _take(self) -> Word:
+        word = self.found[self.next]
         if word.kind != "end":
             self.next += 1
         return word
@@ -356,7 +242,7 @@ class _Reader:
     def _number(self) -> int:
         word = self._take()
         if word.kind != "number" or len(word.text) > 9:
-            raise self._bad(word.at, "lark", "a number is missing")
+            raise self._bad(word.at, "a number is missing")
         return int(word.text)
 
     def _line(self, at: int) -> int:
@@ -365,9 +251,149 @@ class _Reader:
     def _unexpected(self, why: str = "") -> Refused:
         found = "the end" if self._word.kind == "end" else "the end of the line"
         shown = found if self._word.kind in ("newline", "end") else repr(self._word.text[:40])
-        return self._bad(self._word.at, "lark", f"unexpected {shown}" + (f"; {why}" if why else ""))
+        return self._bad(self._word.at, f"unexpected {shown}" + (f"; {why}" if why else ""))
 
-    def _bad(self, at: int, keyword: str, reason: str) -> Refused:
+    def _bad(self, at: int, reason: str, keyword: str = "") -> Refused:
         line = self._line(at)
-        where = f"line {line}, {self.name!r}" if getattr(self, "name", "") else f"line {line}"
-        return Refused.at(f"/{line}", keyword, f"{where}: {reason}")
+        where = f"line {line}, {self.named}{self.name!r}" if self.name else f"line {line}"
+        return Refused.at(f"/{line}", keyword or self.dialect, f"{where}: {reason}")
+
+
+class LarkReader(Reader):
+    """A reader of Lark grammars; ``schemas`` reads the schemas in one."""
+
+    dialect, root = "lark", "start"
+    escapes = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\", '"': '"'}  # noqa: RUF012
+    words = re.compile(
+        r"(?P<comment>//[^\n]*|\#[^\n]*)"
+        r"|(?P<space>[ \t\f]+|\\\r?\n)"
+        r"|(?P<newline>\r?\n)"
+        r'|(?P<string>"(?:\\.|[^"\\\n])*"i?)'
+        r"|(?P<regexp>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)"
+        r"|(?P<statement>%[a-z]+)"
+        r"|(?P<token>_?[A-Z][_A-Z0-9]*(?:-[_A-Z0-9]+)*)"
+        r"|(?P<rule>_*[a-z][_a-z0-9]*(?:-[_a-z0-9]+)*)"
+        r"|(?P<number>[+-]?[0-9]+)"
+        r"|(?P<special><[^>\n]*>)"
+        r"|(?P<sign>->|\.\.|[:|()\[\]{},.~&*+?!@=])"
+    )
+
+    def __init__(self, text: str, schemas: Schemas) -> None:
+        super().__init__(text)
+        self.schemas = schemas
+
+    def _item(self) -> None:
+        while self._is("?") or self._is("!"):  # marks for parse trees
+            pass
+        word = self._take()
+        if word.kind in ("rule", "token"):
+            self._definition(word)
+        elif word.text == "%ignore":
+            self.skipped.append(self._either(0))
+        elif word.text == "%import":
+            self._import(word)
+        elif word.kind == "statement":
+            raise self._bad(word.at, "is not supported", word.text)
+        else:
+            raise self._bad(word.at, "a rule, a terminal or a statement must begin here")
+
+    def _definition(self, word: Word) -> None:
+        self.name = word.text
+        if self._word.text == "[":
+            raise self._bad(word.at, "attributes of rules are not supported", "[…]")
+        if self._word.text == "{":
+            raise self._bad(word.at, "templates are not supported", "{…}")
+        if self._is("."):
+            self._number()  # a priority chooses between parse trees
+        if not self._is(":"):
+            raise self._unexpected("':' must follow the name of a rule")
+        self._define(self.name, self._either(0), word.at, self.rules if word.kind == "rule" else self.terminals)
+
+    def _import(self, statement: Word) -> None:
+        path = list[str]()
+        if self._is("."):
+            raise self._bad(statement.at, "files cannot be imported", "%import")
+        while self._word.kind in ("rule", "token"):
+            path.append(self._take().text)
+            if not self._is("."):
+                break
+        names = path[-1:]
+        if self._is("("):
+            names = []
+            while not self._is(")"):
+                names.append(self._take().text)
+                self._is(",")
+        else:
+            path = path[:-1]
+        if path != ["common"]:
+            raise self._bad(statement.at, f"only 'common' can be imported from, not {'.'.join(path)!r}", "%import")
+        alias = self._take().text if self._is("->") else None
+        for name in names:
+            if name not in COMMON:
+                raise self._bad(statement.at, f"'common' has no {name!r}; it has {', '.join(COMMON)}", "%import")
+            self._define(alias or name, Matching(terminal(COMMON[name])), statement.at, self.terminals)
+
+    def _begins_an_item(self) -> bool:
+        """Whether a definition or a statement is on the next line that is not empty."""
+        at = self.next
+        while self.found[at].kind == "newline":
+            at += 1
+        first, second = self.found[at : at + 2] if self.found[at].kind != "end" else (self.found[at],) * 2
+        return first.kind in ("end", "statement") or first.text in ("?", "!") or second.text in (":", "[", "{", ".")
+
+    def _atom(self, depth: int) -> Node:
+        word = self._take()
+        match word.kind, word.text:
+            case _, "(":
+                return self._closed(self._either(depth + 1), ")")
+            case _, "[":
+                return Times(self._closed(self._either(depth + 1), "]"), 0, 1)
+            case _, "~":
+                return Not(self._atom(depth + 1))
+            case "string", _:
+                return self._string(word)
+            case "regexp", _:
+                return self._expression(word)
+            case "rule" | "token", _:
+                if self._word.text == "{" and self.found[self.next + 1].kind not in ("number", "sign"):
+                    raise self._bad(word.at, "templates are not supported", "{…}")
+                return Ref(word.text, self._line(word.at))
+            case "statement", "%json":
+                return self._schema(self._take())
+            case "statement", _:
+                raise self._bad(word.at, "is not supported", word.text)
+            case "special", _:
+                raise self._bad(word.at, "special tokens have no text and cannot be part of an answer", "<token>")
+            case _, "@":
+                raise self._bad(word.at, "there are no other grammars to refer to", "@")
+        self.next -= 1
+        raise self._unexpected()
+
+    def _string(self, word: Word) -> Node:
+        text = self._unescaped(word, word.text.removesuffix("i")[1:-1])
+        if self._is(".."):
+            last = self._take()
+            end = self._unescaped(last, last.text[1:-1]) if last.kind == "string" else ""
+            return Matching(Chars(self._range(word, text, end)))
+        return Matching(literal_of(text, folded=True)) if word.text.endswith("i") else Literal(text)
+
+    def _expression(self, word: Word) -> Node:
+        pattern, _, flags = word.text[1:].rpartition("/")
+        try:
+            return Matching(terminal(pattern, flags))
+        except BadPattern as error:
+            raise self._bad(word.at, f"/{pattern[:40]}/: {error}") from error
+
+    def _schema(self, word: Word) -> Node:
+        line = self._line(word.at)
+        try:
+            node, warnings = self.schemas(word.text)
+        except Refused as refused:
+            raise Refused(
+                *(
+                    Finding(f"/{line}{f.pointer}", f.keyword, f"line {line}: %json: {f.reason}")
+                    for f in refused.findings
+                )
+            ) from refused
+        self.warnings += [f"/{line}{f.pointer}: {f.keyword} {f.reason}" for f in warnings]
+        return node

@@ -8,15 +8,15 @@ answer is searched.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from math import inf
 from typing import Any
 
 from mmserve.constraint.compile.expression import BadPattern, Chars, Group, Item, Repeat
+from mmserve.constraint.compile.keywords import Schema, target
 from mmserve.constraint.compile.pattern import parsed
 
-Schema = dict[str, Any]
 #: Bytes of ``, `` and of ``: ``, as a document may be spaced (``attempts.JSON_LAYOUT``).
 _SPACED = 2
 _QUOTES = _BRACKETS = 2
@@ -29,56 +29,83 @@ _READ = 20_000
 _ESCAPED = ((0x00, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")))
 
 
-def longest_match(item: Item) -> float:
-    """Most bytes of a text that ``item`` matches."""
-    return _longest_item(item, quoted=False)
-
-
 def longest_document(schema: Any) -> float:
     """Most bytes of a document under ``schema``, as ``mmserve.constraint.compile.schema`` writes it."""
-    try:
-        return _Longest(schema.get("$defs", {}) if isinstance(schema, dict) else {}).most(schema)
-    except RecursionError:  # definitions that refer to one another in a long row
-        return inf
+    return _Longest(schema).root
 
 
-class _Longest:
-    """Bounds of documents, given the definitions that schemas refer to."""
+def shortest_document(schema: Any) -> int:
+    """Fewest bytes of a document under ``schema``, as ``mmserve.constraint.compile.schema`` writes it."""
+    return int(_Shortest(schema).root)
 
-    def __init__(self, definitions: Schema) -> None:
-        self._definitions = definitions
+
+class _Bounds:
+    """Bounds of documents: ``all_of`` joins those of keywords that all hold, ``any_of`` those of alternatives."""
+
+    all_of: Callable[..., float]
+    any_of: Callable[..., float]
+    unknown: float
+    value: Callable[[Any], int]
+
+    def __init__(self, schema: Any) -> None:
+        self._definitions: Schema = schema.get("$defs", {}) if isinstance(schema, dict) else {}
         self._known: dict[str, float] = {}
         self._left = _READ
+        try:
+            self.root = self._of(schema)
+        except RecursionError:  # definitions that refer to one another in a long row
+            self.root = self.unknown
 
-    def most(self, schema: Any) -> float:
-        """Most bytes of a document under ``schema``: the least bound of all its keywords."""
+    def _of(self, schema: Any) -> float:
         if not isinstance(schema, dict):
-            return 0 if schema is False else inf
-        return min(self._bounds(schema))
-
-    def _bounds(self, schema: Schema) -> Iterator[float]:
-        yield self._typed(schema)
-        if "enum" in schema:
-            yield max(map(_longest_value, schema["enum"]), default=0)
-        if "anyOf" in schema:
-            yield max(map(self.most, schema["anyOf"]), default=0)
-        if "allOf" in schema:
-            yield from map(self.most, schema["allOf"])
+            return 0 if schema is False else self.unknown
+        bounds = [self._typed(schema)]
+        if schema.get("enum"):
+            bounds.append(self.any_of(map(self.value, schema["enum"])))
+        if schema.get("anyOf"):
+            bounds.append(self.any_of(map(self._of, schema["anyOf"])))
+        bounds += map(self._of, schema.get("allOf", ()))
         if "$ref" in schema:
-            yield self._referred(schema["$ref"].rpartition("/")[2])
+            bounds.append(self._referred(target(schema)))
+        return self.all_of(bounds)
 
     def _referred(self, name: str) -> float:
         if name not in self._known:
-            self._known[name] = inf  # until it is known: a definition may be recursive
-            self._known[name] = self.most(self._definitions[name])
+            self._known[name] = self.unknown  # until it is known: a definition may be recursive
+            self._known[name] = self._of(self._definitions[name])
         return self._known[name]
 
     def _typed(self, schema: Schema) -> float:
         """The bound by the keywords of each type."""
         if "type" not in schema:
-            return inf
+            return self.unknown
         kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        return max((self._of_type(kind, schema) for kind in kinds), default=inf)
+        return self.any_of((self._of_type(kind, schema) for kind in kinds), default=self.unknown)
+
+    def _of_type(self, kind: str, schema: Schema) -> float:
+        raise NotImplementedError
+
+
+def _listed(count: int, inner: float) -> float:
+    """Bytes of ``count`` parts between brackets, themselves of ``inner`` bytes."""
+    return _BRACKETS + inner + _SPACED * max(0, count - 1)
+
+
+def _longest_value(value: Any) -> int:
+    """Most bytes of ``value`` written out; numbers never have an exponent."""
+    match value:
+        case float():
+            return len(format(Decimal(repr(value)), "f"))
+        case list():
+            return int(_listed(len(value), sum(map(_longest_value, value))))
+        case dict():
+            inner = sum(_longest_value(name) + _SPACED + _longest_value(each) for name, each in value.items())
+            return int(_listed(len(value), inner))
+    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+
+
+class _Longest(_Bounds):
+    all_of, any_of, unknown, value = min, max, inf, staticmethod(_longest_value)
 
     def _of_type(self, kind: str, schema: Schema) -> float:
         match kind:
@@ -104,7 +131,7 @@ class _Longest:
         if self._left < 0:
             return inf
         try:
-            return _longest_item(parsed(pattern.removeprefix("^").removesuffix("$")), quoted=True)
+            return longest_match(parsed(pattern.removeprefix("^").removesuffix("$")), quoted=True)
         except BadPattern:  # written out, it may be larger than any that is read
             return inf
 
@@ -113,20 +140,15 @@ class _Longest:
         count = min(schema.get("maxItems", inf), len(first) if rest is False else inf)
         if count == inf:
             return inf
-        items = list(map(self.most, first[: int(count)]))
+        items = list(map(self._of, first[: int(count)]))
         others = int(count) - len(items)
-        return _listed(len(items) + others, sum(items) + (others * self.most(rest) if others else 0))
+        return _listed(len(items) + others, sum(items) + (others * self._of(rest) if others else 0))
 
     def _objects(self, schema: Schema) -> float:
         if schema.get("additionalProperties") is not False or schema.get("patternProperties"):
             return inf
-        there = {name: self.most(each) for name, each in schema.get("properties", {}).items() if each is not False}
+        there = {name: self._of(each) for name, each in schema.get("properties", {}).items() if each is not False}
         return _listed(len(there), sum(_longest_value(name) + _SPACED + most for name, most in there.items()))
-
-
-def _listed(count: int, inner: float) -> float:
-    """Bytes of ``count`` parts between brackets, themselves of ``inner`` bytes."""
-    return _BRACKETS + inner + _SPACED * max(0, count - 1)
 
 
 def _integers(schema: Schema) -> float:
@@ -137,32 +159,15 @@ def _integers(schema: Schema) -> float:
     return max(len(str(int(abs(bound)))) for bound in bounds) + (bounds[0] < 0)
 
 
-def _longest_value(value: Any) -> int:
-    """Most bytes of ``value`` written out; numbers never have an exponent."""
-    match value:
-        case float():
-            return len(format(Decimal(repr(value)), "f"))
-        case list():
-            return int(_listed(len(value), sum(map(_longest_value, value))))
-        case dict():
-            return int(
-                _listed(
-                    len(value),
-                    sum(_longest_value(name) + _SPACED + _longest_value(each) for name, each in value.items()),
-                )
-            )
-    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-
-
-def _longest_item(item: Item, *, quoted: bool) -> float:
-    """Most bytes of what ``item`` matches; ``quoted``: as it is written in a JSON string."""
+def longest_match(item: Item, *, quoted: bool = False) -> float:
+    """Most bytes of a text that ``item`` matches; ``quoted``: as it is written in a JSON string."""
     match item:
         case Chars(ranges):
             return max((_width(low, high, quoted=quoted) for low, high in ranges), default=0)
         case Group(branches):
-            return max(sum(_longest_item(inner, quoted=quoted) for inner in branch) for branch in branches)
+            return max(sum(longest_match(inner, quoted=quoted) for inner in branch) for branch in branches)
         case Repeat(inner, _low, high):
-            once = _longest_item(inner, quoted=quoted)
+            once = longest_match(inner, quoted=quoted)
             return once * (inf if high is None else high) if once and high != 0 else 0
     return 0  # an anchor
 
@@ -174,53 +179,15 @@ def _width(low: int, high: int, *, quoted: bool) -> int:
     return max(plain, 2) if escaped else plain
 
 
-def shortest_match(item: Item) -> int:
-    """Fewest bytes of a text that ``item`` matches; 0 where it matches none."""
-    return _shortest_item(item)
+class _Shortest(_Bounds):
+    all_of, any_of, unknown = max, min, 0
 
+    @staticmethod
+    def value(value: Any) -> int:
+        """No more than the fewest bytes of ``value`` written out."""
+        return 1 if isinstance(value, float) else len(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
-def shortest_document(schema: Any) -> int:
-    """Fewest bytes of a document under ``schema``, as ``mmserve.constraint.compile.schema`` writes it."""
-    try:
-        return _Shortest(schema.get("$defs", {}) if isinstance(schema, dict) else {}).least(schema)
-    except RecursionError:  # definitions that refer to one another in a long row
-        return 0
-
-
-class _Shortest:
-    """Bounds of documents, given the definitions that schemas refer to."""
-
-    def __init__(self, definitions: Schema) -> None:
-        self._definitions = definitions
-        self._known: dict[str, int] = {}
-
-    def least(self, schema: Any) -> int:
-        """Fewest bytes of a document under ``schema``: the greatest bound of all its keywords."""
-        if not isinstance(schema, dict):
-            return 0
-        bounds = [self._typed(schema)]
-        if schema.get("enum"):
-            bounds.append(min(map(_shortest_value, schema["enum"])))
-        if schema.get("anyOf"):
-            bounds.append(min(map(self.least, schema["anyOf"])))
-        bounds += map(self.least, schema.get("allOf", ()))
-        if "$ref" in schema:
-            bounds.append(self._referred(schema["$ref"].rpartition("/")[2]))
-        return max(bounds)
-
-    def _referred(self, name: str) -> int:
-        if name not in self._known:
-            self._known[name] = 0  # until it is known: a definition may be recursive
-            self._known[name] = self.least(self._definitions.get(name))
-        return self._known[name]
-
-    def _typed(self, schema: Schema) -> int:
-        if "type" not in schema:
-            return 0
-        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        return min((self._of_type(kind, schema) for kind in kinds), default=0)
-
-    def _of_type(self, kind: str, schema: Schema) -> int:
+    def _of_type(self, kind: str, schema: Schema) -> float:
         match kind:
             case "string":
                 return _QUOTES + int(schema.get("minLength", 0))
@@ -229,30 +196,13 @@ class _Shortest:
             case "object":
                 required = schema.get("required", ())
                 properties = schema.get("properties", {})
-                inner = (len(name) + _QUOTES + 1 + self.least(properties.get(name, True)) for name in required)
+                inner = (len(name) + _QUOTES + 1 + self._of(properties.get(name, True)) for name in required)
                 return _BRACKETS + sum(inner) + max(0, len(required) - 1)
         return 1
 
-    def _arrays(self, schema: Schema) -> int:
+    def _arrays(self, schema: Schema) -> float:
         count = int(schema.get("minItems", 0))
         first = schema.get("prefixItems", [])[:count]
         others = count - len(first)
-        inner = sum(map(self.least, first)) + (others * self.least(schema.get("items", True)) if others else 0)
+        inner = sum(map(self._of, first)) + (others * self._of(schema.get("items", True)) if others else 0)
         return _BRACKETS + inner + max(0, count - 1)
-
-
-def _shortest_value(value: Any) -> int:
-    """No more than the fewest bytes of ``value`` written out."""
-    return 1 if isinstance(value, float) else len(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
-
-
-def _shortest_item(item: Item) -> int:
-    """Fewest bytes of what ``item`` matches; a character has one at least."""
-    match item:
-        case Chars():
-            return 1
-        case Group(branches):
-            return min((sum(map(_shortest_item, branch)) for branch in branches), default=0)
-        case Repeat(inner, low, _high):
-            return low * _shortest_item(inner)
-    return 0  # an anchor

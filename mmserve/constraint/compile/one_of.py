@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 from mmserve.constraint.compile import derivatives
 from mmserve.constraint.compile.derivatives import disjoint, matches
 from mmserve.constraint.compile.expression import BadPattern
-from mmserve.constraint.compile.keywords import ALL, finite, is_number, key, misshapen, names_of, types_of
+from mmserve.constraint.compile.keywords import (
+    ALL,
+    finite,
+    is_number,
+    key,
+    misshapen,
+    names_of,
+    types_of,
+    values_within,
+)
 from mmserve.constraint.compile.negation import Scope, either, negation
 from mmserve.constraint.compile.pattern import searched
 
@@ -276,22 +285,13 @@ def _parts(schema: Any) -> list[Any]:
 
 
 def _size(schema: Any) -> int:
-    match schema:
-        case dict():
-            return 1 + sum(map(_size, schema.values()))
-        case list():
-            return 1 + sum(map(_size, schema))
-    return 0
+    """The objects and arrays that ``schema`` is made of."""
+    return sum(isinstance(each, dict | list) for each in values_within(schema))
 
 
 def _text(schema: Any) -> int:
-    """How many characters there are in the strings of ``schema``."""
-    match schema:
-        case dict():
-            return _text(list(schema.values()))
-        case list():
-            return sum(map(_text, schema))
-    return len(schema) if isinstance(schema, str) else 0
+    """Characters in the strings of ``schema``."""
+    return sum(len(each) for each in values_within(schema) if isinstance(each, str))
 
 
 def _best(parts: list[Any], mine: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from mmserve.constraint.compile.keywords import dialect, is_schema
+from mmserve.constraint.compile.keywords import Schema, dialect, is_schema, objects_within
 from mmserve.constraint.findings import Refused, child
 
 _MOST_REFERENCES = 2_000
@@ -142,14 +142,6 @@ def _is_named(node: dict[str, Any], draft: int) -> bool:
     return isinstance(node.get(_identity(draft)), str)
 
 
-def _names_within(node: Any, draft: int) -> bool:
-    if isinstance(node, list):
-        return any(_names_within(each, draft) for each in node)
-    if not isinstance(node, dict):
-        return False
-    return _is_named(node, draft) or any(_names_within(each, draft) for each in node.values())
-
-
 def _needs_rewriting(place: _Place, draft: int) -> bool:
     """Whether a schema refers to something other than by a JSON Pointer into the root, or has a name."""
     node = place.node
@@ -236,18 +228,29 @@ def _places(node: Any, draft: int, pointer: str = "", base: str | None = NOWHERE
         if uri:
             base, root = resolved(base, uri), pointer
     yield _Place(node, pointer, base, root)
+    read = {keyword: value for keyword, value in node.items() if _is_read(keyword, value, draft, root)}
+    for _keyword, inner, at in subschemas(read, pointer):
+        yield from _places(inner, draft, at, base, root)
+
+
+def _is_read(keyword: str, value: Any, draft: int, root: str) -> bool:
+    """Whether ``draft`` has the schemas of ``keyword``, or readers need not differ about them; ``root`` of the
+    resource."""
+    if draft < _SINCE.get(keyword, 0) and (root or any(_is_named(each, draft) for each in objects_within(value))):
+        return False
+    return not (keyword in NAMED and isinstance(value, dict) and _is_named(value, draft))
+
+
+def subschemas(node: Schema, pointer: str) -> Iterator[tuple[str, Any, str]]:
+    """The keyword, schema and pointer of each schema directly within ``node``."""
     for keyword, value in node.items():
         at = child(pointer, keyword)
-        if draft < _SINCE.get(keyword, 0) and (root or _names_within(value, draft)):
-            continue
         if keyword in ONE and is_schema(value):
-            yield from _places(value, draft, at, base, root)
+            yield keyword, value, at
         elif keyword in ROW and isinstance(value, list):
-            for i, inner in enumerate(value):
-                yield from _places(inner, draft, child(at, i), base, root)
-        elif keyword in NAMED and isinstance(value, dict) and not _is_named(value, draft):
-            for name, inner in value.items():
-                yield from _places(inner, draft, child(at, name), base, root)
+            yield from ((keyword, inner, child(at, i)) for i, inner in enumerate(value))
+        elif keyword in NAMED and isinstance(value, dict):
+            yield from ((keyword, inner, child(at, name)) for name, inner in value.items())
 
 
 def _anchors(node: dict[str, Any], draft: int) -> Iterator[str]:

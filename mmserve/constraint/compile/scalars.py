@@ -13,11 +13,10 @@ from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from math import inf, lcm, nextafter
-from typing import Any
 
 from mmserve.constraint.compile import charsets
 from mmserve.constraint.compile.expression import BadPattern
-from mmserve.constraint.compile.keywords import types_of
+from mmserve.constraint.compile.keywords import Schema, types_of
 from mmserve.constraint.compile.pattern import searched, whole
 from mmserve.constraint.findings import Notes
 from mmserve.constraint.limits import DIGITS, LARGEST, MAX_INTEGER, MAX_MULTIPLE, MAX_REPEAT, SMALLEST
@@ -137,7 +136,6 @@ NUMBERS: dict[str, tuple[int, int] | None] = {
 HINTS = frozenset({"password"})
 
 
-Schema = dict[str, Any]
 #: Classes and their ranges, as ``charsets.text_of`` writes them.
 _CLASS = re.compile(r"\[((?:\\u\{[0-9a-f]+\}|[0-9A-Za-z]|-)+)\]")
 _RANGE = re.compile(r"(\\u\{[0-9a-f]+\}|[0-9A-Za-z])(?:-(\\u\{[0-9a-f]+\}|[0-9A-Za-z]))?")

@@ -17,11 +17,13 @@ from mmserve.constraint.compile.keywords import (
     ALL,
     IN_PLACE,
     KNOWN,
+    Schema,
     dialect,
     finite,
     misshapen,
     modern,
     names_of,
+    objects_within,
     types_of,
     writable,
 )
@@ -31,7 +33,6 @@ from mmserve.constraint.compile.references import References, located, obscure
 from mmserve.constraint.findings import Finding, Notes, Refused, child
 from mmserve.constraint.limits import MAX_REPEAT, MAX_SCHEMAS
 
-Schema = dict[str, Any]
 _Makers = tuple[Callable[["_Rewriter", Schema, str], Iterator[Any]], ...]
 _WHOLE = frozenset({"anyOf", "allOf", "$ref", "enum", "const", "type"})  # constrain values of every type
 
@@ -79,7 +80,8 @@ class _Rewriter:
         self._effort = Effort()
         self._count = 0
         self._steps: set[float] = set()  # all multipleOf so far
-        self._joins = _holds(root, IN_PLACE)  # whether several schemas may apply to the same value
+        # whether several schemas may apply to the same value
+        self._joins = any(each.keys() & IN_PLACE for each in objects_within(root))
 
     def all(self) -> Rewritten:
         schema = self._schema(self._root, "")
@@ -310,10 +312,3 @@ def _joined(kinds: frozenset[str] | None, own: list[Any], applied: list[Any]) ->
     if not rest:
         return body or True
     return both(*([body] if body else []), *rest)
-
-
-def _holds(value: Any, names: frozenset[str]) -> bool:
-    """Whether some object within ``value`` has a member with one of ``names``."""
-    if isinstance(value, list):
-        return any(_holds(each, names) for each in value)
-    return isinstance(value, dict) and (not names.isdisjoint(value) or any(_holds(v, names) for v in value.values()))

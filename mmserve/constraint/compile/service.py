@@ -14,13 +14,12 @@ from typing import Any
 from mmserve.constraint.compile import wire
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.grammar import kind_of
-from mmserve.constraint.compile.wire import PROGRAM, Child, CompileReply, FirstAnswers, ReplyTooLong, TokenTable
+from mmserve.constraint.compile.wire import Child, CompileReply, FirstAnswers, ReplyTooLong, TokenTable
 from mmserve.constraint.findings import Refused, as_error
 from mmserve.constraint.limits import (
     ANSWER_SECONDS,
     CACHE_BYTES,
     CHILDREN,
-    CLOSES,
     COMPILE_SECONDS,
     LATE_SECONDS,
     QUICK_SECONDS,
@@ -47,10 +46,8 @@ class Compiler:
     sends nothing for ``patience`` seconds of wall time is ended as well, without a refusal of its constraint.
     """
 
-    def __init__(
-        self, vocabulary: TokenTable, seconds: float, patience: float = ANSWER_SECONDS, program: str = PROGRAM
-    ) -> None:
-        self._vocabulary, self._program = vocabulary, program
+    def __init__(self, vocabulary: TokenTable, seconds: float, patience: float = ANSWER_SECONDS) -> None:
+        self._vocabulary = vocabulary
         self._slow = threading.BoundedSemaphore(max(1, CHILDREN - 1))  # slow constraints leave one child to others
         self._seconds, self._patience = seconds, patience
         self._changed = threading.Condition()  # guards the fields below; never held long
@@ -61,13 +58,8 @@ class Compiler:
         self._failed = 0  # starts
         self._closed = False
 
-    def compile(self, spec: ConstraintSpec) -> tuple[Grammar | Refused, bool]:
-        """The grammar of ``spec`` or the refusal, and whether the outcome is reproducible. Raises as ``begin``."""
-        begun = self.begin(spec, None)
-        return begun.outcome, begun.lasting
-
-    def begin(self, spec: ConstraintSpec, budget: int | None) -> CompileReply:
-        """As ``compile``, with the first answers of at most ``budget`` tokens, unless that is None.
+    def compile(self, spec: ConstraintSpec, budget: int | None = None) -> CompileReply:
+        """The grammar of ``spec`` or the refusal; with ``budget``, the first answers of at most so many tokens.
 
         Slow constraints are compiled after fast ones. Raises ``Unavailable`` where no child can be
         started, where each is killed from outside or one makes no progress, or after ``close``.
@@ -75,13 +67,13 @@ class Compiler:
         widens = isinstance(spec.kind, JsonSchema) and spec.mode is not ConstraintMode.STRICT
         for failed in range(_WIDER if widens else 1):
             question = wire.from_spec(spec) | {"budget": budget, "failed": failed}
-            reply = self._asked(spec, question | {"quick": QUICK_SECONDS, "grammar": None})
+            reply = self._asked(spec, question | {"quick": QUICK_SECONDS, "known": None})
             if isinstance(reply, dict) and "slow" in reply:
                 with self._slow:
-                    reply = self._asked(spec, question | {"quick": None, "grammar": reply["grammar"]})
+                    reply = self._asked(spec, question | {"quick": None, "known": reply["known"]})
             if isinstance(reply, dict) and not (reply["last"] and "refused" in reply):
                 break
-        return reply if isinstance(reply, CompileReply) else wire.to_begun(reply)
+        return reply if isinstance(reply, CompileReply) else wire.to_reply(reply)
 
     def _asked(self, spec: ConstraintSpec, message: dict[str, Any]) -> dict[str, Any] | CompileReply:
         """A child's reply to ``message`` about ``spec``, or the refusal where it ends the child."""
@@ -126,18 +118,6 @@ class Compiler:
                 child.end()
             self._all.clear()
             self._idle.clear()
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of the child that is asked next; None where none is idle."""
-        idle = self._idle[-1:]
-        return idle[0].pid if idle else None
-
-    @property
-    def standby(self) -> int | None:
-        """The process id of the child that is asked after that one; None where it is not idle."""
-        idle = self._idle[-2:-1]
-        return idle[0].pid if idle else None
 
     def _taken(self) -> Child:
         """An idle child, for the caller alone; waits for one. Raises ``Unavailable``."""
@@ -202,7 +182,7 @@ class Compiler:
                 self._ended()
                 return None
             try:
-                child = Child(self._seconds, self._patience, self._program)
+                child = Child(self._seconds, self._patience)
             except Exception as error:  # noqa: BLE001 - as above
                 self._ended(error)
                 return None
@@ -234,6 +214,7 @@ class Compiler:
 
 
 _OVERHEAD = 1_000  # bytes an entry costs beside its text
+_TOKEN = 36  # bytes of a token of an answer
 
 
 def key_of(spec: ConstraintSpec, fingerprint: str, cache: str = "") -> bytes:
@@ -242,122 +223,69 @@ def key_of(spec: ConstraintSpec, fingerprint: str, cache: str = "") -> bytes:
     return hashlib.sha256(json.dumps([wire.from_spec(spec), fingerprint, cache]).encode()).digest()
 
 
-class Outcomes:
-    """A cache of grammars and refusals by ``key_of``; may be called from any thread."""
+class Replies:
+    """An LRU cache of replies by ``key_of``; may be called from any thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._used = 0
-        self._entries: OrderedDict[bytes, tuple[Grammar | Refused, int]] = OrderedDict()
+        self.used = 0  # bytes, counted as the texts' sizes, the answers' tokens and a constant an entry
+        self._entries: OrderedDict[bytes, tuple[CompileReply, int, float]] = OrderedDict()  # with size and end
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> Grammar | Refused | None:
-        """The outcome of ``key``; None where it is not cached."""
+    def get(self, key: bytes) -> CompileReply | None:
+        """The reply of ``key``; None where it is not cached."""
         with self._lock:
-            if key not in self._entries:
+            reply, _size, until = self._entries.get(key, (None, 0, inf))
+            if reply is None or time.monotonic() > until:
                 return None
             self._entries.move_to_end(key)
-            return self._entries[key][0]
+            return reply
 
-    def put(self, key: bytes, outcome: Grammar | Refused) -> None:
-        """Cache ``outcome``; one larger than the whole cache is not cached."""
-        size = _OVERHEAD + len(json.dumps(wire.from_outcome(outcome)))
+    def put(self, key: bytes, reply: CompileReply) -> None:
+        """Cache ``reply``, in place of an earlier one; one larger than the whole cache is not cached.
+
+        One that is not reproducible is cached for ``LATE_SECONDS``.
+        """
+        first = reply.first or FirstAnswers()
+        tokens = sum(len(way.tokens) for way in (first.near, first.patient) if way is not None)
+        size = _OVERHEAD + len(json.dumps(wire.from_outcome(reply.outcome))) + _TOKEN * tokens
+        if size > self._max_bytes:
+            return
         with self._lock:
-            if key in self._entries or size > self._max_bytes:
-                return
-            self._entries[key] = outcome, size
-            self._used += size
-            while self._used > self._max_bytes:
-                self._used -= self._entries.popitem(last=False)[1][1]
-
-    @property
-    def used(self) -> int:
-        """Bytes taken, counted as the texts' sizes and a constant an entry."""
-        return self._used
-
-
-class Firsts:
-    """The first answers of the ``most`` constraints asked for last, by ``key_of``; may be called from any thread."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._entries: OrderedDict[bytes, tuple[FirstAnswers, float]] = OrderedDict()  # and until when
-        self._lock = threading.Lock()
-
-    def get(self, key: bytes) -> FirstAnswers | None:
-        """The first answers of ``key``; None where they are not cached."""
-        with self._lock:
-            first, until = self._entries.get(key, (None, inf))
-            if first is None or time.monotonic() > until:
-                return None
-            self._entries.move_to_end(key)
-            return first
-
-    def put(self, key: bytes, first: FirstAnswers, seconds: float = inf) -> None:
-        """Cache ``first`` for ``seconds``, in place of an earlier entry."""
-        with self._lock:
-            self._entries[key] = first, time.monotonic() + seconds
-            self._entries.move_to_end(key)
-            if len(self._entries) > self._most:
-                self._entries.popitem(last=False)
+            self.used += size - self._entries.pop(key, (None, 0, inf))[1]
+            self._entries[key] = reply, size, inf if reply.lasting else time.monotonic() + LATE_SECONDS
+            while self.used > self._max_bytes:
+                self.used -= self._entries.popitem(last=False)[1][1]
 
 
 class Grammars:
     """Turns constraints into grammars for one vocabulary; may be called from any thread, and blocks it."""
 
-    def __init__(
-        self,
-        vocabulary: TokenTable,
-        *,
-        seconds: float = COMPILE_SECONDS,
-        cache_bytes: int = CACHE_BYTES,
-        program: str = PROGRAM,
-    ) -> None:
+    def __init__(self, vocabulary: TokenTable, *, seconds: float = COMPILE_SECONDS) -> None:
         self._fingerprint = vocabulary.fingerprint()
-        self._outcomes = Outcomes(cache_bytes)
-        self._firsts = Firsts(CLOSES)
-        self._compiler = Compiler(vocabulary, seconds, program=program)
+        self._replies = Replies(CACHE_BYTES)
+        self._compiler = Compiler(vocabulary, seconds)
         self._compiler.warm()
 
-    def grammar(self, spec: ConstraintSpec, cache: str = "") -> Grammar:
-        """The grammar of ``spec``, which a matcher may run under ``limits.PARSER_LIMITS``.
-
-        Takes microseconds when a tenant of ``cache`` asked for it before, else milliseconds, at worst ``seconds`` of
-        processor time and a wait for those before it. Raises ``InvalidArgument`` with a violation for every reason
-        why there is none, ``Unavailable`` where nothing can be compiled.
-        """
-        key = key_of(spec, self._fingerprint, cache)
-        outcome = self._outcomes.get(key)
-        if outcome is None:
-            outcome, lasting = self._compiler.compile(spec)
-            if lasting:
-                self._outcomes.put(key, outcome)
-        return _granted(spec, outcome)
-
     def first(self, spec: ConstraintSpec, budget: int, cache: str = "") -> tuple[Grammar, FirstAnswers]:
-        """The grammar of ``spec``, and the shortest answers found under it where there is room for ``budget`` tokens.
+        """The grammar of ``spec``, which a matcher may run under ``limits.PARSER_LIMITS``, and the shortest answers
+        found under it where there is room for ``budget`` tokens.
 
-        Raises as ``grammar``; ``program`` must be one that looks for answers.
+        Takes microseconds when a tenant of ``cache`` asked for it before, else milliseconds, at worst some seconds of
+        processor time and a wait for those before it. Raises ``InvalidArgument`` with a violation for every reason
+        why there is no grammar, ``Unavailable`` where nothing can be compiled.
         """
         key = key_of(spec, self._fingerprint, cache)
-        outcome, first = self._outcomes.get(key), self._firsts.get(key)
-        if outcome is None or (isinstance(outcome, Grammar) and (first is None or not first.covers(budget))):
-            begun = self._compiler.begin(spec, budget)
-            outcome, first = begun.outcome, begun.first
-            if begun.lasting or first is not None:
-                self._outcomes.put(key, outcome)
-            if first is not None:
-                self._firsts.put(key, first, inf if begun.lasting else LATE_SECONDS)
-        grammar = _granted(spec, outcome)
-        assert first is not None  # every grammar that a child gives comes with one
-        return grammar, first
+        reply = self._replies.get(key)
+        if reply is None or (reply.first is not None and not reply.first.covers(budget)):
+            reply = self._compiler.compile(spec, budget)
+            if reply.lasting or reply.first is not None:
+                self._replies.put(key, reply)
+        if isinstance(reply.outcome, Refused):
+            raise as_error(kind_of(spec), reply.outcome.findings)
+        assert reply.first is not None  # every grammar that a child gives comes with one
+        return reply.outcome, reply.first
 
     def close(self) -> None:
         """End the child processes."""
         self._compiler.close()
-
-
-def _granted(spec: ConstraintSpec, outcome: Grammar | Refused) -> Grammar:
-    if isinstance(outcome, Refused):
-        raise as_error(kind_of(spec), outcome.findings)
-    return outcome

@@ -9,9 +9,9 @@ no longest one then, and masks take longer.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmserve.constraint.compile.charsets import single
@@ -51,7 +51,7 @@ class Row:
 class Either:
     """One of several; there is at least one."""
 
-    options: tuple[Node, ...]
+    parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,16 @@ class Syntax:
         """All definitions."""
         return {**self.rules, **self.terminals}
 
+    def reached(self, *roots: Node, closed: Collection[str] = ()) -> dict[str, None]:
+        """The names that ``roots`` refer to, directly or through names that are not ``closed``."""
+        names, found, queue = self.names, dict[str, None](), [ref.name for root in roots for ref in refs_of(root)]
+        while queue:
+            name = queue.pop()
+            if name not in found:
+                found[name] = None
+                queue += [] if name in closed else [ref.name for ref in refs_of(names[name].node)]
+        return found
+
 
 def parts_of(node: Node) -> tuple[Node, ...]:
     """The nodes directly in ``node``."""
@@ -125,6 +135,16 @@ def parts_of(node: Node) -> tuple[Node, ...]:
         case Times(part, _, _) | Not(part):
             return (part,)
     return ()
+
+
+def rebuilt(node: Node, change: Callable[[Node], Node]) -> Node:
+    """``node`` with ``change`` made to the nodes directly in it."""
+    match node:
+        case Row(parts) | Both(parts) | Either(parts):
+            return replace(node, parts=tuple(map(change, parts)))
+        case Times(part, _, _) | Not(part):
+            return replace(node, part=change(part))
+    return node
 
 
 def refs_of(node: Node) -> Iterator[Ref]:
@@ -151,8 +171,8 @@ def item_of(node: Node, known: dict[str, Any]) -> Item:
             return known[name]
         case Row(parts):
             return Group((tuple(item_of(part, known) for part in parts),))
-        case Either(options):
-            return Group(tuple((item_of(option, known),) for option in options))
+        case Either(parts):
+            return Group(tuple((item_of(part, known),) for part in parts))
         case Times(part, low, high):
             return Repeat(item_of(part, known), low, high)
     raise ValueError(type(node).__name__)
@@ -217,8 +237,8 @@ def written(syntax: Syntax, words: dict[str, Item], *, finely: bool = False) -> 
     whole |= set() if finely else set(words)
     names = {name: f"{'W' if name in whole else 'r'}{n}" for n, name in enumerate(syntax.names)}
     names[syntax.start] = "start"
-    lines = list[str]()
-    for name in _reached(syntax, set() if finely else set(words)):
+    lines, closed = list[str](), () if finely else words.keys() - {syntax.start}
+    for name in syntax.reached(Ref(syntax.start), *syntax.skipped, closed=closed):
         if not finely and name in words and name != syntax.start:
             lines.append(f"{names[name]}: /{text_of(words[name])}/")
         else:
@@ -232,19 +252,6 @@ def _opaque(node: Node) -> bool:
     return isinstance(node, Both | Not) or any(map(_opaque, parts_of(node)))
 
 
-def _reached(syntax: Syntax, words: set[str]) -> list[str]:
-    """The names that the start or what is skipped refers to, through rules that are no words."""
-    found, queue = dict[str, None](), [syntax.start, *(ref.name for node in syntax.skipped for ref in refs_of(node))]
-    while queue:
-        name = queue.pop()
-        if name in found:
-            continue
-        found[name] = None
-        if name not in words or name == syntax.start:
-            queue += [ref.name for ref in refs_of(syntax.names[name].node)]
-    return list(found)
-
-
 def _text(node: Node, names: dict[str, str], finely: bool) -> str:
     match node:
         case Literal(text):
@@ -255,8 +262,8 @@ def _text(node: Node, names: dict[str, str], finely: bool) -> str:
             return names[name]
         case Row(parts):
             return "(" + " ".join(_text(part, names, finely) for part in parts) + ")"
-        case Either(options):
-            return "(" + " | ".join(_text(option, names, finely) for option in options) + ")"
+        case Either(parts):
+            return "(" + " | ".join(_text(part, names, finely) for part in parts) + ")"
         case Times(part, low, high):
             return _times(_text(part, names, finely), low, high)
         case Both(parts):

@@ -10,22 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmserve.constraint.compile.derivatives import DEAD, Automaton, as_expression, edges
-from mmserve.constraint.compile.expression import BadPattern, Chars, Group, Item, Repeat, text_of
+from mmserve.constraint.compile.expression import BadPattern, Chars, Group, Item, Repeat, items_of, text_of
 from mmserve.constraint.compile.pattern import parsed
-from mmserve.constraint.compile.syntax import (
-    Both,
-    Definition,
-    Either,
-    Matching,
-    Node,
-    Not,
-    Row,
-    Syntax,
-    Times,
-    item_of,
-    parts_of,
-    refs_of,
-)
+from mmserve.constraint.compile.syntax import Definition, Matching, Node, Syntax, item_of, parts_of, rebuilt, refs_of
 from mmserve.constraint.findings import Refused
 
 _INT = "[0-9]+"
@@ -72,8 +59,8 @@ def settled(syntax: Syntax, kind: str) -> Syntax:
     lazy = _lazy_names(syntax)
     if not lazy and not any(_is_lazy(each.node) for each in syntax.rules.values()):
         return syntax
-    used = {ref.name for each in syntax.rules.values() for ref in refs_of(each.node)}
-    used |= {ref.name for node in syntax.skipped for ref in refs_of(node)}
+    nodes = [*syntax.skipped, *(each.node for each in syntax.rules.values())]
+    used = {ref.name for node in nodes for ref in refs_of(node)}
     terminals = {
         name: Definition(_token(name, syntax, kind), each.line) if name in lazy & used else each
         for name, each in syntax.terminals.items()
@@ -86,14 +73,8 @@ def settled(syntax: Syntax, kind: str) -> Syntax:
 
 def _lazy_names(syntax: Syntax) -> set[str]:
     """The terminals that have lazy repetitions, or refer to one that has."""
-    found = {name for name, each in syntax.terminals.items() if _is_lazy(each.node)}
-    while more := {
-        name
-        for name, each in syntax.terminals.items()
-        if name not in found and any(ref.name in found for ref in refs_of(each.node))
-    }:
-        found |= more
-    return found
+    own = {name for name, each in syntax.terminals.items() if _is_lazy(each.node)}
+    return own | {name for name, each in syntax.terminals.items() if own & syntax.reached(each.node).keys()}
 
 
 def _is_lazy(node: Node) -> bool:
@@ -103,12 +84,7 @@ def _is_lazy(node: Node) -> bool:
 
 
 def _repeats_lazily(item: Item) -> bool:
-    match item:
-        case Group(branches):
-            return any(_repeats_lazily(inner) for branch in branches for inner in branch)
-        case Repeat(inner, _low, _high, lazy):
-            return lazy or _repeats_lazily(inner)
-    return False
+    return any(isinstance(each, Repeat) and each.lazy for each in items_of(item))
 
 
 def _token(name: str, syntax: Syntax, kind: str) -> Node:
@@ -135,26 +111,12 @@ def _whole(name: str, syntax: Syntax, known: dict[str, Item]) -> Item:
 def _in_rule(node: Node, name: str, line: int, kind: str) -> Node:
     """``node`` of a rule: each expression in it is a token of its own."""
 
-    def within(part: Node) -> Node:
-        return _in_rule(part, name, line, kind)
-
-    match node:
-        case Matching(item) if _repeats_lazily(item):
-            try:
-                return Matching(_first_ends(item))
-            except BadPattern as error:
-                raise _refused(name, line, kind, str(error)) from error
-        case Row(parts):
-            return Row(tuple(map(within, parts)))
-        case Either(options):
-            return Either(tuple(map(within, options)))
-        case Times(part, low, high):
-            return Times(within(part), low, high)
-        case Both(parts):
-            return Both(tuple(map(within, parts)))
-        case Not(part):
-            return Not(within(part))
-    return node
+    if isinstance(node, Matching) and _repeats_lazily(node.item):
+        try:
+            return Matching(_first_ends(node.item))
+        except BadPattern as error:
+            raise _refused(name, line, kind, str(error)) from error
+    return rebuilt(node, lambda part: _in_rule(part, name, line, kind))
 
 
 def _refused(name: str, line: int, kind: str, reason: str) -> Refused:

@@ -7,23 +7,18 @@ of 64 bits for each rule: here a bit for each member or item that was there. Wha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from mmserve.constraint.compile.derivatives import all_but
-from mmserve.constraint.compile.keywords import names_of, types_of, writable
+from mmserve.constraint.compile.keywords import Schema, children, names_of, nodes, target, types_of, writable
 from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.compile.scalars import anchored
 
-Schema = dict[str, Any]
 #: Bits of a rule's number that are used: members in any order, and different items of an array.
 MOST = 63
 #: Keyword of arrays in schemas as ``compile.schema`` writes them: each of the values that ``items`` names by ``enum``
 #: comes at most once.
 DISTINCT = "distinct"
-_WITHIN = ("items", "additionalProperties")
-_WITHIN_MAPS = ("properties", "patternProperties")
-_WITHIN_ROWS = ("anyOf", "allOf", "prefixItems")
 
 
 class Unplaced(Exception):
@@ -32,7 +27,7 @@ class Unplaced(Exception):
 
 def distinct_within(schema: Any) -> bool:
     """Whether ``schema`` has arrays of distinct items."""
-    return any(node.get(DISTINCT) for node in _nodes(schema))
+    return any(node.get(DISTINCT) for node in nodes(schema))
 
 
 def written(schema: Any, engine: Schema, *, any_order: bool) -> tuple[str, list[str]]:
@@ -42,31 +37,6 @@ def written(schema: Any, engine: Schema, *, any_order: bool) -> tuple[str, list[
     """
     writer = _Writer(schema, engine, any_order=any_order)
     return writer.text(), list(writer.kept)
-
-
-def _children(node: Schema) -> Iterator[Any]:
-    for keyword in _WITHIN:
-        if keyword in node:
-            yield node[keyword]
-    for keyword in _WITHIN_MAPS:
-        yield from node.get(keyword, {}).values()
-    for keyword in _WITHIN_ROWS:
-        yield from node.get(keyword, ())
-
-
-def _nodes(schema: Any) -> Iterator[Schema]:
-    """``schema`` and all within it."""
-    stack = [schema]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, dict):
-            yield node
-            stack += [*_children(node), *node.get("$defs", {}).values()]
-
-
-def _target(node: Schema) -> str:
-    name: str = node["$ref"].rpartition("/")[2]
-    return name
 
 
 class _Writer:
@@ -97,9 +67,9 @@ class _Writer:
             return False
         if schema.get(DISTINCT) or (self._any_order and self._varies(schema)):
             return True
-        if "$ref" in schema and _target(schema) in self._special:
+        if "$ref" in schema and target(schema) in self._special:
             return True
-        return any(map(self._is_more, _children(schema)))
+        return any(map(self._is_more, children(schema)))
 
     def _varies(self, node: Schema) -> bool:
         """Whether the members of an object may be in another order than the schema's."""
@@ -123,7 +93,7 @@ class _Writer:
     def _ways(self, schema: Schema) -> list[str]:
         """The alternatives of ``schema``, which is more than a schema."""
         if schema.keys() <= {"$ref"}:
-            return [self._value(self._definitions[_target(schema)])]
+            return [self._value(self._definitions[target(schema)])]
         if schema.keys() <= {"anyOf"}:
             return [self._value(each) for each in schema["anyOf"] if each is not False] or [self._leaf(schema)]
         if schema.keys() & {"anyOf", "allOf", "$ref"}:
@@ -137,7 +107,7 @@ class _Writer:
 
     def _given_up(self, schema: Schema, why: str) -> str:
         """``schema`` as llguidance has it."""
-        if any(self._has_distinct(node) for node in _nodes(schema)):
+        if any(self._has_distinct(node) for node in nodes(schema)):
             raise Unplaced
         self.kept[why] = None
         return self._leaf(schema)
@@ -145,10 +115,10 @@ class _Writer:
     def _has_distinct(self, node: Schema) -> bool:
         reached, queue = set[str](), [node]
         while queue:
-            for inner in _nodes(queue.pop()):
+            for inner in nodes(queue.pop()):
                 if inner.get(DISTINCT):
                     return True
-                if "$ref" in inner and (name := _target(inner)) not in reached:
+                if "$ref" in inner and (name := target(inner)) not in reached:
                     reached.add(name)
                     queue.append(self._definitions[name])
         return False
@@ -158,8 +128,8 @@ class _Writer:
         body = {} if schema is True else schema
         reached, queue = dict[str, Any](), [body]
         while queue:
-            for node in _nodes(queue.pop()):
-                if "$ref" in node and (name := _target(node)) not in reached:
+            for node in nodes(queue.pop()):
+                if "$ref" in node and (name := target(node)) not in reached:
                     reached[name] = self._definitions[name]
                     queue.append(reached[name])
         whole = {**body, **({"$defs": reached} if reached else {}), "x-guidance": self._engine}

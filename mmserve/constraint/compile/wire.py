@@ -8,23 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO
+from dataclasses import asdict, astuple, dataclass
+from typing import Any, BinaryIO, NamedTuple
 
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.derivation import Sketch
 from mmserve.constraint.findings import Finding, Refused
-from mmserve.constraint.limits import (
-    FINDING_CHARS,
-    IDLE_BYTES,
-    REPLY_BYTES,
-    START_SECONDS,
-)
+from mmserve.constraint.limits import FINDING_CHARS, IDLE_BYTES, REPLY_BYTES, START_SECONDS
 from mmserve.core.child_process import ChildProcess
 from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
-
-_LONGEST_TOKEN = 32  # bytes; llguidance panics at much longer ones while it builds its trie
 
 
 @dataclass(frozen=True)
@@ -32,44 +24,18 @@ class TokenTable:
     """A model's tokens as plain data."""
 
     tokens: tuple[bytes, ...]  # of each id; empty for ids without text
-    end: int  # the id that ends an answer
-    ends: tuple[int, ...] = ()  # all ids that do, where there are several
+    ends: tuple[int, ...]  # ids that end an answer, ascending; one at least
 
     def fingerprint(self) -> str:
         """SHA-256 of all fields, in hexadecimal."""
-        digest = hashlib.sha256(str([self.end, *self.ends]).encode())
+        digest = hashlib.sha256(str(self.ends).encode())
         for token in self.tokens:
             digest.update(len(token).to_bytes(4, "big") + token)
         return digest.hexdigest()
 
-    def trie(self) -> Any:
-        """llguidance's ``LLTokenizer``; it never allows tokens of more than 32 bytes."""
-        from llguidance import LLTokenizer, TokenizerWrapper  # only the child process needs it
-
-        return LLTokenizer(TokenizerWrapper(_Tokens(self)))
-
 
 #: One token for each byte, and an end token.
-BYTES = TokenTable((*(bytes([code]) for code in range(256)), b""), end=256)
-
-
-class _Tokens:
-    """A tokenizer in the form that llguidance's ``TokenizerWrapper`` takes."""
-
-    bos_token_id = None
-
-    def __init__(self, vocabulary: TokenTable) -> None:
-        self.eos_token_id = vocabulary.end
-        self.tokens: Sequence[bytes] = [
-            b"\xff<end>" if index == vocabulary.end else token if len(token) <= _LONGEST_TOKEN else b""
-            for index, token in enumerate(vocabulary.tokens)
-        ]
-        self.special_token_ids = [vocabulary.end]
-        self._ids = {token: index for index, token in enumerate(self.tokens) if len(token) == 1}
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        data = text.encode() if isinstance(text, str) else text
-        return [self._ids[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self._ids]
+BYTES = TokenTable((*(bytes([code]) for code in range(256)), b""), ends=(256,))
 
 
 @dataclass(frozen=True)
@@ -111,13 +77,12 @@ class FirstAnswers:
         return self.patient
 
 
-@dataclass(frozen=True)
-class CompileReply:
-    """A grammar or a refusal; the first answers, where a budget was given; and whether the outcome is reproducible."""
+class CompileReply(NamedTuple):
+    """A grammar or a refusal; whether the outcome is reproducible; and the first answers, where a budget was given."""
 
     outcome: Grammar | Refused
-    first: FirstAnswers | None = None
     lasting: bool = True
+    first: FirstAnswers | None = None
 
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (JsonSchema, Regex, Choice, Lark, Gbnf)}
@@ -134,31 +99,17 @@ def packed(message: Any) -> bytes:
 def read(stream: BinaryIO) -> Any | None:
     """The next message of ``stream``, None at its end."""
     header = stream.read(HEADER)
-    if len(header) < HEADER:
-        return None
-    body = stream.read(int.from_bytes(header, "big"))
-    return json.loads(body)
-
-
-def unpacked(body: bytes) -> Any:
-    """The message that ``body``, without its length, is."""
-    return json.loads(body)
+    return json.loads(stream.read(int.from_bytes(header, "big"))) if len(header) == HEADER else None
 
 
 def from_vocabulary(vocabulary: TokenTable) -> Any:
     """``vocabulary`` as JSON."""
-    return {
-        "tokens": [token.decode("latin-1") for token in vocabulary.tokens],
-        "end": vocabulary.end,
-        "ends": vocabulary.ends,
-    }
+    return {"tokens": [token.decode("latin-1") for token in vocabulary.tokens], "ends": vocabulary.ends}
 
 
 def to_vocabulary(message: Any) -> TokenTable:
     """The vocabulary that ``message`` holds."""
-    return TokenTable(
-        tuple(token.encode("latin-1") for token in message["tokens"]), message["end"], tuple(message["ends"])
-    )
+    return TokenTable(tuple(token.encode("latin-1") for token in message["tokens"]), tuple(message["ends"]))
 
 
 def from_spec(spec: ConstraintSpec) -> Any:
@@ -172,61 +123,41 @@ def to_spec(message: Any) -> ConstraintSpec:
     return ConstraintSpec(_KINDS[message["kind"]](**fields), ConstraintMode(message["mode"]))
 
 
-def from_outcome(outcome: Grammar | Refused) -> Any:
+def from_outcome(outcome: Grammar | Refused) -> dict[str, Any]:
     """A grammar or a refusal as JSON; the texts of findings and warnings are truncated."""
     if isinstance(outcome, Refused):
-        shown = [[f.pointer, f.keyword, f.reason] for f in outcome.findings[:MOST_FINDINGS]]
-        return {"refused": [[_cut(text) for text in finding] for finding in shown]}
-    warnings = [_cut(warning) for warning in outcome.warnings[:MOST_FINDINGS]]
-    return {
-        "text": outcome.text,
-        "exact": outcome.exact,
-        "warnings": warnings,
-        "longest": outcome.longest,
-        "shortest": outcome.shortest,
-        "sketch": None if outcome.sketch is None else [outcome.sketch.words, outcome.sketch.gap],
-    }
+        return {"refused": [[_cut(text) for text in astuple(found)] for found in outcome.findings[:MOST_FINDINGS]]}
+    return {"grammar": asdict(outcome) | {"warnings": [_cut(each) for each in outcome.warnings[:MOST_FINDINGS]]}}
 
 
 def to_outcome(message: Any) -> Grammar | Refused:
     """The grammar or refusal that ``message`` holds."""
     if "refused" in message:
         return Refused(*(Finding(*finding) for finding in message["refused"]))
-    return to_grammar(message)
+    fields = message["grammar"]
+    drawn = fields["sketch"]
+    sketch = None if drawn is None else Sketch(tuple(drawn["words"]), drawn["gap"])
+    return Grammar(**(fields | {"warnings": tuple(fields["warnings"]), "sketch": sketch}))
 
 
-def to_grammar(message: Any) -> Grammar:
-    """The grammar that ``message`` holds."""
-    drawn = message["sketch"]
-    sketch = None if drawn is None else Sketch(tuple(drawn[0]), drawn[1])
-    warnings = tuple(message["warnings"])
-    return Grammar(message["text"], message["exact"], warnings, message["longest"], message["shortest"], sketch)
-
-
-def from_first(first: FirstAnswers | None) -> Any:
-    """A first answer as JSON."""
-    if first is None:
-        return None
-    near, patient = (None if close is None else [close.tokens, close.exact] for close in (first.near, first.patient))
-    return [near, patient, first.asked, first.least, first.late]
-
-
-def to_begun(message: Any) -> CompileReply:
-    """A child's answer: a grammar or refusal, and the first answer."""
+def to_reply(message: Any) -> CompileReply:
+    """A child's answer: a grammar or refusal, and the first answers, ``asdict`` of them, if there are any."""
     outcome, found = to_outcome(message), message.get("first")
     if found is None:
         return CompileReply(outcome)
-    near, patient = (None if close is None else Completion(tuple(close[0]), close[1]) for close in found[:2])
-    first = FirstAnswers(near, patient, *found[2:])
-    return CompileReply(outcome, first, lasting=not first.late)
+    ways = (
+        found[name] and Completion(tuple(found[name]["tokens"]), found[name]["exact"]) for name in ("near", "patient")
+    )
+    first = FirstAnswers(*ways, asked=found["asked"], least=found["least"], late=found["late"])
+    return CompileReply(outcome, not first.late, first)
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= FINDING_CHARS else f"{text[: FINDING_CHARS - 1]}…"
 
 
-#: The program that compiles without searching.
-PROGRAM = "mmserve.constraint.compile.worker"
+#: The child's program.
+PROGRAM = "mmserve.constraint.search.worker"
 
 
 class ReplyTooLong(Exception):
@@ -234,14 +165,14 @@ class ReplyTooLong(Exception):
 
 
 class Child(ChildProcess):
-    """``program``, a module that runs ``compile.worker.serve``, in a process of its own.
+    """A process that compiles and searches (``search.worker``).
 
     A question may take ``seconds`` of processor time. Without its owner, the process ends after at most twice
     ``patience`` seconds of wall time.
     """
 
-    def __init__(self, seconds: float, patience: float, program: str = PROGRAM) -> None:
-        super().__init__(program, str(seconds), str(2 * patience), str(IDLE_BYTES))
+    def __init__(self, seconds: float, patience: float) -> None:
+        super().__init__(PROGRAM, str(seconds), str(2 * patience), str(IDLE_BYTES))
 
     def read(self, vocabulary: TokenTable) -> None:
         """Send ``vocabulary``, the first message. Raises ``TimeoutError`` or ``ChildExited``."""
@@ -263,4 +194,4 @@ class Child(ChildProcess):
         size = int.from_bytes(self._read(HEADER, check), "big")
         if size > 2 * REPLY_BYTES:
             raise ReplyTooLong
-        return unpacked(self._read(size, check))
+        return json.loads(self._read(size, check))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmserve.constraint.search.matcher import Matcher
+from mmserve.constraint.search.matcher import Matcher, after, completes
 from mmserve.constraint.search.prefix_equivalence import PrefixClasses
 from mmserve.constraint.search.vocabulary import Lexicon
 
@@ -50,24 +50,6 @@ class Work:
     def left(self) -> bool:
         """Whether anything may still be done."""
         return self.states >= 0 and self.reads >= 0
-
-
-def after(matcher: Matcher, tokens: Sequence[int]) -> Matcher | None:
-    """A matcher after ``tokens``; None if they may not follow, or exceed the parser's limits."""
-    fork = matcher.fork()
-    try:
-        fork.consume(tokens)
-    except ValueError:
-        return None
-    return fork
-
-
-def completes(matcher: Matcher, tokens: Sequence[int]) -> bool:
-    """As ``Matcher.ends``, by going there: a parser's limits may stop it on a way that it has called valid."""
-    if matcher.valid(tokens) < len(tokens):
-        return False
-    fork = after(matcher, tokens)
-    return fork is not None and fork.accepting
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""The child process that compiles a constraint (``compile.worker``) and searches the first answer under its grammar.
-
-Run as ``python -m mmserve.constraint.search.first_witness``; imports no torch. The parser's limits bound each call of
-native code, the worker's timers all of them together.
+"""The first answers under a grammar, found before its first request is admitted.
 
 For a context-free grammar the search begins with a sketch, one sentence of the grammar as words
 (``compile.derivation``). The parser may split a text into other words than the grammar (it takes the longest possible
@@ -13,18 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from llguidance import LLParserLimits
-
-from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.derivation import Sketch
-from mmserve.constraint.compile.wire import FirstAnswers, TokenTable
-from mmserve.constraint.compile.worker import serve
-from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.search import matcher
+from mmserve.constraint.compile.wire import FirstAnswers
 from mmserve.constraint.search.completion import FORK, MASK, Walk, Work, onward
-from mmserve.constraint.search.matcher import Matcher
+from mmserve.constraint.search.matcher import Grammar, Matcher
 from mmserve.constraint.search.shortest_completion import find_completion
-from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
+from mmserve.constraint.search.vocabulary import Lexicon
 
 #: Words up to which gaps that are not needed are looked for.
 _WORDS = 200
@@ -110,24 +101,8 @@ _ENDLESS = 1 << 30
 _SKETCHED = 4000
 
 
-class Searching:
-    """Looks for first answers over one vocabulary."""
-
-    def __init__(self, vocabulary: TokenTable) -> None:
-        self._tokens = Vocabulary.spelled(vocabulary.tokens, vocabulary.ends or (vocabulary.end,))
-        self._lexicon = Lexicon.of(self._tokens.token_bytes)
-        self.trie = self._tokens.trie
-        self.longest = max(map(len, self._tokens.token_bytes), default=1)
-
-    def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
-        """As ``compile.worker.Program``: the same for the same grammar and budget."""
-        limits = LLParserLimits(**PARSER_LIMITS)
-        compiled = matcher.Grammar(grammar.text, self._tokens, limits)
-        closes(find_first(compiled, self._lexicon, budget, least, closes, grammar.sketch))
-
-
 def find_first(
-    grammar: matcher.Grammar,
+    grammar: Grammar,
     lexicon: Lexicon,
     budget: int,
     least: int = 0,
@@ -149,7 +124,3 @@ def find_first(
         grammar.apart().start(), lexicon, classes=grammar.classes, room=0, bound=bound, searched=True
     )
     return FirstAnswers(near, patient, asked=True, least=least)
-
-
-if __name__ == "__main__":
-    serve(Searching)

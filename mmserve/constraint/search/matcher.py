@@ -1,13 +1,14 @@
 """The language of a constraint: token rows that are read from left to right and forked at will.
 
-``Constraint`` and ``Matcher`` are all that the search needs; ``Grammar`` is the implementation by llguidance's parser.
+``Constraint`` and ``Matcher`` are all that the search needs; ``Grammar`` is the implementation by llguidance's parser,
+``Concatenation`` a template as one language, for next-token models: fixed texts with other languages between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
@@ -24,46 +25,64 @@ class Matcher(Protocol):
     ``accepting``, and only end tokens may follow it.
     """
 
+    __slots__ = ()
+
     def fork(self) -> Self:
         """An independent copy of the matcher."""
-        ...
 
     def valid(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens``, from the first on, are allowed one after another; consumes nothing."""
-        ...
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Whether ``tokens`` are allowed here and the text may end after them; consumes nothing."""
-        ...
+        fork = after(self, tokens)
+        return fork is not None and fork.accepting
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Consume ``tokens``; ``ValueError`` if they are not allowed here, after which the matcher is of no use."""
-        ...
 
     def allowed(self) -> np.ndarray:
         """Ids (int64, ascending) of all tokens allowed here."""
-        ...
+        return bitmask.ids(self.mask())
 
     def mask(self) -> np.ndarray:
         """The tokens allowed here, as a ``bitmask``; the caller's own."""
-        ...
 
     def among(self, tokens: np.ndarray) -> np.ndarray:
         """Bool, of the shape of ``tokens`` (int64): which of them are allowed here."""
-        ...
+        return bitmask.has(self.mask(), tokens)
 
     def forced(self) -> bytes:
         """The bytes that must follow here; empty where there is a choice, or where the text may end."""
-        ...
 
     def ahead(self) -> bytes:
         """Bytes that are known to lead on towards the end: those of ``forced``, or of a choice that is made for it."""
-        ...
+        return self.forced()
 
     @property
     def accepting(self) -> bool:
         """Whether the text may end here."""
-        ...
+
+
+M = TypeVar("M", bound=Matcher)
+
+
+def after(matcher: M, tokens: Sequence[int]) -> M | None:
+    """A matcher after ``tokens``; None if they may not follow, or exceed the parser's limits."""
+    fork = matcher.fork()
+    try:
+        fork.consume(tokens)
+    except ValueError:
+        return None
+    return fork
+
+
+def completes(matcher: Matcher, tokens: Sequence[int]) -> bool:
+    """As ``Matcher.ends``, by going there: a parser's limits may stop it on a way that it has called valid."""
+    if matcher.valid(tokens) < len(tokens):
+        return False
+    fork = after(matcher, tokens)
+    return fork is not None and fork.accepting
 
 
 class Constraint(Protocol):
@@ -72,24 +91,19 @@ class Constraint(Protocol):
     @property
     def vocabulary(self) -> Vocabulary:
         """The model's tokens."""
-        ...
 
     def classes(self) -> PrefixClasses:
         """Equivalence classes of prefixes: all texts of a class have the same continuations."""
-        ...
 
     def start(self) -> Matcher:
         """A matcher before the first token."""
-        ...
 
     @property
     def weight(self) -> int:
         """Bytes of its text: about four microseconds each to compile it."""
-        ...
 
     def apart(self) -> Self:
         """The same constraint with a parser of its own: the two share no parser limits."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -113,15 +127,12 @@ class Grammar:
 
     @property
     def weight(self) -> int:
-        """Bytes of its text."""
         return len(self.source)
 
     def classes(self) -> PrefixClasses:
-        """Equivalence classes of prefixes under the grammar."""
         return prefix_classes(self.source)
 
     def start(self) -> GrammarMatcher:
-        """A matcher before the first token."""
         return GrammarMatcher(self._compiled.deep_copy(), self.vocabulary)
 
     def apart(self) -> Grammar:
@@ -132,7 +143,7 @@ class Grammar:
         return replace(self)
 
 
-class GrammarMatcher:
+class GrammarMatcher(Matcher):
     """A state in a grammar's language.
 
     A parser that fails in the middle (it has limits on its work) allows and accepts nothing from there on.
@@ -144,7 +155,6 @@ class GrammarMatcher:
         self._parser, self._vocabulary, self._content = parser, vocabulary, vocabulary.content
 
     def fork(self) -> GrammarMatcher:
-        """A matcher at the same state; takes about a microsecond."""
         return GrammarMatcher(self._parser.deep_copy(), self._vocabulary)
 
     def valid(self, tokens: Sequence[int]) -> int:
@@ -157,29 +167,24 @@ class GrammarMatcher:
         return self._parser.validate_tokens(tokens if isinstance(tokens, list) else list(tokens))
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` are allowed here and the text may end after them.
-
-        About 2 microseconds; consuming them takes 40, since a parser does more work at the end of its text.
-        """
+        """About 2 microseconds; consuming them takes 40, since a parser does more work at the end of its text."""
         if not tokens or self._parser.is_stopped():
             return not tokens and self.accepting
         end = min(self._vocabulary.end_ids)
         return self._content.issuperset(tokens) and self._parser.validate_tokens([*tokens, end]) > len(tokens)
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Consume ``tokens``; ``ValueError`` if they are not allowed here."""
         if not tokens:
             return
         if not self._vocabulary.end_ids.isdisjoint(tokens) or not self._parser.consume_tokens(list(tokens)):
             raise ValueError("these tokens may not follow here")
 
     def allowed(self) -> np.ndarray:
-        """Ids (int64, ascending) of all tokens allowed here."""
         forced = self.forced()
         return np.array(sorted(set(self._spelling(forced))), np.int64) if forced else bitmask.ids(self._wide())
 
     def mask(self) -> np.ndarray:
-        """The tokens allowed here, as a ``bitmask``. About 30 microseconds of 126,000 tokens."""
+        """About 30 microseconds of 126,000 tokens."""
         forced = self.forced()
         return bitmask.of(self._spelling(forced), len(self._vocabulary.token_bytes)) if forced else self._wide()
 
@@ -191,10 +196,6 @@ class GrammarMatcher:
             bitmask.remove(words, self._vocabulary.end_ids)
         return words
 
-    def among(self, tokens: np.ndarray) -> np.ndarray:
-        """Bool, of the shape of ``tokens`` (int64): which of them are allowed here."""
-        return bitmask.has(self.mask(), tokens)
-
     def _spelling(self, forced: bytes) -> list[int]:
         """Tokens that may follow where ``forced`` must: llguidance's mask holds one spelling of it only.
 
@@ -205,16 +206,169 @@ class GrammarMatcher:
         return self._vocabulary.within(forced) + longer
 
     def forced(self) -> bytes:
-        """The bytes that must follow here; empty where there is a choice, or where the text may end."""
         if self._parser.is_stopped() or self._parser.is_accepting():
             return b""
         return self._parser.compute_ff_bytes()
 
+    @property
+    def accepting(self) -> bool:
+        return not self._parser.is_error() and self._parser.is_accepting()
+
+
+@dataclass(frozen=True)
+class BoundedHole:
+    """A hole: at most ``most`` tokens of ``constraint``."""
+
+    constraint: Constraint
+    most: int
+
+
+@dataclass(frozen=True)
+class Concatenation:
+    """``texts[0]``, the first hole, ``texts[1]``, …: one text more than holes, none of them empty but the first and the
+    last. The holes are over ``vocabulary``.
+
+    No token spans a seam, and a hole ends where the text after it is first complete: each token sequence has one
+    reading, which assigns its tokens to the holes.
+    """
+
+    texts: tuple[bytes, ...]
+    holes: tuple[BoundedHole, ...]
+    vocabulary: Vocabulary
+
+    def classes(self) -> PrefixClasses:
+        return PrefixClasses()
+
+    def start(self) -> ConcatenationMatcher:
+        before = ConcatenationState(-1, texts=((0, 0),))
+        return ConcatenationMatcher(self, before if self.texts[0] else self._opened(before))
+
+    @property
+    def weight(self) -> int:
+        return sum(hole.constraint.weight for hole in self.holes)
+
+    def apart(self) -> Concatenation:
+        return replace(self, holes=tuple(replace(hole, constraint=hole.constraint.apart()) for hole in self.holes))
+
+    def split(self, tokens: Sequence[int]) -> list[list[int]]:
+        """The tokens of each hole, from those of a whole answer. ``ValueError`` if they are none."""
+        matcher = self.start()
+        matcher.consume(tokens)
+        if not matcher.accepting:
+            raise ValueError("these tokens are no whole answer")
+        state = matcher.state
+        spans = state.spans if state.hole is None else (*state.spans, (state.since, state.tokens))
+        return [list(tokens[start:end]) for start, end in spans]
+
+    def text(self, state: ConcatenationState) -> bytes:
+        """The text that comes next; empty if there is none."""
+        return self.texts[state.number + 1] if state.number + 1 < len(self.texts) else b""
+
+    def begun(self, state: ConcatenationState) -> tuple[tuple[int, int], ...]:
+        """The partial matches of that text: how many of its bytes are matched, and the index of the first token."""
+        ended = state.hole is not None and state.hole.accepting and self.text(state)
+        return (*state.texts, (0, state.tokens)) if ended else state.texts
+
+    def roomy(self, state: ConcatenationState) -> Matcher | None:
+        """The matcher of the open hole, if it may take one more token."""
+        if state.hole is None or state.tokens - state.since >= self.holes[state.number].most:
+            return None
+        return state.hole
+
+    def step(self, state: ConcatenationState, token: int) -> ConcatenationState | None:
+        """The state after ``token``; None if it is not allowed."""
+        spelled, text = self.vocabulary.token_bytes[token], self.text(state)
+        if not spelled:
+            return None
+        texts = tuple((size + len(spelled), at) for size, at in self.begun(state) if text.startswith(spelled, size))
+        for size, at in texts:
+            if size == len(text):
+                spans = (*state.spans, (state.since, at)) if state.number >= 0 else ()
+                return self._opened(replace(state, tokens=state.tokens + 1, spans=spans))
+        roomy = self.roomy(state)
+        hole = None if roomy is None or not roomy.valid([token]) else after(roomy, [token])
+        if hole is None and not texts:
+            return None
+        return replace(state, tokens=state.tokens + 1, hole=hole, texts=texts)
+
+    def _opened(self, state: ConcatenationState) -> ConcatenationState:
+        """``state`` at the next hole, or after the last text."""
+        number = state.number + 1
+        hole = self.holes[number].constraint.start() if number < len(self.holes) else None
+        return replace(state, number=number, since=state.tokens, hole=hole, texts=())
+
+
+@dataclass(frozen=True)
+class ConcatenationState:
+    """A state of a concatenation; its matcher is shared and never moves."""
+
+    number: int  # of the hole, -1 before the first
+    tokens: int = 0  # consumed
+    since: int = 0  # of them, those before the hole
+    hole: Matcher | None = None  # None where it is full
+    texts: tuple[tuple[int, int], ...] = ()  # as of ``Concatenation.begun``, without one that begins here
+    spans: tuple[tuple[int, int], ...] = ()  # first token, and first after, of each hole that is filled
+
+
+@dataclass
+class ConcatenationMatcher(Matcher):
+    """A state in a concatenation's language, as ``Matcher``."""
+
+    language: Concatenation
+    state: ConcatenationState
+
+    def fork(self) -> ConcatenationMatcher:
+        return ConcatenationMatcher(self.language, self.state)
+
+    def valid(self, tokens: Sequence[int]) -> int:
+        state: ConcatenationState = self.state
+        for count, token in enumerate(tokens):
+            following = self._step(state, token)
+            if following is None:
+                return count
+            state = following
+        return len(tokens)
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            following = self._step(self.state, token)
+            if following is None:
+                raise ValueError("these tokens may not follow here")
+            self.state = following
+
+    def _step(self, state: ConcatenationState, token: int) -> ConcatenationState | None:
+        return self.language.step(state, token) if 0 <= token < len(self.language.vocabulary.token_bytes) else None
+
+    def mask(self) -> np.ndarray:
+        hole = self.language.roomy(self.state)
+        words = bitmask.of((), len(self.language.vocabulary.token_bytes)) if hole is None else hole.mask()
+        bitmask.add(words, self._of_texts())
+        return words
+
+    def _of_texts(self) -> list[int]:
+        text = self.language.text(self.state)
+        rests = [text[size:] for size, _at in self.language.begun(self.state)]
+        return [token for rest in rests for token in self.language.vocabulary.within(rest, whole=True)]
+
+    def forced(self) -> bytes:
+        begun, hole = self.language.begun(self.state), self.language.roomy(self.state)
+        if hole is not None and not begun:
+            return hole.forced()
+        if len(begun) == 1 and (hole is None or not len(hole.allowed())):
+            return self.language.text(self.state)[begun[0][0] :]
+        return b""
+
     def ahead(self) -> bytes:
-        """The bytes that must follow here; nothing more is known."""
-        return self.forced()
+        """The rest of the text after the hole as soon as the hole may end; else ``ahead`` of the hole."""
+        begun, hole = self.language.begun(self.state), self.language.roomy(self.state)
+        if begun:
+            return self.language.text(self.state)[begun[0][0] :]
+        return b"" if hole is None else hole.ahead()
 
     @property
     def accepting(self) -> bool:
-        """Whether the text may end here."""
-        return not self._parser.is_error() and self._parser.is_accepting()
+        state = self.state
+        if state.number == len(self.language.holes):
+            return True
+        last = state.number == len(self.language.holes) - 1 and not self.language.text(state)
+        return last and state.hole is not None and state.hole.accepting

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mmserve.constraint.search import bitmask
-from mmserve.constraint.search.completion import after
-from mmserve.constraint.search.matcher import Grammar, Matcher
-from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses, Scalar
+from mmserve.constraint.search.matcher import Grammar, Matcher, after
+from mmserve.constraint.search.prefix_equivalence import PrefixClasses, Scalar
 from mmserve.constraint.search.shortest_completion import Effort, find_completion, quick_completion
 from mmserve.constraint.search.vocabulary import LONGEST, Lexicon
 from mmserve.memory import resident
@@ -90,7 +89,7 @@ class ParserStateCache:
     def __init__(
         self,
         lexicon: Lexicon,
-        classes: Callable[[], PrefixClasses] = DistinctTexts,
+        classes: Callable[[], PrefixClasses] = PrefixClasses,
         parser: Callable[[], Matcher] | None = None,
     ) -> None:
         self._lock = threading.Lock()
@@ -230,7 +229,7 @@ class ParserStateCache:
     @property
     def known(self) -> bool:
         """Whether equivalent texts are known."""
-        return not isinstance(self._classes, DistinctTexts)
+        return self._classes.known
 
     def far_completion(self, state: ParserState) -> tuple[int, ...] | None:
         """A completion found with more effort than ``ParserState.completion``, where the first allowed bytes lead

@@ -12,43 +12,18 @@ import json
 import re
 from collections.abc import Hashable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from mmserve.constraint.compile.derivatives import Automaton
+from mmserve.constraint.compile.keywords import objects_within
 from mmserve.constraint.compile.unordered import DISTINCT
-from mmserve.constraint.search.scalar_equivalence import OVER, Conditions, Numbers, Strings, character, nodes
+from mmserve.constraint.search.scalar_equivalence import OVER, Conditions, Numbers, Strings, character
 
 _EXPRESSION = re.compile(r"start: TEXT\nTEXT: /(.*)/\n")
 _LONGEST = 16 << 10  # characters of a grammar; every one may be work for every character of a text
 _QUOTE, _SPACE, _COLON, _OBJECT = b'" :{'
 _SIGNS = frozenset(b"-0123456789")
 _LETTERS = frozenset(b"abcdefghijklmnopqrstuvwxyz")
-
-
-class PrefixClasses(Protocol):
-    """Classes of the beginnings of texts."""
-
-    def start(self) -> Hashable:
-        """The class of the empty text."""
-        ...
-
-    def after(self, prefix_class: Any, text: bytes) -> Hashable:
-        """The class of a text of class ``prefix_class`` followed by ``text``. Raises ``ValueError`` if unknown."""
-        ...
-
-    def alike(self, prefix_class: Any) -> Sequence[int] | None:
-        """A number for each byte: after a text of class ``prefix_class``, bytes of one number lead to one class. None
-        if that is not known."""
-        ...
-
-    def open(self, prefix_class: Any) -> bool:
-        """Whether a text of class ``prefix_class`` is known to end in the middle of a string, or of an expression."""
-        ...
-
-    def inside(self, prefix_class: Any) -> tuple[Scalar, Hashable] | None:
-        """The string or number that a text of class ``prefix_class`` ends in, if all texts that are equivalent outside
-        of it, and in which it may end, are equivalent after its end, whatever it holds."""
-        ...
 
 
 class Scalar(Enum):
@@ -58,42 +33,51 @@ class Scalar(Enum):
     NUMBER = "number"
 
 
-class DistinctTexts:
-    """Classes of one text each: no two texts are known to be equivalent."""
+class PrefixClasses:
+    """Equivalence classes of the beginnings of texts; here each text is its own, as no two are known to be
+    equivalent."""
 
-    def start(self) -> bytes:
+    #: Whether any two texts are known to be equivalent.
+    known = False
+
+    def start(self) -> Hashable:
         """The class of the empty text."""
         return b""
 
-    def after(self, prefix_class: bytes, text: bytes) -> bytes:
-        """The class of a text of class ``prefix_class`` and ``text`` after it."""
-        return prefix_class + text
+    def after(self, prefix_class: Any, text: bytes) -> Hashable:
+        """The class of a text of class ``prefix_class`` followed by ``text``. Raises ``ValueError`` if unknown."""
+        found: bytes = prefix_class + text
+        return found
 
-    def alike(self, prefix_class: bytes) -> None:
-        """Unknown: None."""
+    def alike(self, prefix_class: Any) -> Sequence[int] | None:
+        """A number for each byte: after a text of class ``prefix_class``, bytes of one number lead to one class. None
+        if that is not known."""
+        return None
 
-    def open(self, prefix_class: bytes) -> bool:
-        """Unknown: false."""
+    def open(self, prefix_class: Any) -> bool:
+        """Whether a text of class ``prefix_class`` is known to end in the middle of a string, or of an expression."""
         return False
 
-    def inside(self, prefix_class: bytes) -> None:
-        """Unknown: None."""
+    def inside(self, prefix_class: Any) -> tuple[Scalar, Hashable] | None:
+        """The string or number that a text of class ``prefix_class`` ends in, if all texts that are equivalent outside
+        of it, and in which it may end, are equivalent after its end, whatever it holds."""
+        return None
 
 
 def prefix_classes(grammar: str) -> PrefixClasses:
     """Prefix classes of the sentences of ``grammar`` (of ``compile.grammar``)."""
     if len(grammar) > _LONGEST:
-        return DistinctTexts()
+        return PrefixClasses()
     try:
         part = json.loads(grammar)["grammars"][0]
         schema = part.get("json_schema", part.get("documents"))
         if schema is not None:
-            return DistinctTexts() if "whitespace_pattern" in schema.get("x-guidance", {}) else Documents(schema)
+            return PrefixClasses() if "whitespace_pattern" in schema.get("x-guidance", {}) else Documents(schema)
         if found := _EXPRESSION.fullmatch(part["lark_grammar"]):
             return Matches(found[1])
     except (ValueError, KeyError, TypeError):  # a user's own grammar
-        return DistinctTexts()
-    return DistinctTexts()
+        return PrefixClasses()
+    return PrefixClasses()
 
 
 class _Numbered:
@@ -111,8 +95,10 @@ class _Numbered:
         return found
 
 
-class Matches:
+class Matches(PrefixClasses):
     """Prefix classes of a regular expression: texts with the same derivative are equivalent."""
+
+    known = True
 
     def __init__(self, expression: str) -> None:
         self._expression = Automaton(expression)
@@ -120,11 +106,9 @@ class Matches:
         self._start = self._numbered.of((b"", 0))
 
     def start(self) -> int:
-        """The class of the empty text."""
         return self._start
 
     def after(self, prefix_class: int, text: bytes) -> int:
-        """The class of a text of class ``prefix_class`` and ``text`` after it."""
         tail, state = self._numbered.keys[prefix_class]
         for i in range(len(text)):
             tail += text[i : i + 1]
@@ -133,15 +117,8 @@ class Matches:
                 tail, state = b"", self._expression.after(state, char)
         return self._numbered.of((tail, state))
 
-    def alike(self, prefix_class: int) -> None:
-        """Unknown: None."""
-
     def open(self, prefix_class: int) -> bool:
-        """Always true: the expression covers the whole text."""
-        return True
-
-    def inside(self, prefix_class: int) -> None:
-        """Unknown: None."""
+        return True  # the expression covers the whole text
 
 
 #: The state at the end of a prefix: the number of its open containers (``_Open``), the kind of value it ends in, and
@@ -153,42 +130,39 @@ _BETWEEN, _STRING, _NUMBER, _LITERAL = range(4)
 _Open = tuple[int, int, int, int, bool]
 
 
-class Documents:
+class Documents(PrefixClasses):
     """Prefix classes of documents under a schema, as ``compile.schema`` writes it."""
+
+    known = True
 
     def __init__(self, schema: Any) -> None:
         conditions = Conditions.of(schema)
         self._strings, self._numbers = Strings(conditions), Numbers(conditions)
         # The content of a complete value matters only where it decides which of several schemas applies.
         self._distinguishing = any(
-            "anyOf" in node or node.get(DISTINCT) or _nested(node.get("enum")) for node in nodes(schema)
+            "anyOf" in node or node.get(DISTINCT) or _nested(node.get("enum")) for node in objects_within(schema)
         )
         self._places, self._opened, self._histories, self._literals = (_Numbered() for _ in range(4))
         self._start = self._places.of((self._open(-1, 0), _BETWEEN, 0))
 
     def start(self) -> int:
-        """The class of the empty text."""
         return self._start
 
     def after(self, prefix_class: int, text: bytes) -> int:
-        """The class of a text of class ``prefix_class`` and ``text`` after it."""
         state: _Place = self._places.keys[prefix_class]
         for byte in text:
             state = self._next(state, byte)
         return self._places.of(state)
 
     def alike(self, prefix_class: int) -> Sequence[int] | None:
-        """As ``PrefixClasses.alike``: known within strings."""
         _representative_of, mode, scalar = self._places.keys[prefix_class]
         return self._strings.alike(scalar) if mode == _STRING else None
 
     def open(self, prefix_class: int) -> bool:
-        """As ``PrefixClasses.open``, of a name or a value."""
         mode: int = self._places.keys[prefix_class][1]
         return mode == _STRING
 
     def inside(self, prefix_class: int) -> tuple[Scalar, int] | None:
-        """As ``PrefixClasses.inside``: values of an object or array that do not constrain other values."""
         around, mode, _scalar = self._places.keys[prefix_class]
         if self._distinguishing or mode not in (_STRING, _NUMBER):
             return None

@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from mmserve.constraint.compile.derivatives import DEAD, Automaton
+from mmserve.constraint.compile.keywords import is_number, objects_within, values_within
 
 #: Result of ``after`` at the end of a string or a number.
 OVER = -1
@@ -43,7 +44,7 @@ class Conditions:
         patterns, lengths, words = set[str](), set[int](), set[str]()
         bounds, numbers = set[tuple[str, str]](), set[str]()
         counted = False
-        for node in nodes(schema):  # a property may have a keyword's name: its value then has another type
+        for node in objects_within(schema):  # a property may have a keyword's name: its value then has another type
             words.update(node.get("properties", ()), node.get("required", ()))
             patterns.update(node.get("patternProperties", ()))
             patterns.update(found for found in [node.get("pattern")] if isinstance(found, str))
@@ -230,25 +231,10 @@ def _relation(digits: str, point: str, part: str, bound: tuple[str, str]) -> int
     return (part > begun) - (part < begun)
 
 
-def nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """``value`` and all within it that may be a schema."""
-    if isinstance(value, dict):
-        yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from nodes(inner)
-
-
 def _leaves(value: Any) -> Iterator[str | int | float]:
     """The strings and numbers of a constant, names too."""
-    match value:
-        case bool() | None:
-            return
-        case str() | int() | float():
-            yield value
-        case list():
-            for inner in value:
-                yield from _leaves(inner)
-        case dict():
-            for name, inner in value.items():
-                yield name
-                yield from _leaves(inner)
+    for each in values_within(value):
+        if isinstance(each, dict):
+            yield from each
+        elif isinstance(each, str) or is_number(each):
+            yield each

@@ -20,15 +20,13 @@ from mmserve.constraint.search.completion import (
     MASK,
     Walk,
     Work,
-    after,
     cheapest,
-    completes,
     exact_completion,
     onward,
     walk,
 )
-from mmserve.constraint.search.matcher import Matcher
-from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
+from mmserve.constraint.search.matcher import Matcher, after, completes
+from mmserve.constraint.search.prefix_equivalence import PrefixClasses
 from mmserve.constraint.search.vocabulary import Lexicon
 
 
@@ -50,7 +48,7 @@ def find_completion(
     lexicon: Lexicon,
     effort: Effort | None = None,
     *,
-    classes: Callable[[], PrefixClasses] = DistinctTexts,
+    classes: Callable[[], PrefixClasses] = PrefixClasses,
     room: int = 0,
     within: int | None = None,
     bound: tuple[int, ...] | None = None,
@@ -69,7 +67,7 @@ def find_completion(
     """
     effort = effort or Effort()
     exact, at_least = exact_completion(
-        matcher, lexicon, DistinctTexts(), effort.exact_tokens, effort.exact_tokens, within=within
+        matcher, lexicon, PrefixClasses(), effort.exact_tokens, effort.exact_tokens, within=within
     )
     if exact is not None:
         return Completion(exact, True)

@@ -12,6 +12,7 @@ import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
+from mmserve.constraint.compile.wire import TokenTable
 from mmserve.constraint.search import bitmask
 
 #: Longest token, in bytes, that a constrained text may have: the trie of llguidance 1.9 panics at very long ones.
@@ -77,6 +78,11 @@ class Vocabulary:
         return cls(
             content, frozenset(end_ids), trie, frozenset(i for i, b in enumerate(content) if b), ids, sorted(ids)
         )
+
+    @classmethod
+    def of(cls, table: TokenTable) -> Vocabulary:
+        """The vocabulary of ``table``; forced text is split into bytes."""
+        return cls.spelled(table.tokens, table.ends)
 
     def within(self, text: bytes, *, whole: bool = False) -> list[int]:
         """Tokens that ``text`` begins with; itself only if ``whole``."""

@@ -15,12 +15,11 @@ import numpy as np
 
 from mmserve.constraint.compile.wire import Completion, FirstAnswers
 from mmserve.constraint.search.beam import Beam, Path, best_path
-from mmserve.constraint.search.completion import completes
 from mmserve.constraint.search.feasibility import SPARE, Closing, SearchTimeout, look_ahead
 from mmserve.constraint.search.lattice import TopK, build_lattice
-from mmserve.constraint.search.matcher import Constraint, Matcher
+from mmserve.constraint.search.matcher import Constraint, Matcher, completes
 from mmserve.constraint.search.parser_states import ParserBudgetExhausted, ParserStateCache
-from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
+from mmserve.constraint.search.prefix_equivalence import PrefixClasses
 from mmserve.constraint.search.shortest_completion import Effort, find_completion
 from mmserve.constraint.search.vocabulary import Lexicon
 
@@ -58,7 +57,7 @@ class Witness:
     known: int  # positions before the first masked one
     ends: frozenset[int]
     closes: tuple[tuple[int, ...], ...] = ()  # completions that were used
-    classes: Callable[[], PrefixClasses] = DistinctTexts  # of the texts of its language
+    classes: Callable[[], PrefixClasses] = PrefixClasses  # of the texts of its language
     #: The parser states of its language, where requests share them.
     states: ParserStateCache | None = field(default=None, repr=False, compare=False)
     language: Constraint | None = field(

@@ -21,10 +21,8 @@ import numpy as np
 from mmserve.constraint.compile.document import meant
 from mmserve.constraint.findings import Finding, child
 from mmserve.constraint.search import bitmask
-from mmserve.constraint.search.completion import after
-from mmserve.constraint.search.concatenation import Concatenation
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.matcher import Matcher
+from mmserve.constraint.search.matcher import Concatenation, Matcher, after
 from mmserve.constraint.search.parser_states import ParserStateCache
 from mmserve.constraint.search.vocabulary import Lexicon
 from mmserve.constraint.search.witness import Outcome, Witness, follow, improve

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from mmserve.constraint.search import parser_states
-from mmserve.constraint.search.completion import after
 from mmserve.constraint.search.feasibility import Closing
-from mmserve.constraint.search.matcher import Matcher
+from mmserve.constraint.search.matcher import Matcher, after
 from mmserve.constraint.search.vocabulary import Lexicon
 from mmserve.constraint.search.witness import Witness
 from mmserve.constraint.session.meter import Meter, metered
+from mmserve.core.constraint_state import MetState
 
 #: Draws until one is accepted; the last represents all that is left, so that the work is bounded.
 MOST = 32
@@ -122,17 +122,7 @@ class PrefixNode:
         return found
 
 
-@dataclass(frozen=True)
-class Visit:
-    """One node on a sample's path: the sample's token, and tokens after which no answer is valid."""
-
-    token: int | None  # None = there was none
-    probability: float
-    allowed: float
-    rejected: tuple[tuple[int, float], ...]  # tokens and their probabilities
-
-
-def learn(root: PrefixNode, way: Sequence[Visit]) -> None:
+def learn(root: PrefixNode, way: Sequence[MetState]) -> None:
     """Update the tree by a sample's path, from the first token of its answer to the last."""
     nodes = [root]
     for visit in way:
@@ -168,7 +158,7 @@ class SampleState:
     speculates: bool = True  # whether forced text is run as a draft: the model may be asked after tokens not final
     log_weight: float = 0.0
     here: PrefixNode | None = None  # the node after the final tokens
-    met: list[Visit] = field(default_factory=list)
+    met: list[MetState] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.here = self.futures
@@ -193,7 +183,7 @@ class SampledRun:
     log_probabilities: np.ndarray  # float32 [n], before temperature, filters and constraint
     witness: Witness  # with these tokens
     log_weight: float  # of these draws; -inf where every allowed token has probability 0
-    met: tuple[Visit, ...]
+    met: tuple[MetState, ...]
 
 
 @dataclass(frozen=True)
@@ -230,7 +220,7 @@ class RejectionSampler:
         self._begun_dead = sampled.log_weight == -math.inf
         self._tokens: list[int] = []
         self._log_probabilities: list[float] = []
-        self._met: list[Visit] = []
+        self._met: list[MetState] = []
         self._open = True
 
     def restrict(self, logits: Tensor) -> None:
@@ -294,10 +284,10 @@ class RejectionSampler:
         rejected = tuple((int(tokens[i]), float(probabilities[i])) for i in found.rejected)
         allowed, chosen = float(probabilities.sum()), found.chosen
         if chosen is None:
-            self._met.append(Visit(None, 0.0, allowed, rejected))
+            self._met.append(MetState(None, 0.0, allowed, rejected))
             return found
         self._log_weight += math.log(found.mass) - math.log(futures[chosen])
-        self._met.append(Visit(int(tokens[chosen]), float(probabilities[chosen]), allowed, rejected))
+        self._met.append(MetState(int(tokens[chosen]), float(probabilities[chosen]), allowed, rejected))
         return replace(found, chosen=int(tokens[chosen]))
 
 

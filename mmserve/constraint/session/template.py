@@ -13,10 +13,8 @@ from itertools import groupby
 import numpy as np
 from tokenizers import Tokenizer
 
-from mmserve.constraint.search.completion import completes
-from mmserve.constraint.search.concatenation import BoundedHole, Concatenation
 from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.matcher import BoundedHole, Concatenation, Grammar, completes
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Witness, admit
 from mmserve.constraint.session.answer import ConstrainedAnswer, Judge

@@ -1,12 +1,12 @@
-"""The child process in which constraints become grammars: each is compiled and probed; no failure reaches the server.
+"""The child process in which constraints become grammars, and their first answers are searched; imports no torch.
 
-Run as ``python -m PROGRAM SECONDS PATIENCE BYTES``, where ``PROGRAM`` is this module, or one that also searches first
-answers; imports no torch. It reads a vocabulary, replies ``ready``, and then answers constraints, one after another,
-until its input ends. A grammar that takes more than ``SECONDS`` of processor time ends the process by SIGPROF, one that
-takes more than ``PATIENCE`` seconds of wall time by SIGALRM. A search is ended by an exception after
-``limits.SEARCH_SECONDS``, and a question after its ``quick`` seconds: the reply is then ``slow``. The process ends
-after a reply that is ``last``: when it can no longer be trusted, or has taken more than ``BYTES`` besides the
-vocabulary.
+Run as ``python -m mmserve.constraint.search.worker SECONDS PATIENCE BYTES``. It reads a vocabulary, replies ``ready``,
+and then answers constraints, one after another, until its input ends. No failure reaches the server: a grammar that
+takes more than ``SECONDS`` of processor time ends the process by SIGPROF, one that takes more than ``PATIENCE`` seconds
+of wall time by SIGALRM. A search is ended by an exception after ``limits.SEARCH_SECONDS``, and a question after its
+``quick`` seconds: the reply is then ``slow``. The process ends after a reply that is ``last``: when it can no longer be
+trusted, or has taken more than ``BYTES`` besides the vocabulary. The parser's limits bound each call of native code,
+the timers all of them together.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from itertools import islice
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
@@ -43,6 +44,9 @@ from mmserve.constraint.limits import (
     WALK_TOKENS,
     WALKS,
 )
+from mmserve.constraint.search import matcher
+from mmserve.constraint.search.first_witness import find_first
+from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.memory import resident, trim
 
@@ -52,26 +56,22 @@ _NICE = 5
 _AGAIN = 0.005
 
 
-class Program(Protocol):
-    """A program over one vocabulary."""
-
-    trie: Any  # llguidance's ``LLTokenizer``
-    longest: int  # bytes of a token, at most
-
-    def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
-        """Search the first answers under ``grammar``; ``closes`` is called with each better result."""
-        ...
-
-
-class Compiling:
-    """The program that compiles without searching answers."""
+class Searching:
+    """What the process keeps of its vocabulary."""
 
     def __init__(self, vocabulary: TokenTable) -> None:
-        self.trie = vocabulary.trie()
-        self.longest = max(map(len, vocabulary.tokens), default=1)
+        self._tokens = Vocabulary.of(vocabulary)
+        self._lexicon = Lexicon.of(self._tokens.token_bytes)
+        self.trie = self._tokens.trie
+        self.longest = max(map(len, self._tokens.token_bytes), default=1)  # bytes of a token, at most
 
     def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
-        """Does nothing."""
+        """Search the first answers under ``grammar``; ``closes`` is called with each better result.
+
+        The results are the same for the same grammar and budget.
+        """
+        compiled = matcher.Grammar(grammar.text, self._tokens, LLParserLimits(**PARSER_LIMITS))
+        closes(find_first(compiled, self._lexicon, budget, least, closes, grammar.sketch))
 
 
 class _Late(BaseException):
@@ -86,7 +86,7 @@ class _Known(BaseException):
         self.reply = reply
 
 
-def serve(program: Callable[[TokenTable], Program]) -> None:
+def serve() -> None:
     """Serve standard input."""
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -95,13 +95,13 @@ def serve(program: Callable[[TokenTable], Program]) -> None:
     _heed(signal.SIGPROF, signal.SIGALRM, signal.SIGVTALRM)
     signal.signal(signal.SIGVTALRM, _interrupt)
     source = sys.stdin.buffer
-    made = program(wire.to_vocabulary(wire.read(source)))
+    searching = Searching(wire.to_vocabulary(wire.read(source)))
     _send({"ready": True})
     begun = resident()
     while (message := wire.read(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, patience)  # ends this process if the server is gone
-        reply, broken = _answer(message, made)
+        reply, broken = _answer(message, searching)
         for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(timer, 0)
         if message["budget"] is not None:
@@ -112,7 +112,7 @@ def serve(program: Callable[[TokenTable], Program]) -> None:
             os._exit(1)  # a panic may leave anything after
 
 
-def _answer(message: Any, program: Program) -> tuple[dict[str, Any], bool]:
+def _answer(message: Any, searching: Searching) -> tuple[dict[str, Any], bool]:
     """The reply to ``message``, and whether this process can no longer be trusted."""
     quick, budget, found = message["quick"], message["budget"], FirstAnswers()
 
@@ -121,42 +121,39 @@ def _answer(message: Any, program: Program) -> tuple[dict[str, Any], bool]:
         found = first
 
     def least(grammar: Grammar) -> int:
-        return -(-grammar.shortest // program.longest)
+        return -(-grammar.shortest // searching.longest)
 
     def rewritten(grammar: Grammar, index: int) -> None:
         """Reply early with what is known before the grammar is compiled."""
         if budget is not None and least(grammar) > max(budget, FAR_TOKENS):
-            raise _Known(
-                wire.from_outcome(grammar) | {"first": wire.from_first(FirstAnswers(least=least(grammar), late=True))}
-            )
+            first = FirstAnswers(least=least(grammar), late=True)
+            raise _Known(wire.from_outcome(grammar) | {"first": asdict(first)})
         if quick is not None and len(grammar.text) > LARGE_BYTES:
-            raise _Known({"slow": True, "grammar": wire.from_outcome(grammar) | {"index": index}})
+            raise _Known({"slow": True, "known": wire.from_outcome(grammar) | {"index": index}})
 
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, quick or 0)
         try:
             spec, failed = wire.to_spec(message), message["failed"]
-            outcome, broken = _outcome(spec, program.trie, rewritten, message["grammar"], failed)
+            outcome, broken = _outcome(spec, searching.trie, rewritten, message["known"], failed)
             reply = wire.from_outcome(outcome)
             if budget is None or isinstance(outcome, Refused):
                 return reply, broken
             signal.setitimer(signal.ITIMER_PROF, SEARCH_SECONDS + KILL_SECONDS)
             if quick is None:
                 signal.setitimer(signal.ITIMER_VIRTUAL, SEARCH_SECONDS)
-            program.first(outcome, budget, least(outcome), finds)
+            searching.first(outcome, budget, least(outcome), finds)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except _Known as known:
         return known.reply, False
     except _Late:
         if quick is not None:
-            return {"slow": True, "grammar": None}, False
-        found = FirstAnswers(found.near, found.patient, asked=True, least=found.least, late=True)
-    except MemoryError:
-        return wire.from_outcome(_memory(kind_of(wire.to_spec(message)))), True
+            return {"slow": True, "known": None}, False
+        found = replace(found, asked=True, late=True)
     except BaseException as error:  # noqa: BLE001 - as below
         return wire.from_outcome(_failed(kind_of(wire.to_spec(message)), error)), True
-    return reply | {"first": wire.from_first(found)}, False
+    return reply | {"first": asdict(found)}, False
 
 
 def _interrupt(_number: int, frame: FrameType | None) -> None:
@@ -200,8 +197,6 @@ def _outcome(
                 return grammar, False
     except Refused as refusal:
         return refusal, False
-    except MemoryError:
-        return _memory(kind), True
     except RecursionError:
         return Refused.at("", kind, "is nested too deep"), False
     except (_Late, _Known):
@@ -217,15 +212,15 @@ def _grammars(spec: ConstraintSpec, known: Any, failed: int) -> Iterator[tuple[i
     if known is None:
         yield from enumerate(grammars_of(spec, failed))
         return
-    yield known["index"], wire.to_grammar(known)
+    grammar = wire.to_outcome(known)
+    assert isinstance(grammar, Grammar)
+    yield known["index"], grammar
     yield from islice(enumerate(grammars_of(spec, failed)), known["index"] + 1, None)
 
 
-def _memory(kind: str) -> Refused:
-    return Refused.at("", kind, "needs too much memory to compile; make it smaller")
-
-
 def _failed(kind: str, error: BaseException) -> Refused:
+    if isinstance(error, MemoryError):
+        return Refused.at("", kind, "needs too much memory to compile; make it smaller")
     return Refused.at("", kind, f"makes the grammar engine fail: {type(error).__name__}")
 
 
@@ -302,4 +297,4 @@ def _reason(error: str) -> str:
 
 
 if __name__ == "__main__":
-    serve(Compiling)
+    serve()

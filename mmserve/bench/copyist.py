@@ -18,8 +18,7 @@ import torch
 from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.vocabulary import Lexicon
 from mmserve.constraint.search.witness import Witness
-from mmserve.constraint.session.choice import known_tokens
-from mmserve.constraint.session.session import Session
+from mmserve.constraint.session.session import Session, known_tokens
 from mmserve.core.candidates import Candidates
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling

@@ -21,11 +21,10 @@ from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.schemas import SCHEMAS, Wanted
 from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.parser_states import ParserStateCache, SharedParserStates
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
-from mmserve.constraint.search.witness import start_witness
+from mmserve.constraint.search.witness import find_first, start_witness
 from mmserve.constraint.session.answer import ConstrainedAnswer
 from mmserve.constraint.session.session import Session
 from mmserve.core.constraint import ConstraintSpec, JsonSchema

@@ -27,15 +27,7 @@ from mmserve.constraint.search.witness import Infeasible, Witness, fitting, star
 from mmserve.constraint.session.answer import ConstrainedAnswer, Judge, judge_of, splitter
 from mmserve.constraint.session.sampling import PrefixNode, SampleState
 from mmserve.constraint.session.session import Session
-from mmserve.constraint.session.template import (
-    OpenedHole,
-    TemplateAnswer,
-    laid_out,
-    one_by_one,
-    opened,
-    side_by_side,
-    spelling,
-)
+from mmserve.constraint.session.template import OpenedHole, TemplateAnswer, laid_out, one_by_one, opened, spelling
 from mmserve.core.constraint import (
     CheckedConstraint,
     ConstraintSampling,
@@ -85,10 +77,6 @@ class _Language:
     def filled(self, hole: Hole) -> OpenedHole:
         """The grammar and first witness of a template's hole."""
         return self.opened(ConstraintSpec(hole.kind or ANYTHING, hole.mode), hole.max_tokens, "max_tokens")
-
-    def spelling(self, text: str) -> list[int]:
-        """``text`` in the model's tokens."""
-        return spelling(text, self.tokenizer, self.lexicon)
 
 
 @contextmanager
@@ -172,12 +160,12 @@ class Admission:
         parts = list[list[int] | Witness]()
         for part in found:
             if isinstance(part, str):
-                parts.append(language.spelling(part))
+                parts.append(spelling(part, language.tokenizer, language.lexicon))
             else:
                 size = len(part.witness.tokens)
                 reach = self._reach(part, size)
                 parts += [part.witness.resized(reach), [language.ends[1]] * (size - reach)]
-        return TemplateAnswer.of(side_by_side(parts, budget, language.ends), language.lexicon, warnings, judges)
+        return TemplateAnswer.of(laid_out(parts, budget, language.ends), language.lexicon, warnings, judges)
 
     def _reach(self, opened: OpenedHole, size: int) -> int:
         """How many of ``size`` positions of a canvas an answer can reach; the rest is padding from the first step on.

@@ -40,13 +40,10 @@ def child(pointer: str, *steps: str | int) -> str:
 
 def as_error(kind: str, findings: Iterable[Finding]) -> InvalidArgument:
     """The error of a request whose ``constraint.<kind>`` was refused: one violation a finding."""
+    where = f"constraint.{kind}"
     return InvalidArgument(
-        *(FieldViolation(f"constraint.{kind}{_fragment(f.pointer)}", f"{f.keyword}: {f.reason}") for f in findings)
+        *(FieldViolation(f"{where}#{f.pointer}" if f.pointer else where, f"{f.keyword}: {f.reason}") for f in findings)
     )
-
-
-def _fragment(pointer: str) -> str:
-    return f"#{pointer}" if pointer else ""
 
 
 @dataclass
@@ -58,12 +55,13 @@ class Notes:
 
     def cannot(self, pointer: str, keyword: str, reason: str) -> None:
         """``keyword`` of the schema at ``pointer`` is left out of the grammar."""
-        finding = Finding(child(pointer, keyword), keyword, reason)
-        if finding not in self.loose:
-            self.loose.append(finding)
+        _add(self.loose, Finding(child(pointer, keyword), keyword, reason))
 
     def warn(self, pointer: str, keyword: str, reason: str) -> None:
         """``keyword`` of the schema at ``pointer`` has no effect, or not the one that may be meant."""
-        finding = Finding(child(pointer, keyword), keyword, reason)
-        if finding not in self.warnings:
-            self.warnings.append(finding)
+        _add(self.warnings, Finding(child(pointer, keyword), keyword, reason))
+
+
+def _add(findings: list[Finding], finding: Finding) -> None:
+    if finding not in findings:
+        findings.append(finding)

@@ -18,11 +18,10 @@ from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Outcome, Witness
 from mmserve.constraint.session.answer import ConstrainedAnswer, Judge, judge_of, splitter
-from mmserve.constraint.session.meter import Meter
+from mmserve.constraint.session.observer import Meter, Ranked
 from mmserve.constraint.session.sampling import SampledRun, SampleState
-from mmserve.constraint.session.session import Observed, Session
+from mmserve.constraint.session.session import Session
 from mmserve.constraint.session.template import HoleAnswer, TemplateAnswer
-from mmserve.constraint.session.top_k import Ranked
 from mmserve.core.constraint import ConstraintSpec, Hole, Template
 from mmserve.core.constraint_state import (
     ConstraintState,
@@ -67,8 +66,8 @@ class Restorer:
                 self._made = vocabulary, lexicon, SharedParserStates(lexicon)
         restoring = _Restoring(*self._made, request.tenant.cache)
         answer = restoring.answer(state, request.constraint)
-        observed = [] if state.ranked is None else [Observed(restoring.ranked(state.ranked, answer.witness))]
-        return Session(answer, self._model.spec.causal, list(observed))
+        found = [] if state.ranked is None else [restoring.ranked(state.ranked, answer.witness)]
+        return Session(answer, self._model.spec.causal, found=found)
 
 
 @dataclass(frozen=True)

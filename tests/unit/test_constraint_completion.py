@@ -17,10 +17,10 @@ from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.search import shortest_completion
 from mmserve.constraint.search.completion import Work, walk
-from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.matcher import Grammar, GrammarMatcher, completes
 from mmserve.constraint.search.shortest_completion import Effort, find_completion, quick_completion
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
+from mmserve.constraint.search.witness import find_first
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 
 TOY = [b"a", b"b", b"ab", b"bba", b"-", b""]

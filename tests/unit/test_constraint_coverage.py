@@ -284,7 +284,7 @@ def test_nothing_is_remembered_of_a_schema_that_was_read() -> None:
     """Tenants share the process that compiles: what one asked for must not make another's schema faster."""
     branches = [{"type": "string", "pattern": pattern} for pattern in ("^a[0-9]+$", "^b[0-9]+$")]
     grammar(JsonSchema(json.dumps({"oneOf": branches})))
-    caches = (one_of._searched, one_of._apart, derivatives._automaton)
+    caches = (one_of._searched, one_of._apart, derivatives.automaton_of)
     assert [cache.cache_info().currsize for cache in caches] == [0, 0, 0]
     assert one_of._apart("a[0-9]+", "b[0-9]+") and one_of._apart.cache_info().currsize
     one_of.forget()

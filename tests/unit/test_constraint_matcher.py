@@ -9,9 +9,8 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.matcher import Grammar
-from mmserve.constraint.search.vocabulary import LONGEST, Vocabulary, spell
+from mmserve.constraint.search.vocabulary import LONGEST, Vocabulary, flags_of, spell, tokens_of
 
 SCHEMA = {
     "type": "object",
@@ -135,7 +134,7 @@ def test_among_agrees_with_allowed(tokenizer: Tokenizer, vocabulary: Vocabulary)
     every = np.arange(512)
     for token in tokenizer.encode(TEXT).ids:
         np.testing.assert_array_equal(every[matcher.among(every)], matcher.allowed())
-        np.testing.assert_array_equal(every[bitmask.flags(matcher.mask(), len(every))], matcher.allowed())
+        np.testing.assert_array_equal(every[flags_of(matcher.mask(), len(every))], matcher.allowed())
         matcher.consume([token])
 
 
@@ -152,7 +151,7 @@ def test_masks_hold_what_may_follow_one_by_one(pattern: str) -> None:
     matcher = Grammar(f"start: /{pattern}/", vocabulary).start()
     for token in b"12a-Q":
         expected = [matcher.valid([i]) == 1 for i in range(len(vocabulary.token_bytes))]
-        assert bitmask.flags(matcher.mask(), len(expected)).tolist() == expected
+        assert flags_of(matcher.mask(), len(expected)).tolist() == expected
         if not expected[token]:
             break
         matcher.consume([token])
@@ -195,6 +194,6 @@ def test_forced_text_with_many_tokens_is_asked_about_by_bytes(monkeypatch: pytes
     at.consume([texts.index(bytes([b])) for b in b"[tru"])
     asked, valid = [], type(at).valid
     monkeypatch.setattr(type(at), "valid", lambda self, tokens: asked.append(tokens) or valid(self, tokens))
-    assert {texts[token] for token in bitmask.ids(at.mask())} == {b"e", b"e,", b"e]"}
+    assert {texts[token] for token in tokens_of(at.mask())} == {b"e", b"e,", b"e]"}
     assert len(asked) < 40
     assert {texts[token] for token in at.allowed()} == {b"e", b"e,", b"e]"}

@@ -21,8 +21,7 @@ from mmserve.constraint.search.parser_states import ParserStateCache
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Infeasible, Witness, admit, improve
 from mmserve.constraint.session.answer import ConstrainedAnswer
-from mmserve.constraint.session.choice import known_tokens
-from mmserve.constraint.session.session import Session
+from mmserve.constraint.session.session import Session, known_tokens
 from mmserve.core.candidates import Candidates
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit.base import BlockWise

@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 import mmserve
 from mmserve.bench.copyist import Copyist, blank, decode, observed, written
 from mmserve.constraint.compile.wire import FirstAnswers
-from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.matcher import Grammar, completes
 from mmserve.constraint.search.shortest_completion import Effort, find_completion
@@ -30,12 +29,12 @@ from mmserve.constraint.search.witness import (
     Outcome,
     Witness,
     admit,
+    find_first,
     follow,
     improve,
 )
 from mmserve.constraint.session.answer import ConstrainedAnswer
-from mmserve.constraint.session.choice import known_tokens
-from mmserve.constraint.session.session import Session
+from mmserve.constraint.session.session import Session, known_tokens
 from mmserve.decode.commit.threshold import Threshold
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}

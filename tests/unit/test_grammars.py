@@ -14,15 +14,14 @@ from grammars import accepts, bundled_vocabulary, grammar, matcher
 from llguidance import LLParserLimits
 
 from mmserve.constraint.admission import failures
-from mmserve.constraint.compile.derivation import derivations
 from mmserve.constraint.compile.gbnf import GbnfReader
+from mmserve.constraint.compile.grammar import derivations
 from mmserve.constraint.compile.pattern import whole
 from mmserve.constraint.compile.terminals import COMMON
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import MAX_CHOICE_BYTES, PARSER_LIMITS
 from mmserve.constraint.search import matcher as engine
-from mmserve.constraint.search.first_witness import find_first
-from mmserve.constraint.search.witness import Infeasible
+from mmserve.constraint.search.witness import Infeasible, find_first
 from mmserve.constraint.search.worker import Searching
 from mmserve.core.constraint import Choice, ConstraintKind, Gbnf, Lark, Regex
 from mmserve.errors import InvalidArgument, Unimplemented

@@ -19,8 +19,8 @@ from mmserve.constraint.compile.grammar import grammar_of, grammars_of
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.search import matcher as engine
-from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.prefix_equivalence import Documents, prefix_classes
+from mmserve.constraint.search.witness import find_first
 from mmserve.constraint.search.worker import Searching
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, SchemaOption
 

@@ -15,10 +15,9 @@ from typing import Any
 import jsonschema_rs
 
 from mmserve.constraint.compile import unordered
-from mmserve.constraint.compile.derivation import Sketch
 from mmserve.constraint.compile.document import canonical, read
+from mmserve.constraint.compile.finite import longest_document, shortest_document
 from mmserve.constraint.compile.keywords import with_children
-from mmserve.constraint.compile.lengths import longest_document, shortest_document
 from mmserve.constraint.compile.schema import Rewritten, rewrite
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.core.constraint import ConstraintMode, JsonSchema, SchemaOption
@@ -131,6 +130,17 @@ _CANONICALIZED |= {"minProperties", "maxProperties", "minimum", "maximum", "mult
 
 
 @dataclass(frozen=True)
+class Sketch:
+    """A shortest sentence, word by word; None where a word's text has to be looked for.
+
+    ``gap``: a shortest text of what is skipped between words; None where nothing is.
+    """
+
+    words: tuple[str | None, ...]
+    gap: str | None = None
+
+
+@dataclass(frozen=True)
 class Grammar:
     """``text`` is what llguidance's ``LLMatcher`` takes, under ``limits.PARSER_LIMITS``.
 
@@ -240,31 +250,24 @@ def _rewritten(root: Any, layout: Layout, *, strict: bool = True) -> Rewritten:
 
 def _grammars(layout: Layout, schema: Any, warnings: list[str], *, exact: bool = True) -> Iterator[Grammar]:
     """The grammar of ``schema``; for members in any order, also a second one with members in the schema's order."""
-    if not layout.any_order:
-        yield _grammar(layout, schema, warnings, exact=exact)
-        return
-    text, kept = unordered.written(schema, layout.engine, any_order=True)
-    notes = [f": members of objects {why} come in the order of the schema" for why in kept]
-    yield _with_bounds(_with_documents(text, layout, schema), layout, schema, [*warnings, *notes], exact=exact)
-    notes = [": members come in the order of the schema: the grammar engine takes no other"]
-    yield _grammar(replace(layout, any_order=False), schema, [*warnings, *notes], exact=exact)
+    yield _grammar(layout, schema, warnings, exact=exact)
+    if layout.any_order:
+        note = ": members come in the order of the schema: the grammar engine takes no other"
+        yield _grammar(replace(layout, any_order=False), schema, [*warnings, note], exact=exact)
 
 
 def _grammar(layout: Layout, schema: Any, warnings: list[str], *, exact: bool = True) -> Grammar:
-    if unordered.distinct_within(schema):
-        text, _kept = unordered.written(schema, layout.engine, any_order=False)
-        return _with_bounds(_with_documents(text, layout, schema), layout, schema, warnings, exact=exact)
-    body = {} if schema is True else schema
-    text = json.dumps({"grammars": [{"json_schema": {**body, "x-guidance": layout.engine}}]}, ensure_ascii=False)
-    return _with_bounds(text, layout, schema, warnings, exact=exact)
-
-
-def _with_documents(text: str, layout: Layout, schema: Any) -> str:
-    """The Lark grammar ``text`` of the documents under ``schema``, which ``prefix_equivalence`` reads beside it."""
     documents = {**({} if schema is True else schema), "x-guidance": layout.engine}
-    return json.dumps({"grammars": [{"lark_grammar": text, "documents": documents}]}, ensure_ascii=False)
-
-
-def _with_bounds(text: str, layout: Layout, schema: Any, warnings: list[str], *, exact: bool) -> Grammar:
+    part: dict[str, Any] = {"json_schema": documents}
+    if layout.any_order or unordered.distinct_within(schema):
+        text, kept = unordered.written(schema, layout.engine, any_order=layout.any_order)
+        warnings = [*warnings, *(f": members of objects {why} come in the order of the schema" for why in kept)]
+        part = {"lark_grammar": text, "documents": documents}  # which ``prefix_equivalence`` reads
     most = inf if layout.white_space else longest_document(schema)
-    return Grammar(text, exact, tuple(warnings), None if most == inf else int(most), shortest_document(schema))
+    return Grammar(
+        json.dumps({"grammars": [part]}, ensure_ascii=False),
+        exact,
+        tuple(warnings),
+        None if most == inf else int(most),
+        shortest_document(schema),
+    )

@@ -25,7 +25,7 @@ from mmserve.constraint.compile.keywords import (
     modern,
     types_of,
 )
-from mmserve.constraint.compile.negation import Scope, complement
+from mmserve.constraint.compile.negation import Scope, both, complement
 from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.compile.scalars import anchored
 from mmserve.constraint.findings import Notes, child
@@ -41,12 +41,6 @@ _MOST_STATES = 200  # of two patterns together
 _MOST_REFERENCES = 8  # followed from ``propertyNames``
 
 
-def is_trivial(node: dict[str, Any]) -> bool:
-    """Whether arrays of ``node`` have at most one item anyway."""
-    longest = _longest(node)
-    return longest is not None and longest <= 1
-
-
 def _longest(node: dict[str, Any]) -> int | None:
     """Most items of an array of ``node``, where its array keywords bound them."""
     longest: int | None = node.get("maxItems")
@@ -58,21 +52,16 @@ def _longest(node: dict[str, Any]) -> int | None:
 def items_differ(node: dict[str, Any], scope: Scope) -> bool:
     """Whether the items of an array of ``node`` always differ, by the types or values of their positions."""
     first, longest = node.get("prefixItems", []), _longest(node)
-    if longest is None or longest > len(first):
+    if longest is None or longest > max(len(first), 1):
         return False
-    found = [(values_of(each, scope), _types(each)) for each in first[:longest]]
-    return not any(_meet(one, other) for i, one in enumerate(found) for other in found[:i])
-
-
-def _types(schema: Any) -> frozenset[str]:
-    return types_of(schema) if isinstance(schema, dict) else types_of({})
-
-
-def _meet(one: tuple[list[Any] | None, frozenset[str]], other: tuple[list[Any] | None, frozenset[str]]) -> bool:
-    (mine, kinds), (theirs, others) = one, other
-    if mine is not None and theirs is not None:
-        return bool({key(value) for value in mine} & {key(value) for value in theirs})
-    return bool(kinds & others)
+    found = [(values_of(each, scope), types_of(each if isinstance(each, dict) else {})) for each in first[:longest]]
+    for (mine, kinds), (theirs, others) in combinations(found, 2):
+        if mine is not None and theirs is not None:
+            if {key(value) for value in mine} & {key(value) for value in theirs}:
+                return False
+        elif kinds & others:
+            return False
+    return True
 
 
 def values_of(schema: Any, scope: Scope, depth: int = _DEPTH) -> list[Any] | None:
@@ -253,25 +242,18 @@ def _matching(node: Schema, pattern: str) -> Schema | None:
     rest, properties = node.get("additionalProperties", True), node.get("properties", {})
     patterns = node.get("patternProperties")
     if isinstance(patterns, dict) and patterns and not properties and all(_among([pattern], each) for each in patterns):
-        return {**node, "patternProperties": {pattern: _all(list(patterns.values()))}, "additionalProperties": False}
-    if isinstance(patterns, dict) and _among(patterns, pattern):
-        if rest is not False and not any(_among([pattern], each) for each in patterns):
-            return None
-        node = {**node, "additionalProperties": False}
-        try:
-            kept = {name: matches(searched(pattern), name) and schema for name, schema in properties.items()}
-        except BadPattern:
-            return None
-        return {**node, **({"properties": kept} if kept else {})}
-    if patterns or not (rest is True or rest is False or not properties):
-        return None  # a property would come under both its own schema and that of the pattern
+        return {**node, "patternProperties": {pattern: both(*patterns.values())}, "additionalProperties": False}
     try:
         expression = searched(pattern)
         kept = {name: matches(expression, name) and schema for name, schema in properties.items()}
     except BadPattern:
         return None
-    others: Schema = {} if rest is False else {"patternProperties": {pattern: rest}}
-    return {**node, **({"properties": kept} if kept else {}), **others, "additionalProperties": False}
+    made = {**node, **({"properties": kept} if kept else {}), "additionalProperties": False}
+    if isinstance(patterns, dict) and _among(patterns, pattern):
+        return made if rest is False or any(_among([pattern], each) for each in patterns) else None
+    if patterns or not (rest is True or rest is False or not properties):
+        return None  # a property would come under both its own schema and that of the pattern
+    return made if rest is False else {**made, "patternProperties": {pattern: rest}}
 
 
 def _only(node: Schema, names: list[str]) -> Schema | None:
@@ -286,13 +268,9 @@ def _only(node: Schema, names: list[str]) -> Schema | None:
         return None
     if any(under[name] for name in kept):
         return None  # under the schemas of several keywords
-    added = {name: _all(under[name]) if under[name] else rest for name in names if name not in kept}
+    added = {name: both(*under[name]) if under[name] else rest for name in names if name not in kept}
     made = {keyword: value for keyword, value in node.items() if keyword != "patternProperties"}
     return {**made, "properties": {**kept, **added, **forbidden}, "additionalProperties": False}
-
-
-def _all(schemas: list[Any]) -> Any:
-    return schemas[0] if len(schemas) == 1 else {"allOf": schemas}
 
 
 def pattern_keys(patterns: dict[str, Any], pointer: str, notes: Notes) -> dict[str, list[Any]] | None:
@@ -326,7 +304,7 @@ def property_counts(node: Schema, pointer: str, notes: Notes) -> tuple[Schema, l
     if not least and most is None:
         return {}, []
     if closed:
-        return {}, _cases(node, required, optional, least, most, pointer, notes)
+        return {}, _cases(required, optional, least, most, pointer, notes)
     if least == len(required) + 1 and most is None and 0 < len(optional) < _MOST_CASES:
         other = {"properties": dict.fromkeys(optional, False), "required": required, "minProperties": least}
         return {}, [{"anyOf": [*({"required": [name]} for name in optional), other]}]
@@ -339,25 +317,19 @@ def property_counts(node: Schema, pointer: str, notes: Notes) -> tuple[Schema, l
 
 
 def _cases(
-    node: Schema, required: list[str], optional: list[str], least: int, most: int | None, pointer: str, notes: Notes
+    required: list[str], optional: list[str], least: int, most: int | None, pointer: str, notes: Notes
 ) -> list[Schema]:
     """At least so many of the optional names are there, and at least so many are not."""
-    cases = []
-    if least:
-        cases.append(_some(optional, least - len(required), "minProperties", pointer, notes, required=True))
+    cases, wanted = list[Schema](), [("minProperties", least - len(required))] if least else []
     if most is not None:
-        absent = len(optional) - (most - len(required))
-        cases.append(_some(optional, absent, "maxProperties", pointer, notes, required=False))
-    return [{"anyOf": found} for found in cases if found is not None]
-
-
-def _some(
-    names: list[str], count: int, keyword: str, pointer: str, notes: Notes, *, required: bool
-) -> list[Schema] | None:
-    if comb(len(names), max(count, 0)) > _MOST_CASES:
-        notes.cannot(pointer, keyword, f"makes more than {_MOST_CASES} cases of the optional properties")
-        return None
-    chosen = combinations(names, max(count, 0))
-    if required:
-        return [{"type": "object", "required": list(some)} for some in chosen] or [{"not": {}}]
-    return [{"type": "object", "properties": dict.fromkeys(some, False)} for some in chosen] or [{"not": {}}]
+        wanted.append(("maxProperties", len(optional) - (most - len(required))))
+    for keyword, count in wanted:
+        count = max(count, 0)
+        if comb(len(optional), count) > _MOST_CASES:
+            notes.cannot(pointer, keyword, f"makes more than {_MOST_CASES} cases of the optional properties")
+            continue
+        absent = keyword == "maxProperties"
+        parts = [{"properties": dict.fromkeys(some, False)} if absent else {"required": list(some)}
+                 for some in combinations(optional, count)]  # fmt: skip
+        cases.append({"anyOf": [{"type": "object", **part} for part in parts] or [{"not": {}}]})
+    return cases

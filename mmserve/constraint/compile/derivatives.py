@@ -12,9 +12,20 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
 
-from mmserve.constraint.compile import charsets
-from mmserve.constraint.compile.charsets import Ranges
-from mmserve.constraint.compile.expression import BadPattern, Chars, Group, Item, Repeat, items_of
+from mmserve.constraint.compile.expression import (
+    EVERY,
+    BadPattern,
+    Chars,
+    Group,
+    Item,
+    Ranges,
+    Repeat,
+    class_text,
+    inverse,
+    items_of,
+    single,
+    union,
+)
 from mmserve.constraint.compile.pattern import parsed
 
 #: Items that are still to be matched, one after another.
@@ -144,7 +155,7 @@ class Automaton:
 
 def matches(expression: str, text: str) -> bool:
     """Whether ``expression`` (of ``pattern``, without anchors) matches the whole ``text``. Raises ``BadPattern``."""
-    automaton, state = _automaton(expression), 0
+    automaton, state = automaton_of(expression), 0
     for char in text:
         state = automaton.after(state, char)
     return automaton.ends(state)
@@ -155,7 +166,7 @@ def disjoint(one: str, other: str, states: int) -> bool:
 
     Raises ``BadPattern``.
     """
-    mine, theirs = _automaton(one), _automaton(other)
+    mine, theirs = automaton_of(one), automaton_of(other)
     chars = [chr(bound) for bound in sorted({0, *mine.bounds, *theirs.bounds}) if bound <= 0x10FFFF]
     seen, pending = {(0, 0)}, [(0, 0)]
     while pending and len(seen) <= states:
@@ -171,13 +182,9 @@ def disjoint(one: str, other: str, states: int) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _automaton(expression: str) -> Automaton:
+def automaton_of(expression: str) -> Automaton:
+    """The automaton of ``expression``; its cache is cleared by ``one_of.forget``."""
     return Automaton(expression)
-
-
-def forget() -> None:
-    """Clear the cache of automata."""
-    _automaton.cache_clear()
 
 
 def _nullable(item: Item) -> bool:
@@ -212,7 +219,7 @@ def complement(expression: str) -> str | None:
 def as_expression(ways: dict[tuple[int, int], Ranges], ends: set[int]) -> str | None:
     """The expression of the automaton with ``ways`` from state to state, of which 0 is the first; None where nothing
     leads to one of the ``ends``, or where it would be too large."""
-    texts = {pair: _ANYTHING if ranges == charsets.EVERY else charsets.text_of(ranges) for pair, ranges in ways.items()}
+    texts = {pair: _ANYTHING if ranges == EVERY else class_text(ranges) for pair, ranges in ways.items()}
     states = {0, *(state for pair in ways for state in pair)}
     texts[_FIRST, 0] = ""
     texts |= {(state, _LAST): "" for state in ends}
@@ -228,16 +235,16 @@ def edges(automaton: Automaton) -> dict[tuple[int, int], Ranges] | None:
     """The characters that lead from each state to each other one, ``DEAD`` among them; None for too many states."""
     starts = sorted({0, *(bound for bound in automaton.bounds if bound <= 0x10FFFF)})
     spans = list(zip(starts, [*(start - 1 for start in starts[1:]), 0x10FFFF], strict=True))
-    found: dict[tuple[int, int], Ranges] = {(DEAD, DEAD): charsets.EVERY}
+    found: dict[tuple[int, int], Ranges] = {(DEAD, DEAD): EVERY}
     seen, pending = {0, DEAD}, [0]
     while pending:
         state = pending.pop()
         leading: dict[int, list[tuple[int, int]]] = {}
         for span in spans:
-            if charsets.union((span,)):  # surrogates are no characters
-                leading.setdefault(automaton.after(state, chr(charsets.union((span,))[0][0])), []).append(span)
+            if union((span,)):  # surrogates are no characters
+                leading.setdefault(automaton.after(state, chr(union((span,))[0][0])), []).append(span)
         for target, several in leading.items():
-            found[state, target] = charsets.union(tuple(several))
+            found[state, target] = union(tuple(several))
             if target not in seen:
                 seen.add(target)
                 pending.append(target)
@@ -298,9 +305,9 @@ def _node(words: list[str], depth: int) -> str:
     for word in words:
         if len(word) > depth:
             branches.setdefault(word[depth], []).append(word)
-    leave = charsets.text_of(charsets.complement(charsets.union(*(charsets.single(ord(c)) for c in branches))))
+    leave = class_text(inverse(union(*(single(ord(c)) for c in branches))))
     options = [] if ends else [""]
     options.append(f"{leave}[\\s\\S]*")
     for char, inside in branches.items():
-        options.append(charsets.text_of(charsets.single(ord(char))) + _node(inside, depth + 1))
+        options.append(class_text(single(ord(char))) + _node(inside, depth + 1))
     return "(?:" + "|".join(options) + ")"

@@ -18,13 +18,7 @@ from mmserve.constraint.compile.keywords import IN_PLACE, Schema, is_schema, obj
 from mmserve.constraint.compile.references import NAMED, ONE, ROW, subschemas
 from mmserve.constraint.compile.scalars import FORMATS, HINTS, NUMBERS
 from mmserve.constraint.findings import Refused, child
-from mmserve.constraint.limits import (
-    MAX_DEPTH,
-    MAX_ENUM_BYTES,
-    MAX_ENUM_VALUES,
-    MAX_PROPERTIES,
-    MAX_SCHEMA_BYTES,
-)
+from mmserve.constraint.limits import MAX_DEPTH, MAX_ENUM_BYTES, MAX_ENUM_VALUES, MAX_PROPERTIES, MAX_SCHEMA_BYTES
 from mmserve.core.constraint import JsonSchema, SchemaOption
 
 _MOST_NAMED = 5  # pointers that a warning lists
@@ -223,7 +217,7 @@ def read(kind: JsonSchema) -> tuple[Any, list[str]]:
         warnings += _warning("oneOf", "is read as anyOf", places)
     if SchemaOption.CLOSED_OBJECTS in kind.options:
         places = list(_open_objects(root, "", _joined_references(root), closable=True))
-        root, _ = _changed(root, _closed, frozenset(places))
+        root, _ = _changed(root, lambda node: {**node, "additionalProperties": False}, frozenset(places))
         warnings += _warning("additionalProperties", "is read as false", places)
     if SchemaOption.ANY_ORDER in kind.options:
         _, places = _changed(root, _with_members)
@@ -258,7 +252,8 @@ def _changed(
             places.append(pointer)
         made = dict(node if new is None else new)
         for keyword, value in node.items():
-            at, now = child(pointer, keyword), _moved(keyword, made)
+            at = child(pointer, keyword)
+            now = "anyOf" if keyword == "oneOf" and "oneOf" not in made else keyword
             if keyword in ONE and is_schema(value):
                 made[now] = of(value, at)
             elif keyword in ROW and isinstance(value, list):
@@ -268,10 +263,6 @@ def _changed(
         return made
 
     return of(root, ""), places
-
-
-def _moved(keyword: str, made: Schema) -> str:
-    return keyword if keyword in made or keyword != "oneOf" else "anyOf"
 
 
 def _without_unknown_format(node: Schema) -> Schema | None:
@@ -286,10 +277,6 @@ def _any_of(node: Schema) -> Schema | None:
     if not isinstance(node.get("oneOf"), list) or "anyOf" in node:
         return None
     return {"anyOf" if keyword == "oneOf" else keyword: value for keyword, value in node.items()}
-
-
-def _closed(node: Schema) -> Schema:
-    return {**node, "additionalProperties": False}
 
 
 def _with_members(node: Schema) -> Schema | None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-from mmserve.constraint.compile.charsets import complement, union
-from mmserve.constraint.compile.expression import Chars
+from mmserve.constraint.compile.expression import Chars, inverse, union
 from mmserve.constraint.compile.lark import Reader
 from mmserve.constraint.compile.syntax import Literal, Matching, Node, Ref
 
@@ -63,9 +62,12 @@ class GbnfReader(Reader):
             case "string", _:
                 return Literal(self._unescaped(word, word.text[1:-1]))
             case "class", _:
-                return self._class(word.text[1:-1].removeprefix("^"), negated=word.text[1] == "^")
+                found = _MEMBER.findall(word.text[1:-1].removeprefix("^"))
+                members = [[self._unescaped(word, end or low) for end in (low, high)] for low, high in found]
+                chosen = union(*(self._range(word, low, high) for low, high in members))
+                return Matching(Chars(inverse(chosen) if word.text[1] == "^" else chosen))
             case _, ".":
-                return Matching(Chars(complement(())))
+                return Matching(Chars(inverse(())))
             case _, "(":
                 return self._closed(self._either(depth + 1), ")")
             case "name" | "number", _:
@@ -76,9 +78,3 @@ class GbnfReader(Reader):
             raise self._bad(word.at, _NOT_CLOSED[word.text])
         self.next -= 1
         raise self._unexpected()
-
-    def _class(self, text: str, *, negated: bool) -> Node:
-        word = self.found[self.next - 1]
-        members = [[self._unescaped(word, end or low) for end in (low, high)] for low, high in _MEMBER.findall(text)]
-        chosen = union(*(self._range(word, low, high) for low, high in members))
-        return Matching(Chars(complement(chosen) if negated else chosen))

@@ -1,43 +1,66 @@
-"""A constraint as the text of a grammar that llguidance compiles. Lark and GBNF grammars of users are read, checked,
-and searched for their shortest sentence.
+"""A constraint as the text of a grammar that llguidance compiles.
+
+Lark and GBNF grammars of users are read, checked, and searched for their shortest sentence: the fewest bytes of every
+rule are a fixpoint over all rules, found by Knuth's generalisation of Dijkstra's algorithm (D. E. Knuth, "A
+generalization of Dijkstra's algorithm", Information Processing Letters 6(1), 1977). The cheapest rule of those whose
+cost is known is final, and costs of rules that refer to it are found anew. A rule that is never final has no sentence.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from math import inf
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mmserve.constraint.compile import one_of
-from mmserve.constraint.compile.attempts import JSON_LAYOUT, Grammar, attempts, widest
-from mmserve.constraint.compile.derivation import Derivations, Sketch, derivations, least_of, shortest_of
+from mmserve.constraint.compile.attempts import JSON_LAYOUT, Grammar, Sketch, attempts, widest
 from mmserve.constraint.compile.document import has_surrogate, read_schema
-from mmserve.constraint.compile.expression import BadPattern, Group, Item, literal_of, text_of
+from mmserve.constraint.compile.expression import (
+    BadPattern,
+    Item,
+    least_of,
+    literal,
+    longest_match,
+    shortest_of,
+    text_of,
+)
+from mmserve.constraint.compile.finite import shortest_document
 from mmserve.constraint.compile.gbnf import GbnfReader
 from mmserve.constraint.compile.lark import LarkReader, Reader
-from mmserve.constraint.compile.lengths import longest_match, shortest_document
 from mmserve.constraint.compile.pattern import matched
 from mmserve.constraint.compile.schema import rewrite
-from mmserve.constraint.compile.syntax import Json, Syntax, refs_of, regular, written
+from mmserve.constraint.compile.syntax import (
+    Both,
+    Either,
+    Json,
+    Literal,
+    Matching,
+    Node,
+    Not,
+    Ref,
+    Row,
+    Syntax,
+    Times,
+    refs_of,
+    regular,
+    written,
+)
 from mmserve.constraint.compile.terminals import settled
 from mmserve.constraint.findings import Finding, Refused, child
-from mmserve.constraint.limits import (
-    LARGE_BYTES,
-    MAX_CHOICE_BYTES,
-    MAX_CHOICES,
-    MAX_GRAMMAR_BYTES,
-    PARSER_LIMITS,
-)
+from mmserve.constraint.limits import LARGE_BYTES, MAX_CHOICE_BYTES, MAX_CHOICES, MAX_GRAMMAR_BYTES, PARSER_LIMITS
 from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
 
 
 def grammar_of(spec: ConstraintSpec) -> Grammar:
     """The grammar of ``spec``. Raises ``Refused``.
 
-    Time and memory grow with the constraint; run it in a child process (``compile.worker``). Nothing is cached between
+    Time and memory grow with the constraint; run it in a child process (``search.worker``). Nothing is cached between
     constraints: the time of one would leak to a tenant what another has asked for.
     """
     return next(grammars_of(spec))
@@ -68,12 +91,13 @@ def _of(spec: ConstraintSpec) -> Grammar:
             except BadPattern as error:
                 raise Refused.at("", "regex", str(error)) from error
             least = least_of(expression)
-            sketch = None if least is None or least > _BYTES else Sketch((shortest_of(expression),))
-            return _of_expression(expression, least or 0, sketch)
+            sketch = Sketch((shortest_of(expression),)) if least <= _BYTES else None
+            return _of_expression(expression, 0 if least == inf else int(least), sketch)
         case Choice(options):
-            expression = Group(tuple(literal_of(option).branches[0] for option in _checked(options)))
-            shortest = min(options, key=lambda option: len(option.encode()))
-            return _of_expression(expression, len(shortest.encode()), Sketch((shortest,)))
+            sizes = {option: len(option.encode()) for option in _checked(options)}
+            shortest = min(sizes, key=sizes.__getitem__)
+            text = f"(?:{'|'.join(map(literal, sizes))})"
+            return Grammar(_of_word(text), True, (), max(sizes.values()), sizes[shortest], Sketch((shortest,)))
         case Lark(text):
             return _of_text(text, "lark", lambda text: LarkReader(text, lambda schema: _inline(schema, spec.mode)))
         case Gbnf(text):
@@ -98,10 +122,14 @@ def _inline(text: str, mode: ConstraintMode) -> tuple[Json, tuple[Finding, ...]]
 
 
 def _of_expression(expression: Item, least: int, sketch: Sketch | None, warnings: tuple[str, ...] = ()) -> Grammar:
-    """A grammar of one regular expression; ``/`` is written out in its text, so that it ends nothing."""
+    """A grammar of one regular expression."""
     most = longest_match(expression)
-    text = json.dumps({"grammars": [{"lark_grammar": f"start: TEXT\nTEXT: /{text_of(expression)}/\n"}]})
-    return Grammar(text, True, warnings, None if most == inf else int(most), least, sketch)
+    return Grammar(_of_word(text_of(expression)), True, warnings, None if most == inf else int(most), least, sketch)
+
+
+def _of_word(text: str) -> str:
+    """A grammar of one expression; ``/`` is written out in ``text``, so that it ends nothing."""
+    return json.dumps({"grammars": [{"lark_grammar": f"start: TEXT\nTEXT: /{text}/\n"}]})
 
 
 def _checked(options: tuple[str, ...]) -> Iterable[str]:
@@ -136,7 +164,9 @@ def _of_text(text: str, kind: str, reader: Callable[[str], Reader]) -> Grammar:
     syntax = settled(syntax, kind)
     known = derivations(syntax)
     if known.least is None:
-        raise Refused(*_endless(known, kind))
+        lines = {name: syntax.names[name].line for name in known.endless()}
+        why = "has no sentence: every way through it is without end"
+        raise Refused(*(Finding(f"/{line}", kind, f"line {line}, {name!r}: {why}") for name, line in lines.items()))
     words, sketch = regular(syntax), _sketch(known)
     if syntax.start in words:
         return _of_expression(words[syntax.start], known.least, sketch, syntax.warnings)
@@ -173,19 +203,11 @@ def _check_names(syntax: Syntax, kind: str) -> None:
             raise Refused.at(f"/{line}", kind, f"line {line}, {name!r}: a terminal cannot refer to itself")
 
 
-def _endless(known: Derivations, kind: str) -> Iterator[Finding]:
-    for name in known.endless():
-        line = known.syntax.names[name].line
-        yield Finding(f"/{line}", kind, f"line {line}, {name!r}: has no sentence: every way through it is without end")
-
-
 def _sketch(known: Derivations) -> Sketch | None:
     pieces = known.pieces(_PIECES) if (known.least or 0) <= _BYTES else None
-    if pieces is None:
-        return None
-    gaps = [text for node in known.syntax.skipped if isinstance(text := known.text(node), str) and text]
+    gaps = filter(None, map(known.text, known.syntax.skipped))
     gap = min(gaps, key=lambda text: (len(text), text != " "), default=None)
-    return Sketch(tuple(piece if isinstance(piece, str) else None for piece in pieces), gap)
+    return None if pieces is None else Sketch(tuple(pieces), gap)
 
 
 def takes(text: str, sentence: str) -> bool:
@@ -198,3 +220,132 @@ def takes(text: str, sentence: str) -> bool:
 @cache
 def _bytewise() -> LLTokenizer:
     return LLTokenizer("byte")
+
+
+#: Bytes and rules of a derivation. With the rules counted, a rule costs more than any rule within its derivation.
+Cost = tuple[float, int]
+_NOTHING: Cost = (0, 0)
+_NEVER: Cost = (inf, 0)  # of what has no sentence
+
+
+@dataclass(frozen=True)
+class Derivations:
+    """The cheapest derivation of every rule and terminal that has a sentence."""
+
+    syntax: Syntax
+    costs: dict[str, Cost]
+
+    @property
+    def least(self) -> int | None:
+        """Fewest bytes of a sentence of the grammar; None where it has none."""
+        found = self.costs.get(self.syntax.start)
+        return None if found is None else int(found[0])
+
+    def endless(self) -> list[str]:
+        """Rules without a sentence that the grammar's first rule refers to, directly or not."""
+        reached = self.syntax.reached(Ref(self.syntax.start))
+        return [name for name in self.syntax.names if name in reached and name not in self.costs]
+
+    def pieces(self, most: int) -> list[str | None] | None:
+        """The words of a shortest sentence, as of ``Sketch``, without what is skipped between them; None where there
+        are more than ``most`` of them, or no sentence."""
+        if self.syntax.start not in self.costs:
+            return None
+        found = list[str | None]()
+        stack: list[Node] = [Ref(self.syntax.start)]
+        while stack:
+            if len(found) > most:
+                return None
+            node = stack.pop()
+            match node:
+                case Ref(name) if name in self.syntax.rules:
+                    stack.append(self.syntax.rules[name].node)
+                case Row(parts):
+                    stack += reversed(parts)
+                case Either(parts):
+                    stack.append(min(parts, key=self._cost))
+                case Times(part, low, _):
+                    if low > most:
+                        return None
+                    stack += [part] * low
+                case _:
+                    text = self.text(node)
+                    found += [] if text == "" else [text]
+        return found
+
+    def _cost(self, node: Node) -> Cost:
+        return cost_of(node, self.costs)
+
+    def text(self, node: Node) -> str | None:
+        """A shortest text of a word; None where it has to be looked for."""
+        match node:
+            case Literal(text):
+                return text
+            case Matching(item):
+                return shortest_of(item)
+            case Ref(name):
+                return self.text(self.syntax.terminals[name].node)
+            case Either(parts):
+                return self.text(min(parts, key=self._cost))
+            case Times(part, low, _):
+                once = self.text(part) if low else ""
+                return None if once is None else once * low
+            case Row(parts):
+                texts = [self.text(part) for part in parts]
+                return None if None in texts else "".join(filter(None, texts))
+        return None
+
+
+def derivations(syntax: Syntax) -> Derivations:
+    """The cheapest derivations of ``syntax``, all of whose references are to names that it has."""
+    names = syntax.names
+    users = defaultdict[str, set[str]](set)
+    for name, definition in names.items():
+        for ref in refs_of(definition.node):
+            users[ref.name].add(name)
+    costs, best = dict[str, Cost](), dict[str, Cost]()
+    queue = list[tuple[Cost, str]]()
+
+    def offer(name: str) -> None:
+        found = cost_of(names[name].node, costs)
+        if found < best.get(name, _NEVER):
+            best[name] = found
+            heapq.heappush(queue, (found, name))
+
+    for name in names:
+        offer(name)
+    while queue:
+        cost, name = heapq.heappop(queue)
+        if name in costs:
+            continue
+        costs[name] = cost
+        for user in users[name]:
+            if user not in costs:
+                offer(user)
+    return Derivations(syntax, costs)
+
+
+def cost_of(node: Node, costs: dict[str, Cost]) -> Cost:
+    """The least cost of ``node``, given those of names; infinite where it has no sentence by them."""
+    match node:
+        case Literal(text):
+            return len(text.encode()), 0
+        case Matching(item):
+            return least_of(item), 0
+        case Ref(name):
+            size, rules = costs.get(name, _NEVER)
+            return size, rules + 1
+        case Row(parts):
+            found = [cost_of(part, costs) for part in parts]
+            return sum(size for size, _ in found), sum(rules for _, rules in found)
+        case Either(parts):
+            return min(cost_of(part, costs) for part in parts)
+        case Times(part, low, _):
+            size, rules = cost_of(part, costs) if low else _NOTHING
+            return size * low, rules * low
+        case Both(parts):
+            return max(cost_of(part, costs) for part in parts)
+        case Not(part):
+            return _NEVER if any(ref.name not in costs for ref in refs_of(part)) else _NOTHING
+        case Json(_, least):
+            return least, 0

@@ -108,8 +108,8 @@ def _must(holds: Callable[[Any], bool], reason: str) -> Check:
 
 def _bounded(holds: Callable[[float], bool], where: str) -> Check:
     """A number for which ``holds`` is true."""
-    inexact = f"must {where}: beyond, numbers are not exact"
-    return lambda value: None if is_number(value) and holds(value) else inexact if is_number(value) else _NO_NUMBER
+    reasons = "must be a number", f"must {where}: beyond, numbers are not exact"
+    return lambda value: None if is_number(value) and holds(value) else reasons[is_number(value)]
 
 
 def _is_size(value: Any) -> bool:
@@ -120,7 +120,6 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-_NO_NUMBER = "must be a number"
 _schema = _must(is_schema, "a schema: an object, true or false")
 _schemas = _must(
     lambda value: isinstance(value, list) and value != [] and all(map(is_schema, value)),
@@ -129,9 +128,8 @@ _schemas = _must(
 _schema_map = _must(
     lambda value: isinstance(value, dict) and all(map(is_schema, value.values())), "an object of schemas"
 )
-_most = _must(
-    _is_size, "an integer of at least 0"
-)  # a size that need not be reached: nothing comes near the larger ones
+#: A size that need not be reached: nothing comes near the larger ones.
+_most = _must(_is_size, "an integer of at least 0")
 _number = _bounded(lambda value: abs(value) <= MAX_INTEGER, f"lie within ±{MAX_INTEGER}")
 _lower = _bounded(lambda value: value <= MAX_INTEGER, f"be at most {MAX_INTEGER}")
 _upper = _bounded(lambda value: value >= -MAX_INTEGER, f"be at least {-MAX_INTEGER}")

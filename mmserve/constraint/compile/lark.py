@@ -14,8 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mmserve.constraint.compile.charsets import Ranges, single, union
-from mmserve.constraint.compile.expression import BadPattern, Chars, literal_of
+from mmserve.constraint.compile.expression import BadPattern, Chars, Ranges, literal_of, single, union
 from mmserve.constraint.compile.pattern import terminal
 from mmserve.constraint.compile.syntax import (
     EMPTY,
@@ -122,7 +121,8 @@ class Reader:
 
     def _define(self, name: str, node: Node, at: int, into: dict[str, Definition]) -> None:
         if name in into:
-            raise self._bad(at, f"{name!r} is defined twice, first on line {into[name].line}")
+            self.name = name
+            raise self._bad(at, f"is defined twice, first on line {into[name].line}")
         into[name] = Definition(node, self._line(at))
 
     def _either(self, depth: int) -> Node:
@@ -375,7 +375,7 @@ class LarkReader(Reader):
             last = self._take()
             end = self._unescaped(last, last.text[1:-1]) if last.kind == "string" else ""
             return Matching(Chars(self._range(word, text, end)))
-        return Matching(literal_of(text, folded=True)) if word.text.endswith("i") else Literal(text)
+        return Matching(literal_of(text, either_case=True)) if word.text.endswith("i") else Literal(text)
 
     def _expression(self, word: Word) -> Node:
         pattern, _, flags = word.text[1:].rpartition("/")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -68,37 +67,30 @@ def negation(node: Any, scope: Scope, pointer: str, within: frozenset[str] = ALL
     if depth == 0 or any(misshapen(node, pointer)):
         return UNKNOWN
     constraining = [(keyword, value) for keyword, value in node.items() if keyword not in ANNOTATIONS]
-    return _any(_of_keyword(keyword, value, scope, pointer, within, depth) for keyword, value in constraining)
+    parts = (_of_keyword(keyword, value, scope, pointer, within, depth) for keyword, value in constraining)
+    return _joined(either, parts)
 
 
-def either(schemas: Sequence[Any]) -> Any:
+def either(*schemas: Any) -> Any:
     """``anyOf`` of ``schemas``, shorter where it can be; false for none."""
-    if any(schema is True for schema in schemas):
-        return True
-    kept = [schema for schema in schemas if schema is not False]
-    if not kept:
-        return False
-    return kept[0] if len(kept) == 1 else {"anyOf": kept}
+    return _of_several("anyOf", schemas, True)
 
 
 def both(*schemas: Any) -> Any:
-    """``allOf`` of ``schemas``, shorter where it can be."""
-    if any(schema is False for schema in schemas):
-        return False
-    kept = [schema for schema in schemas if schema is not True]
-    if not kept:
-        return True
-    return kept[0] if len(kept) == 1 else {"allOf": kept}
+    """``allOf`` of ``schemas``, shorter where it can be; true for none."""
+    return _of_several("allOf", schemas, False)
 
 
-def _any(parts: Iterable[Negation]) -> Negation:
+def _of_several(keyword: str, schemas: Sequence[Any], decides: bool) -> Any:
+    if any(schema is decides for schema in schemas):
+        return decides
+    kept = [schema for schema in schemas if not isinstance(schema, bool)]
+    return {keyword: kept} if len(kept) > 1 else kept[0] if kept else not decides
+
+
+def _joined(join: Callable[..., Any], parts: Iterable[Negation]) -> Negation:
     found = list(parts)
-    return Negation(either([part.schema for part in found]), all(part.exact for part in found))
-
-
-def _all(parts: Iterable[Negation]) -> Negation:
-    found = list(parts)
-    return Negation(both(*(part.schema for part in found)), all(part.exact for part in found))
+    return Negation(join(*(part.schema for part in found)), all(part.exact for part in found))
 
 
 def _of_keyword(keyword: str, value: Any, scope: Scope, pointer: str, within: frozenset[str], depth: int) -> Negation:
@@ -114,22 +106,23 @@ def _of_keyword(keyword: str, value: Any, scope: Scope, pointer: str, within: fr
             return _known(_other_values(distinct(value)))
         case "required":
             return Negation(
-                either([{"type": "object", "properties": {name: False}} for name in dict.fromkeys(value)]), True
+                either(*({"type": "object", "properties": {name: False}} for name in dict.fromkeys(value))), True
             )
         case "properties":
-            return _any(_other_property(name, schema, scope, pointer, depth) for name, schema in value.items())
+            parts = (_other_property(name, schema, scope, pointer, depth) for name, schema in value.items())
+            return _joined(either, parts)
         case "not":
             return Negation(value, True)
         case "allOf":
-            return _any(map(of, value))
+            return _joined(either, map(of, value))
         case "anyOf":
-            return _all(map(of, value))
+            return _joined(both, map(of, value))
         case "pattern":
             return _known(_other_text(value))
         case "propertyNames":
             return _known(_other_name(value, scope, pointer, depth))
         case "oneOf":
-            return Negation(_all(map(of, value)).schema, False)  # two of them may hold as well
+            return Negation(_joined(both, map(of, value)).schema, False)  # two of them may hold as well
         case "$ref":
             return of(scope.resolve(value))
     return _known(_of_bound(keyword, value))
@@ -162,27 +155,28 @@ def _other_name(names: Any, scope: Scope, pointer: str, depth: int) -> Any | Non
     barred = [] if other.schema is False else finite(other.schema)
     if not other.exact or barred is None:
         return None
-    return either([{"type": "object", "required": [name]} for name in barred if isinstance(name, str)])
+    return either(*({"type": "object", "required": [name]} for name in barred if isinstance(name, str)))
+
+
+_OPPOSITE = {
+    "minimum": "exclusiveMaximum",
+    "maximum": "exclusiveMinimum",
+    "exclusiveMinimum": "maximum",
+    "exclusiveMaximum": "minimum",
+}
+_SIZED = {"Length": "string", "Items": "array", "Properties": "object"}
 
 
 def _of_bound(keyword: str, value: Any) -> Any | None:
     if is_number(value) and abs(value) > (MAX_INTEGER if "imum" in keyword else MAX_REPEAT - 1):
         return None  # beyond such a bound numbers are not exact, and no answer is so long
-    match keyword:
-        case "minimum":
-            return {"type": "number", "exclusiveMaximum": value}
-        case "maximum":
-            return {"type": "number", "exclusiveMinimum": value}
-        case "exclusiveMinimum" if is_number(value):
-            return {"type": "number", "maximum": value}
-        case "exclusiveMaximum" if is_number(value):
-            return {"type": "number", "minimum": value}
-        case "minLength" | "minItems" | "minProperties":
-            kind = {"minLength": "string", "minItems": "array", "minProperties": "object"}[keyword]
-            return {"type": kind, keyword.replace("min", "max"): value - 1} if value > 0 else False
-        case "maxLength" | "maxItems":
-            kind = {"maxLength": "string", "maxItems": "array"}[keyword]
-            return {"type": kind, keyword.replace("max", "min"): value + 1}
+    if keyword in _OPPOSITE and is_number(value):
+        return {"type": "number", _OPPOSITE[keyword]: value}
+    side, kind = keyword[:3], _SIZED.get(keyword[3:])
+    if side == "min" and kind:
+        return {"type": kind, f"max{keyword[3:]}": value - 1} if value > 0 else False
+    if side == "max" and kind and kind != "object":
+        return {"type": kind, f"min{keyword[3:]}": value + 1}
     return None
 
 
@@ -206,16 +200,12 @@ def _other_values(values: list[Any]) -> Any | None:
         parts.append({"enum": flags})
     numbers = sorted(value for value in values if is_number(value))
     if numbers:
-        edges = [None, *numbers, None]
-        parts += [_between(low, high) for low, high in itertools.pairwise(edges)]
+        below = [{"exclusiveMaximum": number} for number in numbers]
+        above = [{"exclusiveMinimum": number} for number in numbers]
+        parts += [{"type": "number", **low, **high} for low, high in zip([{}, *above], [*below, {}], strict=True)]
     strings = [value for value in values if isinstance(value, str)]
     if len(strings) > _MOST_EXCLUDED or any(len(text) > _LONGEST_EXCLUDED for text in strings):
         return None
     if strings:
         parts.append({"type": "string", "pattern": all_but(strings)})
-    return either(parts)
-
-
-def _between(low: Any, high: Any) -> Any:
-    bounds = {} if low is None else {"exclusiveMinimum": low}
-    return {"type": "number", **bounds, **({} if high is None else {"exclusiveMaximum": high})}
+    return either(*parts)

@@ -12,8 +12,7 @@ from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
 
-from mmserve.constraint.compile import derivatives
-from mmserve.constraint.compile.derivatives import disjoint, matches
+from mmserve.constraint.compile.derivatives import automaton_of, disjoint, matches
 from mmserve.constraint.compile.expression import BadPattern
 from mmserve.constraint.compile.keywords import (
     ALL,
@@ -82,19 +81,15 @@ def _exclude(one: Any, other: Any, means: _Means, depth: int) -> bool:
         for keyword in ("anyOf", "oneOf"):
             if keyword in first and all(_exclude(part, second, means, depth - 1) for part in first[keyword]):
                 return True
-    return _by_value(one, other) or _by_type(one, other, means, depth)
+    values, others = finite(one), finite(other)
+    if values is not None and others is not None and not set(map(key, values)) & set(map(key, others)):
+        return True
+    return _by_type(one, other, means, depth)
 
 
 def _is_read(node: Any) -> bool:
     """Whether ``node`` is a well-formed schema with keywords."""
     return isinstance(node, dict) and not any(misshapen(node, ""))
-
-
-def _by_value(one: Any, other: Any) -> bool:
-    values, others = finite(one), finite(other)
-    if values is None or others is None:
-        return False
-    return not {key(value) for value in values} & {key(value) for value in others}
 
 
 def _by_type(one: Any, other: Any, means: _Means, depth: int) -> bool:
@@ -116,17 +111,10 @@ def _by_property(one: Any, other: Any, means: _Means, depth: int) -> bool:
     """Whether a property that ``one`` requires is, in both, impossible to agree on."""
     for name in one.get("required", ()):
         mine = one.get("properties", {}).get(name, True)
-        theirs = _property(other, name)
+        theirs = other.get("properties", {}).get(name, not _closed(other))
         if _exclude(mine, theirs, means, depth - 1):
             return True
     return False
-
-
-def _property(node: Any, name: str) -> Any:
-    if name in node.get("properties", {}):
-        return node["properties"][name]
-    closed = node.get("additionalProperties") is False and not node.get("patternProperties")
-    return not closed
 
 
 def _sized(one: Any, other: Any, what: str) -> bool:
@@ -177,14 +165,13 @@ def _apart(one: str, other: str) -> bool:
     return False
 
 
-_CACHES = _searched, _apart
+_CACHES = _searched, _apart, automaton_of
 
 
 def forget() -> None:
     """Clear the caches of patterns."""
     for cache in _CACHES:
         cache.cache_clear()
-    derivatives.forget()
 
 
 def _below(one: Any, other: Any) -> bool:
@@ -240,7 +227,7 @@ def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: fr
         cases = []
         for j in found:
             without, whole = _without(flat[i], flat[j], scope, at, effort, within)
-            text += _text(without)
+            text += sum(len(each) for each in values_within(without) if isinstance(each, str))
             if (not without and not whole) or len(branches) > _MOST_BRANCHES or text > _MOST_TEXT:
                 return Together(min(i, j), max(i, j))
             cases.append(without)
@@ -248,7 +235,7 @@ def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: fr
         if not few or prod(map(len, cases)) > _MOST_CASES:
             exact &= all(len(case) <= 1 for case in cases)
             cases = [[_best(case, flat[i])] if case else [] for case in cases]
-        parts.append([either(case) for case in cases])
+        parts.append([either(*case) for case in cases])
     return Apart(parts, exact)
 
 
@@ -267,7 +254,8 @@ def _without(
     if found.schema is True:
         return [True], True
     parts = [] if found.schema is False else _parts(found.schema)
-    small = [part for part in parts if _size(part) <= _LARGEST][:_MOST_PARTS]
+    sizes = [sum(isinstance(each, dict | list) for each in values_within(part)) for part in parts]
+    small = [part for part, size in zip(parts, sizes, strict=True) if size <= _LARGEST][:_MOST_PARTS]
     exact = found.exact and len(small) == len(parts)
     parts = small
     if not exact and isinstance(other, dict) and isinstance(mine, dict) and _closed(other):
@@ -282,16 +270,6 @@ def _parts(schema: Any) -> list[Any]:
     if isinstance(schema, dict) and schema.keys() == {"anyOf"}:
         return [part for each in schema["anyOf"] for part in _parts(each)]
     return [schema]
-
-
-def _size(schema: Any) -> int:
-    """The objects and arrays that ``schema`` is made of."""
-    return sum(isinstance(each, dict | list) for each in values_within(schema))
-
-
-def _text(schema: Any) -> int:
-    """Characters in the strings of ``schema``."""
-    return sum(len(each) for each in values_within(schema) if isinstance(each, str))
 
 
 def _best(parts: list[Any], mine: Any) -> Any:

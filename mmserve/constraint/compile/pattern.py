@@ -13,9 +13,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mmserve.constraint.compile import charsets
-from mmserve.constraint.compile.charsets import Ranges
-from mmserve.constraint.compile.expression import Anchor, BadPattern, Chars, Group, Item, Repeat, size_of, text_of
+from mmserve.constraint.compile.expression import (
+    CLASSES,
+    EVERY,
+    LINE_ENDS,
+    Anchor,
+    BadPattern,
+    Chars,
+    Group,
+    Item,
+    Ranges,
+    Repeat,
+    folded,
+    inverse,
+    single,
+    size_of,
+    text_of,
+    union,
+    with_property,
+)
 from mmserve.constraint.limits import MAX_DEPTH, MAX_REGEX_BYTES, MAX_REPEAT
 
 _ANY = r"(?s:.)*"
@@ -84,11 +100,15 @@ def _spread(branch: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
     yield branch
 
 
+def _ends(branch: tuple[Item, ...]) -> tuple[bool, tuple[Item, ...], bool]:
+    """Whether ``branch`` has an anchor at its beginning, what is between, and whether it has one at its end."""
+    started = branch[:1] == (Anchor("^"),)
+    ended = branch[started:][-1:] == (Anchor("$"),)
+    return started, branch[started : len(branch) - ended], ended
+
+
 def _row(branch: tuple[Item, ...]) -> tuple[Item, ...]:
-    started = bool(branch) and branch[0] == Anchor("^")
-    inner = branch[1:] if started else branch
-    ended = bool(inner) and inner[-1] == Anchor("$")
-    inner = inner[:-1] if ended else inner
+    started, inner, ended = _ends(branch)
     if len(inner) == 1 and isinstance(inner[0], Group) and started == ended:
         return (_unanchored(inner[0]),)
     return inner
@@ -103,10 +123,7 @@ def _branch(branch: tuple[Item, ...], *, search: bool) -> str:
     """One top-level alternative, free of anchors; a group that is all of it may hold anchors itself."""
     if len(branch) == 1 and isinstance(branch[0], Group):
         return _alternatives(branch[0], search=search)
-    started = bool(branch) and branch[0] == Anchor("^")
-    inner = branch[1:] if started else branch
-    ended = bool(inner) and inner[-1] == Anchor("$")
-    inner = inner[:-1] if ended else inner
+    started, inner, ended = _ends(branch)
     if started and ended and len(inner) == 1 and isinstance(inner[0], Group):
         return _alternatives(inner[0], search=False)
     body = "".join(text_of(item) for item in inner)
@@ -147,14 +164,14 @@ class _Parser:
             case "[":
                 return Chars(self._class())
             case ".":
-                return Chars(charsets.EVERY if "s" in self.flags else charsets.complement(charsets.LINE_ENDS))
+                return Chars(EVERY if "s" in self.flags else inverse(LINE_ENDS))
             case "^" | "$":
                 return Anchor(char)
             case "\\":
                 return Chars(self._folded(self._escape(inside=False)))
             case "*" | "+" | "?" | "{":
                 raise self._bad(f"{char!r} with nothing before it to repeat")
-        return Chars(self._folded(charsets.single(ord(char))))
+        return Chars(self._folded(single(ord(char))))
 
     def _parenthesis(self, depth: int) -> Item | None:
         outer = self.flags
@@ -185,7 +202,7 @@ class _Parser:
         return flags
 
     def _folded(self, ranges: Ranges) -> Ranges:
-        return charsets.folded(ranges) if "i" in self.flags else ranges
+        return folded(ranges) if "i" in self.flags else ranges
 
     def _repeated(self, item: Item) -> Item:
         bounds = self._bounds()
@@ -230,13 +247,13 @@ class _Parser:
                 parts.append(self._range(low, self._member()))
             else:
                 parts.append(low)
-        chosen = self._folded(charsets.union(*parts))
-        return charsets.complement(chosen) if negated else chosen
+        chosen = self._folded(union(*parts))
+        return inverse(chosen) if negated else chosen
 
     def _range(self, low: Ranges, high: Ranges) -> Ranges:
         if any(len(end) != 1 or end[0][0] != end[0][1] for end in (low, high)) or low > high:
             raise self._bad("a range must go from one character up to another")
-        return charsets.union(((low[0][0], high[0][0]),))
+        return union(((low[0][0], high[0][0]),))
 
     def _member(self) -> Ranges:
         char = self._next()
@@ -246,27 +263,27 @@ class _Parser:
             raise self._bad("'[' within a class must be escaped: dialects read it differently")
         if char == "&" and self.text[self.at : self.at + 1] == "&":
             raise self._bad("'&&' within a class must be escaped: dialects read it differently")
-        return charsets.single(ord(char))
+        return single(ord(char))
 
     def _escape(self, *, inside: bool) -> Ranges:
         char = self._next()
-        if char in charsets.CLASSES:
-            return charsets.CLASSES[char]
+        if char in CLASSES:
+            return CLASSES[char]
         if char in _CONTROLS:
-            return charsets.single(_CONTROLS[char])
+            return single(_CONTROLS[char])
         if char in ("p", "P"):
             having = self._property()
-            return having if char == "p" else charsets.complement(having)
+            return having if char == "p" else inverse(having)
         if char == "0" and not _number(self.text[self.at : self.at + 1]):
-            return charsets.single(0)
+            return single(0)
         if char == "b" and inside:
-            return charsets.single(0x08)
+            return single(0x08)
         if char == "x":
             return self._scalar(self._hex(2))
         if char == "u":
             return self._braced() if self._take("{") else self._utf16()
         if char in _SYNTAX or not char.isalnum():
-            return charsets.single(ord(char))
+            return single(ord(char))
         raise self._bad(f"'\\{char}' is not supported")
 
     def _property(self) -> Ranges:
@@ -278,7 +295,7 @@ class _Parser:
         if not all(char.isascii() and (char.isalnum() or char in "_=- ") for char in name):
             raise self._bad("'\\p' must be followed by the name of a Unicode property")
         try:
-            return charsets.with_property(name)
+            return with_property(name)
         except ValueError as error:
             raise self._bad(str(error)) from error
 
@@ -288,7 +305,7 @@ class _Parser:
             self.at += 2
             second = self._hex(4)
             if 0xDC00 <= second <= 0xDFFF:
-                return charsets.single(0x10000 + ((first - 0xD800) << 10) + second - 0xDC00)
+                return single(0x10000 + ((first - 0xD800) << 10) + second - 0xDC00)
         return self._scalar(first)
 
     def _braced(self) -> Ranges:
@@ -299,9 +316,9 @@ class _Parser:
         return self._scalar(code)
 
     def _scalar(self, code: int) -> Ranges:
-        if code > 0x10FFFF or not charsets.single(code):
+        if code > 0x10FFFF or not single(code):
             raise self._bad("no character has this code")
-        return charsets.single(code)
+        return single(code)
 
     def _hex(self, digits: int) -> int:
         text = self.text[self.at : self.at + digits]

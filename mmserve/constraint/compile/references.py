@@ -166,7 +166,8 @@ class _Names:
             if place.pointer == place.root and place.base is not None:
                 self._found(place, place.base)
             for name in _anchors(place.node, draft):
-                _claim(self._anchors, (place.root, name), place.pointer)
+                own = place.root, name
+                self._anchors[own] = place.pointer if self._anchors.get(own, place.pointer) == place.pointer else None
             if draft == 2020 and isinstance(dynamic := place.node.get("$dynamicAnchor"), str):
                 self._dynamic.setdefault(dynamic, []).append(place.pointer)
 
@@ -263,10 +264,6 @@ def _anchors(node: dict[str, Any], draft: int) -> Iterator[str]:
     for keyword in ("$anchor", "$dynamicAnchor"):
         if isinstance(name := node.get(keyword), str) and (keyword == "$anchor" or draft == 2020):
             yield name
-
-
-def _claim(names: dict[Any, str | None], name: Any, pointer: str) -> None:
-    names[name] = None if name in names and names[name] != pointer else pointer
 
 
 def _quoted(pointer: str) -> str:

@@ -14,8 +14,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from math import inf, lcm, nextafter
 
-from mmserve.constraint.compile import charsets
-from mmserve.constraint.compile.expression import BadPattern
+from mmserve.constraint.compile.expression import BadPattern, class_text, intersection, union
 from mmserve.constraint.compile.keywords import Schema, types_of
 from mmserve.constraint.compile.pattern import searched, whole
 from mmserve.constraint.findings import Notes
@@ -136,11 +135,11 @@ NUMBERS: dict[str, tuple[int, int] | None] = {
 HINTS = frozenset({"password"})
 
 
-#: Classes and their ranges, as ``charsets.text_of`` writes them.
+#: Classes and their ranges, as ``class_text`` writes them.
 _CLASS = re.compile(r"\[((?:\\u\{[0-9a-f]+\}|[0-9A-Za-z]|-)+)\]")
 _RANGE = re.compile(r"(\\u\{[0-9a-f]+\}|[0-9A-Za-z])(?:-(\\u\{[0-9a-f]+\}|[0-9A-Za-z]))?")
 #: What a string of an answer can hold: controls only with an escape of one letter.
-_WRITABLE = charsets.union(((0x08, 0x0A), (0x0C, 0x0D)), ((0x20, 0x10FFFF),))
+_WRITABLE = union(((0x08, 0x0A), (0x0C, 0x0D)), ((0x20, 0x10FFFF),))
 
 
 def string_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
@@ -153,27 +152,19 @@ def string_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
         except BadPattern as error:
             notes.cannot(pointer, "pattern", str(error))
     if "format" in node:
-        parts += _format_parts(node["format"], pointer, notes)
-    return [*parts, *_content_parts(node, pointer, notes)]
-
-
-def _format_parts(name: str, pointer: str, notes: Notes) -> list[Schema]:
-    if name in FORMATS:
-        return [{"pattern": anchored(whole(FORMATS[name]))}]
-    if name not in NUMBERS and name not in HINTS:
-        known = dict.fromkeys((*FORMATS, *NUMBERS, *sorted(HINTS)))
-        notes.cannot(pointer, "format", f"{name[:40]!r} is none of {', '.join(known)}")
-    return []
-
-
-def _content_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
-    """The content keywords of ``node``; ``keywords.modern`` removes them in drafts where they are annotations."""
+        name = node["format"]
+        if name in FORMATS:
+            parts.append({"pattern": anchored(whole(FORMATS[name]))})
+        elif name not in NUMBERS and name not in HINTS:
+            known = dict.fromkeys((*FORMATS, *NUMBERS, *sorted(HINTS)))
+            notes.cannot(pointer, "format", f"{name[:40]!r} is none of {', '.join(known)}")
+    # content keywords: ``keywords.modern`` removes them in drafts where they are annotations
     if node.get("contentMediaType") == "application/json":
         notes.cannot(pointer, "contentMediaType", "documents within strings cannot be enforced")
     encoding = node.get("contentEncoding")
     if encoding in ("base16", "base32", "base64url"):
         notes.cannot(pointer, "contentEncoding", f"{encoding!r} cannot be enforced; base64 can")
-    return [{"pattern": anchored(whole(BASE64))}] if encoding == "base64" else []
+    return [*parts, {"pattern": anchored(whole(BASE64))}] if encoding == "base64" else parts
 
 
 def anchored(expression: str) -> str:
@@ -187,8 +178,8 @@ def anchored(expression: str) -> str:
 
 def _writable(found: re.Match[str]) -> str:
     ranges = [(_code(low), _code(high or low)) for low, high in _RANGE.findall(found[1])]
-    kept = charsets.intersection(tuple(ranges), _WRITABLE)
-    return charsets.text_of(kept) if kept != charsets.union(tuple(ranges)) else found[0]
+    kept = intersection(tuple(ranges), _WRITABLE)
+    return class_text(kept) if kept != union(tuple(ranges)) else found[0]
 
 
 def _code(text: str) -> int:
@@ -296,12 +287,6 @@ def _uncountable(number: float) -> str | None:
 def overflows(numbers: Iterable[float]) -> bool:
     """Whether llguidance may pass 32 bits on its way to a common multiple of ``numbers``: it would not notice."""
     exact = [Decimal(repr(number)) for number in numbers]
-    places = max(_places(part) for part in exact)
+    places = max(0, *(-int(part.normalize().as_tuple().exponent) for part in exact))  # digits after the point
     steps = [int(part.scaleb(places)) for part in exact]
     return len(exact) > 1 and lcm(*steps) * max(steps) >= 1 << 32
-
-
-def _places(number: Decimal) -> int:
-    """Digits after the point."""
-    exponent = number.normalize().as_tuple().exponent
-    return max(0, -exponent) if isinstance(exponent, int) else 0

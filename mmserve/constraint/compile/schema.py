@@ -58,9 +58,7 @@ def rewrite(
     ``unordered.DISTINCT``, which llguidance's schemas have not.
     """
     try:
-        writer = _Rewriter(
-            located(root), obscure(root), strict=strict, exponents=exponents, apart=apart, distinct=distinct
-        )
+        writer = _Rewriter(root, strict=strict, exponents=exponents, apart=apart, distinct=distinct)
     except Refused as refusal:
         if strict:
             raise
@@ -69,19 +67,16 @@ def rewrite(
 
 
 class _Rewriter:
-    def __init__(
-        self, root: Any, barred: frozenset[str], *, strict: bool, exponents: bool, apart: bool, distinct: bool
-    ) -> None:
-        self._root, self._strict, self._exponents = root, strict, exponents
-        self._apart, self._distinct = apart, distinct
-        self._draft = dialect(root)
-        self._references = References(root, barred)
+    def __init__(self, root: Any, *, strict: bool, exponents: bool, apart: bool, distinct: bool) -> None:
+        self._root, self._draft = located(root), dialect(root)
+        self._references = References(self._root, obscure(root))
+        self._strict, self._exponents, self._apart, self._distinct = strict, exponents, apart, distinct
         self._notes = Notes()
         self._effort = Effort()
         self._count = 0
         self._steps: set[float] = set()  # all multipleOf so far
         # whether several schemas may apply to the same value
-        self._joins = any(each.keys() & IN_PLACE for each in objects_within(root))
+        self._joins = any(each.keys() & IN_PLACE for each in objects_within(self._root))
 
     def all(self) -> Rewritten:
         schema = self._schema(self._root, "")
@@ -91,7 +86,8 @@ class _Rewriter:
                 definitions[name] = self._schema(self._references.at(target), target)
         schema = without_endless(schema, definitions)
         apart = self._apart or (self._distinct and unordered.distinct_within(schema))
-        schema = with_finite_numbers(schema, self._notes, exponents=self._exponents, apart=apart)
+        if not self._exponents:
+            schema = with_finite_numbers(schema, self._notes, apart=apart)
         return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
 
     def _schema(self, node: Any, pointer: str) -> Any:
@@ -171,8 +167,8 @@ class _Rewriter:
         if "items" in node:
             part["items"] = self._schema(node["items"], child(pointer, "items"))
         if rows := containers.contains_cases(node, self._scope(pointer), pointer, self._notes):
-            yield self._if_type("array", node, either([self._schema(row, child(pointer, "contains")) for row in rows]))
-        if node.get("uniqueItems") and not containers.is_trivial(node):
+            yield self._if_type("array", node, either(*(self._schema(row, child(pointer, "contains")) for row in rows)))
+        if node.get("uniqueItems"):
             yield from self._unique(node, part, pointer)
         yield part
 
@@ -219,7 +215,7 @@ class _Rewriter:
     def _applicators(self, node: Schema, pointer: str) -> Iterator[Any]:
         if "$ref" in node:
             yield {"$ref": f"#/$defs/{self._references.name(node['$ref'], pointer)}"}
-        for keyword, join in (("allOf", both), ("anyOf", _either)):
+        for keyword, join in (("allOf", both), ("anyOf", either)):
             if keyword in node:
                 yield join(*(self._schema(part, child(pointer, keyword, i)) for i, part in enumerate(node[keyword])))
         if "oneOf" in node:
@@ -253,12 +249,12 @@ class _Rewriter:
             return True
         then = both(self._schema(held, at), self._schema(node.get("then", True), child(pointer, "then")))
         otherwise = both(self._schema(other, at), self._schema(node.get("else", True), child(pointer, "else")))
-        return either([then, otherwise])
+        return either(then, otherwise)
 
     def _implied(self, name: str, schema: Any, pointer: str, node: Schema) -> Any:
         there = both({"type": "object", "required": [name]}, self._schema(schema, pointer))
         absent = {"type": "object", "properties": {name: False}}
-        return self._if_type("object", node, either([absent, there]))
+        return self._if_type("object", node, either(absent, there))
 
     def _one_of(self, node: Schema, at: str, pointer: str) -> Any:
         branches = node["oneOf"]
@@ -267,11 +263,11 @@ class _Rewriter:
         if isinstance(found, one_of.Together):
             i, j = found
             self._notes.cannot(pointer, "oneOf", f"branches {i} and {j} may both hold; give them different constants")
-            return either(schemas)
+            return either(*schemas)
         if not found.exact:
             self._notes.warn(pointer, "oneOf", "has branches that overlap: of those, not every valid answer comes")
         pairs = zip(schemas, found.parts, strict=True)
-        return either([both(mine, *(self._schema(part, at) for part in parts)) for mine, parts in pairs])
+        return either(*(both(mine, *(self._schema(part, at) for part in parts)) for mine, parts in pairs))
 
     def _scope(self, pointer: str) -> Scope:
         return Scope(self._draft, lambda reference: self._references.schema(reference, pointer))
@@ -280,12 +276,8 @@ class _Rewriter:
         """``schema`` for values of type ``kind`` only, always separated from the keywords beside it."""
         others = types_of({"type": node["type"]}) - {kind} if "type" in node else ALL - {kind}
         if others:
-            return either([schema, {"type": names_of(others)}])
+            return either(schema, {"type": names_of(others)})
         return {"allOf": [schema]} if isinstance(schema, dict) and schema else schema
-
-
-def _either(*schemas: Any) -> Any:
-    return either(schemas)
 
 
 def _joined(kinds: frozenset[str] | None, own: list[Any], applied: list[Any]) -> Any:

@@ -91,7 +91,7 @@ class Compiler:
                 self._refuse_if_closed()
                 ended = error
             finally:
-                (self._put_back if keep else self._drop)(child)
+                self._give_back(child, keep=keep)
             why = self._why(child, ended)
             if why:
                 return CompileReply(Refused.at("", kind_of(spec), f"{why}; make it smaller or simpler"), lasting=False)
@@ -111,9 +111,8 @@ class Compiler:
             for child in self._all:
                 child.kill()
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: len(self._all) == len(self._idle)
-            )  # callers with a child get ``ChildExited``
+            # callers with a child get ``ChildExited``
+            self._changed.wait_for(lambda: len(self._all) == len(self._idle))
             for child in self._idle:
                 child.end()
             self._all.clear()
@@ -138,17 +137,16 @@ class Compiler:
                     raise Unavailable("the process that compiles grammars does not start; try again later")
                 self._changed.wait()
 
-    def _put_back(self, child: Child) -> None:
+    def _give_back(self, child: Child, *, keep: bool) -> None:
+        """Let others ask ``child``, or end it and start another one in its place."""
+        if not keep:
+            child.end()
         with self._changed:
-            self._idle.append(child)
-            self._changed.notify_all()
-
-    def _drop(self, child: Child) -> None:
-        """End a child that was asked, and start another one in its place."""
-        child.end()
-        with self._changed:
-            self._all.discard(child)
-            self._fill(CHILDREN)
+            if keep:
+                self._idle.append(child)
+            else:
+                self._all.discard(child)
+                self._fill(CHILDREN)
             self._changed.notify_all()
 
     def _fill(self, wanted: int) -> None:
@@ -164,30 +162,24 @@ class Compiler:
 
     def _start(self) -> None:
         """Start what is missing, one after another: each child takes a core until it has started."""
-        while (child := self._begun()) is not None:
+        while True:
+            child = None
             try:
+                with self._changed:
+                    if self._closed or len(self._all) >= self._wanted:
+                        self._ended()
+                        return
+                    child = Child(self._seconds, self._patience)
+                    self._all.add(child)
                 child.read(self._vocabulary)
             except Exception as error:  # noqa: BLE001 - whatever it is: waiting callers must be woken
-                child.end()
+                if child is not None:
+                    child.end()
                 self._ended(error, child)
                 return
             with self._changed:
                 self._idle.insert(0, child)
                 self._changed.notify_all()
-
-    def _begun(self) -> Child | None:
-        """A new child that starts; None where none is missing, or no process can be started."""
-        with self._changed:
-            if self._closed or len(self._all) >= self._wanted:
-                self._ended()
-                return None
-            try:
-                child = Child(self._seconds, self._patience)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._ended(error)
-                return None
-            self._all.add(child)
-            return child
 
     def _ended(self, error: Exception | None = None, child: Child | None = None) -> None:
         """Record that no child is starting, because of ``error`` if there was one."""
@@ -213,8 +205,7 @@ class Compiler:
             raise Unavailable("the server is stopping")
 
 
-_OVERHEAD = 1_000  # bytes an entry costs beside its text
-_TOKEN = 36  # bytes of a token of an answer
+_OVERHEAD, _TOKEN = 1_000, 36  # bytes that an entry costs beside its text, and that each token of its answers does
 
 
 def key_of(spec: ConstraintSpec, fingerprint: str, cache: str = "") -> bytes:

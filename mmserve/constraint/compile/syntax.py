@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmserve.constraint.compile.charsets import single
-from mmserve.constraint.compile.expression import Chars, Group, Item, Repeat, size_of, text_of
+from mmserve.constraint.compile.expression import Chars, Group, Item, Repeat, single, size_of, text_of
 
 
 @dataclass(frozen=True)

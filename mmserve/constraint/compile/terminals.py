@@ -56,7 +56,8 @@ COMMON: dict[str, str] = {
 
 def settled(syntax: Syntax, kind: str) -> Syntax:
     """``syntax``, whose names are all defined, without lazy repetitions. Raises ``Refused`` with the line."""
-    lazy = _lazy_names(syntax)
+    own = {name for name, each in syntax.terminals.items() if _is_lazy(each.node)}
+    lazy = own | {name for name, each in syntax.terminals.items() if own & syntax.reached(each.node).keys()}
     if not lazy and not any(_is_lazy(each.node) for each in syntax.rules.values()):
         return syntax
     nodes = [*syntax.skipped, *(each.node for each in syntax.rules.values())]
@@ -69,12 +70,6 @@ def settled(syntax: Syntax, kind: str) -> Syntax:
         name: replace(each, node=_in_rule(each.node, name, each.line, kind)) for name, each in syntax.rules.items()
     }
     return replace(syntax, rules=rules, terminals=terminals)
-
-
-def _lazy_names(syntax: Syntax) -> set[str]:
-    """The terminals that have lazy repetitions, or refer to one that has."""
-    own = {name for name, each in syntax.terminals.items() if _is_lazy(each.node)}
-    return own | {name for name, each in syntax.terminals.items() if own & syntax.reached(each.node).keys()}
 
 
 def _is_lazy(node: Node) -> bool:

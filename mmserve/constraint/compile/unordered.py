@@ -161,7 +161,7 @@ class _Writer:
         members, ready, left = (self._in_any_order if self._any_order else self._in_order)(named, required)
         name = self._rules[f"object {len(self._rules)}"] = self._new()
         ways = [
-            f"{_quoted(_json(each))} colon {self._value(named[each])} {name}n::{then} %if {when}"
+            f"{_quoted(each)} colon {self._value(named[each])} {name}n::{then} %if {when}"
             for each, then, when in members
         ]
         then, when = ("_", "true") if self._any_order else (str(len(named)), ready)
@@ -245,8 +245,9 @@ def _times(low: int, high: int | None) -> str:
     return f"{{{low},{'' if high is None else high}}}"
 
 
-def _quoted(text: str) -> str:
-    return _json(text).replace("\x7f", "\\u007f")
+def _quoted(name: str) -> str:
+    """The JSON text of ``name`` as a literal."""
+    return _json(_json(name)).replace("\x7f", "\\u007f")
 
 
 def _json(value: Any) -> str:

@@ -11,8 +11,7 @@ import time
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, BinaryIO, NamedTuple
 
-from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.derivation import Sketch
+from mmserve.constraint.compile.attempts import Grammar, Sketch
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.constraint.limits import FINDING_CHARS, IDLE_BYTES, REPLY_BYTES, START_SECONDS
 from mmserve.core.child_process import ChildProcess
@@ -145,10 +144,9 @@ def to_reply(message: Any) -> CompileReply:
     outcome, found = to_outcome(message), message.get("first")
     if found is None:
         return CompileReply(outcome)
-    ways = (
-        found[name] and Completion(tuple(found[name]["tokens"]), found[name]["exact"]) for name in ("near", "patient")
-    )
-    first = FirstAnswers(*ways, asked=found["asked"], least=found["least"], late=found["late"])
+    ways = (found["near"], found["patient"])
+    near, patient = (None if way is None else Completion(tuple(way["tokens"]), way["exact"]) for way in ways)
+    first = FirstAnswers(near, patient, found["asked"], found["least"], found["late"])
     return CompileReply(outcome, not first.late, first)
 
 

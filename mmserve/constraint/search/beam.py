@@ -218,7 +218,7 @@ class _Search:
 
     def _grown(self, forks: list[_Fork], p: int) -> list[_Grown]:
         """``forks`` grown by the options of a masked position, best first."""
-        lattice, beam, cache = self.lattice, self.beam, self.cache
+        lattice, beam, cache, closing, room = self.lattice, self.beam, self.cache, self.closing, self.room
         following = lattice.content(lattice.run[p + 1]) if p + 1 < lattice.size else []
         ahead = lattice.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(lattice.first_end, p + 1))]
         expected = ahead or following
@@ -269,7 +269,7 @@ class _Search:
                     add(0.0, score, fork, token, i)
                     enough = max(enough, log_probability - beam.clear)
             if len(grown) == begun and floor > bound:
-                for token in self._others(fork.state, p):
+                for token in closing.next_tokens(fork.state) if room is None else room.ways(fork.state, p, 2):
                     if cache.reach(fork.state, [token, *following]) > least:
                         add(beam.broken, fork.score + floor, fork, token, len(options))
         grown.sort(key=lambda g: -g[0])
@@ -281,10 +281,6 @@ class _Search:
             return True
         next_state = self.cache.after(state, token)
         return next_state is not None and self.room.fits(next_state, p + 1)
-
-    def _others(self, state: ParserState, p: int) -> list[int]:
-        """One or two allowed tokens for a fork after which none of the model's candidates is allowed."""
-        return self.closing.next_tokens(state) if self.room is None else self.room.ways(state, p, 2)
 
     def _kept(self, grown: list[_Grown], p: int) -> list[_Fork]:
         """The best of ``grown`` for each state: of forks in equivalent states one is kept."""

@@ -18,7 +18,6 @@ from itertools import islice
 
 import numpy as np
 
-from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.matcher import Constraint
 from mmserve.constraint.search.parser_states import (
     BLIND,
@@ -29,7 +28,7 @@ from mmserve.constraint.search.parser_states import (
 )
 from mmserve.constraint.search.prefix_equivalence import Scalar
 from mmserve.constraint.search.shortest_completion import find_completion
-from mmserve.constraint.search.vocabulary import Lexicon
+from mmserve.constraint.search.vocabulary import Lexicon, few_tokens_of, tokens_of
 
 #: Allowed tokens of a state above which its successors are not expanded.
 _WIDE = 64
@@ -121,9 +120,9 @@ class LookaheadBound:
     def _alone(self, state: ParserState) -> Representative:
         """``state`` as its own representative."""
         words = state.matcher.mask()
-        tokens = bitmask.few(words, _WIDE)
+        tokens = few_tokens_of(words, _WIDE)
         if tokens is None:
-            tokens = bitmask.few(self._leading(state, words), _WIDE)
+            tokens = few_tokens_of(self._leading(state, words), _WIDE)
         if tokens is None:
             return Representative(state, None, ())
         found = [self._states.after(state, token) for token in tokens.tolist()]
@@ -160,14 +159,16 @@ class LookaheadBound:
             closed = None if quote is None else self._states.after(state, quote)
             if closed is None or known is not None:
                 return None if closed is None else known
-            found = self._string(closed, inside)
+            of = self._lexicon.scalars
+            tails = self._tails(closed, of.after_strings, tokens_of(closed.matcher.mask()).tolist())
+            found = None if tails is None else Representative(inside, _distinct([closed, *tails]), of.quotes)
         if found is not None:
             self._states.representatives[inside] = found
         return found
 
     def _number(self, state: ParserState, inside: Hashable) -> Representative | None:
         of = self._lexicon.scalars
-        allowed = bitmask.ids(state.matcher.mask())
+        allowed = tokens_of(state.matcher.mask())
         ends = allowed[~of.counting[allowed]].tolist()
         tails = self._tails(state, of.after_numbers, ends)
         if not ends or tails is None:
@@ -175,12 +176,6 @@ class LookaheadBound:
         return Representative(
             inside, _distinct([*(self._states.after(state, token) for token in ends), *tails]), tuple(ends)
         )
-
-    def _string(self, closed: ParserState, inside: Hashable) -> Representative | None:
-        of = self._lexicon.scalars
-        begins = bitmask.ids(closed.matcher.mask()).tolist()
-        tails = self._tails(closed, of.after_strings, begins)
-        return None if tails is None else Representative(inside, _distinct([closed, *tails]), of.quotes)
 
     def _tails(self, state: ParserState, tails: Sequence[bytes], begins: list[int]) -> list[ParserState | None] | None:
         """The states after those of ``tails`` that begin as one of the tokens ``begins`` does; None if not known."""
@@ -252,7 +247,11 @@ class Closing:
         new = self.shortest(state)
         if (new is None or (self.patient and len(new) > room)) and self.thorough:
             self.thorough -= 1
-            new = (self._blindly(state, room) if self.far is None else self.far(state)) or new
+            if self.far is None:
+                close = find_completion(matcher, self.lexicon, BLIND, within=room)
+                new = (close and close.tokens) or new
+            else:
+                new = self.far(state) or new
         if new is None:
             return None
         self.found.append(new)
@@ -265,11 +264,6 @@ class Closing:
             return None
         self.asked.add(state)
         return state.completion(self.lexicon, self.states)
-
-    def _blindly(self, state: ParserState, room: int) -> tuple[int, ...] | None:
-        """A completion found with more effort; None if there is none, or all are known to be longer than ``room``."""
-        close = find_completion(state.matcher, self.lexicon, BLIND, within=room)
-        return None if close is None else close.tokens
 
     def _may_ask(self, state: ParserState) -> bool:
         """Whether a completion from ``state`` may be searched. Known ones count as well, so that no result depends on

@@ -11,6 +11,8 @@ import numpy as np
 
 from mmserve.constraint.search.vocabulary import Lexicon
 
+Rows = slice | np.ndarray  # of numbers, or of flags
+
 
 @dataclass(frozen=True)
 class TopK:
@@ -19,6 +21,10 @@ class TopK:
     positions: np.ndarray  # int64 [n], ascending; 0 is the first position of the answer
     tokens: np.ndarray  # int64 [n, K]
     log_probabilities: np.ndarray  # float32 [n, K]
+
+    def rows(self, rows: Rows) -> TopK:
+        """Those of ``rows``."""
+        return TopK(self.positions[rows], self.tokens[rows], self.log_probabilities[rows])
 
 
 #: Log-probability of a token at a position without a row of logits.

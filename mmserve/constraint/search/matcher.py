@@ -13,9 +13,8 @@ from typing import Protocol, Self, TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
-from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.prefix_equivalence import PrefixClasses, prefix_classes
-from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.vocabulary import Vocabulary, add_tokens, in_mask, mask_of, remove_tokens, tokens_of
 
 
 class Matcher(Protocol):
@@ -43,14 +42,14 @@ class Matcher(Protocol):
 
     def allowed(self) -> np.ndarray:
         """Ids (int64, ascending) of all tokens allowed here."""
-        return bitmask.ids(self.mask())
+        return tokens_of(self.mask())
 
     def mask(self) -> np.ndarray:
-        """The tokens allowed here, as a ``bitmask``; the caller's own."""
+        """The tokens allowed here, as a bitmask; the caller's own."""
 
     def among(self, tokens: np.ndarray) -> np.ndarray:
         """Bool, of the shape of ``tokens`` (int64): which of them are allowed here."""
-        return bitmask.has(self.mask(), tokens)
+        return in_mask(self.mask(), tokens)
 
     def forced(self) -> bytes:
         """The bytes that must follow here; empty where there is a choice, or where the text may end."""
@@ -181,19 +180,19 @@ class GrammarMatcher(Matcher):
 
     def allowed(self) -> np.ndarray:
         forced = self.forced()
-        return np.array(sorted(set(self._spelling(forced))), np.int64) if forced else bitmask.ids(self._wide())
+        return np.array(sorted(set(self._spelling(forced))), np.int64) if forced else tokens_of(self._wide())
 
     def mask(self) -> np.ndarray:
         """About 30 microseconds of 126,000 tokens."""
         forced = self.forced()
-        return bitmask.of(self._spelling(forced), len(self._vocabulary.token_bytes)) if forced else self._wide()
+        return mask_of(self._spelling(forced), len(self._vocabulary.token_bytes)) if forced else self._wide()
 
     def _wide(self) -> np.ndarray:
         """``mask``, where nothing is forced."""
         words = np.zeros((len(self._vocabulary.token_bytes) + 31) // 32, np.uint32)
         if not self._parser.is_stopped():
             self._parser.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            bitmask.remove(words, self._vocabulary.end_ids)
+            remove_tokens(words, self._vocabulary.end_ids)
         return words
 
     def _spelling(self, forced: bytes) -> list[int]:
@@ -341,14 +340,11 @@ class ConcatenationMatcher(Matcher):
 
     def mask(self) -> np.ndarray:
         hole = self.language.roomy(self.state)
-        words = bitmask.of((), len(self.language.vocabulary.token_bytes)) if hole is None else hole.mask()
-        bitmask.add(words, self._of_texts())
-        return words
-
-    def _of_texts(self) -> list[int]:
+        words = mask_of((), len(self.language.vocabulary.token_bytes)) if hole is None else hole.mask()
         text = self.language.text(self.state)
-        rests = [text[size:] for size, _at in self.language.begun(self.state)]
-        return [token for rest in rests for token in self.language.vocabulary.within(rest, whole=True)]
+        for size, _at in self.language.begun(self.state):
+            add_tokens(words, self.language.vocabulary.within(text[size:], whole=True))
+        return words
 
     def forced(self) -> bytes:
         begun, hole = self.language.begun(self.state), self.language.roomy(self.state)

@@ -14,11 +14,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.matcher import Grammar, Matcher, after
 from mmserve.constraint.search.prefix_equivalence import PrefixClasses, Scalar
 from mmserve.constraint.search.shortest_completion import Effort, find_completion, quick_completion
-from mmserve.constraint.search.vocabulary import LONGEST, Lexicon
+from mmserve.constraint.search.vocabulary import LONGEST, Lexicon, tokens_of
 from mmserve.memory import resident
 
 #: Bytes of states that one grammar's cache keeps from one search to the next.
@@ -317,7 +316,7 @@ class ParserStateCache:
 
 def _follows(matcher: Matcher) -> list[int]:
     """A token that is allowed, if there is one."""
-    found: list[int] = bitmask.ids(matcher.mask())[:1].tolist()
+    found: list[int] = tokens_of(matcher.mask())[:1].tolist()
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from mmserve.constraint.compile.derivatives import Automaton
 from mmserve.constraint.compile.keywords import objects_within
 from mmserve.constraint.compile.unordered import DISTINCT
-from mmserve.constraint.search.scalar_equivalence import OVER, Conditions, Numbers, Strings, character
+from mmserve.constraint.search.scalar_equivalence import OVER, Conditions, Numbered, Numbers, Strings, character
 
 _EXPRESSION = re.compile(r"start: TEXT\nTEXT: /(.*)/\n")
 _LONGEST = 16 << 10  # characters of a grammar; every one may be work for every character of a text
@@ -80,21 +80,6 @@ def prefix_classes(grammar: str) -> PrefixClasses:
     return PrefixClasses()
 
 
-class _Numbered:
-    """Numbers for keys, from 0 on."""
-
-    def __init__(self) -> None:
-        self.keys: list[Any] = []
-        self._number: dict[Hashable, int] = {}
-
-    def of(self, key: Hashable) -> int:
-        """The number of ``key``, a new one if it has none."""
-        found = self._number.setdefault(key, len(self.keys))
-        if found == len(self.keys):
-            self.keys.append(key)
-        return found
-
-
 class Matches(PrefixClasses):
     """Prefix classes of a regular expression: texts with the same derivative are equivalent."""
 
@@ -102,7 +87,7 @@ class Matches(PrefixClasses):
 
     def __init__(self, expression: str) -> None:
         self._expression = Automaton(expression)
-        self._numbered = _Numbered()  # bytes of an incomplete character, and the state before it
+        self._numbered = Numbered()  # bytes of an incomplete character, and the state before it
         self._start = self._numbered.of((b"", 0))
 
     def start(self) -> int:
@@ -140,9 +125,10 @@ class Documents(PrefixClasses):
         self._strings, self._numbers = Strings(conditions), Numbers(conditions)
         # The content of a complete value matters only where it decides which of several schemas applies.
         self._distinguishing = any(
-            "anyOf" in node or node.get(DISTINCT) or _nested(node.get("enum")) for node in objects_within(schema)
+            "anyOf" in node or node.get(DISTINCT) or _has_containers(node.get("enum"))
+            for node in objects_within(schema)
         )
-        self._places, self._opened, self._histories, self._literals = (_Numbered() for _ in range(4))
+        self._places, self._opened, self._histories, self._literals = (Numbered() for _ in range(4))
         self._start = self._places.of((self._open(-1, 0), _BETWEEN, 0))
 
     def start(self) -> int:
@@ -174,7 +160,11 @@ class Documents(PrefixClasses):
         around, mode, scalar = state
         if mode == _STRING:
             string = self._strings.after(scalar, byte)
-            return (around, _STRING, string) if string != OVER else (self._closed(around, scalar), _BETWEEN, 0)
+            if string != OVER:
+                return around, _STRING, string
+            closed = self._strings.closed(scalar)
+            around = self._noted(around, closed, 0) if self._names(around) else self._valued(around, closed)
+            return around, _BETWEEN, 0
         if mode == _NUMBER:
             number = self._numbers.after(scalar, byte)
             if number != OVER:
@@ -200,11 +190,6 @@ class Documents(PrefixClasses):
             return self._valued(outer, (byte, history)), _BETWEEN, 0
         return self._noted(around, byte, byte), _BETWEEN, 0
 
-    def _closed(self, around: int, string: int) -> int:
-        """The open containers after a string of class ``string``."""
-        closed = self._strings.closed(string)
-        return self._noted(around, closed, 0) if self._names(around) else self._valued(around, closed)
-
     def _names(self, around: int) -> bool:
         """Whether a string there is a name."""
         _outer, bracket, _history, sign, _space = self._opened.keys[around]
@@ -226,5 +211,5 @@ class Documents(PrefixClasses):
         return self._opened.of((around, bracket, self._histories.of((-1, bracket)), 0, False))
 
 
-def _nested(values: Any) -> bool:
+def _has_containers(values: Any) -> bool:
     return isinstance(values, list) and any(isinstance(value, list | dict) for value in values)

@@ -69,6 +69,21 @@ class Conditions:
         )
 
 
+class Numbered:
+    """Numbers for keys, from 0 on."""
+
+    def __init__(self) -> None:
+        self.keys: list[Any] = []
+        self._number: dict[Hashable, int] = {}
+
+    def of(self, key: Hashable) -> int:
+        """The number of ``key``, a new one if it has none."""
+        found = self._number.setdefault(key, len(self.keys))
+        if found == len(self.keys):
+            self.keys.append(key)
+        return found
+
+
 class _String(NamedTuple):
     """The state of an open string under the conditions."""
 
@@ -85,9 +100,8 @@ class Strings:
         self._conditions = conditions
         self._longest = max(conditions.lengths, default=0)
         self._patterns = tuple(map(Automaton, conditions.patterns))
-        self._number: dict[_String, int] = {}
-        self._strings: list[_String] = []
-        self._moves: list[dict[int, int]] = []
+        self._strings = Numbered()
+        self._moves = list[dict[int, int]]()
         self._groups: list[Sequence[int]] = []  # by byte, the group of bytes with the same transition
         self._alike = _alike({bound for pattern in self._patterns for bound in pattern.bounds})
         begun = tuple((n, 0) for n in range(len(self._patterns)))
@@ -101,7 +115,7 @@ class Strings:
         moves, group = self._moves[string], self._groups[string][byte]
         found = moves.get(group)
         if found is None:
-            found = moves[group] = self._next(self._strings[string], byte)
+            found = moves[group] = self._next(self._strings.keys[string], byte)
         return found
 
     def alike(self, string: int) -> Sequence[int]:
@@ -110,7 +124,7 @@ class Strings:
 
     def closed(self, string: int) -> Hashable:
         """The class of a closed string."""
-        word, states, length, _tail = self._strings[string]
+        word, states, length, _tail = self._strings.keys[string]
         ends = tuple(n for n, state in states if self._patterns[n].ends(state))
         return word if word in self._conditions.words else None, ends, bisect_right(self._conditions.lengths, length)
 
@@ -122,28 +136,21 @@ class Strings:
         if char is None:
             return self._of(at._replace(tail=tail))
         word = None if at.word is None else at.word + char
+        states = [(n, self._patterns[n].after(state, char)) for n, state in at.states]
         return self._of(
             _String(
                 word if word in self._conditions.prefixes else None,
-                tuple(self._matching(at.states, char)),
+                tuple((n, after) for n, after in states if after != DEAD),
                 min(at.length + 1, self._longest),
                 b"",
             )
         )
 
-    def _matching(self, states: tuple[tuple[int, int], ...], char: str) -> Iterator[tuple[int, int]]:
-        """The states after ``char`` of the patterns that may still match."""
-        for n, state in states:
-            following = self._patterns[n].after(state, char)
-            if following != DEAD:
-                yield n, following
-
     def _of(self, string: _String) -> int:
-        found = self._number.setdefault(string, len(self._strings))
-        if found == len(self._strings):
-            self._strings.append(string)
-            self._moves.append({})
+        found = self._strings.of(string)
+        if found == len(self._groups):
             self._groups.append(_EACH if string.tail or string.word is not None else self._alike)
+            self._moves.append({})
         return found
 
 
@@ -154,9 +161,10 @@ class Numbers:
         self._conditions = conditions
         self._whole = max((len(whole) for whole, _part in conditions.bounds), default=0)
         self._part = max((len(part) for _whole, part in conditions.bounds), default=0)
-        self._number: dict[Hashable, int] = {b"": 0}
-        self._first = [b""]  # of each class, the first text that reached it
-        self._moves: list[dict[int, int]] = [{}]
+        self._classes = Numbered()
+        self._first = list[bytes]()  # of each class, the first text that reached it
+        self._moves = list[dict[int, int]]()
+        self._of(b"")
 
     def after(self, number: int, byte: int) -> int:
         """The class after ``byte``; ``OVER`` if that is no part of a number."""
@@ -167,14 +175,14 @@ class Numbers:
         return found
 
     def _of(self, raw: bytes) -> int:
-        found = self._number.setdefault(self._key(raw), len(self._first))
+        found = self._classes.of(self._key(raw))
         if found == len(self._first):
             self._first.append(raw)
             self._moves.append({})
         return found
 
     def _key(self, raw: bytes) -> Hashable:
-        if self._conditions.counted or raw in self._conditions.constants:
+        if not raw or self._conditions.counted or raw in self._conditions.constants:
             return raw
         mantissa, *exponent = re.split(rb"[eE]", raw)
         if exponent:  # only numbers without bounds have one

@@ -13,21 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from mmserve.constraint.compile.wire import Completion
-from mmserve.constraint.search import bitmask
-from mmserve.constraint.search.completion import (
-    BYTE,
-    FORK,
-    MASK,
-    Walk,
-    Work,
-    cheapest,
-    exact_completion,
-    onward,
-    walk,
-)
+from mmserve.constraint.search.completion import BYTE, FORK, MASK, Walk, Work, cheapest, exact_completion, onward, walk
 from mmserve.constraint.search.matcher import Matcher, after, completes
 from mmserve.constraint.search.prefix_equivalence import PrefixClasses
-from mmserve.constraint.search.vocabulary import Lexicon
+from mmserve.constraint.search.vocabulary import Lexicon, in_mask
 
 
 @dataclass(frozen=True)
@@ -174,7 +163,9 @@ class _Along:
         walk, of the work or of the parser's limits."""
         while self.n < len(way.choices) and self.work.left:
             state = way.choices[self.n]
-            if not self._known(way.tokens, state):
+            around = (*way.tokens[max(0, state - _AROUND) : state], -1, *way.tokens[state : state + _AROUND])
+            if around not in self.seen:
+                self.seen.add(around)
                 moved = after(self.at, way.tokens[self.done : state])
                 if moved is None:
                     return None
@@ -183,12 +174,6 @@ class _Along:
                 return state
             self.n += 1
         return None
-
-    def _known(self, tokens: tuple[int, ...], state: int) -> bool:
-        around = (*tokens[max(0, state - _AROUND) : state], -1, *tokens[state : state + _AROUND])
-        known = around in self.seen
-        self.seen.add(around)
-        return known
 
 
 def _by_detours(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alternatives: int) -> Walk:
@@ -369,7 +354,7 @@ def _others(at: Matcher, lexicon: Lexicon, rest: tuple[int, ...], count: int, wo
     idle, ahead = 0, list(rest[:_AROUND])
     mask = at.mask()
     work.read(MASK)
-    for token in lexicon.closers[bitmask.has(mask, lexicon.closers)].tolist():
+    for token in lexicon.closers[in_mask(mask, lexicon.closers)].tolist():
         if token == rest[0] or len(found) == count or not work.left:
             continue
         reach = at.valid([token, *ahead])
@@ -379,4 +364,4 @@ def _others(at: Matcher, lexicon: Lexicon, rest: tuple[int, ...], count: int, wo
             if idle > 1:
                 continue
         found.append(token)
-    return found + lexicon.fillers[bitmask.has(mask, lexicon.fillers)][:_FILLERS].tolist()
+    return found + lexicon.fillers[in_mask(mask, lexicon.fillers)][:_FILLERS].tolist()

@@ -1,4 +1,7 @@
-"""A model's tokens: their bytes, llguidance's token trie of them, and the fewest tokens that spell a text."""
+"""A model's tokens: their bytes, llguidance's token trie of them, sets of them, and the fewest that spell a text.
+
+A bitmask is a set of tokens as llguidance fills it: uint32 words ``[⌈V / 32⌉]``, the lowest bit of a word first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,63 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from mmserve.constraint.compile.wire import TokenTable
-from mmserve.constraint.search import bitmask
+
+#: Of each bit of a word.
+_BITS = tuple(np.uint32(1 << i) for i in range(32))
+#: Number of tokens up to which a Python loop is faster than numpy.
+_FEW = 16
+
+
+def mask_of(tokens: Collection[int], size: int) -> np.ndarray:
+    """The bitmask of ``tokens``, of a vocabulary of ``size``."""
+    words = np.zeros((size + 31) // 32, np.uint32)
+    add_tokens(words, tokens)
+    return words
+
+
+def add_tokens(words: np.ndarray, tokens: Collection[int]) -> None:
+    """Add ``tokens`` to the set ``words``, in place."""
+    if len(tokens) <= _FEW:
+        for token in tokens:
+            words[token >> 5] |= _BITS[token & 31]
+        return
+    ids = np.fromiter(tokens, np.int64, len(tokens))
+    np.bitwise_or.at(words, ids >> 5, np.left_shift(1, ids & 31).astype(np.uint32))
+
+
+def remove_tokens(words: np.ndarray, tokens: Collection[int]) -> None:
+    """Remove ``tokens``, a few, from the set ``words``, in place."""
+    for token in tokens:
+        words[token >> 5] &= ~_BITS[token & 31]
+
+
+def in_mask(words: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Bool, of the shape of ``tokens`` (int64): which of them are in the set."""
+    return (words[tokens >> 5] >> (tokens & 31).astype(np.uint32)) & 1 > 0
+
+
+def tokens_of(words: np.ndarray) -> np.ndarray:
+    """The tokens of the set (int64, ascending)."""
+    held = np.flatnonzero(words)  # most sets are nearly empty, and unpacking all of a large one takes 0.5 ms
+    if len(held) <= _FEW:
+        few = zip(held.tolist(), words[held].tolist(), strict=True)
+        return np.array([32 * n + bit for n, word in few for bit in range(32) if word >> bit & 1], np.int64)
+    bits = np.unpackbits(words[held].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+    return (held[:, None] * 32 + np.arange(32))[bits.astype(bool)]
+
+
+def few_tokens_of(words: np.ndarray, most: int) -> np.ndarray | None:
+    """As ``tokens_of``; None where there are more than ``most``, which takes a tenth of the time to find out."""
+    if np.count_nonzero(words) > most:
+        return None
+    found = tokens_of(words)
+    return found if len(found) <= most else None
+
+
+def flags_of(words: np.ndarray, size: int) -> np.ndarray:
+    """Bool ``[size]``: whether each token is in the set."""
+    return np.unpackbits(words.view(np.uint8), count=size, bitorder="little").view(bool)
+
 
 #: Longest token, in bytes, that a constrained text may have: the trie of llguidance 1.9 panics at very long ones.
 LONGEST = 32
@@ -145,10 +204,13 @@ def spell(tokenizer: Tokenizer) -> list[bytes]:
     """
     plain: dict[str, Any] = json.loads(tokenizer.to_str())
     special = {added["id"]: added for added in plain["added_tokens"]}
-    kinds = _kinds(plain["decoder"])
+    decoder = plain["decoder"] or {"type": ""}
+    kinds = {part["type"] for part in [decoder, *decoder.get("decoders", [])]}
     if not kinds & {"ByteLevel", "ByteFallback"}:
         raise ValueError("only byte-level and byte-fallback tokenizers can be constrained")
-    alphabet = _byte_alphabet()
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    alphabet = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     spelled = [b""] * (max(vocabulary.values()) + 1)
     for token, i in vocabulary.items():
@@ -163,26 +225,14 @@ def spell(tokenizer: Tokenizer) -> list[bytes]:
     return spelled
 
 
-def _kinds(decoder: dict[str, Any] | None) -> set[str]:
-    """The kinds of a decoder and of the parts of it."""
-    parts = [decoder, *decoder.get("decoders", [])] if decoder else []
-    return {part["type"] for part in parts}
-
-
-def _byte_alphabet() -> dict[str, int]:
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
 @dataclass(frozen=True)
 class Scalars:
     """The roles of tokens in JSON's strings and numbers."""
 
     quotes: tuple[int, ...]  # tokens that begin with a quote, the shortest first
     digits: tuple[int, ...]  # single bytes of numbers
-    opening: np.ndarray  # a ``bitmask``: a quote, more after it, and no other quote
-    numeric: np.ndarray  # a ``bitmask``: several bytes of a number and nothing else
+    opening: np.ndarray  # a bitmask: a quote, more after it, and no other quote
+    numeric: np.ndarray  # a bitmask: several bytes of a number and nothing else
     counting: np.ndarray  # bool [V]: tokens that begin with a byte of a number
     after_strings: tuple[bytes, ...]  # what tokens hold after a quote
     after_numbers: tuple[bytes, ...]  # what tokens that begin as numbers do hold after the number
@@ -210,8 +260,8 @@ class Scalars:
         return cls(
             tuple(quotes),
             tuple(digits),
-            bitmask.of(np.flatnonzero(opening).tolist(), len(token_bytes)),
-            bitmask.of(np.flatnonzero(numeric).tolist(), len(token_bytes)),
+            mask_of(np.flatnonzero(opening).tolist(), len(token_bytes)),
+            mask_of(np.flatnonzero(numeric).tolist(), len(token_bytes)),
             counting,
             tuple(sorted(after_strings)),
             tuple(sorted(after_numbers)),

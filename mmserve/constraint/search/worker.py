@@ -45,8 +45,8 @@ from mmserve.constraint.limits import (
     WALKS,
 )
 from mmserve.constraint.search import matcher
-from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
+from mmserve.constraint.search.witness import find_first
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.memory import resident, trim
 
@@ -92,7 +92,10 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICE)
     seconds, patience, most = map(float, sys.argv[1:])
-    _heed(signal.SIGPROF, signal.SIGALRM, signal.SIGVTALRM)
+    timers = (signal.SIGPROF, signal.SIGALRM, signal.SIGVTALRM)
+    for each in timers:  # whether they end this process is inherited from whatever started the server
+        signal.signal(each, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, timers)
     signal.signal(signal.SIGVTALRM, _interrupt)
     source = sys.stdin.buffer
     searching = Searching(wire.to_vocabulary(wire.read(source)))
@@ -222,13 +225,6 @@ def _failed(kind: str, error: BaseException) -> Refused:
     if isinstance(error, MemoryError):
         return Refused.at("", kind, "needs too much memory to compile; make it smaller")
     return Refused.at("", kind, f"makes the grammar engine fail: {type(error).__name__}")
-
-
-def _heed(*signals: signal.Signals) -> None:
-    """Let ``signals`` end this process: whether they do is inherited from whatever started the server."""
-    for each in signals:
-        signal.signal(each, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 def _send(message: Any) -> None:

@@ -20,15 +20,13 @@ import numpy as np
 
 from mmserve.constraint.compile.document import meant
 from mmserve.constraint.findings import Finding, child
-from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.matcher import Concatenation, Matcher, after
 from mmserve.constraint.search.parser_states import ParserStateCache
-from mmserve.constraint.search.vocabulary import Lexicon
+from mmserve.constraint.search.vocabulary import Lexicon, add_tokens
 from mmserve.constraint.search.witness import Outcome, Witness, follow, improve
-from mmserve.constraint.session.meter import Meter, metered
+from mmserve.constraint.session.observer import Meter, TopKObserver
 from mmserve.constraint.session.sampling import RejectionSampler, SampledRun, SampleState
-from mmserve.constraint.session.top_k import TopKObserver
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
 from mmserve.errors import FailedPrecondition, InvalidArgument
 
@@ -161,15 +159,15 @@ class ConstrainedAnswer:
             )
         return self.best_of(positions, causal=causal)
 
-    @metered
     def best_of(self, positions: np.ndarray, *, causal: bool) -> TopKObserver:
         """The observer that records the top-K tokens at ``positions`` (from the answer's start, ascending)."""
-        return TopKObserver(
-            positions, self.witness.tokens[positions], self.allowed(positions, causal=causal), self.meter
-        )
+        with self.meter.running():
+            return TopKObserver(
+                positions, self.witness.tokens[positions], self.allowed(positions, causal=causal), self.meter
+            )
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
-        """The allowed tokens (a ``bitmask``) by row of ``positions``, for the rows where they are known."""
+        """The allowed tokens (a bitmask) by row of ``positions``, for the rows where they are known."""
         return self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
 
     def search(self, known: np.ndarray, top: TopK, end: int) -> None:
@@ -245,7 +243,7 @@ class ConstrainedAnswer:
         return np.array(run[:-1], np.int64)
 
     def _allowed(self, positions: np.ndarray, *, causal: bool) -> Iterator[tuple[int, np.ndarray]]:
-        """Rows of ``positions`` where the allowed tokens are known, and those tokens (a ``bitmask``).
+        """Rows of ``positions`` where the allowed tokens are known, and those tokens (a bitmask).
 
         These are the frontier and, for a next-token model, the positions after drafted tokens that are allowed.
         """
@@ -259,7 +257,7 @@ class ConstrainedAnswer:
                     return
                 mask = frontier.mask()
                 if frontier.accepting:
-                    bitmask.add(mask, self.witness.ends)
+                    add_tokens(mask, self.witness.ends)
                 yield row + i, mask
                 frontier = after(frontier, drafted[i : i + 1]) if i < len(drafted) else None
 

@@ -27,7 +27,7 @@ from mmserve.constraint.search.feasibility import Closing
 from mmserve.constraint.search.matcher import Matcher, after
 from mmserve.constraint.search.vocabulary import Lexicon
 from mmserve.constraint.search.witness import Witness
-from mmserve.constraint.session.meter import Meter, metered
+from mmserve.constraint.session.observer import Meter
 from mmserve.core.constraint_state import MetState
 
 #: Draws until one is accepted; the last represents all that is left, so that the work is bounded.
@@ -226,7 +226,6 @@ class RejectionSampler:
     def restrict(self, logits: Tensor) -> None:
         """Does nothing: draws are from the model's own distribution."""
 
-    @metered
     def take(
         self,
         logits: Tensor,
@@ -237,17 +236,18 @@ class RejectionSampler:
     ) -> None:
         """Draw from the next rows: ``logits [n, V]``, log of the sum of their exponentials ``[n]``, the same filtered
         and tempered, and these with Gumbel noise. ``masks`` has no part: what is drawn is never the mask."""
-        if tempered is None or noised is None:
-            raise ValueError("draws need a temperature")
-        for row in range(len(logits)):
-            if self._open:
-                token = self._drawn(tempered[row], noised[row])
-                self._tokens.append(token)
-                plain = logits[row, token] - log_z[row]
-                self._log_probabilities.append(float(plain))
-                n = len(self._tokens)
-                drafted = n <= len(self._drafted) and token == self._drafted[n - 1]
-                self._open &= drafted and token not in self._witness.ends
+        with self.meter.running():
+            if tempered is None or noised is None:
+                raise ValueError("draws need a temperature")
+            for row in range(len(logits)):
+                if self._open:
+                    token = self._drawn(tempered[row], noised[row])
+                    self._tokens.append(token)
+                    plain = logits[row, token] - log_z[row]
+                    self._log_probabilities.append(float(plain))
+                    n = len(self._tokens)
+                    drafted = n <= len(self._drafted) and token == self._drafted[n - 1]
+                    self._open &= drafted and token not in self._witness.ends
 
     def ranked(self) -> SampledRun:
         """What was drawn."""

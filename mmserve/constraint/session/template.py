@@ -18,7 +18,7 @@ from mmserve.constraint.search.matcher import BoundedHole, Concatenation, Gramma
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Witness, admit
 from mmserve.constraint.session.answer import ConstrainedAnswer, Judge
-from mmserve.constraint.session.meter import Meter
+from mmserve.constraint.session.observer import Meter
 from mmserve.core.constraint import Hole, Template
 from mmserve.errors import FieldViolation, InvalidArgument
 
@@ -32,10 +32,14 @@ class Layout:
 
 
 def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, ends: tuple[int, int]) -> Layout:
-    """A template of texts (as tokens) and holes on ``size`` positions, enough for all of them.
+    """A template of texts (as tokens) and holes on ``size`` positions.
 
-    ``ends``: the token that ends an answer, and the one that fills the rest.
+    ``ends``: the token that ends an answer, and the one that fills the rest. Raises ``InvalidArgument`` where there are
+    too few positions.
     """
+    needed = sum(len(part.tokens) if isinstance(part, Witness) else len(part) for part in parts)
+    if needed > size:
+        raise too_small(needed, size)
     fixed, holes, at = np.full(size, ends[1], np.int64), list[tuple[int, Witness]](), 0
     for part in parts:
         if isinstance(part, Witness):
@@ -65,7 +69,9 @@ class HoleAnswer:
 @dataclass(kw_only=True)
 class TemplateAnswer(ConstrainedAnswer):
     """The holes of one request. ``witness`` is that of the whole answer: a row of tokens, joined from those of the
-    holes, without a matcher of its own. ``given`` are the texts, and the padding after them."""
+    holes, without a matcher of its own. ``given`` are the texts, and the padding after them.
+
+    Each method does for each hole what that of ``ConstrainedAnswer`` does for an answer."""
 
     gaps: tuple[HoleAnswer, ...]
 
@@ -85,17 +91,14 @@ class TemplateAnswer(ConstrainedAnswer):
 
     @property
     def weight(self) -> int:
-        """As ``ConstrainedAnswer.weight``, of all holes."""
         return sum(gap.state.weight for gap in self.gaps)
 
     def another(self, *, apart: bool) -> TemplateAnswer:
-        """As ``ConstrainedAnswer.another``."""
         holes = ((gap.start, gap.state.another(apart=apart).witness) for gap in self.gaps)
         return TemplateAnswer.of(Layout(self.given, tuple(holes)), self.lexicon, self.warnings, self.judges)
 
     @property
     def content(self) -> np.ndarray:
-        """Bool ``[N]``: where the witness holds text, and no padding of a hole."""
         found = self.given >= 0
         for gap in self.gaps:
             found[gap.start : gap.stop] = gap.state.content
@@ -103,25 +106,20 @@ class TemplateAnswer(ConstrainedAnswer):
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """First position, and first after, of each hole."""
         return tuple((gap.start, gap.stop) for gap in self.gaps)
 
     @property
     def padded(self) -> bool:
-        """As of ``Canvas``: end tokens fill holes up."""
-        return True
+        return True  # end tokens fill holes up
 
     @property
     def unread(self) -> int:
-        """As of ``Canvas``: every given token is read."""
-        return 0
+        return 0  # every given token is read
 
     def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
-        """As ``ConstrainedAnswer.shown``: every given token."""
         return tokens
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
-        """As ``ConstrainedAnswer.allowed``, for each hole."""
         found: dict[int, np.ndarray] = {}
         for gap in self.gaps:
             rows = _inside(gap, positions)
@@ -130,22 +128,19 @@ class TemplateAnswer(ConstrainedAnswer):
         return found
 
     def search(self, known: np.ndarray, top: TopK, end: int) -> None:
-        """As ``ConstrainedAnswer.search``, for each hole among the positions of ``top``."""
         for gap in self.gaps:
             rows = _inside(gap, top.positions)
             if len(rows):
-                inner = TopK(top.positions[rows] - gap.start, top.tokens[rows], top.log_probabilities[rows])
+                inner = replace(top.rows(rows), positions=top.positions[rows] - gap.start)
                 gap.state.search(known[gap.start : gap.stop], inner, min(end, gap.stop) - gap.start)
         self._gather()
 
     def follow(self, known: np.ndarray) -> None:
-        """As ``ConstrainedAnswer.follow``, for each hole."""
         for gap in self.gaps:
             gap.state.follow(known[gap.start : gap.stop])
         self._gather()
 
     def settled(self, known: np.ndarray) -> np.ndarray:
-        """The open positions of holes whose answer is final, with an end after it."""
         found = [np.zeros(0, np.int64)]
         for gap in self.gaps:
             inner, length = known[gap.start : gap.stop], gap.state.witness.length
@@ -154,12 +149,10 @@ class TemplateAnswer(ConstrainedAnswer):
         return np.concatenate(found)
 
     def decided(self, known: np.ndarray) -> np.ndarray:
-        """As ``ConstrainedAnswer.decided``, of each hole."""
         found = [gap.start + gap.state.decided(known[gap.start : gap.stop]) for gap in self.gaps]
         return np.concatenate(found)
 
     def holes(self, known: np.ndarray) -> tuple[str, ...]:
-        """The text of each hole in a whole answer ``known`` (int64 ``[N]``)."""
         answers = (gap.state.witness for gap in self.gaps)
         return tuple(self.read(answer.tokens[: answer.length].tolist()) for answer in answers)
 
@@ -215,14 +208,6 @@ def spelling(text: str, tokenizer: Tokenizer, lexicon: Lexicon) -> list[int]:
     if covered is None:
         raise InvalidArgument.of("constraint.template", f"the model has no tokens for the text {text[:60]!r}")
     return covered
-
-
-def side_by_side(parts: Sequence[list[int] | Witness], budget: int, ends: tuple[int, int]) -> Layout:
-    """All holes on a canvas of ``budget`` positions. Raises ``InvalidArgument`` where it is too small."""
-    needed = sum(len(part.tokens) if isinstance(part, Witness) else len(part) for part in parts)
-    if needed > budget:
-        raise too_small(needed, budget)
-    return laid_out(parts, budget, ends)
 
 
 def one_by_one(parts: Sequence[str | OpenedHole], vocabulary: Vocabulary, lexicon: Lexicon, budget: int) -> Witness:

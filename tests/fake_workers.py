@@ -25,7 +25,7 @@ ALL = frozenset({"encode", "prefill", "decode"})
 
 
 class Depot:
-    """Parcels are strings; one that is ``slow`` is handed on once the test says so. ``held``: those that are there."""
+    """Parcels are strings; one that is ``slow`` is handed on once the test lets it. ``held``: those that are there."""
 
     def __init__(self) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()

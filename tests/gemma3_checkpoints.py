@@ -23,7 +23,7 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from mmserve.models.checkpoint import write_json
 
 SIDE, PATCH, TOKENS = 32, 4, 16
-#: In the order of google/gemma-3-4b-it's: an image stands where a part of a message has one.
+#: In the order of google/gemma-3-4b-it's: an image is where a part of a message has one.
 TEMPLATE = (
     "{{ bos_token }}{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}{%- set role = 'model' -%}{%- else -%}{%- set role = message['role'] -%}"
@@ -62,7 +62,7 @@ class _Processor(Gemma3Processor):
 
 
 class Gemma3(Checkpoint):
-    """A checkpoint on disk, with tensors of the published names, and what transformers says."""
+    """A checkpoint on disk, with tensors of the published names, and transformers' own answers."""
 
 
 def gemma3(folder: Path, window: int = 40, **text: Any) -> Gemma3:

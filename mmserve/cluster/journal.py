@@ -36,7 +36,7 @@ class GivenQuestion:
     id: RequestId
     after: int
     scope: Scope | None
-    asking: bool = True  # whoever asks it has no answer yet
+    asking: bool = True  # it has no answer yet
     lost: bool = False  # the worker that had it does not have it any more
     dropped: bool = False  # from the journal: it cannot be asked again
 

@@ -8,7 +8,7 @@ import numpy as np
 def image_sight(ids: np.ndarray, image_id: int) -> np.ndarray:
     """Int64 ``[N]``: how many of the first positions each of ``ids`` (int64 ``[N]``) sees.
 
-    A visual token sees up to the last of those that stand beside it without a gap, anything else up to itself.
+    A visual token sees up to the last of its run of visual tokens, any other token up to itself.
     """
     visual = ids == image_id
     seen = np.arange(1, len(ids) + 1)

@@ -37,7 +37,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
 
 def load_as(checkpoint: Checkpoint, target: Target, config: Any, spec: Callable[[Sources], ModelSpec]) -> LoadedModel:
-    """Load ``config`` (of transformers), the model being what ``spec`` says. Raises as ``load``."""
+    """Load ``config`` (of transformers) as the model that ``spec`` describes. Raises as ``load``."""
     videos = config.model_type in CLIPS
     tokenizer = nested_tokenizer(checkpoint, config, videos=videos, video="video_token_id")
     video = image_token(tokenizer, config, checkpoint, "video_token_id") if videos else ""

@@ -51,7 +51,7 @@ def question(path: str, name: str, adapter: str) -> Request:
 
 
 class Session:
-    """A stream that is given frames, and asked about them; what comes of it."""
+    """A stream that is given frames, and asked about them; its answers."""
 
     def __init__(self, path: str, streams: Streams, name: str) -> None:
         self.path, self.streams, self.name = path, streams, name
@@ -97,7 +97,7 @@ class Session:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """What comes of a session in one process, by model; and of a standing question about its frames."""
+    """The answers of a session in one process, by model, and of a standing question about its frames."""
     found = {}
     for path in MODELS:
         [engine] = build_engines(settings(path)).values()

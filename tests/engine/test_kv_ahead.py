@@ -182,7 +182,7 @@ def test_a_sender_that_dies_between_two_chunks_is_replaced_by_another(fleets: Ca
     first.wait()
     for number, chunk in enumerate(first.chunks[:3]):
         fleet.decode.engine.expect(chunk, number, first.sink(request.id))
-    fleet.decode.engine.cancel(request.id)  # as whoever sees the sender's death does
+    fleet.decode.engine.cancel(request.id)  # as the fleet does once the sender is dead
     second = Led(fleet.decode)
     for number, chunk in enumerate(first.chunks):
         fleet.decode.engine.expect(chunk, number, second.sink(request.id))

@@ -31,7 +31,7 @@ from mmserve.models.decoder import dense_attention
 Make = Callable[..., Bench]
 FRAMES = 3
 FILE = clip(frames=12, rate=4)
-#: None, one and several images, and a clip, which stands beside an image in the last.
+#: None, one and several images, and a clip, which is beside an image in the last.
 MEDIA: tuple[tuple[Part, ...], ...] = (
     (),
     (ImagePart(picture(1)),),

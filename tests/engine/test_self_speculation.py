@@ -61,7 +61,7 @@ def rows_of(made: Any, final: list[int], block: list[int], *, whole: bool) -> to
 def authors_loop(made: Any, prompt: list[int], new: int, length: int, banned: set[int]) -> tuple[list[int], int]:
     """Tokens of ``linear_spec_generate`` at temperature 0, with blocks of ``length`` masks, and how often it drafted.
 
-    Near its end an answer's blocks are shorter: what lies beyond it is neither drafted nor verified.
+    Near its end an answer's blocks are shorter: nothing beyond it is drafted or verified.
     """
 
     def best(logits: torch.Tensor, more: set[int]) -> list[int]:

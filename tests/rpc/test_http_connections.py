@@ -209,7 +209,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
 def test_what_is_refused(served: Served, data: bytes) -> None:
-    """One answer at most, none of which is a success: what is behind a doubtful length is no request."""
+    """One answer at most, none of which is a success: what follows a doubtful length is no request."""
     asked = len(served.engine.requests)
     found = served.send(data, ask("smuggled"))
     assert statuses(found) in ([400], []), found[:400]

@@ -80,7 +80,8 @@ class Call:
 def stages_of(engine: Engine) -> dict[str, Any]:
     """What runs each step of requests, by the step's method."""
     found = engine.stages
-    return {"load": found.encoding, "encode": found.encoding, "prefill": found.prefilling, "decode": found.decoding}
+    encoding = dict.fromkeys(("constrain", "load", "encode"), found.encoding)
+    return {**encoding, "prefill": found.prefilling, "decode": found.decoding}
 
 
 class Gate:

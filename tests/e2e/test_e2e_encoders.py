@@ -23,7 +23,7 @@ from mmserve.cluster.fleet import Fleet
 from mmserve.config import Config, EngineConfig, ModelConfig
 from mmserve.core.events import Failed, Finished
 from mmserve.core.request import Policy, Request
-from mmserve.errors import FailedPrecondition, InvalidArgument, Unavailable
+from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 NAME, IMAGES = "reference-causal", 6
@@ -163,30 +163,30 @@ def test_a_session_has_its_frames_on_a_worker_and_the_answers_of_one_process(
                 session.ask("What is it?")
             session.push(drawn(0), 5.0)
             session.push(drawn(1), 4.0)
-            with pytest.raises(InvalidArgument, match="adapter"):
+            with pytest.raises(Unimplemented, match="adapter"):
                 session.ask("What is it?", adapter="red")
             statistics = session.statistics()
             [failed] = session.push_failures
             assert statistics.pushes_failed == 1 and isinstance(failed.error, InvalidArgument)
 
 
-def test_a_session_ends_with_the_worker_that_keeps_its_frames_and_no_other_does(front: str, made: Fleet) -> None:
+def test_a_session_goes_on_after_the_worker_that_keeps_its_frames(front: str, made: Fleet) -> None:
     with sdk(front) as client, client.video_session(budget=64) as other:
         other.push(drawn(0), 0.0)
         assert other.ask("What is it?", max_new_tokens=4).text
         streams = made.coordinators[NAME]._streams
         assert streams is not None
         [kept] = streams._streams.values()
-        with pytest.raises(Unavailable, match="open another session"), client.video_session(budget=64) as session:
+        with client.video_session(budget=64) as session:
             session.push(drawn(0), 0.0)
             session.ask("What is it?", max_new_tokens=4)
             homes = {stream.worker for stream in streams._streams.values()}
             assert len(homes) == 2, "each on the worker with fewer of them"
             [lost] = homes - {kept.worker}
             kill(made, next(member.index for member in made.members if member.name == lost))
-            for number in range(1, 1000):
+            for number in range(1, 4):
                 session.push(drawn(number), float(number))
-                session.ask("What is it?", max_new_tokens=4)
+                assert session.ask("What is it?", max_new_tokens=4).text
         other.push(drawn(2), 1.0)
         assert other.ask("What is it?", max_new_tokens=4).text
     until(lambda: all(member.described for member in made.members), "the worker's successor")

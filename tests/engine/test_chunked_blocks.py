@@ -39,10 +39,10 @@ class Watched:
         stages = self.engine.stages
         run, finished, store = stages.decoder.parts.runner.run, stages.decoding.finished, stages.store
 
-        def ran(stage: Any, batch: Any) -> Any:
+        def ran(stage: Any, batch: Any, *rest: Any) -> Any:
             given = runner.spread(batch)
             self.ran.append((stage, sum(len(p.rows) for p in given)))
-            return run(stage, batch)
+            return run(stage, batch, *rest)
 
         def ended(name: str) -> Any:
             d = stages.decoding.live[name]

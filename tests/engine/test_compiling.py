@@ -28,12 +28,11 @@ def test_stopping_does_not_wait_for_a_process_that_stands_still(bench: Callable[
     assert language is not None
     compiler = language.grammars._compiler
     compiler._patience = 600.0
-    eventually(lambda: compiler.standby is not None, "a child stands by")
-    pid, other = compiler.pid, compiler.standby
-    assert pid is not None
+    eventually(lambda: len(compiler._idle) == 2, "two children are idle")
+    other, pid = (child.pid for child in compiler._idle)  # the last is asked next
     os.kill(pid, signal.SIGSTOP)
     [halted] = b.submit(constrained("halted", "b"))
-    eventually(lambda: compiler.pid == other, "it is at its child")
+    eventually(lambda: [child.pid for child in compiler._idle] == [other], "it is at its child")
     stopping = threading.Thread(target=b.engine.stop)
     stopping.start()
     assert isinstance(halted.error(), Unavailable)
@@ -51,12 +50,11 @@ def test_a_slow_constraint_holds_up_no_other(bench: Callable[..., Bench], cancel
     language = b.engine.stages.encoding.admission._language
     assert language is not None
     compiler = language.grammars._compiler
-    eventually(lambda: compiler.standby is not None, "a child stands by")
-    pid, other = compiler.pid, compiler.standby
-    assert pid is not None
+    eventually(lambda: len(compiler._idle) == 2, "two children are idle")
+    other, pid = (child.pid for child in compiler._idle)  # the last is asked next
     os.kill(pid, signal.SIGSTOP)
     [slow] = b.submit(constrained("slow", "b"))
-    eventually(lambda: compiler.pid == other, "the slow one is at its child")
+    eventually(lambda: [child.pid for child in compiler._idle] == [other], "the slow one is at its child")
     if cancelled:
         b.engine.cancel("slow")
         assert isinstance(slow.error(), Cancelled)

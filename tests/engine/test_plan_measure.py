@@ -47,7 +47,7 @@ def test_costs_of_every_stage_are_measured_and_nothing_is_left_behind(
     costs, workload = found.costs, found.workload
     for curve in (costs.load, costs.encode, costs.prefill, costs.decode):
         assert min(curve.a, curve.b, curve.c) >= 0 and max(curve.a, curve.b, curve.c) > 0
-    assert set(costs.quality) == {"load", "encode", "prefill", "decode", "transfer"}
+    assert set(costs.quality) == {"load", "encode", "prefill", "decode", "transfer", "handover"}
     assert costs.embedding_bytes == 4 * helpers.HIDDEN
     assert costs.kv_bytes == 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, size, bytes
     assert costs.link.bandwidth > 0 and costs.chunked is (attention is Attention.CAUSAL)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clips import clip
+from clips import clip, decode_video
 from harness import Bench
 from helpers import ask, picture
 from helpers import threshold as surer_than
@@ -23,7 +23,6 @@ from mmserve.config import MediaConfig
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import ImagePart, Message, Part, Policy, Request, TextPart, VideoPart
 from mmserve.encode.encoder import Encoder
-from mmserve.encode.video import decode_video
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.decoder import dense_attention

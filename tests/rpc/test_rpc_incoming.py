@@ -116,4 +116,5 @@ def test_clients_that_leave_while_they_send_leave_nothing(engine: EchoEngine, ca
         while engine.running:
             assert time.monotonic() < limit
             time.sleep(0.01)
-    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
+    ours = [r for r in caplog.records if not r.name.startswith("grpc.")]  # gRPC's: a status came too late for a client
+    assert not [r for r in ours if r.levelname in ("WARNING", "ERROR")]

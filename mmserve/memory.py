@@ -2,8 +2,6 @@
 
 import ctypes
 import os
-import re
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,34 +13,6 @@ _TRIM_AFTER, _TRIM_WITHIN = 5.0, 60.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _library = ctypes.CDLL(None)
-
-#: glibc's setting of large pages, where it is given, and the oldest version that has it.
-_TUNABLE, _TUNABLES, _OLDEST = "glibc.malloc.hugetlb", "GLIBC_TUNABLES", (2, 35)
-_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def restart_with_large_pages() -> None:
-    """Restart this program, in the same process, with large pages for what it allocates in megabytes.
-
-    A message of 60 MB is copied twice with the interpreter's lock held; the page faults of fresh memory, 29,000 of 4 kB
-    or 370 of 2 MB, are most of that. glibc reads the setting at a program's start only. Does nothing where that has
-    happened, the environment has the setting already, or the system or its C library does not give large pages on
-    request. Must come before anything that an interpreter does not leave as it was.
-    """
-    if _TUNABLE in os.environ.get(_TUNABLES, "") or not sys.executable or not large_pages_on_request():
-        return
-    os.environ[_TUNABLES] = ":".join(filter(None, (os.environ.get(_TUNABLES), f"{_TUNABLE}=1")))
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def large_pages_on_request() -> bool:
-    """Whether the system gives large pages to memory for which they are asked, and the C library is able to ask."""
-    try:
-        library, setting = os.confstr("CS_GNU_LIBC_VERSION") or "", _LARGE_PAGES.read_text()
-    except (OSError, ValueError):  # another system, or another C library
-        return False
-    version = re.fullmatch(r"glibc (\d+)\.(\d+).*", library)
-    return "[madvise]" in setting and version is not None and (int(version[1]), int(version[2])) >= _OLDEST
 
 
 def resident() -> int:

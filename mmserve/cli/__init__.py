@@ -15,7 +15,6 @@ from types import ModuleType
 
 import mmserve
 from mmserve.errors import ConfigError, MMServeError
-from mmserve.memory import restart_with_large_pages
 from mmserve.observe.logs import configure
 
 #: Subcommand to the module that has ``add_arguments(parser)`` and ``run(arguments) -> exit code``.
@@ -52,9 +51,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line, by default the program's own; returns the exit code."""
-    if argv is None and sys.argv[1:2] == ["serve"]:
-        restart_with_large_pages()
+    """Run one command line; returns the exit code."""
     parser, modules = build_parser()
     arguments = parser.parse_args(argv)
     form = getattr(arguments, "log_format", "text")

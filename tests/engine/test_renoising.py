@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from mmserve.core.request import Policy, Request
 from mmserve.decode.sampler import step_generator
 from mmserve.decode.schedulers import Discrete, load_schedulers
 from mmserve.errors import ConfigError, InvalidArgument
+
+# diffusers 0.42 calls transformers 5.24 by the older name
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 
 Make = Callable[..., Bench]
 SEED, STEPS = 5, 6
@@ -50,6 +54,11 @@ class Ids:
         return {"input_ids": self._ids}
 
 
+def _by_older_name(masks: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers 5.24 renamed a parameter that diffusers 0.42 passes by name."""
+    return lambda **given: masks(cache=given.pop("past_key_values"), **given)
+
+
 class Pipeline:
     """diffusers' pipeline where each step's random numbers, and those of each canvas, are the server's."""
 
@@ -70,6 +79,11 @@ class Pipeline:
                 return this.outputs[-1]
 
         model = transformers_own(folder)
+        decoder = model.model.decoder
+        if "cache" in inspect.signature(decoder.create_diffusion_decoder_attention_mask).parameters:
+            decoder.create_diffusion_decoder_attention_mask = _by_older_name(
+                decoder.create_diffusion_decoder_attention_mask
+            )
         self._run = diffusers.DiffusionGemmaPipeline(model, Reseeded(num_inference_steps=STEPS, **numbers), Ids(prompt))
         self._run.set_progress_bar_config(disable=True)
         self._canvas()

@@ -28,10 +28,10 @@ class Arrivals:
         migration: Migration,
         outcomes: StageOutcomes,
         put: Callable[[Callable[[], None]], None],
-        cancel: Callable[[RequestId], None],
+        withdraw: Callable[[RequestId], None],
     ) -> None:
         self._stages, self._queue, self._migration, self._outcomes = stages, queue, migration, outcomes
-        self._put, self._cancel = put, cancel
+        self._put, self._withdraw = put, withdraw
         self._coming: dict[RequestId, Incoming] = {}  # K/V of those that are expected
 
     def adopt(self, handover: Handover, sink: Sink) -> None:
@@ -69,7 +69,7 @@ class Arrivals:
                 raise TransferError("K/V came ahead of a request that is not expected")
             incoming.add(number, chunk)
         except TransferError:
-            self._cancel(request.id)
+            self._withdraw(request.id)
             raise
 
     def forget(self, request: RequestId) -> None:
@@ -92,7 +92,7 @@ class Arrivals:
         if incoming is None and not ahead:
             return False
         if kv is None:  # it is further than what was expected
-            self._cancel(handover.request.id)
+            self._withdraw(handover.request.id)
             return False
         if ahead:
             try:
@@ -100,7 +100,7 @@ class Arrivals:
                     raise TransferError("a request came without the K/V that went ahead of it")
                 incoming.check(kv)
             except TransferError:
-                self._cancel(handover.request.id)
+                self._withdraw(handover.request.id)
                 raise
         self._put(lambda: self._migration.complete(handover, sink))
         return True

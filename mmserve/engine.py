@@ -100,7 +100,7 @@ class Engine:
             self._live, self._queue, self._pool, self._prefixes, self._migration, self.stages, config
         )
         self._arrivals = Arrivals(
-            self.stages, self._queue, self._migration, self._outcomes, self._inbox.put, self.cancel
+            self.stages, self._queue, self._migration, self._outcomes, self._inbox.put, self.withdraw
         )
         self._workers = Workers(config)
         self.passes: deque[Pass] = deque(maxlen=256)  # the latest, until they are taken
@@ -188,6 +188,11 @@ class Engine:
         ended already."""
         self._arrivals.forget(request)
         self._inbox.put(lambda: self._live.cancel(request, error or Cancelled("the request was cancelled")))
+
+    def withdraw(self, request: RequestId) -> None:
+        """End a request that goes on elsewhere: no event of it comes any more."""
+        self._arrivals.forget(request)
+        self._inbox.put(lambda: self._live.withdraw(request))
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
         """Whether the constraint of ``request``, which is not submitted, can be kept, and whether ``answer`` obeys it.

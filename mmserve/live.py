@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from mmserve.core.events import Failed
 from mmserve.core.request import TERMINAL, RequestId, Stage, advance
 from mmserve.core.samples import samples
-from mmserve.errors import DeadlineExceeded, Internal, MMServeError
+from mmserve.errors import Cancelled, DeadlineExceeded, Internal, MMServeError
 from mmserve.kv.pool import PagePool
 from mmserve.observe.logs import about
 from mmserve.request_state import RequestState
@@ -65,14 +65,19 @@ class LiveRequests:
 
     def fail(self, state: RequestState, error: MMServeError) -> None:
         """Tell the client now, once; free its samples now, or when the workers that hold them report."""
-        if state.group.failed:
-            return
+        if not state.group.failed:
+            self._abort(state, error)
+            state.group.sink(Failed(error))
+
+    def _abort(self, state: RequestState, error: MMServeError) -> None:
         state.group.failed = True
         state.group.cancellation.cancel(error)
         for each in list(state.group.members):
             if not each.in_flight:
                 self.end_failed(each)
-        state.group.sink(Failed(error))
+
+    def _of(self, request: RequestId) -> RequestState | None:
+        return next((state for state in self if state.group.id == request), None)
 
     def fail_all(self, error: MMServeError) -> None:
         """End every request with ``error``."""
@@ -91,9 +96,14 @@ class LiveRequests:
 
     def cancel(self, request: RequestId, error: MMServeError) -> None:
         """End a request, all of its samples, with ``error``; nothing where it ended already."""
-        state = next((r for r in self if r.group.id == request), None)
-        if state is not None:
+        if (state := self._of(request)) is not None:
             self.fail(state, error)
+
+    def withdraw(self, request: RequestId) -> None:
+        """End a request as ``cancel`` does, without an event."""
+        state = self._of(request)
+        if state is not None and not state.group.failed:
+            self._abort(state, Cancelled("the request goes on elsewhere"))
 
     def expire(self, now: float) -> None:
         """End the requests whose deadline has passed; ``now`` is on the monotonic clock (seconds)."""

@@ -16,7 +16,6 @@ from mmserve.cluster.workers import Depot, Worker
 from mmserve.core.handover import ROLES, Handover
 from mmserve.core.plan import Served
 from mmserve.core.request import Stage
-from mmserve.errors import Cancelled
 from mmserve.schedule.fair import charged, fair_order
 
 #: How much of a mean is new with each value.
@@ -108,7 +107,7 @@ class Dispatch:
                     self._waiting[role].append(part)
                     continue
                 if part.reserved not in (None, name) and (other := self.workers.get(part.reserved or "")) is not None:
-                    other.cancel(self._model, [part.id], Cancelled("the request goes on elsewhere"))
+                    other.cancel(self._model, [part.id], None)
                 self._served[role] = charged(self._served[role], [(entries[i], costs[i])])
                 in_hand[name][role] += 1
                 loads[name, role] += part.cost

@@ -60,7 +60,7 @@ class Member:
         if self.actor is not None:
             self.actor.take(orders)
 
-    def cancel(self, model: str, ids: list[RequestId], error: MMServeError) -> None:
+    def cancel(self, model: str, ids: list[RequestId], error: MMServeError | None) -> None:
         """As of ``workers.Worker.cancel``."""
         if self.actor is not None:
             self.actor.cancel(model, ids, error)

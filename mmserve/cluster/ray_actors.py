@@ -184,7 +184,7 @@ class Actor:
         """As of ``Worker.take``."""
         self._call("take", list(orders))
 
-    def cancel(self, model: str, ids: Sequence[RequestId], error: MMServeError) -> None:
+    def cancel(self, model: str, ids: Sequence[RequestId], error: MMServeError | None) -> None:
         """As of ``Worker.cancel``."""
         self._call("cancel", model, list(ids), error)
 
@@ -273,7 +273,7 @@ def _actor_class() -> Any:
             self._worker.take(orders)
 
         @ray.method(concurrency_group="commands")
-        def cancel(self, model: str, ids: list[RequestId], error: MMServeError) -> None:
+        def cancel(self, model: str, ids: list[RequestId], error: MMServeError | None) -> None:
             self._worker.cancel(model, ids, error)
 
         @ray.method(concurrency_group="commands")

@@ -163,7 +163,7 @@ class UnderWay:
         for _number, parcel in part.ahead:
             self._depot.drop(parcel)
         if (worker := self.dispatch.workers.get(part.reserved or "")) is not None:
-            worker.cancel(self._model, [part.id], Cancelled("the request does not come"))
+            worker.cancel(self._model, [part.id], None)
         part.ahead, part.reserved, part.given = [], None, 0
 
     def _took(self, group: Group, part: Part, item: Report) -> None:

@@ -138,10 +138,13 @@ class Worker:
             failed = Internal.logged(error, f"encoding media of request {order.key}", logger)
             self._outbox.put(Refused(order.model, order.key, order.sample, failed))
 
-    def cancel(self, model: str, ids: list[RequestId], error: MMServeError) -> None:
-        """End requests, by the ids that they have here."""
+    def cancel(self, model: str, ids: list[RequestId], error: MMServeError | None) -> None:
+        """As of ``workers.Worker.cancel``."""
         for each in ids:
-            self._engines[model].cancel(each, error)
+            if error is None:
+                self._engines[model].withdraw(each)
+            else:
+                self._engines[model].cancel(each, error)
 
     def serve(self, roles: Collection[str], save_every: int, ahead_bytes: int) -> None:
         """Change the roles: what waits for another stage, and answers under way, leave. Without any, all of it does.

@@ -24,8 +24,9 @@ class Worker(Protocol):
     def take(self, orders: list[Order]) -> None:
         """Go on with these."""
 
-    def cancel(self, model: str, ids: list[RequestId], error: MMServeError) -> None:
-        """End these, by the ids that they have there."""
+    def cancel(self, model: str, ids: list[RequestId], error: MMServeError | None) -> None:
+        """End these, by the ids that they have there, with ``error``; None = they go on elsewhere, so that nothing more
+        is reported of them."""
 
     def serve(self, roles: Iterable[str]) -> None:
         """Run these stages from now on."""

@@ -182,13 +182,14 @@ def test_a_sender_that_dies_between_two_chunks_is_replaced_by_another(fleets: Ca
     first.wait()
     for number, chunk in enumerate(first.chunks[:3]):
         fleet.decode.engine.expect(chunk, number, first.sink(request.id))
-    fleet.decode.engine.cancel(request.id)  # as the fleet does once the sender is dead
+    fleet.decode.engine.withdraw(request.id)  # as the fleet does once the sender is dead
     second = Led(fleet.decode)
     for number, chunk in enumerate(first.chunks):
         fleet.decode.engine.expect(chunk, number, second.sink(request.id))
     fleet.decode.engine.adopt(over_the_wire(first.handovers[0]), second.sink(request.id))
     second.wait()
     same(done, second.finished[request.id])
+    assert first.failed is None, "what is withdrawn has no event: the request goes on"
 
 
 def test_chunks_out_of_order_and_missing_ones_are_refused(fleets: Callable[[str], Fleet]) -> None:
@@ -214,6 +215,7 @@ def test_chunks_out_of_order_and_missing_ones_are_refused(fleets: Callable[[str]
     with pytest.raises(TransferError, match="pages of 4 positions"):
         there.expect(other, 0, led.sink(request.id))
     fleet.decode.await_nothing_left()
+    assert led.failed is None, "who sent it begins anew, and must not get the end of what was refused"
 
 
 def test_pages_are_given_to_others_only_after_a_write_under_way(fleets: Callable[[str], Fleet]) -> None:

@@ -1,4 +1,4 @@
-"""Canvases as plain data, and back: from the pages of one store to those of another."""
+"""Requests that go over to decode: from prefill, or as plain data from the pages of one store to those of another."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mmserve.core.payloads import CanvasPayload, GuidanceState, KVState, Prefill
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import Verdict
+from mmserve.decode.drafts import record_for
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.extensions.decisions import SlotState
@@ -23,7 +24,9 @@ from mmserve.decode.extensions.image_reuse.selective import SelectiveRecompute
 from mmserve.decode.extensions.own_blocks import FilledBlock
 from mmserve.decode.extensions.self_draft import OwnDraft
 from mmserve.decode.parts import Parts
+from mmserve.decode.policies import commit_policy, recompute_policy
 from mmserve.decode.state import Decoding, Guidance, Prefilled, extension_of
+from mmserve.decode.text import TextStream
 from mmserve.errors import TransferError
 from mmserve.kv.evictor import EvictionState, LayerNotes
 from mmserve.kv.pool import pages_for
@@ -55,14 +58,46 @@ def payload_of(parts: Parts, state: Prefilled | Decoding) -> PrefilledPayload | 
     )
 
 
-def prefilled_of(
+def opened(parts: Parts, request: Request, prefilled: Prefilled) -> Decoding:
+    """The decode state of a request that prefill handed over."""
+    return Decoding(
+        request,
+        prefilled,
+        recompute_policy(request),
+        commit_policy(request, parts.offered),
+        TextStream(parts.model.tokenizer, request.sampling.stop),
+        prefilled.candidates,
+        np.zeros(prefilled.canvas.size, np.float32),
+        record=record_for(request.streaming, prefilled.canvas.new_tokens),
+    )
+
+
+def restored(
+    parts: Parts,
+    request: Request,
+    payload: PrefilledPayload | CanvasPayload,
+    pages: PageTable,
+    session: Session | None,
+) -> Decoding:
+    """The decode state of a request that comes as ``payload``, over ``pages`` of this store, which are its own.
+
+    ``session``: its constraint. K/V that came ahead are in the pages already. Raises ``TransferError`` where what came
+    does not fit this store, or this server.
+    """
+    state, candidates = _received(parts, request, payload.prefilled, pages, session)
+    d = opened(parts, request, state)
+    d.candidates = candidates
+    if isinstance(payload, CanvasPayload):
+        d.text = TextStream.restored(parts.model.tokenizer, request.sampling.stop, payload.text)
+        d.log_probabilities, d.rows, d.fresh = payload.log_probabilities, payload.rows, payload.fresh
+        d.forwards, d.edits, d.record = payload.forwards, payload.edits, payload.record
+    return d
+
+
+def _received(
     parts: Parts, request: Request, payload: PrefilledPayload, pages: PageTable, session: Session | None
 ) -> tuple[Prefilled, Candidates | None]:
-    """The state of ``request`` over ``pages`` of this store, which are its own, and the candidates of its next step
-    where they are there. ``session``: its constraint. K/V that came ahead are in the pages already.
-
-    Raises ``TransferError`` where what came does not fit this store, or this server.
-    """
+    """The state of ``request`` over ``pages``, and the candidates of its next step where they are there."""
     ids = np.asarray(pages.ids, dtype=np.int64)
     guidance, held = None, payload.kv.positions
     if payload.guidance is not None:

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from mmserve.constraint.session.session import Session
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
-from mmserve.decode.drafts import draft_of, record_for
+from mmserve.decode.drafts import draft_of
 from mmserve.decode.emit import advanced, answer_of, snapshot_of, step_of
 from mmserve.decode.extensions.base import watched
 from mmserve.decode.final import final_tokens
 from mmserve.decode.fresh import embed_fresh
-from mmserve.decode.handover import payload_of, prefilled_of
+from mmserve.decode.handover import opened, payload_of, restored
 from mmserve.decode.parts import Parts
-from mmserve.decode.policies import commit_policy, recompute_policy
 from mmserve.decode.prefill import Prefill
 from mmserve.decode.rows import count_next_rows, rows_of
 from mmserve.decode.state import Answer, Decoding, Prefilled, Stepped
-from mmserve.decode.text import TextStream
 from mmserve.kv.table import PageTable
 
 
@@ -40,16 +37,7 @@ class DiffusionDecoder:
 
     def open(self, request: Request, prefilled: Prefilled) -> Decoding:
         """The decode state of a request that prefill handed over."""
-        return Decoding(
-            request,
-            prefilled,
-            recompute_policy(request),
-            commit_policy(request, self.parts.offered),
-            TextStream(self.parts.model.tokenizer, request.sampling.stop),
-            prefilled.candidates,
-            np.zeros(prefilled.canvas.size, np.float32),
-            record=record_for(request.streaming, prefilled.canvas.new_tokens),
-        )
+        return opened(self.parts, request, prefilled)
 
     def payload(self, state: Prefilled | Decoding) -> PrefilledPayload | CanvasPayload:
         return payload_of(self.parts, state)
@@ -62,14 +50,7 @@ class DiffusionDecoder:
         pages: PageTable,
         session: Session | None = None,
     ) -> Decoding:
-        state, candidates = prefilled_of(self.parts, request, payload.prefilled, pages, session)
-        d = self.open(request, state)
-        d.candidates = candidates
-        if isinstance(payload, CanvasPayload):
-            d.text = TextStream.restored(self.parts.model.tokenizer, request.sampling.stop, payload.text)
-            d.log_probabilities, d.rows, d.fresh = payload.log_probabilities, payload.rows, payload.fresh
-            d.forwards, d.edits, d.record = payload.forwards, payload.edits, payload.record
-        return d
+        return restored(self.parts, request, payload, pages, session)
 
     @torch.inference_mode()
     def propose(self, batch: list[Decoding]) -> list[None]:

@@ -135,6 +135,14 @@ def test_the_parts_of_constraint_import_downwards_and_decode_knows_its_session_a
         assert inner <= outer, f"{_module(path)} imports {inner}"
 
 
+def test_the_decode_loop_imports_few_modules() -> None:
+    loop = ast.parse((PACKAGE / "decode" / "loop.py").read_text())
+    own = {node.module for node in ast.walk(loop) if isinstance(node, ast.ImportFrom) and node.module is not None}
+    own = {module for module in own if _within(module, ("mmserve",))}
+    assert "mmserve.decode.state" in own, "the imports of the loop were not read"
+    assert len(own) <= 14, f"the loop imports {len(own)} modules of mmserve: {sorted(own)}"
+
+
 @pytest.mark.parametrize("folder", ["core", "schedule"])
 def test_core_and_schedule_import_neither_torch_nor_grpc(folder: str) -> None:
     assert _offences(_files(PACKAGE / folder), ("torch", "grpc", "mmserve_kernels", "transformers")) == []

@@ -18,7 +18,7 @@ from mmserve.waiting import WaitingQueue
 
 
 class Arrivals:
-    """The door for them; every method is called by one thread at a time. ``put`` has the engine's thread call what it
+    """Takes them in; every method is called by one thread at a time. ``put`` has the engine's thread call what it
     is given."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A coordinator whose workers are objects of the test, and a depot whose states come when the test lets them."""
+"""A coordinator whose workers are objects of the test, and a payloads whose states come when the test lets them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL, PATIENCE = "m", 60.0
 ALL = frozenset({"encode", "prefill", "decode"})
 
 
-class Depot:
+class PayloadStore:
     """Parcels are strings; one that is ``slow`` is handed on once the test lets it. ``held``: those that are there."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Worker:
 
 def coordinator(
     *workers: Worker,
-    depot: Depot | None = None,
+    payloads: PayloadStore | None = None,
     facts: Facts | None = None,
     settings: ClusterSettings | None = None,
     own: Sequence[AdapterInfo] = (),
@@ -96,7 +96,9 @@ def coordinator(
 ) -> Coordinator:
     config = EngineConfig(**{"max_running": 4, "adapter_folder": "/adapters", **engine})
     more: dict[str, Any] = {"adapters": own} if facts is None else {"adapters": own, "facts": facts}
-    made = Coordinator(SimpleNamespace(name=MODEL), config, settings or ClusterSettings(), depot or Depot(), **more)  # type: ignore[arg-type]
+    made = Coordinator(
+        SimpleNamespace(name=MODEL), config, settings or ClusterSettings(), payloads or PayloadStore(), **more
+    )  # type: ignore[arg-type]
     made.start()
     for worker in workers:
         join(made, worker)

@@ -56,7 +56,7 @@ def fleet(config: Config, roles: str, **changes: Any) -> Iterator[Fleet]:
         yield made
         for name, coordinator in made.coordinators.items():
             until(lambda coordinator=coordinator: coordinator.stats() == CLEAN, f"{name} to be empty")
-        until(lambda: made.depot.held == 0, "no state to be kept")
+        until(lambda: made.payloads.held == 0, "no state to be kept")
     finally:
         made.stop()
 

@@ -15,8 +15,8 @@ from typing import Any
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.coordinator import Coordinator
-from mmserve.cluster.depot import SharedDepot
 from mmserve.cluster.messages import STREAM, Order
+from mmserve.cluster.payload_store import SharedPayloadStore
 from mmserve.cluster.worker import Worker
 from mmserve.config import Config
 from mmserve.core.request import RequestId
@@ -74,7 +74,7 @@ class LocalWorker:
             self._reporting.join()
         self.worker.close()
         self.worker._reader.close()
-        self.worker._shelf.close()
+        self.worker._arena.close()
 
     def _command(self, call: Callable[..., Any], *arguments: Any) -> None:
         if not self.dead:
@@ -106,24 +106,24 @@ class LocalWorker:
 def local_cluster(config: Config, settings: ClusterSettings, *workers: LocalWorker) -> Iterator[Coordinator]:
     """A coordinator of the one model of ``workers``; nothing is left at the end."""
     [(name, info)] = workers[0].described.models.items()
-    shelves = {each.described.shelf: each for each in workers}
+    arenas = {each.described.arena: each for each in workers}
 
     def reuse(ticket: Any) -> None:
-        if (worker := shelves.get(ticket.address)) is not None and not worker.dead:
+        if (worker := arenas.get(ticket.address)) is not None and not worker.dead:
             worker._command(worker.worker.reuse, [ticket.number])
 
-    depot = SharedDepot(lambda _name: host_id(), reuse)
+    payloads = SharedPayloadStore(lambda _name: host_id(), reuse)
     described = workers[0].described
-    made = Coordinator(info, config.engine, settings, depot, described.sessions[name], described.adapters[name])
+    made = Coordinator(info, config.engine, settings, payloads, described.sessions[name], described.adapters[name])
     made.start()
     try:
         for worker in workers:
             worker.begin(made)
         yield made
         assert made.stats().live == 0
-        assert depot.held == 0, "no state is kept"
+        assert payloads.held == 0, "no state is kept"
     finally:
         made.stop()
         for worker in workers:
             worker.close()
-        depot.close()
+        payloads.close()

@@ -64,9 +64,9 @@ def _judged(label: str, answers: Sequence[Answer], right: Sequence[str], made: F
     same = sum(a.finished is not None and a.text == text for a, text in zip(answers, right, strict=True))
     typed = sum(answer.error is not None for answer in answers)
     end = time.monotonic() + 30
-    while time.monotonic() < end and (made.depot.held or any(c.stats().live for c in made.coordinators.values())):
+    while time.monotonic() < end and (made.payloads.held or any(c.stats().live for c in made.coordinators.values())):
         time.sleep(0.05)
-    left = sum(c.stats().live for c in made.coordinators.values()) + made.depot.held
+    left = sum(c.stats().live for c in made.coordinators.values()) + made.payloads.held
     return [
         at_least(f"{label}: right answers", same, "requests", len(right)),
         stated(f"{label}: typed errors", typed, "requests"),

@@ -21,12 +21,12 @@ import torch
 
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.cluster import prefork
-from mmserve.cluster.link import Door, connected
+from mmserve.cluster.link import Listener, connected
 from mmserve.cluster.object_store import fetched, stored
 from mmserve.core.canvas import Canvas
 from mmserve.core.payloads import KVState, PrefilledPayload
 from mmserve.transfer.payloads import PAYLOADS
-from mmserve.transfer.shared_memory import Reader, Shelf, Ticket
+from mmserve.transfer.shared_memory import Arena, Reader, Ticket
 
 #: Bytes of K/V.
 _SIZES = {"64 kB": 64 << 10, "1 MB": 1 << 20, "8 MB": 8 << 20, "64 MB": 64 << 20}
@@ -40,16 +40,16 @@ class _End:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._shelf, self._reader = Shelf(), Reader()
+        self._arena, self._reader = Arena(), Reader()
         self._payloads: dict[int, PrefilledPayload] = {}
         self._pages: dict[int, torch.Tensor] = {}
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._door = Door()
+        self._door = Listener()
         named: dict[str, Callable[..., Any]] = {"write": self.write, "read": self.read, "drop": self.drop}
         calls = {name: partial(self._answer, method) for name, method in named.items()}
         self._door.serve(calls, lambda: iter(self._done.get, None))
 
-    def door(self) -> str:
+    def listen(self) -> str:
         return self._door.address
 
     def _answer(self, method: Callable[..., Any], *given: Any) -> None:
@@ -66,7 +66,7 @@ class _End:
             self._payloads[size] = PrefilledPayload(canvas, KVState(8, 4, held), 8)
         packed = PAYLOADS.pack(self._payloads[size])
         if shared:
-            return self._shelf.write(packed)
+            return self._arena.write(packed)
         data = bytearray(packed.size)
         packed.write(memoryview(data))
         return [stored(data)]
@@ -89,9 +89,9 @@ class _End:
         return times
 
     def drop(self, ticket: Ticket) -> int:
-        """Nobody reads it any more; what the shelf still offers."""
-        self._shelf.drop(ticket)
-        return len(self._shelf)
+        """Nobody reads it any more; what the arena still offers."""
+        self._arena.drop(ticket)
+        return len(self._arena)
 
     def descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts alone
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     remote: Any = ray.remote
     actor = remote(num_cpus=0, runtime_env={"py_executable": prefork.command()})(_End)
     one, other = actor.remote(), actor.remote()
-    links = _Linked(ray.get(one.door.remote())), _Linked(ray.get(other.door.remote()))
+    links = _Linked(ray.get(one.listen.remote())), _Linked(ray.get(other.listen.remote()))
     rows, measures = [], []
     for label, size in _SIZES.items():
         times: dict[bool, list[float]] = {True: [], False: []}

@@ -44,7 +44,7 @@ class ReadyTimes:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._under_way: dict[VideoSession, deque[float]] = {}
+        self._in_flight: dict[VideoSession, deque[float]] = {}
         self._taken: dict[VideoSession, int] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -55,7 +55,7 @@ class ReadyTimes:
         """A frame of ``session`` is about to be pushed."""
         with self._lock:
             self._taken.setdefault(session, session.frames_taken)
-            self._under_way.setdefault(session, deque()).append(time.monotonic())
+            self._in_flight.setdefault(session, deque()).append(time.monotonic())
 
     def stop(self) -> None:
         """Look no more."""
@@ -66,7 +66,7 @@ class ReadyTimes:
         while not self._ended.wait(_LOOK):
             now = time.monotonic()
             with self._lock:
-                for session, waiting in self._under_way.items():
+                for session, waiting in self._in_flight.items():
                     taken = session.frames_taken
                     for _frame in range(min(taken - self._taken[session], len(waiting))):
                         self.seconds.append(now - waiting.popleft())

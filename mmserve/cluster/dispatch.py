@@ -12,7 +12,7 @@ from mmserve.cluster.messages import Order
 from mmserve.cluster.requests import Part
 from mmserve.cluster.routing import OF_TEXT, Candidate, choose, cost, room, sharded
 from mmserve.cluster.switching import Demand
-from mmserve.cluster.workers import Depot, Worker
+from mmserve.cluster.workers import PayloadStore, Worker
 from mmserve.core.handover import ROLES, Handover
 from mmserve.core.plan import Served
 from mmserve.core.request import Stage
@@ -31,9 +31,9 @@ class Dispatch:
     """
 
     def __init__(
-        self, model: str, running: int, depot: Depot, parts: Callable[[], Iterable[Part]], holds: Holds
+        self, model: str, running: int, payloads: PayloadStore, parts: Callable[[], Iterable[Part]], holds: Holds
     ) -> None:
-        self._model, self._running, self._depot, self._parts, self._holds = model, running, depot, parts, holds
+        self._model, self._running, self._payloads, self._parts, self._holds = model, running, payloads, parts, holds
         self.workers: dict[str, Worker] = {}
         self.index = Index()
         self._waiting: dict[str, list[Part]] = {role: [] for role in ROLES}
@@ -111,7 +111,7 @@ class Dispatch:
                 self._served[role] = charged(self._served[role], [(entries[i], costs[i])])
                 in_hand[name][role] += 1
                 loads[name, role] += part.cost
-                order = part.order(self._model, name, partial(self._depot.sent, worker=name))
+                order = part.order(self._model, name, partial(self._payloads.sent, worker=name))
                 orders.setdefault(name, []).append(order)
                 sent.append(part)
         for name, each in orders.items():

@@ -19,11 +19,11 @@ from mmserve.cluster import ray_actors
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterConfig, ClusterSettings, WorkerSettings
 from mmserve.cluster.coordinator import Coordinator
-from mmserve.cluster.depot import SharedDepot
 from mmserve.cluster.draining import Act, Draining
 from mmserve.cluster.head import HeadWatch
-from mmserve.cluster.messages import Beat, Described, Item, Order
+from mmserve.cluster.messages import Described, Heartbeat, Item, Order
 from mmserve.cluster.pace import Pace
+from mmserve.cluster.payload_store import SharedPayloadStore
 from mmserve.cluster.spares import Loaded, Spares
 from mmserve.config import Config, ServerConfig
 from mmserve.core.request import RequestId
@@ -118,14 +118,14 @@ class Fleet:
         settings = cluster.cluster
         self.members = [Member(i, worker, settings) for i, worker in enumerate(cluster.each)]
         self.coordinators: dict[str, Coordinator] = {}
-        self.depot = SharedDepot(self._host_of, self._reuse)
+        self.payloads = SharedPayloadStore(self._host_of, self._reuse)
         self._here = host_id()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         kinds = {member.threads for member in self.members if not member.settings.gpus}
         self._spares = Spares(kinds, settings.spares, self._spare)
         self._pace, self._draining = Pace(), Draining(settings.slow_factor)
-        self._places: ray_actors.Places | None = None
+        self._placement: ray_actors.Placement | None = None
         self._head: HeadWatch | None = None
         self.head_lost = False
         self.lost = 0  # workers that ended, or were given up
@@ -139,7 +139,7 @@ class Fleet:
         ``on_head`` is called with whether Ray's head is lost, each time that changes. Raises ``ConfigError`` where the
         cluster has no room, or a model cannot be loaded.
         """
-        self._places = ray_actors.Places(self._cluster)
+        self._placement = ray_actors.Placement(self._cluster)
         for member in self.members:
             self._thread(f"mmserve-worker-{member.name}", partial(self._keep, member))
         self._thread("mmserve-fleet", self._watch)
@@ -169,9 +169,9 @@ class Fleet:
         self._spares.stop()
         for thread in self._threads:
             thread.join(10.0)
-        if self._places is not None and not self.head_lost:
-            self._places.close()
-        self.depot.close()
+        if self._placement is not None and not self.head_lost:
+            self._placement.close()
+        self.payloads.close()
 
     @property
     def spares_ready(self) -> int:
@@ -211,8 +211,8 @@ class Fleet:
     def _begin(self, member: Member) -> Described:
         spare = self._spares.take(member.threads) if member.begun and not member.settings.gpus else None
         if spare is None:
-            assert self._places is not None, "workers begin once there is room for them"
-            options = self._places.options(member.index, member.settings)
+            assert self._placement is not None, "workers begin once there is room for them"
+            options = self._placement.options(member.index, member.settings)
             member.actor = actor = ray_actors.Actor(options)  # known at once, so that `stop` can end it
             spare = self._load(actor, member.threads)
         member.begun += 1
@@ -240,7 +240,7 @@ class Fleet:
                         info,
                         self._engine,
                         self._cluster.cluster,
-                        self.depot,
+                        self.payloads,
                         described.sessions[name],
                         described.adapters[name],
                     )
@@ -257,7 +257,7 @@ class Fleet:
     def _deliver(self, member: Member, items: Sequence[Item]) -> None:
         by_model: dict[str, list[Item]] = defaultdict(list)
         for item in items:
-            if isinstance(item, Beat):
+            if isinstance(item, Heartbeat):
                 with self._lock:
                     self._pace.note(member.name, item.passes)
                 for model in item.stats:
@@ -347,7 +347,7 @@ class Fleet:
 
     def _reuse(self, ticket: Ticket) -> None:
         for member in self.members:
-            if member.described is not None and member.described.shelf == ticket.address:
+            if member.described is not None and member.described.arena == ticket.address:
                 member.reuse(ticket.number)
 
     def _thread(self, name: str, target: Callable[[], None]) -> None:

@@ -7,7 +7,6 @@ socket, and come in the order in which they were sent. The socket's end is the e
 
 from __future__ import annotations
 
-import os
 import pickle
 import secrets
 import socket
@@ -18,9 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from mmserve.core.peer_credentials import is_own_user
 from mmserve.errors import Unavailable
 
-_LENGTH, _CREDENTIALS = struct.Struct("=Q"), struct.Struct("3i")
+_LENGTH = struct.Struct("=Q")
 #: Seconds for a process of this host to accept a connection.
 _PATIENCE = 5.0
 
@@ -115,7 +115,7 @@ class Link:
                         self._unsent.popleft()
 
 
-class Door:
+class Listener:
     """Where the front finds a worker: an ``address`` that takes one connection."""
 
     def __init__(self) -> None:
@@ -126,12 +126,12 @@ class Door:
 
     def serve(self, calls: Mapping[str, Callable[..., None]], events: Callable[[], Iterable[Any]]) -> None:
         """Wait for the front; from then on have what it sends call one of ``calls``, and send it all ``events``."""
-        threading.Thread(target=self._accept, args=(calls, events), name="mmserve-door", daemon=True).start()
+        threading.Thread(target=self._accept, args=(calls, events), name="mmserve-link-in", daemon=True).start()
 
     def _accept(self, calls: Mapping[str, Callable[..., None]], events: Callable[[], Iterable[Any]]) -> None:
         connection, _ = self._socket.accept()
         self._socket.close()
-        if _peer(connection) != os.getuid():
+        if not is_own_user(connection):
             connection.close()
             return
         link = Link(connection)
@@ -140,28 +140,21 @@ class Door:
             for event in events():
                 link.send(event)
 
-        threading.Thread(target=report, name="mmserve-door-out", daemon=True).start()
+        threading.Thread(target=report, name="mmserve-link-out", daemon=True).start()
         for name, arguments in link.messages():
             calls[name](*arguments)
 
 
 def connected(address: str) -> Link:
-    """The front's end of a connection to a worker's door. Raises ``Unavailable`` where nobody opens."""
+    """The front's end of a connection to the ``Listener`` at ``address``. Raises ``Unavailable`` where none accepts."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(_PATIENCE)
         connection.connect(f"\0{address}")
         connection.settimeout(None)
-        if _peer(connection) != os.getuid():
+        if not is_own_user(connection):
             raise PermissionError("it belongs to another user")
     except OSError as error:
         connection.close()
         raise Unavailable(f"a worker on this host takes no connection: {error}") from error
     return Link(connection)
-
-
-def _peer(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(raw)[1]
-    return uid

@@ -108,7 +108,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Appended:
-    """A frame of the stream ``key`` is in, or has failed; ``number``: as of ``StreamHome.append``."""
+    """A frame of the stream ``key`` is in, or has failed; ``number``: as of ``WorkerStreams.append``."""
 
     model: str
     key: str
@@ -127,29 +127,29 @@ class StreamSaved:
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A worker is running; what its engines hold and have counted, by model, and the passes since the last beat."""
+class Heartbeat:
+    """A worker is running; what its engines hold and have counted, by model, and the passes since the last one."""
 
     stats: Mapping[str, Stats]
     passes: tuple[Pass, ...] = ()
 
 
-Item = Happened | Moved | Chunk | Refused | Appended | StreamSaved | Beat
+Item = Happened | Moved | Chunk | Refused | Appended | StreamSaved | Heartbeat
 
 
 @dataclass(frozen=True)
 class Described:
     """A worker that is ready: its models, what video sessions must know of them, the adapters of their checkpoints, its
-    host (as of ``host_id``), its process and the address of its shelf. ``door``: where the front finds it on its host;
-    empty = by Ray alone."""
+    host (as of ``host_id``), its process and the address of its arena. ``listener``: the address of its
+    ``link.Listener``; empty = it is reached by Ray alone."""
 
     models: Mapping[str, ModelInfo]
     sessions: Mapping[str, Facts]
     adapters: Mapping[str, tuple[AdapterInfo, ...]]
     host: str
     pid: int
-    shelf: str
-    door: str = ""
+    arena: str
+    listener: str = ""
 
 
 def without_media(request: Request) -> Request:

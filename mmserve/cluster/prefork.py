@@ -24,10 +24,12 @@ import zlib
 from contextlib import suppress
 from typing import Any
 
+from mmserve.core.peer_credentials import is_own_user
+
 #: The process id of a worker's raylet, in the environment that Ray gives it.
 _RAYLET = "RAY_RAYLET_PID"
 _SERVE = "--serve"
-_SIZE, _CREDENTIALS = struct.Struct("=Q"), struct.Struct("3i")
+_SIZE = struct.Struct("=Q")
 #: Seconds between two attempts to reach a template that has just been started.
 _AGAIN = 0.02
 
@@ -59,7 +61,7 @@ def _forked(arguments: list[str]) -> None:
         raise OSError("this process was not started by a raylet")
     asked = json.dumps({"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}).encode()  # noqa: PTH109
     with _connected() as connection:
-        if _peer(connection) != os.getuid():
+        if not is_own_user(connection):
             raise OSError("another user's process answers")
         socket.send_fds(connection, [_SIZE.pack(len(asked))], [1, 2])
         connection.sendall(asked)
@@ -110,7 +112,7 @@ def _serve() -> None:
             os._exit(0)
         connection, _ = listener.accept()
         with connection, suppress(OSError, ValueError):
-            if _peer(connection) != os.getuid():
+            if not is_own_user(connection):
                 continue
             _fork(connection, listener, raylet)
 
@@ -153,13 +155,6 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str, outputs
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _peer(connection: socket.socket) -> int:
-    """The user whose process is at the other end."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(raw)[1]
-    return uid
 
 
 if __name__ == "__main__":

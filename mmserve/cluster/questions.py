@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.cluster.stream_home import StreamHome, frame_of
+from mmserve.cluster.worker_streams import WorkerStreams, frame_of
 from mmserve.engine import Engine
 
 
@@ -15,7 +15,7 @@ class Subject:
     """One of a worker's engines, and the streams of video that are kept beside it."""
 
     engine: Engine
-    home: StreamHome
+    streams: WorkerStreams
 
 
 #: Each gets the subject, and what the asker gave; returns plain data, which Ray carries.
@@ -29,17 +29,12 @@ QUESTIONS: Mapping[str, Callable[..., Any]] = {
     "drop": lambda of, visual, pages: of.engine.kept.forget(visual, pages),
     "prefix_of": lambda of, request: of.engine.kept.prefix_of(request),
     # sessions of video
-    "stream.open": lambda of, *given: of.home.open(*given),
-    "stream.append": lambda of, name, number, *frame: of.home.append(name, number, frame_of(*frame)),
-    "stream.save": lambda of, name: of.home.save(name),
-    "stream.ask": lambda of, *given: of.home.ask(*given),
-    "stream.stats": lambda of, name: of.home.stats(name),
-    "stream.close": lambda of, name: of.home.close(name),
-    "stream.check": lambda of, *given: of.home.check(*given),
-    "stream.judge": lambda of, *given: of.home.judge(*given),
+    "stream.open": lambda of, *given: of.streams.open(*given),
+    "stream.append": lambda of, name, number, *frame: of.streams.append(name, number, frame_of(*frame)),
+    "stream.save": lambda of, name: of.streams.save(name),
+    "stream.ask": lambda of, *given: of.streams.ask(*given),
+    "stream.stats": lambda of, name: of.streams.stats(name),
+    "stream.close": lambda of, name: of.streams.close(name),
+    "stream.check": lambda of, *given: of.streams.check(*given),
+    "stream.judge": lambda of, *given: of.streams.judge(*given),
 }
-
-
-def answer(subject: Subject, question: str, arguments: Sequence[Any]) -> Any:
-    """What ``QUESTIONS[question]`` returns of ``subject``; raises what it raises."""
-    return QUESTIONS[question](subject, *arguments)

@@ -43,7 +43,7 @@ _PLACING = 20.0
 def start(config: ClusterConfig) -> None:
     """Start a Ray cluster on this host, or join one. Raises ``ConfigError`` where that cannot be done."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else a token is written to the home folder
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else a token is written to the user's folder
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     settings = config.cluster
     if settings.address == "local":
@@ -105,7 +105,7 @@ def head() -> str:
     return address
 
 
-class Places:
+class Placement:
     """Room for every worker on the cluster, reserved together: all of them or none."""
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -158,8 +158,8 @@ class Actor:
     def load(self, config: Config, *, shares: bool, kv_bits: int) -> Described:
         """As of ``Worker.load``. Raises what it raises, or ``Unavailable`` where the actor ends meanwhile."""
         described: Described = self._waited(self._handle.load.remote(config, shares, kv_bits))
-        if described.door:
-            self._link = connected(described.door)
+        if described.listener:
+            self._link = connected(described.listener)
         return described
 
     def host(self) -> str:
@@ -212,7 +212,7 @@ class Actor:
         """As of ``Worker.close``; returns after so many seconds at the latest, and where the actor has ended."""
         import ray
 
-        ray.wait([self._handle.close.remote()], timeout=seconds)
+        ray.wait([self._handle.call.remote("close")], timeout=seconds)
 
     def reuse(self, numbers: Sequence[int]) -> None:
         """As of ``Worker.reuse``."""
@@ -230,7 +230,7 @@ class Actor:
         if self._link is not None:
             self._link.send((name, arguments))
         else:
-            getattr(self._handle, name).remote(*arguments)
+            self._handle.call.remote(name, *arguments)
 
     def _asked(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         ask = self._handle.ask.options(concurrency_group="streams") if question.startswith(STREAM) else self._handle.ask
@@ -269,24 +269,8 @@ def _actor_class() -> Any:
             return self._worker.load(config, shares=shares, kv_bits=kv_bits)
 
         @ray.method(concurrency_group="commands")
-        def take(self, orders: list[Order]) -> None:
-            self._worker.take(orders)
-
-        @ray.method(concurrency_group="commands")
-        def cancel(self, model: str, ids: list[RequestId], error: MMServeError | None) -> None:
-            self._worker.cancel(model, ids, error)
-
-        @ray.method(concurrency_group="commands")
-        def serve(self, roles: list[str], save_every: int, ahead_bytes: int) -> None:
-            self._worker.serve(roles, save_every, ahead_bytes)
-
-        @ray.method(concurrency_group="commands")
-        def reuse(self, numbers: list[int]) -> None:
-            self._worker.reuse(numbers)
-
-        @ray.method(concurrency_group="commands")
-        def close(self) -> None:
-            self._worker.close()
+        def call(self, name: str, *arguments: Any) -> None:
+            getattr(self._worker, name)(*arguments)
 
         @ray.method(concurrency_group="questions")
         def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:

@@ -105,9 +105,7 @@ class Part:
         self.worker = worker
         of = self.group.sent if self.sample is None else {self.sample: self.group.sent.get(self.sample, 0)}
         self.skip = {sample: sent - self.point.sent for sample, sent in of.items() if sent > self.point.sent}
-        deadline, now = self.group.request.deadline, time.monotonic()
-        handover = replace(self.point, age=now - self.group.arrived)
-        left = None if deadline is None else deadline - now
+        handover, left = self._timed(self.point)
         seen, ahead = tuple(sent(each) for each in self.seen), self._ahead(worker, sent)
         self.reserved, self.given = None, 0
         return Order(model, self.group.id, self.sample, handover, sent(self.parcel), left, self.shard, seen, ahead)
@@ -116,12 +114,15 @@ class Part:
         """Have the worker that is reserved take what it does not have yet of the K/V. ``handover``: as the request will
         leave; ``sent`` as of ``order``."""
         assert self.reserved is not None
-        deadline, now = self.group.request.deadline, time.monotonic()
-        handover = replace(handover, age=now - self.group.arrived)
-        left = None if deadline is None else deadline - now
+        handover, left = self._timed(handover)
         ahead = self._ahead(self.reserved, sent)
         self.given = len(self.ahead)
         return Order(model, self.group.id, self.sample, handover, left=left, ahead=ahead, expects=True)
+
+    def _timed(self, handover: Handover) -> tuple[Handover, float | None]:
+        """``handover`` with the request's age now, and seconds until its deadline."""
+        deadline, now = self.group.request.deadline, time.monotonic()
+        return replace(handover, age=now - self.group.arrived), None if deadline is None else deadline - now
 
     def _ahead(self, worker: str, sent: Callable[[Parcel], Parcel]) -> tuple[tuple[int, Parcel], ...]:
         """What ``worker`` does not have yet of the K/V."""

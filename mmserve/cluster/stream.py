@@ -47,7 +47,7 @@ class SeenThere(Seen):
 
 
 class ClusterStream:
-    """``Stream`` whose frames the worker ``home`` keeps; ``begin`` comes first.
+    """``Stream`` whose frames the worker ``owner`` keeps; ``begin`` comes first.
 
     ``given``: what it was opened with, as of ``Streams.open``. With a lock of its own, which nothing waits for a worker
     with; the coordinator's may be held while it is taken, never the other way round.
@@ -61,18 +61,18 @@ class ClusterStream:
         most_losses: int,
     ) -> None:
         self._streams, self._given, self._most_losses = streams, given, most_losses
-        self.home: Worker | None = None
-        self.worker = ""  # the name of ``home``, which may have another one once its worker is replaced
+        self.owner: Worker | None = None
+        self.worker = ""  # the name of ``owner``, which may have another one once its worker is replaced
         self.name = ""  # the stream's there; another one each time that it is opened
         self._held = 0  # bytes that are set aside for it there
         self._changed = threading.Condition()
         self._journal = Journal(save_frames)
-        self._ready = False  # frames go to ``home`` as they come
+        self._ready = False  # frames go to ``owner`` as they come
         self._wanted = False  # it must be opened again
         self._opening = False  # on a thread that sees to that
         self._losses = 0  # of its workers, since all its frames were in last
         self._number, self._seconds = 0, 0.0  # of the newest frame
-        self._out: set[int] = set()  # frames that ``home`` was given and has not reported
+        self._out: set[int] = set()  # frames that ``owner`` was given and has not reported
         self._futures: dict[int, tuple[float, Future[Seen]]] = {}  # with the frames' seconds
         self._ended: MMServeError | None = None
 
@@ -102,11 +102,11 @@ class ClusterStream:
         """As of ``Stream.ask``."""
         once = admitted_once(sink)
         for _ in range(self._most_losses + 1):
-            home, name = self._there()
+            owner, name = self._there()
             with self._changed:
                 given, worker = GivenQuestion(request.id, self._number, scope), self.worker
                 self._journal.add(given)
-            put = partial(self._put, home, name, scope)
+            put = partial(self._put, owner, name, scope)
             try:
                 asked = self._streams.requests.submit_there(request, once, worker, put, partial(self._again, given))
             except BaseException as error:
@@ -134,9 +134,9 @@ class ClusterStream:
     def question(self, question: str, *arguments: Any, frame: int | None = None) -> Any:
         """What the worker answers that has ``frame``, None = all of them; raises ``StreamLost``."""
         for _ in range(self._most_losses + 1):
-            home, name = self._there(frame)
+            owner, name = self._there(frame)
             try:
-                return home.ask(self._streams.model, question, (name, *arguments))
+                return owner.ask(self._streams.model, question, (name, *arguments))
             except MMServeError as error:
                 if not self._is_gone(name, error):
                     raise
@@ -194,21 +194,21 @@ class ClusterStream:
             if self._ready and self._journal.kept:
                 self._disturb()
 
-    # --- to its home ---
+    # --- to its worker ---
 
     def _send(self, given: GivenFrame) -> None:
         """With the lock."""
-        assert self.home is not None
+        assert self.owner is not None
         self._out.add(given.number)
-        self.home.post(self._streams.model, "stream.append", (self.name, given.number, given.seconds, *given.pixels))
+        self.owner.post(self._streams.model, "stream.append", (self.name, given.number, given.seconds, *given.pixels))
 
     def _save_if_due(self) -> None:
         """With the lock, where all that was given is there."""
-        if self._journal.due(self._number) and self.home is not None:
-            self.home.post(self._streams.model, "stream.save", (self.name,))
+        if self._journal.due(self._number) and self.owner is not None:
+            self.owner.post(self._streams.model, "stream.save", (self.name,))
 
-    def _put(self, home: Worker, name: str, scope: Scope | None, order: Order) -> Asked:
-        asked: Asked = home.ask(self._streams.model, "stream.ask", (name, order, scope))
+    def _put(self, owner: Worker, name: str, scope: Scope | None, order: Order) -> Asked:
+        asked: Asked = owner.ask(self._streams.model, "stream.ask", (name, order, scope))
         return asked
 
     def _there(self, frame: int | None = None) -> tuple[Worker, str]:
@@ -221,9 +221,9 @@ class ClusterStream:
             self._changed.wait_for(lambda: self._ended is not None or has(), 2 * PATIENCE)
             if self._ended is not None:
                 raise self._ended
-            if not has() or self.home is None:
+            if not has() or self.owner is None:
                 raise Unavailable("the session's frames are not taken in: their worker is being replaced; try again")
-            return self.home, self.name
+            return self.owner, self.name
 
     # --- when its worker ends, or is to have it no longer ---
 
@@ -269,15 +269,15 @@ class ClusterStream:
             if lost or many:
                 self._end(self._too_many_losses() if many else self._lost())
                 continue
-            home = self._streams.choose(tried, patience)
-            if home is None:
+            owner = self._streams.choose(tried, patience)
+            if owner is None:
                 self._end(self._lost() if again else self._streams.nobody())
                 continue
             try:
-                self._open_at(home)
+                self._open_at(owner)
                 self._give_again()
             except WorkerEnded:
-                tried.add(home.name)
+                tried.add(owner.name)
                 with self._changed:
                     self._wanted = True
             except MMServeError as error:
@@ -286,10 +286,10 @@ class ClusterStream:
                 logger.exception("a stream of video could not be opened again")
                 self._end(self._lost())
 
-    def _open_at(self, home: Worker) -> None:
+    def _open_at(self, owner: Worker) -> None:
         with self._changed:
-            old, former = self.home, self.name
-            self.home, self.worker, self.name = home, home.name, uuid.uuid4().hex
+            old, former = self.owner, self.name
+            self.owner, self.worker, self.name = owner, owner.name, uuid.uuid4().hex
             self._out.clear()
             parcel, worker, name = self._journal.parcel, self.worker, self.name
         if not self._streams.renamed(self, former):
@@ -297,7 +297,7 @@ class ClusterStream:
         if old is not None:
             old.post(self._streams.model, "stream.close", (former,))
         state = self._streams.sent(parcel, worker)
-        self._held = home.ask(self._streams.model, "stream.open", (name, *self._given, state))
+        self._held = owner.ask(self._streams.model, "stream.open", (name, *self._given, state))
         if former:
             logger.info("worker %s goes on with a session's stream after frame %d", worker, self._journal.number)
 
@@ -329,11 +329,11 @@ class ClusterStream:
             self._ask_again(entry)
 
     def _ask_again(self, given: GivenQuestion) -> None:
-        assert self.home is not None
+        assert self.owner is not None
         try:
             orders = self._streams.requests.orders_again(given.id, self.worker)
             for order in orders:
-                self._put(self.home, self.name, given.scope, order)
+                self._put(self.owner, self.name, given.scope, order)
         except WorkerEnded:
             given.lost = True
             raise
@@ -353,12 +353,12 @@ class ClusterStream:
             self._ended = error
             futures, self._futures = self._futures, {}
             questions = [each.id for each in self._journal.questions]
-            parcel, home, name = self._journal.clear(), self.home, self.name
+            parcel, owner, name = self._journal.clear(), self.owner, self.name
             self._changed.notify_all()
         self._streams.forget(self)
         self._streams.drop(parcel)
-        if home is not None:
-            home.post(self._streams.model, "stream.close", (name,))
+        if owner is not None:
+            owner.post(self._streams.model, "stream.close", (name,))
         for _seconds, future in futures.values():
             future.set_exception(error)
         if isinstance(error, StreamLost):

@@ -15,7 +15,7 @@ from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.messages import Appended, Order, Parcel, StreamSaved
 from mmserve.cluster.requests import Sink
 from mmserve.cluster.stream import PATIENCE, ClusterStream, SeenThere
-from mmserve.cluster.workers import Depot, Worker
+from mmserve.cluster.workers import PayloadStore, Worker
 from mmserve.config import VideoConfig
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import Request, RequestId, Vision
@@ -72,17 +72,12 @@ class ClusterStreams:
         settings: ClusterSettings,
         config: VideoConfig,
         workers: Callable[[], Sequence[Worker]],
-        depot: Depot,
+        payloads: PayloadStore,
         closing: Callable[[], None],
     ) -> None:
         self.model, self.requests = requests.info.name, requests
-        self._settings, self._config, self._workers, self._depot, self._closing = (
-            settings,
-            config,
-            workers,
-            depot,
-            closing,
-        )
+        self._settings, self._config, self._workers = settings, config, workers
+        self._payloads, self._closing = payloads, closing
         self._lock = threading.Lock()
         self._streams: dict[str, ClusterStream] = {}  # by their names on their workers
         self._open: dict[ClusterStream, int] = {}  # bytes that are set aside for each
@@ -128,14 +123,14 @@ class ClusterStreams:
 
     # --- what workers report ---
 
-    def took(self, item: Appended) -> None:
-        """What became of a frame."""
-        if (stream := self._named(item.key)) is not None:
-            stream.took(item)
-
-    def saved(self, item: StreamSaved) -> None:
-        """A stream's state was saved; with the coordinator's lock."""
-        if (stream := self._named(item.key)) is not None:
+    def reported(self, item: Appended | StreamSaved) -> None:
+        """What became of a frame, or a saved state of a stream; with the coordinator's lock."""
+        with self._lock:
+            stream = self._streams.get(item.key)
+        if isinstance(item, Appended):
+            if stream is not None:
+                stream.took(item)
+        elif stream is not None:
             stream.saved(item)
         else:
             self.drop(item.parcel)
@@ -184,12 +179,12 @@ class ClusterStreams:
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
         """A saved state for a worker to read."""
-        return None if parcel is None else self._depot.sent(parcel, worker)
+        return None if parcel is None else self._payloads.sent(parcel, worker)
 
     def drop(self, parcel: Parcel) -> None:
         """A saved state is not needed any more."""
         if parcel is not None:
-            self._depot.drop(parcel)
+            self._payloads.drop(parcel)
 
     def go(self, work: Callable[[], None]) -> None:
         """Run this soon, on another thread."""
@@ -219,10 +214,6 @@ class ClusterStreams:
             raise FailedPrecondition("the frame is of no stream of this cluster")
         judged: list[Judged] = frame.stream.question("stream.judge", frame.number, list(questions), frame=frame.number)
         return judged
-
-    def _named(self, name: str) -> ClusterStream | None:
-        with self._lock:
-            return self._streams.get(name)
 
     def _all(self) -> list[ClusterStream]:
         with self._lock:

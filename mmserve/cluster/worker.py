@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from mmserve.assembly import build_engines
-from mmserve.cluster.link import Door
+from mmserve.cluster.link import Listener
 from mmserve.cluster.messages import (
-    Beat,
     Chunk,
     Described,
     Happened,
+    Heartbeat,
     Item,
     Moved,
     Order,
@@ -32,8 +32,8 @@ from mmserve.cluster.messages import (
     without_media,
 )
 from mmserve.cluster.object_store import fetched, stored
-from mmserve.cluster.questions import Subject, answer
-from mmserve.cluster.stream_home import StreamHome
+from mmserve.cluster.questions import QUESTIONS, Subject
+from mmserve.cluster.worker_streams import WorkerStreams
 from mmserve.config import Config
 from mmserve.core.events import Admitted, Event, Failed
 from mmserve.core.handover import Ahead, Handover, Left, Saved
@@ -47,13 +47,13 @@ from mmserve.models.base import LoadedModel
 from mmserve.observe import traces
 from mmserve.transfer.kv_coding import coded, decoded
 from mmserve.transfer.payloads import PAYLOADS
-from mmserve.transfer.shared_memory import Reader, Shelf, Ticket, allow_descriptors, host_id
+from mmserve.transfer.shared_memory import Arena, Reader, Ticket, allow_descriptors, host_id
 from mmserve.video.facts import facts_of
 
 logger = logging.getLogger("mmserve.cluster")
 
 #: Seconds between two signs of life.
-BEAT_SECONDS = 0.25
+HEARTBEAT_SECONDS = 0.25
 #: Items that travel together, at most.
 _TOGETHER = 256
 
@@ -66,7 +66,7 @@ class Worker:
         allow_descriptors()
         self._engines: dict[str, Engine] = {}
         self._subjects: dict[str, Subject] = {}
-        self._shelf, self._reader = Shelf(), Reader()
+        self._arena, self._reader = Arena(), Reader()
         self._outbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}  # of states that this process wrote
         self._shares, self._kv_bits = True, 0
@@ -83,24 +83,18 @@ class Worker:
         for engine in self._engines.values():
             engine.start()
         for name, engine in self._engines.items():
-            home = StreamHome(engine, config.video, self._outbox.put, self._sink, self._written, self._read)
-            self._subjects[name] = Subject(engine, home)
+            streams = WorkerStreams(engine, config.video, self._outbox.put, self._sink, self._written, self._read)
+            self._subjects[name] = Subject(engine, streams)
         infos = {name: engine.info for name, engine in self._engines.items()}
         stages = {name: engine.stages for name, engine in self._engines.items()}
         facts = {name: facts_of(each.model, each.capabilities) for name, each in stages.items()}
         adapters = {name: tuple(engine.adapters.listed()) for name, engine in self._engines.items()}
-        door = ""
+        address = ""
         if shares:  # references to Ray's store travel by Ray alone
-            calls: dict[str, Callable[..., None]] = {
-                "take": self.take,
-                "cancel": self.cancel,
-                "serve": self.serve,
-                "reuse": self.reuse,
-            }
-            opened = Door()
-            opened.serve(calls, self.events)
-            door = opened.address
-        return Described(infos, facts, adapters, host_id(), os.getpid(), self._shelf.address, door)
+            listener = Listener()
+            listener.serve({name: getattr(self, name) for name in ("take", "cancel", "serve", "reuse")}, self.events)
+            address = listener.address
+        return Described(infos, facts, adapters, host_id(), os.getpid(), self._arena.address, address)
 
     def take(self, orders: list[Order]) -> None:
         """Take requests in; what goes wrong with one is reported by an item of its own."""
@@ -155,11 +149,11 @@ class Worker:
                 engine.warm()
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
-        """As of ``questions.answer``; what is no ``MMServeError`` is raised as ``Internal``."""
+        """What ``QUESTIONS[question]`` returns; raises what it raises, ``Internal`` for what is no ``MMServeError``."""
         subject = self._subjects[model]
         torch.set_num_threads(subject.engine.config.torch_threads)
         try:
-            return answer(subject, question, arguments)
+            return QUESTIONS[question](subject, *arguments)
         except MMServeError:
             raise
         except Exception as error:
@@ -168,7 +162,7 @@ class Worker:
     def close(self) -> None:
         """End all requests, and write to disk what is kept there over restarts."""
         for subject in self._subjects.values():
-            subject.home.stop()
+            subject.streams.stop()
             subject.engine.stop()
 
     def reuse(self, numbers: list[int]) -> None:
@@ -176,21 +170,25 @@ class Worker:
         for number in numbers:
             ticket = self._tickets.pop(number, None)
             if ticket is not None:
-                self._shelf.drop(ticket)
+                self._arena.drop(ticket)
 
     def events(self) -> Iterator[list[Item]]:
         """What happens, for ever: as many items at once as there are; none at all is a sign of life."""
-        beat, last = 0.0, time.monotonic()
+        due, last = 0.0, time.monotonic()
         while True:
-            if (now := time.monotonic()) >= beat:
-                yield [Beat({name: engine.stats() for name, engine in self._engines.items()}, self._passes(now - last))]
-                beat, last = now + BEAT_SECONDS, now
-            if items := self._next(max(0.0, beat - time.monotonic())):
+            if (now := time.monotonic()) >= due:
+                yield [
+                    Heartbeat(
+                        {name: engine.stats() for name, engine in self._engines.items()}, self._passes(now - last)
+                    )
+                ]
+                due, last = now + HEARTBEAT_SECONDS, now
+            if items := self._next(max(0.0, due - time.monotonic())):
                 yield items
 
     def _passes(self, since: float) -> tuple[Pass, ...]:
-        """What the engines ran lately; and a beat counts as a pass, too, of so many seconds."""
-        found = [Pass("beat", 1, max(since, BEAT_SECONDS))]
+        """What the engines ran lately; and a heartbeat counts as a pass, too, of so many seconds."""
+        found = [Pass("heartbeat", 1, max(since, HEARTBEAT_SECONDS))]
         for engine in self._engines.values():
             with suppress(IndexError):
                 while True:
@@ -241,7 +239,7 @@ class Worker:
     def _written(self, payload: Any) -> Parcel:
         packed = PAYLOADS.pack(payload)
         if self._shares:
-            ticket = self._shelf.write(packed)
+            ticket = self._arena.write(packed)
             self._tickets[ticket.number] = ticket
             return ticket
         data = bytearray(packed.size)

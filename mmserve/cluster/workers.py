@@ -39,7 +39,7 @@ class Worker(Protocol):
         """The same, in the same order, without waiting for it."""
 
 
-class Depot(Protocol):
+class PayloadStore(Protocol):
     """Where states are between two workers; for any number of threads."""
 
     def keep(self, parcel: Parcel) -> Parcel:

@@ -20,7 +20,7 @@ from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Message, Request, Stage, TextPart
 from mmserve.plan.fit import Fit, Sample, fit
 from mmserve.transfer.payloads import PAYLOADS
-from mmserve.transfer.shared_memory import Reader, Shelf
+from mmserve.transfer.shared_memory import Arena, Reader
 
 #: How often so many bytes are handed on.
 _TIMES = 15
@@ -32,7 +32,7 @@ def handover_costs() -> Fit:
     ordered, mapped, checked and copied out. All ends are in this process, whose time is taken as a whole."""
     seen: dict[int, list[float]] = defaultdict(list)
     one, other = socket.socketpair()
-    with closing(Shelf()) as worker, closing(Shelf()) as front, closing(Reader()) as keeps, closing(Reader()) as reader:
+    with closing(Arena()) as worker, closing(Arena()) as front, closing(Reader()) as keeps, closing(Reader()) as reader:
         link, messages = Link(one), Link(other).messages()
         for number in range(-1, _TIMES):
             for size in _SIZES:

@@ -22,12 +22,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmserve.core.peer_credentials import is_own_user
 from mmserve.errors import TransferError
 from mmserve.transfer.codec import Packed
 
 #: Seconds for an answer of a process of the same host, which copies nothing: one that takes longer is stopped.
 _PATIENCE = 5.0
-_ASK, _ANSWER, _CREDENTIALS = struct.Struct("=Q"), struct.Struct("=qq"), struct.Struct("3i")
+_ASK, _ANSWER = struct.Struct("=Q"), struct.Struct("=qq")
 #: Bytes of the smallest memory, and of those that a reader keeps mapped.
 _LEAST, _MOST_MAPPED = 1 << 16, 64 << 20
 
@@ -95,7 +96,7 @@ class Ticket:
     size: int  # bytes
 
 
-class Shelf:
+class Arena:
     """The memory that other processes may ask this one for; for any number of threads.
 
     ``spare``: bytes that are kept to be written again.
@@ -111,7 +112,7 @@ class Shelf:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(128)
-        threading.Thread(target=self._accept, name="mmserve-shelf", daemon=True).start()
+        threading.Thread(target=self._accept, name="mmserve-arena", daemon=True).start()
 
     def write(self, packed: Packed) -> Ticket:
         """Offer ``packed`` until ``drop``, which must wait until nobody reads it any more."""
@@ -120,7 +121,7 @@ class Shelf:
         return self.put(memory)
 
     def put(self, memory: Memory) -> Ticket:
-        """Offer ``memory``, which is the shelf's from then on, until ``drop``."""
+        """Offer ``memory``, which is the arena's from then on, until ``drop``."""
         with self._lock:
             self._next += 1
             self._kept[self._next] = memory
@@ -167,13 +168,12 @@ class Shelf:
                 connection, _ = self._socket.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._serve, args=(connection,), name="mmserve-shelf-peer", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), name="mmserve-arena-peer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer one process until it goes."""
         with connection, contextlib.suppress(OSError):
-            raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(raw)[1] != os.getuid():
+            if not is_own_user(connection):
                 return
             while asked := _received(connection, _ASK.size):
                 with self._lock:
@@ -189,7 +189,7 @@ class Shelf:
 
 
 class Reader:
-    """Asks the shelves of other processes; keeps a connection to each. For any number of threads: one that waits for a
+    """Asks the arenas of other processes; keeps a connection to each. For any number of threads: one that waits for a
     process that is stopped keeps none waiting that asks another.
 
     ``patience``: seconds for an answer. ``mapped``: bytes of memory that stay mapped after they were read.

@@ -132,7 +132,7 @@ class Session:
         return self._outlet.detached
 
     @property
-    def _under_way(self) -> int:
+    def _in_flight(self) -> int:
         """Frames that the stream has not seen yet, or that standing questions are still asked about."""
         return self._appending + self._watches.waiting
 
@@ -140,7 +140,7 @@ class Session:
     def idle(self) -> bool:
         """Whether nothing is in progress."""
         decoded = not (self._to_decode or self._window.waiting)
-        return decoded and not (self._questions or self._under_way or len(self._waiting) or self._taking)
+        return decoded and not (self._questions or self._in_flight or len(self._waiting) or self._taking)
 
     def end(self, error: MMServeError | None) -> None:
         """End with ``error``, None = the client ended it: what is in progress is given up, and nothing stays."""
@@ -261,7 +261,7 @@ class Session:
     async def _take(self) -> None:
         while True:
             await self._changes.until(
-                lambda: len(self._waiting) > 0 and self._under_way < self._config.frames_under_way
+                lambda: len(self._waiting) > 0 and self._in_flight < self._config.frames_under_way
             )
             item, self._taking = self._waiting.pop(), True
             self._changes.notify()
@@ -286,7 +286,7 @@ class Session:
             case m.Unwatch(watch_id):
                 self._watches.remove(watch_id)
             case _Closing():
-                await self._changes.until(lambda: not self._questions and not self._under_way)
+                await self._changes.until(lambda: not self._questions and not self._in_flight)
                 await self._close_stream()
                 self._closed = True
                 self._report(m.Closed())

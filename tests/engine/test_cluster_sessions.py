@@ -125,9 +125,9 @@ def test_a_session_outlives_its_workers(alone: dict[str, Any], path: str) -> Non
             if step in (0, 1, 2):
                 stream: Any = session.stream
                 eventually(lambda: stream.worker in {worker.name for worker in left}, "it to be on another worker")
-                [home] = [worker for worker in left if worker.name == stream.worker]
-                left.remove(home)
-                home.kill()
+                [owner] = [worker for worker in left if worker.name == stream.worker]
+                left.remove(owner)
+                owner.kill()
 
         assert session.play(kill) == alone[path]
         assert len(left) == 1
@@ -144,10 +144,10 @@ def test_a_session_follows_the_role_of_encoding(alone: dict[str, Any]) -> None:
         judge: Any = streams
 
         def switch(step: int) -> None:
-            home = session.stream.worker  # type: ignore[attr-defined]
-            seen_at.add(home)
+            owner = session.stream.worker  # type: ignore[attr-defined]
+            seen_at.add(owner)
             for worker in workers:
-                worker.serve(("prefill", "decode") if worker.name == home else ALL)
+                worker.serve(("prefill", "decode") if worker.name == owner else ALL)
             made.joined(workers[0])
             if step == 3:
                 [judged] = judge.judge(session.frames[-1].result(PATIENCE), [CIRCLE])
@@ -155,7 +155,7 @@ def test_a_session_follows_the_role_of_encoding(alone: dict[str, Any]) -> None:
 
             def moved() -> bool:
                 made.tick(0.0)  # as a fleet does all the time
-                return bool(session.stream.worker != home)  # type: ignore[attr-defined]
+                return bool(session.stream.worker != owner)  # type: ignore[attr-defined]
 
             eventually(moved, "the session to move")
 

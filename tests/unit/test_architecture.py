@@ -129,9 +129,9 @@ def test_the_parts_of_constraint_import_downwards_and_decode_knows_its_session_a
         offences += _offences(_files(folder) if folder.is_dir() else [folder.with_suffix(".py")], above)
     assert offences == []
     outer = {"mmserve.constraint", "mmserve.constraint.session"}
-    door = ("mmserve.constraint.session.session", "mmserve.constraint.restored")  # a session, and its plain data
+    known = ("mmserve.constraint.session.session", "mmserve.constraint.restored")  # a session, and its plain data
     for path in _files(PACKAGE / "decode"):
-        inner = {m for m in imports(path) if _within(m, ("mmserve.constraint",)) and not _within(m, door)}
+        inner = {m for m in imports(path) if _within(m, ("mmserve.constraint",)) and not _within(m, known)}
         assert inner <= outer, f"{_module(path)} imports {inner}"
 
 

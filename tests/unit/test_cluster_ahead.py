@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fake_workers import MODEL, Depot, Worker, coordinator, finish, submit
+from fake_workers import MODEL, PayloadStore, Worker, coordinator, finish, submit
 from harness import Call
 from helpers import ask
 
@@ -20,10 +20,10 @@ class Cluster:
     """An encoding and prefilling worker, two that decode, and a request in prefill."""
 
     def __init__(self, request: Request = ONE) -> None:
-        self.depot = Depot()
+        self.payloads = PayloadStore()
         self.first = Worker("p", frozenset({"encode", "prefill"}))
         self.workers = [Worker("d", frozenset({"decode"})), Worker("e", frozenset({"decode"}))]
-        self.made: Coordinator = coordinator(self.first, *self.workers, depot=self.depot)
+        self.made: Coordinator = coordinator(self.first, *self.workers, payloads=self.payloads)
         self.request = request
         self.call: Call = submit(self.made, request)
 
@@ -66,9 +66,9 @@ def test_chunks_go_to_the_worker_that_then_gets_the_request() -> None:
     cluster.moved()
     last = worker.orders[-1]
     assert (last.expects, last.parcel, ahead(last)) == (False, "rest", [])
-    assert cluster.depot.held == ["chunk 0", "chunk 1", "rest"], "until the next saved state"
+    assert cluster.payloads.held == ["chunk 0", "chunk 1", "rest"], "until the next saved state"
     finish(cluster.made, worker, "one")
-    assert cluster.call.ended and not cluster.depot.held and not worker.cancelled
+    assert cluster.call.ended and not cluster.payloads.held and not worker.cancelled
 
 
 def test_another_decode_worker_gets_all_of_it_where_the_first_one_ends_before_the_request_came() -> None:
@@ -82,7 +82,7 @@ def test_another_decode_worker_gets_all_of_it_where_the_first_one_ends_before_th
     cluster.moved()
     assert ahead(other.orders[-1]) == []
     finish(cluster.made, other, "one")
-    assert not cluster.depot.held
+    assert not cluster.payloads.held
 
 
 def test_another_decode_worker_gets_all_of_it_where_the_first_one_ends_with_the_request() -> None:
@@ -95,7 +95,7 @@ def test_another_decode_worker_gets_all_of_it_where_the_first_one_ends_with_the_
     [order] = other.orders
     assert (order.expects, order.parcel, ahead(order)) == (False, "rest", [(0, "chunk 0"), (1, "chunk 1")])
     finish(cluster.made, other, "one")
-    assert not cluster.depot.held
+    assert not cluster.payloads.held
 
 
 def test_a_request_begins_anew_where_its_prefill_worker_ends_and_its_chunks_are_forgotten() -> None:
@@ -103,7 +103,7 @@ def test_a_request_begins_anew_where_its_prefill_worker_ends_and_its_chunks_are_
     cluster.chunk(0)
     again = Worker("q", frozenset({"encode", "prefill"}))
     cluster.made.left("p")
-    assert cluster.reserved.cancelled == ["one"] and not cluster.depot.held
+    assert cluster.reserved.cancelled == ["one"] and not cluster.payloads.held
     cluster.made.equip(again)
     cluster.made.joined(again)
     [order] = again.orders
@@ -116,7 +116,7 @@ def test_what_a_worker_makes_of_a_prompt_again_replaces_what_it_made_before() ->
     cluster.chunk(1)
     before = cluster.reserved
     cluster.chunk(0)
-    assert before.cancelled == ["one"] and cluster.depot.held == ["chunk 0"]
+    assert before.cancelled == ["one"] and cluster.payloads.held == ["chunk 0"]
 
 
 def test_a_request_that_is_cancelled_between_chunks_ends_on_both_workers() -> None:
@@ -124,9 +124,9 @@ def test_a_request_that_is_cancelled_between_chunks_ends_on_both_workers() -> No
     cluster.chunk(0)
     cluster.made.cancel("one")
     assert cluster.first.cancelled == cluster.reserved.cancelled == ["one"]
-    assert isinstance(cluster.call.error(), Cancelled) and not cluster.depot.held
+    assert isinstance(cluster.call.error(), Cancelled) and not cluster.payloads.held
     cluster.chunk(1)  # it was under way
-    assert not cluster.depot.held and len(cluster.reserved.orders) == 1
+    assert not cluster.payloads.held and len(cluster.reserved.orders) == 1
 
 
 def test_no_worker_is_reserved_where_none_has_room_and_the_request_brings_its_chunks() -> None:
@@ -150,7 +150,7 @@ def test_a_worker_is_not_reserved_for_what_it_has_itself() -> None:
     cluster.chunk(0)
     assert len(cluster.first.orders) == 1
     finish(cluster.made, cluster.first, "one")
-    assert not cluster.depot.held and not cluster.first.cancelled
+    assert not cluster.payloads.held and not cluster.first.cancelled
 
 
 def test_a_state_in_the_middle_of_the_answer_needs_no_chunks_any_more() -> None:
@@ -160,7 +160,7 @@ def test_a_state_in_the_middle_of_the_answer_needs_no_chunks_any_more() -> None:
     worker, other = cluster.reserved, cluster.other
     handover = replace(worker.orders[-1].handover, stage=Stage.READY)
     cluster.made.take(worker.name, [Moved(MODEL, "one", None, handover, "saved", stays=True)])
-    assert cluster.depot.held == ["saved"] and not worker.cancelled
+    assert cluster.payloads.held == ["saved"] and not worker.cancelled
     cluster.made.left(worker.name)
     [order] = other.orders
     assert (order.parcel, ahead(order)) == ("saved", [])
@@ -173,7 +173,7 @@ def test_a_refused_request_begins_anew_without_its_chunks() -> None:
     worker = cluster.reserved
     cluster.made.take(worker.name, [Refused(MODEL, "one", None, TransferError("a chunk is missing"))])
     assert cluster.first.orders[-1].handover.stage is Stage.QUEUED and not cluster.first.orders[-1].ahead
-    assert not cluster.depot.held
+    assert not cluster.payloads.held
 
 
 def test_each_sample_has_chunks_of_its_own() -> None:
@@ -183,4 +183,4 @@ def test_each_sample_has_chunks_of_its_own() -> None:
     found = sorted((order.sample, ahead(order)) for worker in cluster.workers for order in worker.orders)
     assert found == [(0, [(0, "chunk 0")]), (1, [(0, "chunk 0")])]
     cluster.made.cancel("one")
-    assert not cluster.depot.held
+    assert not cluster.payloads.held

@@ -8,11 +8,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from fake_workers import MODEL, PATIENCE, Depot, Worker, coordinator, finish, join, submit
+from fake_workers import MODEL, PATIENCE, PayloadStore, Worker, coordinator, finish, join, submit
 from helpers import ask, picture
 
 from mmserve.cluster.asking import WorkerEnded
-from mmserve.cluster.messages import Beat, Moved
+from mmserve.cluster.messages import Heartbeat, Moved
 from mmserve.cluster.metrics import FleetMetrics
 from mmserve.core.cached import Block, Label
 from mmserve.core.handover import Handover
@@ -42,15 +42,15 @@ def with_adapter(name: str, adapter: str) -> Request:
 
 
 def test_a_worker_that_hands_on_no_memory_keeps_nobody_else_waiting() -> None:
-    depot, slow, other = Depot(), Worker("0", frozenset({"encode"})), Worker("1")
-    made = coordinator(slow, depot=depot)
+    payloads, slow, other = PayloadStore(), Worker("0", frozenset({"encode"})), Worker("1")
+    made = coordinator(slow, payloads=payloads)
     call = submit(made, ask("one"))
     [order] = slow.orders
     handover = replace(order.handover, stage=Stage.ENCODED)
     moved = Moved(MODEL, "one", None, handover, "slow", stays=False)
     taking = threading.Thread(target=made.take, args=("0", [moved]))
     taking.start()
-    assert depot.entered.wait(PATIENCE)
+    assert payloads.entered.wait(PATIENCE)
 
     def everything_else() -> None:
         join(made, other)
@@ -63,7 +63,7 @@ def test_a_worker_that_hands_on_no_memory_keeps_nobody_else_waiting() -> None:
     beside.start()
     beside.join(PATIENCE)
     waited = beside.is_alive()
-    depot.go_on.set()
+    payloads.go_on.set()
     taking.join(PATIENCE)
     assert not waited
     assert [each.key for each in other.orders] == ["two", "one"]
@@ -72,15 +72,15 @@ def test_a_worker_that_hands_on_no_memory_keeps_nobody_else_waiting() -> None:
 
 
 def test_a_state_that_comes_after_its_worker_was_given_up_is_dropped() -> None:
-    depot, slow = Depot(), Worker("0", frozenset({"encode"}))
-    made = coordinator(slow, depot=depot)
+    payloads, slow = PayloadStore(), Worker("0", frozenset({"encode"}))
+    made = coordinator(slow, payloads=payloads)
     submit(made, ask("one"))
     moved = Moved(MODEL, "one", None, replace(slow.orders[0].handover, stage=Stage.ENCODED), "slow", stays=False)
     taking = threading.Thread(target=made.take, args=("0", [moved]))
     taking.start()
-    assert depot.entered.wait(PATIENCE)
+    assert payloads.entered.wait(PATIENCE)
     made.left("0")
-    depot.go_on.set()
+    payloads.go_on.set()
     taking.join(PATIENCE)
     other = Worker("1")
     join(made, other)
@@ -238,7 +238,7 @@ def test_statistics_are_summed_and_counters_outlive_their_worker() -> None:
     cache = CacheStats(lookups=5, hits=2, made=3, entries=3, used_bytes=300, disk_bytes=700)
     stats = Stats(0, 0, 1, 0, pages=8, prefix_lookups=4, token_cache=cache, prefix_cache=cache)
     for worker in (one, other):
-        made.take(worker.name, [Beat({MODEL: stats})])
+        made.take(worker.name, [Heartbeat({MODEL: stats})])
     both = made.stats()
     assert (both.pages, both.pages_in_use, both.prefix_lookups) == (16, 2, 8)
     for found in (both.token_cache, both.prefix_cache):
@@ -255,7 +255,7 @@ def test_statistics_are_summed_and_counters_outlive_their_worker() -> None:
         assert samples["mmserve:cluster_worker_cache_hits_total", worker, "prefix"] == 2
         assert samples["mmserve:cluster_worker_cache_bytes", worker, "prefix"] == 300
     made.left("1")
-    made.take("1", [Beat({MODEL: stats})])  # one that was still under way
+    made.take("1", [Heartbeat({MODEL: stats})])  # one that was still under way
     left = made.stats()
     assert (left.pages, left.pages_in_use, left.prefix_lookups) == (8, 1, 8)
     assert left.token_cache == CacheStats(lookups=10, hits=4, made=6, entries=3, used_bytes=300, disk_bytes=700)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mmserve.cluster import link as links
-from mmserve.cluster.link import Door, Link, connected
+from mmserve.cluster.link import Link, Listener, connected
 from mmserve.errors import Unavailable
 
 PATIENCE = 60.0
@@ -20,13 +20,13 @@ LARGE = b"x" * (8 << 20)
 
 
 class Served:
-    """A door whose calls are noted, and whose events come from the test."""
+    """A listener whose calls are noted, and whose events come from the test."""
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.door = Door()
-        self.door.serve({"take": lambda *given: self.calls.put(given)}, self._events)
+        self.listener = Listener()
+        self.listener.serve({"take": lambda *given: self.calls.put(given)}, self._events)
 
     def _events(self) -> Iterator[Any]:
         while True:
@@ -40,7 +40,7 @@ def pair() -> tuple[Link, Link]:
 
 def test_calls_and_events_come_in_order_whatever_their_sizes() -> None:
     served = Served()
-    link = connected(served.door.address)
+    link = connected(served.listener.address)
     sent = [i if i % 3 else LARGE[: i << 14] for i in range(60)]
     for each in sent:
         link.send(("take", (each,)))
@@ -96,10 +96,10 @@ def test_threads_send_whole_messages() -> None:
     other.close()
 
 
-def test_a_door_that_is_not_there_or_belongs_to_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_that_is_not_there_or_belongs_to_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match="takes no connection"):
         connected("mmserve-nobody")
     served = Served()
-    monkeypatch.setattr(links, "_peer", lambda _connection: 12345)
+    monkeypatch.setattr(links, "is_own_user", lambda _connection: False)
     with pytest.raises(Unavailable, match="another user"):
-        connected(served.door.address)
+        connected(served.listener.address)

@@ -40,9 +40,9 @@ class Cluster:
     """Two encode workers and one for the rest, with a stream on the first."""
 
     def __init__(self, **settings: Any) -> None:
-        self.home, self.next, self.rest = encoder("e"), encoder("f"), Worker("0", frozenset({"prefill", "decode"}))
+        self.owner, self.next, self.rest = encoder("e"), encoder("f"), Worker("0", frozenset({"prefill", "decode"}))
         given = ClusterSettings(**{"save_frames": 4, **settings})
-        self.made = coordinator(self.home, self.rest, facts=Facts(), settings=given)
+        self.made = coordinator(self.owner, self.rest, facts=Facts(), settings=given)
         self.streams = self.made.session_parts(Config()).streams
         self.stream: Stream = self.streams.open(Memory(), Tenant())
         join(self.made, self.next)
@@ -103,12 +103,12 @@ def given(worker: Worker) -> list[Any]:
 
 def test_a_question_goes_on_from_the_worker_of_its_stream_as_any_request(cluster: Cluster) -> None:
     call = cluster.asked_once("q")
-    _name, order, _scope = of(cluster.home, "stream.ask")[-1]
-    assert order.key == "q" and not cluster.home.orders
+    _name, order, _scope = of(cluster.owner, "stream.ask")[-1]
+    assert order.key == "q" and not cluster.owner.orders
     handover = replace(order.handover, stage=Stage.ENCODED)
     cluster.made.take("e", [Moved(MODEL, "q", None, handover, "state", stays=False)])
     assert [each.key for each in cluster.rest.orders] == ["q"] and cluster.made.stats().queued == 0
-    cluster.leave(cluster.home)
+    cluster.leave(cluster.owner)
     assert not call.ended, "its state is saved"
     finish(cluster.made, cluster.rest, "q")
     assert call.ended
@@ -116,14 +116,14 @@ def test_a_question_goes_on_from_the_worker_of_its_stream_as_any_request(cluster
 
 def test_another_worker_goes_on_from_the_saved_state_with_what_came_after_it(cluster: Cluster) -> None:
     frames = cluster.append(5)
-    _name, number, seconds, size, pixels, detail = of(cluster.home, "stream.append")[-1]
+    _name, number, seconds, size, pixels, detail = of(cluster.owner, "stream.append")[-1]
     assert (number, seconds, size, len(pixels), detail) == (5, 4.0, (4, 3), 36, True)
-    assert len(of(cluster.home, "stream.save")) == 1, "after four frames"
-    cluster.report(cluster.home, 1, 2, 3, 4)
-    cluster.save(cluster.home, 4, "after four")
+    assert len(of(cluster.owner, "stream.save")) == 1, "after four frames"
+    cluster.report(cluster.owner, 1, 2, 3, 4)
+    cluster.save(cluster.owner, 4, "after four")
     frames += cluster.append(1)
     assert [each.done() for each in frames] == [True] * 4 + [False] * 2
-    cluster.leave(cluster.home)
+    cluster.leave(cluster.owner)
     until(lambda: of(cluster.next, "stream.open") and given(cluster.next) == [5, 6])
     assert of(cluster.next, "stream.open")[0][-1] == "after four"
     cluster.report(cluster.next, 5, 6)
@@ -137,12 +137,12 @@ def test_another_worker_goes_on_from_the_saved_state_with_what_came_after_it(clu
 
 def test_a_question_that_is_lost_is_asked_again_after_the_frames_that_it_saw(cluster: Cluster) -> None:
     cluster.append(2)
-    cluster.report(cluster.home, 1, 2)
+    cluster.report(cluster.owner, 1, 2)
     call = cluster.asked_once("q")
     cluster.append(3)
-    cluster.report(cluster.home, 3, 4, 5)
-    cluster.save(cluster.home, 4, "after four")
-    cluster.leave(cluster.home)
+    cluster.report(cluster.owner, 3, 4, 5)
+    cluster.save(cluster.owner, 4, "after four")
+    cluster.leave(cluster.owner)
     until(lambda: of(cluster.next, "stream.open") and given(cluster.next) == [1, 2])
     assert of(cluster.next, "stream.open")[0][-1] is None, "the state after four frames is too late for the question"
     cluster.report(cluster.next, 1, 2)
@@ -154,13 +154,13 @@ def test_a_question_that_is_lost_is_asked_again_after_the_frames_that_it_saw(clu
 
 def test_a_question_that_finds_its_worker_gone_is_put_to_the_next(cluster: Cluster) -> None:
     cluster.append(1)
-    cluster.report(cluster.home, 1)
+    cluster.report(cluster.owner, 1)
 
     def ends(*_arguments: Any) -> Any:
-        cluster.leave(cluster.home)
+        cluster.leave(cluster.owner)
         raise WorkerEnded("it has ended")
 
-    cluster.home.answers["stream.ask"] = ends
+    cluster.owner.answers["stream.ask"] = ends
     cluster.next.answers["stream.ask"] = lambda *_arguments: ASKED
     waiting = Call(ask("q"))
     taken = cluster.next.post
@@ -181,11 +181,11 @@ def test_a_stream_leaves_a_worker_that_encodes_no_more(cluster: Cluster) -> None
     frames = cluster.append(1)
     cluster.made.tick(0.0)
     assert not of(cluster.next, "stream.open")
-    cluster.home.serve({"decode"})
+    cluster.owner.serve({"decode"})
     cluster.made.tick(0.0)
     until(lambda: of(cluster.next, "stream.open") and given(cluster.next) == [1])
-    until(lambda: of(cluster.home, "stream.close"))
-    cluster.report(cluster.home, 1)  # late, by its former name
+    until(lambda: of(cluster.owner, "stream.close"))
+    cluster.report(cluster.owner, 1)  # late, by its former name
     assert not frames[0].done()
     cluster.report(cluster.next, 1)
     assert frames[0].result(PATIENCE).seconds == 0.0
@@ -195,8 +195,8 @@ def test_a_stream_leaves_a_worker_that_encodes_no_more(cluster: Cluster) -> None
 
 def test_a_question_whose_worker_changes_its_role_goes_with_its_stream(cluster: Cluster) -> None:
     call = cluster.asked_once("q")
-    _name, order, _scope = of(cluster.home, "stream.ask")[-1]
-    cluster.home.serve({"decode"})
+    _name, order, _scope = of(cluster.owner, "stream.ask")[-1]
+    cluster.owner.serve({"decode"})
     cluster.made.take("e", [Moved(MODEL, "q", None, order.handover, None, stays=False)])
     until(lambda: of(cluster.next, "stream.open") and given(cluster.next) == ["q"])
     finish(cluster.made, cluster.next, "q")
@@ -206,8 +206,8 @@ def test_a_question_whose_worker_changes_its_role_goes_with_its_stream(cluster: 
 def test_without_saved_states_a_session_ends_with_what_it_lost() -> None:
     cluster = Cluster(save_frames=0)
     done, under_way = cluster.append(2)
-    cluster.report(cluster.home, 1)
-    cluster.leave(cluster.home)
+    cluster.report(cluster.owner, 1)
+    cluster.leave(cluster.owner)
     with pytest.raises(StreamLost, match=r"lost are its frames up to 1 s \(2 in all\); open another session"):
         under_way.result(PATIENCE)
     assert done.result(PATIENCE).seconds == 0.0
@@ -220,7 +220,7 @@ def test_without_saved_states_a_session_ends_with_what_it_lost() -> None:
 def test_a_question_that_cannot_be_asked_again_ends_typed() -> None:
     cluster = Cluster(save_frames=0)
     call = cluster.asked_once("q")
-    cluster.leave(cluster.home)
+    cluster.leave(cluster.owner)
     assert isinstance(call.error(), Unavailable) and "ask again" in call.error().message
     cluster.streams.stop()
     assert cluster.made.stats().live == 0
@@ -229,7 +229,7 @@ def test_a_question_that_cannot_be_asked_again_ends_typed() -> None:
 def test_a_session_that_ends_one_worker_after_another_ends() -> None:
     cluster = Cluster(max_losses=2)
     [frame] = cluster.append(1)
-    workers = [cluster.home, cluster.next]
+    workers = [cluster.owner, cluster.next]
     for i in range(3):
         workers.append(encoder(f"g{i}"))
         join(cluster.made, workers[-1])
@@ -248,7 +248,7 @@ def test_a_session_that_ends_one_worker_after_another_ends() -> None:
 
 
 def test_a_standing_question_is_checked_by_a_worker_that_is_there(cluster: Cluster) -> None:
-    cluster.home.answers["stream.check"] = WorkerEnded("it has ended")
+    cluster.owner.answers["stream.check"] = WorkerEnded("it has ended")
     cluster.next.answers["stream.check"] = InvalidArgument.of("watch.text", "must not be empty")
     with pytest.raises(InvalidArgument, match="must not be empty"):
         cluster.streams.check(StandingQuestion(""), "watch")
@@ -259,11 +259,11 @@ def test_a_standing_question_is_checked_by_a_worker_that_is_there(cluster: Clust
 
 def test_a_state_that_cannot_be_read_ends_the_session(cluster: Cluster) -> None:
     cluster.append(4)
-    cluster.report(cluster.home, 1, 2, 3, 4)
-    cluster.save(cluster.home, 4, "state")
+    cluster.report(cluster.owner, 1, 2, 3, 4)
+    cluster.save(cluster.owner, 4, "state")
     cluster.next.answers["stream.open"] = TransferError("a payload is lost")
     [frame] = cluster.append(1)
-    cluster.leave(cluster.home)
+    cluster.leave(cluster.owner)
     with pytest.raises(StreamLost, match="a payload is lost"):
         frame.result(PATIENCE)
 
@@ -271,25 +271,25 @@ def test_a_state_that_cannot_be_read_ends_the_session(cluster: Cluster) -> None:
 def test_frames_wait_while_many_are_not_in_a_saved_state(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MOST_BYTES", 36)
     cluster.append(2)
-    assert len(of(cluster.home, "stream.save")) == 1, "after two frames of 36 bytes"
+    assert len(of(cluster.owner, "stream.save")) == 1, "after two frames of 36 bytes"
     cluster.append(1)
     with pytest.MonkeyPatch.context() as patch:
         waits: list[Any] = []
         patch.setattr(cluster.stream._changed, "wait_for", lambda condition, _seconds: waits.append(condition()))  # type: ignore[attr-defined]
-        cluster.report(cluster.home, 1, 2, 3)
-        cluster.save(cluster.home, 2, "after two")
+        cluster.report(cluster.owner, 1, 2, 3)
+        cluster.save(cluster.owner, 2, "after two")
         cluster.append(1)
         assert waits == [True], "there is room again"
 
 
 def test_a_question_that_a_worker_refuses_leaves_nothing(cluster: Cluster) -> None:
-    cluster.home.answers["stream.ask"] = InvalidArgument.of("adapter", "must not be set")
+    cluster.owner.answers["stream.ask"] = InvalidArgument.of("adapter", "must not be set")
     call = Call(ask("q"))
     with pytest.raises(InvalidArgument, match="must not be set"):
         cluster.stream.ask(call.request, None, call.sink)
     assert not call.ended and cluster.made.stats().live == 0
     cluster.stream.close()
-    assert cluster.home.asked[-1][0] == "stream.close"
+    assert cluster.owner.asked[-1][0] == "stream.close"
 
 
 def test_bounds_are_those_of_all_workers_together() -> None:
@@ -314,10 +314,10 @@ def test_bounds_are_those_of_all_workers_together() -> None:
 
 def test_questions_have_the_checkpoint_s_adapter_where_no_k_v_is_kept() -> None:
     own = AdapterInfo(name="streams", digest="d", rank=1, bytes=1)
-    home = encoder("e")
-    home.answers["hold"] = own
+    owner = encoder("e")
+    owner.answers["hold"] = own
     for kept, default in ((False, "streams"), (True, "")):
-        made = coordinator(home, facts=Facts(keeps_kv=kept), own=[own])
+        made = coordinator(owner, facts=Facts(keeps_kv=kept), own=[own])
         streams = made.session_parts(Config()).streams
         assert streams.adapter_for("") == default
         if kept:
@@ -327,7 +327,7 @@ def test_questions_have_the_checkpoint_s_adapter_where_no_k_v_is_kept() -> None:
         stream = streams.open(Memory(), Tenant())
         call = Call(replace(ask("q"), adapter="streams"))
         stream.ask(call.request, None, call.sink)
-        assert of(home, "stream.ask")[-1][1].handover.request.adapter == key_of(own)
+        assert of(owner, "stream.ask")[-1][1].handover.request.adapter == key_of(own)
         other = Call(replace(ask("r"), adapter="other"))
         with pytest.raises(NotFound, match="has no adapter 'other'; there is: streams"):
             stream.ask(other.request, None, other.sink)

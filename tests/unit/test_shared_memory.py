@@ -24,7 +24,7 @@ from mmserve.core.payloads import KVState, PrefilledPayload
 from mmserve.errors import TransferError
 from mmserve.transfer import shared_memory
 from mmserve.transfer.payloads import PAYLOADS
-from mmserve.transfer.shared_memory import Reader, Shelf, Ticket
+from mmserve.transfer.shared_memory import Arena, Reader, Ticket
 
 
 def payload(seed: int, rows: int = 2000) -> PrefilledPayload:
@@ -34,8 +34,8 @@ def payload(seed: int, rows: int = 2000) -> PrefilledPayload:
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    made = Shelf()
+def arena() -> Iterator[Arena]:
+    made = Arena()
     yield made
     made.close()
 
@@ -58,19 +58,19 @@ def taken(reader: Reader, ticket: Ticket) -> PrefilledPayload:
     return found
 
 
-def test_what_is_taken_is_what_was_written(shelf: Shelf, reader: Reader) -> None:
+def test_what_is_taken_is_what_was_written(arena: Arena, reader: Reader) -> None:
     for rows in (1, 100, 5000):
         sent = payload(rows, rows)
-        ticket = shelf.write(PAYLOADS.pack(sent))
+        ticket = arena.write(PAYLOADS.pack(sent))
         found = taken(reader, ticket)
         assert torch.equal(found.kv.tensors["keys"], sent.kv.tensors["keys"])
-        shelf.drop(ticket)
+        arena.drop(ticket)
         with pytest.raises(TransferError, match="not there any more"):
             reader.take(ticket)
 
 
 def test_memory_that_nobody_reads_is_written_again_and_bounded(reader: Reader) -> None:
-    small = Shelf(spare=3 << 20)
+    small = Arena(spare=3 << 20)
     before = descriptors()
     tickets = [small.write(PAYLOADS.pack(payload(i, 4000))) for i in range(8)]  # 1 MB each
     assert descriptors() == before + 2 * 8  # Python's mapping has a descriptor of its own
@@ -83,46 +83,46 @@ def test_memory_that_nobody_reads_is_written_again_and_bounded(reader: Reader) -
     small.close()
 
 
-def test_what_was_copied_out_does_not_change_when_memory_is_written_again(shelf: Shelf, reader: Reader) -> None:
-    ticket = shelf.write(PAYLOADS.pack(payload(1)))
+def test_what_was_copied_out_does_not_change_when_memory_is_written_again(arena: Arena, reader: Reader) -> None:
+    ticket = arena.write(PAYLOADS.pack(payload(1)))
     found = taken(reader, ticket)
-    shelf.drop(ticket)
-    shelf.write(PAYLOADS.pack(payload(2)))
+    arena.drop(ticket)
+    arena.write(PAYLOADS.pack(payload(2)))
     assert torch.equal(found.embeddings, payload(1).embeddings)
 
 
-def test_a_reader_finds_memory_again_that_it_has_read_before(shelf: Shelf, reader: Reader) -> None:
-    """Written again by its process, under another number and from another shelf: as the front hands it on."""
-    with closing(Shelf()) as front:
+def test_a_reader_finds_memory_again_that_it_has_read_before(arena: Arena, reader: Reader) -> None:
+    """Written again by its process, under another number and from another arena: as the front hands it on."""
+    with closing(Arena()) as front:
         counts, mappings = set(), set()
         for seed in range(5):
-            ticket = shelf.write(PAYLOADS.pack(payload(seed)))
+            ticket = arena.write(PAYLOADS.pack(payload(seed)))
             kept = front.put(reader.take(ticket))
             view = reader.read(kept)
             mappings.add(id(view.obj))
             found = PAYLOADS.decode(view)
             assert torch.equal(found.kv.tensors["keys"], payload(seed).kv.tensors["keys"])
             front.drop(kept)
-            shelf.drop(ticket)
+            arena.drop(ticket)
             counts.add(descriptors())
         assert len(mappings) == 1 and len(counts) == 1
 
 
-def test_a_reader_keeps_no_more_mapped_than_its_bound(shelf: Shelf) -> None:
+def test_a_reader_keeps_no_more_mapped_than_its_bound(arena: Arena) -> None:
     with closing(Reader(mapped=3 << 20)) as reader:
-        tickets = [shelf.write(PAYLOADS.pack(payload(i, 4000))) for i in range(6)]  # 1 MB each
+        tickets = [arena.write(PAYLOADS.pack(payload(i, 4000))) for i in range(6)]  # 1 MB each
         views = [reader.read(ticket) for ticket in tickets]
         for i, view in enumerate(views):
             assert torch.equal(PAYLOADS.decode(view).kv.tensors["keys"], payload(i, 4000).kv.tensors["keys"])
         assert len(reader._mapped) == 3
-        large = reader.read(shelf.write(PAYLOADS.pack(payload(9, 40_000))))
+        large = reader.read(arena.write(PAYLOADS.pack(payload(9, 40_000))))
         assert not reader._mapped and torch.equal(
             PAYLOADS.decode(large).kv.tensors["keys"], payload(9, 40_000).kv.tensors["keys"]
         )
 
 
-def test_bytes_that_changed_on_the_way_are_refused(shelf: Shelf, reader: Reader) -> None:
-    ticket = shelf.write(PAYLOADS.pack(payload(1)))
+def test_bytes_that_changed_on_the_way_are_refused(arena: Arena, reader: Reader) -> None:
+    ticket = arena.write(PAYLOADS.pack(payload(1)))
     memory = reader.take(ticket)
     view = memory.read()
     view[len(view) // 2] ^= 1
@@ -133,8 +133,8 @@ def test_bytes_that_changed_on_the_way_are_refused(shelf: Shelf, reader: Reader)
 
 
 def serve(connection: Connection) -> None:
-    shelf = Shelf()
-    connection.send(shelf.write(PAYLOADS.pack(payload(5))))
+    arena = Arena()
+    connection.send(arena.write(PAYLOADS.pack(payload(5))))
     connection.recv()
 
 
@@ -174,8 +174,8 @@ def test_a_process_that_is_stopped_is_not_waited_for(
     hurried.close()
 
 
-def test_many_readers_at_once(shelf: Shelf) -> None:
-    tickets = [shelf.write(PAYLOADS.pack(payload(i))) for i in range(4)]
+def test_many_readers_at_once(arena: Arena) -> None:
+    tickets = [arena.write(PAYLOADS.pack(payload(i))) for i in range(4)]
     wrong: list[BaseException] = []
 
     def read() -> None:
@@ -198,8 +198,8 @@ def test_many_readers_at_once(shelf: Shelf) -> None:
     eventually(lambda: descriptors() <= before, "their descriptors are closed")
 
 
-def test_a_reader_that_goes_in_the_middle_leaves_nothing(shelf: Shelf) -> None:
-    ticket, before = shelf.write(PAYLOADS.pack(payload(1))), descriptors()
+def test_a_reader_that_goes_in_the_middle_leaves_nothing(arena: Arena) -> None:
+    ticket, before = arena.write(PAYLOADS.pack(payload(1))), descriptors()
     for sent in (b"", b"\0\0\0", b"\xff" * 8):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
             asker.connect(f"\0{ticket.address}")
@@ -210,21 +210,21 @@ def test_a_reader_that_goes_in_the_middle_leaves_nothing(shelf: Shelf) -> None:
     own.close()
 
 
-def test_other_users_get_nothing(shelf: Shelf, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticket = shelf.write(PAYLOADS.pack(payload(1)))
+def test_other_users_get_nothing(arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket = arena.write(PAYLOADS.pack(payload(1)))
     monkeypatch.setattr(shared_memory.os, "getuid", lambda: 4242)
     with pytest.raises(TransferError, match="does not answer"):
         reader.take(ticket)
 
 
-def test_a_ticket_of_another_shelf_drops_nothing(shelf: Shelf) -> None:
-    ticket = shelf.write(PAYLOADS.pack(payload(1)))
-    shelf.drop(replace(ticket, address="elsewhere"))
-    assert len(shelf) == 1
+def test_a_ticket_of_another_shelf_drops_nothing(arena: Arena) -> None:
+    ticket = arena.write(PAYLOADS.pack(payload(1)))
+    arena.drop(replace(ticket, address="elsewhere"))
+    assert len(arena) == 1
 
 
-def test_a_process_that_does_not_answer_keeps_nobody_waiting_for_another(shelf: Shelf) -> None:
-    reader, ticket = Reader(patience=60.0), shelf.write(PAYLOADS.pack(payload(0)))
+def test_a_process_that_does_not_answer_keeps_nobody_waiting_for_another(arena: Arena) -> None:
+    reader, ticket = Reader(patience=60.0), arena.write(PAYLOADS.pack(payload(0)))
     errors: list[TransferError] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind("\0mmserve-silent-" + secrets.token_hex(8))

@@ -40,7 +40,7 @@ class _Kept:
     seen: OrderedDict[int, Seen] = field(default_factory=OrderedDict)
 
 
-class StreamHome:
+class WorkerStreams:
     """Those of one ``engine``; streams have the names that the front gives them.
 
     ``report``: puts an item into what the front is sent. ``sink_of``: what takes the events of an order's request.

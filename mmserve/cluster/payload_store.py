@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 from mmserve.cluster.messages import Parcel
 from mmserve.cluster.object_store import fetched, stored
-from mmserve.transfer.shared_memory import Reader, Shelf, Ticket, allow_descriptors
+from mmserve.transfer.shared_memory import Arena, Reader, Ticket, allow_descriptors
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Shared memory that this process holds: ``here`` on its own shelf, ``origin`` where it was written."""
+    """Shared memory that this process holds: ``here`` on its own arena, ``origin`` where it was written."""
 
     here: Ticket
     origin: Ticket
 
 
-class SharedDepot:
-    """``Depot`` over shared memory on this host; states from other hosts stay references to Ray's object store.
+class SharedPayloadStore:
+    """``PayloadStore`` over shared memory on this host; states from other hosts stay references to Ray's object store.
 
     ``host_of``: the host of a worker by its name; ``reuse``: has a worker write to the memory of a ticket of its own
     again.
@@ -30,31 +30,31 @@ class SharedDepot:
     def __init__(self, host_of: Callable[[str], str], reuse: Callable[[Ticket], None]) -> None:
         self._host_of, self._reuse = host_of, reuse
         allow_descriptors()
-        self._shelf, self._reader = Shelf(), Reader()
+        self._arena, self._reader = Arena(), Reader()
 
     def keep(self, parcel: Parcel) -> Parcel:
-        """As of ``Depot.keep``. A reference to Ray's store does not outlive the worker that made it."""
+        """As of ``PayloadStore.keep``. A reference to Ray's store does not outlive the worker that made it."""
         if not isinstance(parcel, Ticket):
             return parcel
-        return Kept(self._shelf.put(self._reader.take(parcel)), parcel)
+        return Kept(self._arena.put(self._reader.take(parcel)), parcel)
 
     def own(self, parcel: Parcel) -> Parcel:
-        """As of ``Depot.own``; what is in Ray's store is put there anew, by this process."""
+        """As of ``PayloadStore.own``; what is in Ray's store is put there anew, by this process."""
         return self.keep(parcel) if isinstance(parcel, Ticket) else stored(fetched(parcel))
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
-        """As of ``Depot.sent``: to another host the bytes go by Ray's object store."""
+        """As of ``PayloadStore.sent``: to another host the bytes go by Ray's object store."""
         if not isinstance(parcel, Kept):
             return parcel
-        if self._host_of(worker) == self._shelf.host:
+        if self._host_of(worker) == self._arena.host:
             return parcel.here
         with closing(self._reader.take(parcel.here)) as memory:
             return stored(memory.read())
 
     def drop(self, parcel: Parcel) -> None:
-        """As of ``Depot.drop``."""
+        """As of ``PayloadStore.drop``."""
         if isinstance(parcel, Kept):
-            self._shelf.drop(parcel.here)
+            self._arena.drop(parcel.here)
             self._reuse(parcel.origin)
         elif isinstance(parcel, Ticket):
             self._reuse(parcel)
@@ -62,9 +62,9 @@ class SharedDepot:
     @property
     def held(self) -> int:
         """States that are kept here."""
-        return len(self._shelf)
+        return len(self._arena)
 
     def close(self) -> None:
         """Forget all of them."""
         self._reader.close()
-        self._shelf.close()
+        self._arena.close()

@@ -14,7 +14,7 @@ from mmserve.cluster.dispatch import Dispatch, Holds
 from mmserve.cluster.messages import Chunk, Happened, Lost, Moved, Order, Refused, without_media
 from mmserve.cluster.requests import Group, Part, Sink
 from mmserve.cluster.streams import lost_question
-from mmserve.cluster.workers import Depot
+from mmserve.cluster.workers import PayloadStore
 from mmserve.core.events import Admitted, Delta, Draft, Event, Failed, Finished, Snapshot
 from mmserve.core.handover import ROLES, Handover
 from mmserve.core.progress import Progress, Reached, StageEntered, StepTaken
@@ -30,16 +30,22 @@ logger = logging.getLogger("mmserve.cluster")
 Report = Happened | Moved | Chunk | Lost | Refused
 
 
-class UnderWay:
+class InFlight:
     """Those to ``model``; every method with the coordinator's lock. ``running``: answers that a worker decodes at once;
     ``holds``: as of ``dispatch.Holds``."""
 
     def __init__(
-        self, model: str, running: int, settings: ClusterSettings, depot: Depot, queue: WaitingQueue, holds: Holds
+        self,
+        model: str,
+        running: int,
+        settings: ClusterSettings,
+        payloads: PayloadStore,
+        queue: WaitingQueue,
+        holds: Holds,
     ) -> None:
-        self._model, self._settings, self._depot, self._queue = model, settings, depot, queue
+        self._model, self._settings, self._payloads, self._queue = model, settings, payloads, queue
         self.groups: dict[RequestId, Group] = {}
-        self.dispatch = Dispatch(model, running, depot, self.parts, holds)
+        self.dispatch = Dispatch(model, running, payloads, self.parts, holds)
 
     def begin(self, request: Request, sink: Sink) -> None:
         """Take a request in and send it on; raises as ``WaitingQueue.take``."""
@@ -117,9 +123,7 @@ class UnderWay:
                 worker.cancel(self._model, [part.id], Cancelled("the request was cancelled"))
             else:
                 self.dispatch.withdraw(part)
-            self._depot.drop(part.parcel)
-            self._forget_seen(part)
-            self._forget_ahead(part)
+            self._forget_payloads(part)
         group.parts = {}
         self._end(group)
         group.sink(Failed(error))
@@ -153,15 +157,21 @@ class UnderWay:
         if not any(part.shard for part in group.parts.values()):
             self.dispatch.wait(whole)
 
+    def _forget_payloads(self, part: Part) -> None:
+        """No use for any state of it."""
+        self._payloads.drop(part.parcel)
+        self._forget_seen(part)
+        self._forget_ahead(part)
+
     def _forget_seen(self, part: Part) -> None:
         for parcel in part.seen:
-            self._depot.drop(parcel)
+            self._payloads.drop(parcel)
         part.seen = []
 
     def _forget_ahead(self, part: Part) -> None:
         """No use for what came ahead of a request that begins anew, ends, or is further than that."""
         for _number, parcel in part.ahead:
-            self._depot.drop(parcel)
+            self._payloads.drop(parcel)
         if (worker := self.dispatch.workers.get(part.reserved or "")) is not None:
             worker.cancel(self._model, [part.id], None)
         part.ahead, part.reserved, part.given = [], None, 0
@@ -179,9 +189,7 @@ class UnderWay:
             self._came_ahead(self._split(group, part, item), item)
         elif isinstance(item, Refused):
             logger.warning("request %s begins anew, refused by worker %s: %s", group.id, part.worker, item.error)
-            self._depot.drop(part.parcel)
-            self._forget_seen(part)
-            self._forget_ahead(part)
+            self._forget_payloads(part)
             part.point, part.parcel = Handover(self._own(part), Stage.QUEUED, None), None
             self._lost(part)
         elif isinstance(item, Happened):
@@ -192,7 +200,7 @@ class UnderWay:
         one = item.handover.request.sampling.n == 1
         if not one or part.sample is not None or group.request.sampling.n == 1:
             return part
-        self._depot.drop(part.parcel)
+        self._payloads.drop(part.parcel)
         self._forget_seen(part)
         group.split(part)
         return group.parts[item.sample]
@@ -200,7 +208,7 @@ class UnderWay:
     def _came_ahead(self, part: Part, item: Chunk) -> None:
         """K/V of a request whose prefill goes on: they go on to where it will be decoded."""
         if part.point.stage in (Stage.PREFILLED, Stage.READY):  # its worker goes on with it after all
-            self._depot.drop(item.parcel)
+            self._payloads.drop(item.parcel)
             return
         if item.number == 0:
             self._forget_ahead(part)
@@ -208,13 +216,13 @@ class UnderWay:
         part.reserved = part.reserved or self.dispatch.reserve(part)
         if part.reserved is not None:
             worker = self.dispatch.workers[part.reserved]
-            sent = partial(self._depot.sent, worker=worker.name)
+            sent = partial(self._payloads.sent, worker=worker.name)
             worker.take([part.lead(self._model, item.handover, sent)])
 
     def _moved(self, group: Group, part: Part, item: Moved) -> None:
         if part.point.stage in (Stage.PREFILLED, Stage.READY) or item.handover.stage is not Stage.PREFILLED:
             self._forget_ahead(part)
-        self._depot.drop(part.parcel)
+        self._payloads.drop(part.parcel)
         self._forget_seen(part)
         own = self._own(part)
         request = own if item.handover.stage is Stage.QUEUED else without_media(own)
@@ -249,9 +257,7 @@ class UnderWay:
             self.dispatch.took(role, ms / 1000)
         total = group.request.sampling.n
         if part.sample is not None or len(group.done) == total:
-            self._depot.drop(part.parcel)
-            self._forget_seen(part)
-            self._forget_ahead(part)
+            self._forget_payloads(part)
             group.parts = {sample: each for sample, each in group.parts.items() if each is not part}
         self._queue.served(group.work // total, event.times.total / 1000)
         if len(group.done) == total:
@@ -299,4 +305,4 @@ class UnderWay:
     def _forget(self, item: Report) -> None:
         """A state of a request that has ended, or is elsewhere."""
         if isinstance(item, Moved | Chunk):
-            self._depot.drop(item.parcel)
+            self._payloads.drop(item.parcel)

@@ -370,7 +370,7 @@ class Engine:
 
     def _prefill(self, states: list[RequestState]) -> Callable[[], list[Any]]:
         for state in states:
-            if not state.pages.ids and not state.looks:
+            if not state.pages.ids and not state.unpruned:
                 count = state.pages_wanted(self.config.page_size)
                 state.pages = PageTable.take(self._pool, count, state.keys)
                 state.usage = replace(state.usage, cached_tokens=state.pages.shared * self.config.page_size)

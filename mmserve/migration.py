@@ -140,7 +140,7 @@ class Migration:
         if "decode" in self.roles or not self.ahead_bytes:
             return
         for state in states:
-            if state.prefilled is None and not state.looks:
+            if state.prefilled is None and not state.unpruned:
                 handover = replace(self._handover(state, None), stage=Stage.PREFILLED)
                 self._stages.prefilling.leads[state.request.id] = partial(_send, state, handover), self.ahead_bytes
 
@@ -201,7 +201,7 @@ class Migration:
             payload,
             state.usage,
             state.keys,
-            state.looks,
+            state.unpruned,
             payload.text.sent if isinstance(payload, CanvasPayload) else 0,
             time.monotonic() - arrived,
             dict(state.run),

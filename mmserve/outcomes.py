@@ -63,13 +63,13 @@ class StageOutcomes:
             self._prefilled(state, outcome, now)
 
     def _encoded(self, state: RequestState, prompt: EncodedPrompt) -> None:
-        """A prompt is complete; where the decoder looks at it first (``looks``), prefill returns it once more."""
-        state.usage, state.keys, state.looks = prompt.usage, prompt.keys, prompt.looks
+        """A prompt is complete; where the decoder prunes it first (``unpruned``), prefill returns it once more."""
+        state.usage, state.keys, state.unpruned = prompt.usage, prompt.keys, prompt.unpruned
         if (refusal := state.too_large(self._config)) is not None:
             self._live.fail(state, refusal)
             return
         self._live.advance(state, Stage.ENCODED)
-        if not prompt.looks:
+        if not prompt.unpruned:
             self._live.split(state)
         for each in list(state.group.members):
             self._leave_if_due(each)

@@ -69,7 +69,7 @@ class Prefixes:
 
     def fetch(self, state: RequestState) -> None:
         """Look for what the pool lacks of a prompt beyond it; prefill waits for it."""
-        if self._tier is None or self._readers is None or not state.keys or state.looks or state.final is not None:
+        if self._tier is None or self._readers is None or not state.keys or state.unpruned or state.final is not None:
             return
         known = self._pool.known(state.keys)
         if known == len(state.keys):

@@ -62,7 +62,7 @@ class RequestState:
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared; known once encoded
     pages: PageTable = field(default_factory=PageTable)
-    looks: bool = False  # the decoder looks at its prompt before it takes pages
+    unpruned: bool = False  # the decoder has to prune its prompt before it takes pages
     turn: float = 0.0  # virtual time at which its next decode step is due
     rows: int | None = None  # that its next decode step runs; None = not known, as before its first one
     holds: int = 0  # workers whose batches have it, and have not reported yet
@@ -120,7 +120,7 @@ class RequestState:
 
     def pages_wanted(self, page_size: int) -> int:
         """Pages that hold its K/V, each sequence's own; none as long as it is not known what of its prompt is left."""
-        return 0 if self.looks else self.request.sequences * pages_for(self.tokens, page_size)
+        return 0 if self.unpruned else self.request.sequences * pages_for(self.tokens, page_size)
 
     def too_large(self, config: EngineConfig) -> InvalidArgument | None:
         """Why a request that needs more pages than there are is refused: it would wait for them for good."""
@@ -165,7 +165,7 @@ class RequestState:
 
     def know(self, handover: Handover) -> None:
         """Take over what is known of it where it comes from."""
-        self.usage, self.keys, self.looks = handover.usage, handover.keys, handover.looks
+        self.usage, self.keys, self.unpruned = handover.usage, handover.keys, handover.unpruned
         self.run.update(handover.run)
         self.reached.update({name: self.group.arrived + after for name, after in handover.reached.items()})
 

@@ -17,7 +17,7 @@ from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, Streaming, TextPart
 from mmserve.decode.commit import Candidates
-from mmserve.decode.prompt_look import PromptLook
+from mmserve.decode.decoder_pruning import DecoderPruning
 from mmserve.encode.encoder import Encoder
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.commit_filter import CommitFilter
@@ -198,5 +198,5 @@ def looked(encoder: Encoder, *requests: Request) -> list[Encoded]:
     """The prompts of requests once the decoder has looked at those whose pruners ask for that."""
     prompts = encoder.encode(list(requests))
     assert isinstance(encoder.model, LoadedModel)
-    look, most = PromptLook(encoder.model), encoder.max_tokens
+    look, most = DecoderPruning(encoder.model), encoder.max_tokens
     return [look.pruned(r, p, most) if p.grids else p for r, p in zip(requests, prompts, strict=True)]

@@ -28,15 +28,15 @@ from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.settings import measured_config
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount
-from mmserve.decode.prompt_look import PromptLook
+from mmserve.decode.decoder_pruning import DecoderPruning
 from mmserve.errors import ConfigError
-from mmserve.models.attended import Onlooker
+from mmserve.models.attended import PromptAttention
 from mmserve.models.base import LoadedModel
 from mmserve.models.evidence import Watched, layers_of
 from mmserve.models.registry import load_model
 from mmserve.models.vision import LlavaVision
 from mmserve.prune import PRUNERS, Pruner, pruners_for
-from mmserve.prune.base import Look, judged_by_decoder
+from mmserve.prune.base import GridView, judged_by_decoder
 
 #: Text of the prompt, and positions of the answer, that pruners by the decoder look at.
 _TEXT, _ANSWER = 24, 8
@@ -162,7 +162,7 @@ def tower_shares(
     *,
     later: Sequence[nn.Module] = (),
 ) -> dict[str, Share]:
-    """What the pruners ``names`` add to a CLIP-style ``tower`` that looks at a picture of so many ``tiles``.
+    """What the pruners ``names`` add to a CLIP-style ``tower`` that views at a picture of so many ``tiles``.
 
     ``later``: the tower's layers after those that run for the features (``Watched``).
     Of ``rounds``, as many are run as ``paced`` allows: ``Share.rounds``.
@@ -191,8 +191,8 @@ def tower_shares(
         for name, pruner in pruners.items():
             begun = time.thread_time()
             seen = watching[name].evidence(hidden, first=first)
-            looks = [Look(side, side, {kind: values[i] for kind, values in seen.items()}) for i in range(tiles)]
-            pruner.plans(looks, _quarter(pruner))
+            views = [GridView(side, side, {kind: values[i] for kind, values in seen.items()}) for i in range(tiles)]
+            pruner.plans(views, _quarter(pruner))
             costs[name].append(spent[name] + time.thread_time() - begun)
     return {name: Share.of(towers[1:], costs[name][1:]) for name in names}
 
@@ -215,8 +215,8 @@ def decoder_shares(
     if vision.anyres is not None:
         raise ConfigError("pruners by the decoder are measured on pictures of one tile, which this model has not")
     [picture] = vision.see([{"pixels": pixels}], frozenset(), clip=False)
-    onlooker = _Timed(model)
-    look, rows = PromptLook(model, onlooker), len(picture.tokens)
+    attention = _Timed(model)
+    look, rows = DecoderPruning(model, attention), len(picture.tokens)
     grids = (tuple(grid.patches.numpy() for grid in picture.grids),)
     prompt = Encoded(np.zeros(rows + _TEXT, np.int64), np.arange(rows), picture.tokens, grids=grids)
     towers: list[float] = []
@@ -230,7 +230,7 @@ def decoder_shares(
             pruner = PRUNERS[name]()
             begun = time.thread_time()
             look.prune(prompt, pruner, _quarter(pruner), _ANSWER)
-            layers[name].append(onlooker.layers)
+            layers[name].append(attention.layers)
             costs[name].append(time.thread_time() - begun)
     return {
         name: (Share.of(towers[1:], costs[name][1:]), round(1e3 * statistics.median(layers[name][1:]), 3))
@@ -238,7 +238,7 @@ def decoder_shares(
     }
 
 
-class _Timed(Onlooker):
+class _Timed(PromptAttention):
     """One that notes the processor time (seconds) of the layers that it ran last."""
 
     layers = 0.0

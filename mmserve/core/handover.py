@@ -35,7 +35,7 @@ class Handover:
     payload: EncodedPayload | PrefilledPayload | CanvasPayload | VisualPayload | KVChunk | None
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared
-    looks: bool = False  # the decoder looks at its prompt before it takes pages
+    unpruned: bool = False  # the decoder has to prune its prompt before it takes pages
     sent: int = 0  # characters of the answer that were sent before
     age: float = 0.0
     run: Mapping[str, float] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmserve.encode.watching import ClipPart
 from mmserve.models.picture import Tile
-from mmserve.prune.base import Look
+from mmserve.prune.base import GridView
 
 
 def name_of(key: bytes, part: int) -> str:
@@ -31,7 +31,7 @@ def to_tensors(part: ClipPart, of: int) -> dict[str, Tensor]:
         "tokens": torch.cat([tile.tokens for tile in tiles]) if tiles else torch.empty(0, 0),
         "patches": torch.cat([tile.patches for tile in tiles]) if tiles else torch.empty(0, dtype=torch.int64),
         "sizes": torch.tensor(
-            [[len(tile.tokens), len(tile.patches), tile.look.rows, tile.look.columns] for tile in tiles]
+            [[len(tile.tokens), len(tile.patches), tile.view.rows, tile.view.columns] for tile in tiles]
         ).reshape(-1, 4),
         "seconds": torch.tensor(part.seconds, dtype=torch.float64),
         "details": torch.tensor(part.details, dtype=torch.bool),
@@ -58,7 +58,7 @@ def _part(tensors: Mapping[str, Tensor], device: torch.device) -> ClipPart:
     tokens = tensors["tokens"].to(device).split([size[0] for size in sizes]) if sizes else ()
     patches = tensors["patches"].split([size[1] for size in sizes]) if sizes else ()
     tiles = [
-        Tile(own, of_own, Look(rows, columns, {}))
+        Tile(own, of_own, GridView(rows, columns, {}))
         for own, of_own, (_tokens, _patches, rows, columns) in zip(tokens, patches, sizes, strict=True)
     ]
     planned = tuple(tensors["planned"].tolist())

@@ -81,8 +81,8 @@ class Encoder:
         def admit(rows: list[int]) -> None:
             self._check_room(request, prompt, rows)
 
-        look = None if arriving is None else _Arrivals(self, request, prompt, media[0], arriving)
-        return LoadedPrompt(prompt, self._viewer.load(media, admit, check, look))
+        progress = None if arriving is None else _Arrivals(self, request, prompt, media[0], arriving)
+        return LoadedPrompt(prompt, self._viewer.load(media, admit, check, progress))
 
     def outline(self, request: Request, prompt: np.ndarray, item: Media, ids_R: np.ndarray) -> Encoded:
         """The prompt of a request with one clip, whose row is ``ids_R``, before its visual tokens are there: zeros."""
@@ -266,9 +266,9 @@ class Encoder:
         if len(spliced) < max(m.spec.logit_shift for m in self._models(request)):
             raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
         starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
-        looks = judged_by_decoder(pruner_of(request)) and bool(media)
-        before = max(starts[-1], len(spliced)) if looks else starts[-1]  # the decoder looks at every row
-        self._check_length(request, 0 if looks else len(spliced), before)
+        unpruned = judged_by_decoder(pruner_of(request)) and bool(media)
+        before = max(starts[-1], len(spliced)) if unpruned else starts[-1]  # the decoder looks at every row
+        self._check_length(request, 0 if unpruned else len(spliced), before)
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
         beside = [piece.beside for piece in pieces if piece.beside is not None]
@@ -280,7 +280,7 @@ class Encoder:
             places_of(pieces, starts),
             sum(piece.pruned for piece in pieces),
             spans_of(pieces, starts),
-            grids_of(pieces) if looks else (),
+            grids_of(pieces) if unpruned else (),
         )
 
     def _prompt(self, request: Request) -> np.ndarray:
@@ -318,7 +318,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class _Arrivals:
-    """``watching.Look`` for one request."""
+    """``watching.ClipProgress`` for one request."""
 
     encoder: Encoder
     request: Request

@@ -81,7 +81,7 @@ def compacted(picture: Picture, detailed: Sequence[bool]) -> Picture:
             keep[middle] = True
     place = keep.cumsum(0) - 1
     grids = tuple(
-        Grid(place[grid.patches], grid.look) for grid, whole in zip(picture.grids, detailed, strict=True) if whole
+        Grid(place[grid.patches], grid.view) for grid, whole in zip(picture.grids, detailed, strict=True) if whole
     )
     pieces: list[Text | int] = []
     start = 0

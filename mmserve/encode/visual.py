@@ -20,11 +20,11 @@ from mmserve.core.request import Amount, PixelRange, VideoSampling
 from mmserve.core.share import MediaShare
 from mmserve.encode.clip_parts import name_of, to_tensors, together
 from mmserve.encode.decoders import Check, Decode, Decoders, InPlace
-from mmserve.encode.eye import Eye, frames_of
 from mmserve.encode.places import axis_places
 from mmserve.encode.slow_fast import DETAILS, chosen_frames, compacted, detailed_grids, details_of, fewest_pieces
+from mmserve.encode.vision_source import VisionSource, frames_of
 from mmserve.encode.visual_tokens import Visual, are_pixels, fitting, grid_of, pruned
-from mmserve.encode.watching import VISUAL, Look, Watching, clip_file, ids_of, prepared_clip
+from mmserve.encode.watching import VISUAL, ClipProgress, Watching, clip_file, ids_of, prepared_clip
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import EncoderModel
@@ -58,7 +58,7 @@ class Loaded:
     items: Sequence[Media]
     keys: Sequence[bytes] = ()
     entries: Sequence[Entry | None] = ()  # tokens of each item, None = not there
-    prepared: dict[int, list[Prepared]] = field(default_factory=dict)  # pixels of the others, for each eye
+    prepared: dict[int, list[Prepared]] = field(default_factory=dict)  # pixels of the others, for each source
     _held: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
@@ -75,8 +75,8 @@ class Viewer:
     ) -> None:
         self.media, self.cache = media, cache
         self._decoders = decoders or InPlace(media)
-        self._eye = Eye.of(model)
-        self._second = Eye.of(model.companion) if model.companion is not None else None
+        self._source = VisionSource.of(model)
+        self._second = VisionSource.of(model.companion) if model.companion is not None else None
         self._tower = threading.Lock()  # a tower shows its evidence to one run at a time
 
     def load(
@@ -84,11 +84,11 @@ class Viewer:
         items: Sequence[Media],
         admit: Callable[[list[int]], None],
         check: Check = lambda: None,
-        look: Look | None = None,
+        progress: ClipProgress | None = None,
     ) -> Loaded:
         """Read a request's items: each is decoded and prepared once for all requests, and kept until closed.
 
-        Of long clips the frames go through the tower as they come, and ``look`` is called for that.
+        Of long clips the frames go through the tower as they come, and ``progress`` is informed of that.
         As items are read, ``admit`` is called with the rows of the prompt of each, 0 where that is not known yet:
         what it raises is raised here, and so is what ``check`` raises, which is called between frames. Raises
         ``InvalidArgument`` for bad media.
@@ -101,7 +101,7 @@ class Viewer:
             )
             for i, item in enumerate(items):
                 if loaded.entries[i] is None and self._streams(item):
-                    self._watch(loaded, i, admit, check, look)
+                    self._watch(loaded, i, admit, check, progress)
             self._read(loaded, admit, check)
         except BaseException:
             loaded.close()
@@ -159,25 +159,25 @@ class Viewer:
         """The entry of the clip among ``items`` whose key has this name (hex), of its ``parts`` by their numbers; None
         where they are not all of it."""
         item = next((each for each in items if each.clip and self._key(each).hex() == name), None)
-        if item is None or self._eye is None:
+        if item is None or self._source is None:
             return None
-        found = together(parts, self._eye.model.device)
+        found = together(parts, self._source.model.device)
         return None if found is None else self._entry(item, [self._watching(item).joined(found)])
 
     def _watching(self, item: Media) -> Watching:
-        assert self._eye is not None
-        return Watching(self._eye.model, self._eye.vision, item.path, item.sampling, _needs(item), self._tower)
+        assert self._source is not None
+        return Watching(self._source.model, self._source.vision, item.path, item.sampling, _needs(item), self._tower)
 
     def _streams(self, item: Media) -> bool:
         """Whether the frames of ``item`` go through the tower as they come: not those that all go together anyway."""
-        if not item.clip or len(self._eyes(item)) > 1 or self._eye is None:
+        if not item.clip or len(self._sources(item)) > 1 or self._source is None:
             return False
-        vision = self._eye.vision
+        vision = self._source.vision
         chosen = chosen_frames(item.sampling, vision.frames_per_video, vision.frames_per_second, vision.own_frames)
         return vision.frames_at_once > 0 and (chosen.sampler is not None or chosen.frames > vision.frames_at_once)
 
     def _watch(
-        self, loaded: Loaded, i: int, admit: Callable[[list[int]], None], check: Check, look: Look | None
+        self, loaded: Loaded, i: int, admit: Callable[[list[int]], None], check: Check, progress: ClipProgress | None
     ) -> None:
         """Fill ``loaded.entries[i]`` of a clip: decoded, prepared and seen a few frames at a time."""
         item = loaded.items[i]
@@ -186,7 +186,7 @@ class Viewer:
             admit([count if n == i else self._rows_of(loaded, n) for n in range(len(loaded.items))])
 
         def make(_chosen: list[int]) -> list[Entry]:
-            picture = self._watching(item).picture(self._decoders, item.data, rows, check, look)
+            picture = self._watching(item).picture(self._decoders, item.data, rows, check, progress)
             return [self._entry(item, [picture])]
 
         fits = self._fitting([item])
@@ -196,30 +196,30 @@ class Viewer:
 
     def _labels(self, items: Sequence[Media], keys: Sequence[bytes]) -> Labels:
         def label(i: int, entry: Entry) -> Label | None:
-            if self._eye is None:
+            if self._source is None:
                 return None
-            return Label("visual", self._eye.model.spec.name, items[i].cache, len(entry["tokens"]), keys[i].hex())
+            return Label("visual", self._source.model.spec.name, items[i].cache, len(entry["tokens"]), keys[i].hex())
 
         return label
 
     def _fitting(self, items: Sequence[Media]) -> Callable[[int, Entry], bool]:
         def fits(i: int, entry: Entry) -> bool:
-            kinds = [(eye.model.dtype, eye.model.width) for eye in self._eyes(items[i])]
+            kinds = [(source.model.dtype, source.model.width) for source in self._sources(items[i])]
             return fitting(entry, kinds, axes=self._axes)
 
         return fits
 
     @property
     def _axes(self) -> int:
-        return 1 if self._eye is None else self._eye.model.position_axes
+        return 1 if self._source is None else self._source.model.position_axes
 
-    def _eyes(self, item: Media) -> list[Eye]:
+    def _sources(self, item: Media) -> list[VisionSource]:
         """What looks at an item: the model and, where it is asked for, its companion."""
-        return [eye for eye in (self._eye, self._second if item.accompanied else None) if eye is not None]
+        return [source for source in (self._source, self._second if item.accompanied else None) if source is not None]
 
     def _key(self, item: Media) -> bytes:
         pruning = "" if item.pruner is None else repr((item.pruner, item.amount))
-        return digest(self._file(item), pruning.encode(), *(eye.tokens for eye in self._eyes(item)))
+        return digest(self._file(item), pruning.encode(), *(source.tokens for source in self._sources(item)))
 
     def _file(self, item: Media) -> bytes:
         kind = "clip" if item.clip else "image among others" if item.among else "image"
@@ -232,9 +232,9 @@ class Viewer:
     def _visual(self, entry: Entry) -> Visual:
         """A value whose tokens are where their models are, which those from disk are not."""
         tokens = [
-            entry[name].to(eye.model.device)
-            for name, eye in (("tokens", self._eye), ("beside", self._second))
-            if eye is not None and name in entry
+            entry[name].to(source.model.device)
+            for name, source in (("tokens", self._source), ("beside", self._second))
+            if source is not None and name in entry
         ]
         beside = tokens[1] if len(tokens) > 1 else None
         where = entry["where"].numpy() if "where" in entry else None
@@ -248,12 +248,12 @@ class Viewer:
             return len(entry["ids"])
         if i not in loaded.prepared:
             return 0
-        assert self._eye is not None
+        assert self._source is not None
         prepared = loaded.prepared[i][0]
-        pieces = self._eye.vision.pieces(prepared, clip=loaded.items[i].clip)
+        pieces = self._source.vision.pieces(prepared, clip=loaded.items[i].clip)
         if DETAILS in prepared:
-            pieces = fewest_pieces(pieces, detailed_grids(prepared[DETAILS], self._eye.vision.frames_per_grid))
-        return len(ids_of(pieces, self._eye.model.tokenizer))
+            pieces = fewest_pieces(pieces, detailed_grids(prepared[DETAILS], self._source.vision.frames_per_grid))
+        return len(ids_of(pieces, self._source.model.tokenizer))
 
     def _make(self, items: list[Media], prepared: list[list[Prepared]], check: Check) -> list[Entry]:
         """Each item goes through the tower alone, so that what is kept does not depend on what came with it. On a GPU,
@@ -272,33 +272,33 @@ class Viewer:
         return [entries[i] for i in range(len(items))]
 
     def _pictures(self, items: list[Media], prepared: list[list[Prepared]]) -> list[list[Picture]]:
-        """Each item as each eye sees it; only what the first one sees is judged."""
-        by_eye: list[list[Picture]] = []
-        for at, eye in enumerate(self._eyes(items[0])):
-            model, wanted = eye.model, frozenset() if at else _needs(items[0])
+        """Each item as each source has it; only what the first one has is judged."""
+        by_source: list[list[Picture]] = []
+        for at, source in enumerate(self._sources(items[0])):
+            model, wanted = source.model, frozenset() if at else _needs(items[0])
             batch = [{**p[at], "pixels": p[at]["pixels"].to(model.device, model.dtype)} for p in prepared]
             with self._tower:
-                seen = eye.vision.see(batch, wanted, clip=items[0].clip)
-            by_eye.append([_detailed(one, p[at], eye.vision) for one, p in zip(seen, prepared, strict=True)])
-        return [list(of_item) for of_item in zip(*by_eye, strict=True)]
+                seen = source.vision.see(batch, wanted, clip=items[0].clip)
+            by_source.append([_detailed(one, p[at], source.vision) for one, p in zip(seen, prepared, strict=True)])
+        return [list(of_item) for of_item in zip(*by_source, strict=True)]
 
     def _read(self, loaded: Loaded, admit: Callable[[list[int]], None], check: Check) -> None:
         """Fill ``loaded.prepared``."""
         missing = [i for i, entry in enumerate(loaded.entries) if entry is None]
-        asked = [(i, eye) for i in missing for eye in self._eyes(loaded.items[i])]
-        keys = [self._pixel_key(loaded.items[i], eye) for i, eye in asked]
+        asked = [(i, source) for i in missing for source in self._sources(loaded.items[i])]
+        keys = [self._pixel_key(loaded.items[i], source) for i, source in asked]
 
         def make(chosen: list[int]) -> list[Entry]:
-            """Each file is decoded once for all eyes; those of an item are one after another in ``asked``."""
-            of_item: dict[int, list[Eye]] = defaultdict(list)
+            """Each file is decoded once for all sources; those of an item are one after another in ``asked``."""
+            of_item: dict[int, list[VisionSource]] = defaultdict(list)
             for n in chosen:
                 of_item[asked[n][0]].append(asked[n][1])
-            works = [partial(self._prepare, loaded.items[i], eyes) for i, eyes in of_item.items()]
+            works = [partial(self._prepare, loaded.items[i], sources) for i, sources in of_item.items()]
             made: list[Entry] = []
             with closing(self._decoders.map(works, check)) as results:
                 for i, prepared in zip(of_item, results, strict=True):
                     made += prepared
-                    if len(prepared) == len(self._eyes(loaded.items[i])):
+                    if len(prepared) == len(self._sources(loaded.items[i])):
                         loaded.prepared[i] = prepared
                     admit([self._rows_of(loaded, n) for n in range(len(loaded.items))])
                     if i != missing[-1] and self._foreseen(loaded, i):
@@ -308,20 +308,20 @@ class Viewer:
 
         lease = self.cache.pixels.lease(keys, make, are_pixels, check)
         found: dict[int, list[Prepared]] = defaultdict(list)
-        for (i, _eye), entry in zip(asked, loaded._held.enter_context(lease), strict=True):
+        for (i, _source), entry in zip(asked, loaded._held.enter_context(lease), strict=True):
             found[i].append(entry)
         loaded.prepared = dict(found)
 
     def _runs_alone(self, item: Media) -> bool:
         """Whether an item goes through the tower by itself in any case, and not beside others of its batch."""
-        return item.clip or self._eyes(item)[0].model.device.type == "cpu"
+        return item.clip or self._sources(item)[0].model.device.type == "cpu"
 
     def _foreseen(self, loaded: Loaded, i: int) -> bool:
-        """Whether item ``i`` can go through the tower before the others are read: it is read for all eyes, it goes
+        """Whether item ``i`` can go through the tower before the others are read: it is read for all sources, it goes
         alone in any case, and as all are images of one number of rows, the prompt's length is known."""
         if i not in loaded.prepared:
             return False
-        same = self._eye is not None and self._eye.vision.tokens_per_image > 0
+        same = self._source is not None and self._source.vision.tokens_per_image > 0
         return same and self._runs_alone(loaded.items[i]) and not any(item.clip for item in loaded.items)
 
     def _see_ahead(self, loaded: Loaded, i: int, check: Check) -> None:
@@ -335,14 +335,14 @@ class Viewer:
         [entry] = loaded._held.enter_context(lease)
         loaded.entries = [entry if n == i else one for n, one in enumerate(loaded.entries)]
 
-    def _pixel_key(self, item: Media, eye: Eye) -> bytes:
-        return digest(self._file(item), frames_of(eye.vision) if item.clip else b"", eye.pixels)
+    def _pixel_key(self, item: Media, source: VisionSource) -> bytes:
+        return digest(self._file(item), frames_of(source.vision) if item.clip else b"", source.pixels)
 
-    def _prepare(self, item: Media, eyes: list[Eye], decode: Decode) -> list[Prepared]:
-        """What each of ``eyes`` takes of an item."""
-        first = eyes[0].vision
-        visions = [eye.vision if item.pixels is None else eye.vision.within(*item.pixels) for eye in eyes]
-        resizes = {eye.vision.first_resize(clip=item.clip, among=item.among) for eye in eyes}
+    def _prepare(self, item: Media, sources: list[VisionSource], decode: Decode) -> list[Prepared]:
+        """What each of ``sources`` takes of an item."""
+        first = sources[0].vision
+        visions = [source.vision if item.pixels is None else source.vision.within(*item.pixels) for source in sources]
+        resizes = {source.vision.first_resize(clip=item.clip, among=item.among) for source in sources}
         resize = resizes.pop() if len(resizes) == 1 else None
         if item.clip:
             file = clip_file(item.data, item.path, item.sampling, first, resize)
@@ -363,12 +363,12 @@ class Viewer:
             raise InvalidArgument.of(item.path, str(error)) from error
 
     def _entry(self, item: Media, pictures: list[Picture]) -> Entry:
-        """What is left of an item, by each eye; what the first one's tokens lose, the others' lose, too."""
-        assert self._eye is not None
+        """What is left of an item, by each source; what the first one's tokens lose, the others' lose, too."""
+        assert self._source is not None
         own, plans = pictures[0], None
         if item.pruner is not None and item.amount is not None:
-            plans = item.pruner.plans([grid.look for grid in own.grids], item.amount)
-        ids = ids_of(own.pieces, self._eye.model.tokenizer)
+            plans = item.pruner.plans([grid.view for grid in own.grids], item.amount)
+        ids = ids_of(own.pieces, self._source.model.tokenizer)
         tokens, chosen = pruned(own, plans)
         left = ids != VISUAL
         left[(ids == VISUAL).nonzero().flatten()[chosen]] = True

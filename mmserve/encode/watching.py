@@ -30,7 +30,7 @@ from mmserve.prune.base import Evidence
 VISUAL = -1
 
 
-class Look(Protocol):
+class ClipProgress(Protocol):
     """Receives a clip while it is read; only where nothing of it is dropped afterwards."""
 
     def planned(self, ids_R: np.ndarray) -> None:
@@ -79,7 +79,7 @@ class Watching:
     tower: threading.Lock
 
     def picture(
-        self, decoders: Decoders, data: bytes, rows: Callable[[int], None], check: Check, look: Look | None
+        self, decoders: Decoders, data: bytes, rows: Callable[[int], None], check: Check, progress: ClipProgress | None
     ) -> Picture:
         """The clip as ``VisionEncoder.see`` shows it, some of its frames compact.
 
@@ -89,12 +89,12 @@ class Watching:
 
         def planned(plan: Planned) -> None:
             if plan.seconds is not None:
-                self._plan(plan.seconds, plan.length, rows, look)
+                self._plan(plan.seconds, plan.length, rows, progress)
 
         def arrived(so_far: int, new: Sequence[Tile]) -> None:
             rows(so_far)
-            if look is not None:
-                look.arrived(torch.cat([tile.tokens for tile in new]))
+            if progress is not None:
+                progress.arrived(torch.cat([tile.tokens for tile in new]))
 
         return self.joined([self._read(decoders, self._file(data), check, planned, arrived)])
 
@@ -157,8 +157,10 @@ class Watching:
             raise InvalidArgument.of(self.field, str(error)) from error
         return ClipPart(tuple(tiles), tuple(seconds), tuple(details), plan.length, plan.seconds)
 
-    def _plan(self, seconds: Sequence[float], length: float, rows: Callable[[int], None], look: Look | None) -> None:
-        """Refuse early what will be too long, and inform ``look``."""
+    def _plan(
+        self, seconds: Sequence[float], length: float, rows: Callable[[int], None], progress: ClipProgress | None
+    ) -> None:
+        """Refuse early what will be too long, and inform ``progress``."""
         every = None if self.sampling is None else self.sampling.detail_every
         if every not in (None, 1):
             rows(len(seconds))
@@ -167,8 +169,8 @@ class Watching:
         outline = {"pixels": torch.empty(len(seconds), 0), "seconds": self._labels(seconds), "length": whole}
         ids = ids_of(self.vision.pieces(outline, clip=True), self.model.tokenizer)
         rows(len(ids))
-        if look is not None:
-            look.planned(ids.numpy())
+        if progress is not None:
+            progress.planned(ids.numpy())
 
     def _labels(self, seconds: Sequence[float]) -> Tensor:
         return torch.tensor([self.vision.label_seconds(at) for at in seconds], dtype=torch.float64)

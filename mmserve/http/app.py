@@ -79,7 +79,7 @@ class App:
         self._parser = ThreadPoolExecutor(1, "mmserve-http-parse")
         # one thread: a constraint that is hard to compile delays other checks only
         self._checker = ThreadPoolExecutor(1, "mmserve-http-check")
-        self._bodies = Bodies(server.config.server, server.room, self._parser)
+        self._bodies = Bodies(server.config.server, server.budget, self._parser)
         posts = {
             **{path: self._open(self._generates(api), api) for path, api in APIS.items()},
             CONSTRAINTS: self._open(self._checked),

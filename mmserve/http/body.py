@@ -14,7 +14,7 @@ from starlette.requests import Request
 from mmserve.config import ServerConfig
 from mmserve.errors import Cancelled, InvalidArgument
 from mmserve.http.errors import BadRequest
-from mmserve.rpc.room import Room
+from mmserve.rpc.memory_budget import MemoryBudget
 
 #: Larger bodies are parsed off the event loop, and count among what requests hold meanwhile (bytes).
 INLINE_BYTES = 1 << 20
@@ -25,8 +25,8 @@ MAX_DEPTH = 256
 class Bodies:
     """Reads bodies within ``max_message_bytes`` and ``message_seconds`` of ``config``; ``parser`` runs long parses."""
 
-    def __init__(self, config: ServerConfig, room: Room, parser: Executor) -> None:
-        self._config, self._room, self._parser = config, room, parser
+    def __init__(self, config: ServerConfig, budget: MemoryBudget, parser: Executor) -> None:
+        self._config, self._budget, self._parser = config, budget, parser
 
     async def read(self, request: Request) -> dict[str, Any]:
         """The JSON object that ``request`` carries; raises ``InvalidArgument``, or ``BadRequest`` with its status."""
@@ -42,7 +42,7 @@ class Bodies:
         if len(data) <= INLINE_BYTES:
             found = _parsed(data)
         else:
-            with self._room.taken((), len(data)):
+            with self._budget.taken((), len(data)):
                 found = await asyncio.get_running_loop().run_in_executor(self._parser, _parsed, data)
         if not isinstance(found, dict):
             raise InvalidArgument.of("body", "must be a JSON object")

@@ -26,7 +26,7 @@ from transformers.image_processing_utils import select_best_resolution
 from mmserve.errors import ConfigError
 from mmserve.models.keys import Keys
 from mmserve.models.picture import Grid, Picture
-from mmserve.prune.base import Evidence, Look, Part
+from mmserve.prune.base import Evidence, GridView, Part
 
 #: What is scaled down has so many times more patches, along a side, than the limit.
 _SLACK = 1.1
@@ -67,7 +67,7 @@ class Anyres:
         rows, columns, _hidden = grid_HWD.shape
         lines = torch.cat([grid_HWD, newline_D.to(grid_HWD.dtype).expand(rows, 1, hidden)], dim=1)
         tokens = torch.cat([tokens_TPD[0], lines.flatten(0, 1)])
-        whole = Look(side, side, {kind: values[0] for kind, values in seen.items()})
+        whole = GridView(side, side, {kind: values[0] for kind, values in seen.items()})
         grids = [Grid(torch.arange(patches), whole)]
         places = patches + torch.arange(rows * (columns + 1)).view(rows, columns + 1)
         spread = {kind: laid.out(values[1:]) for kind, values in seen.items()}
@@ -75,8 +75,8 @@ class Anyres:
             for across in _bands(laid.left, laid.kept[1], columns, side):
                 shown = {kind: values[down, across].flatten(0, 1) for kind, values in spread.items()}
                 part = Part(down.start / rows, down.stop / rows, across.start / columns, across.stop / columns)
-                look = Look(down.stop - down.start, across.stop - across.start, shown, part)
-                grids.append(Grid(places[down, across].flatten(), look))
+                view = GridView(down.stop - down.start, across.stop - across.start, shown, part)
+                grids.append(Grid(places[down, across].flatten(), view))
         return Picture(tokens, tuple(grids), (len(tokens),))
 
     def _lay(self, height: int, width: int, side: int) -> _Laid:

@@ -44,8 +44,8 @@ def column_sums(scores: Callable[..., Tensor], q_RHK: Tensor, k_LGK: Tensor, lim
     return scores(q_RHK, keys_PSGK, Ragged((len(q_RHK),), (len(k_LGK),), (table,), table[:0], limit_R))
 
 
-class Onlooker:
-    """A model's decoder as one that looks at prompts; holds nothing of any."""
+class PromptAttention:
+    """How the first layers of a model's decoder attend to a prompt; holds no state of any."""
 
     def __init__(self, model: LoadedModel) -> None:
         config = model.decoder.config
@@ -56,7 +56,7 @@ class Onlooker:
             Evidence.MASK_ROWS: config.num_layers // 2,
         }
 
-    def look(
+    def to_positions(
         self, kind: Evidence, x_LD: Tensor, positions: Tensor, prompt: int, deep: DeepRows | None = None
     ) -> Tensor:
         """Attention (fp32 ``[prompt]``) that evidence of ``kind`` gives to each of the first ``prompt`` positions.

@@ -17,7 +17,7 @@ from transformers import Gemma4ImageProcessorPil
 from mmserve.errors import ConfigError
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, blank, joined
 from mmserve.models.vision import describe_processor
-from mmserve.prune.base import Evidence, Look
+from mmserve.prune.base import Evidence, GridView
 
 #: Where a checkpoint keeps its image processor's settings, by themselves or among those of the other processors.
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
@@ -68,8 +68,8 @@ class GemmaVision(VisionEncoder):
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         pixels = torch.cat([one["pixels"] for one in batch])
         side = self._processor.patch_size * self._processor.pooling_kernel_size
-        look = Look(pixels.shape[2] // side, pixels.shape[3] // side, {})
-        tiles = (Tile(tokens, torch.arange(len(tokens)), look) for tokens in self(pixels))
+        view = GridView(pixels.shape[2] // side, pixels.shape[3] // side, {})
+        tiles = (Tile(tokens, torch.arange(len(tokens)), view) for tokens in self(pixels))
         return [joined([self._begin, tile, self._end]) for tile in tiles]
 
 

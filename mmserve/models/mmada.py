@@ -28,7 +28,7 @@ from mmserve.models.llada import MASK
 from mmserve.models.magvit import MagvitEncoder, load_magvit
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, check_shape, joined
 from mmserve.models.towers import download
-from mmserve.prune.base import Evidence, Look
+from mmserve.prune.base import Evidence, GridView
 
 #: The codes' checkpoint on the hub, its folder beside the model's own, and the name of its file.
 CODES, BESIDE, FILE = "showlab/magvitv2", "magvitv2", "pytorch_model.safetensors"
@@ -98,9 +98,9 @@ class MmadaVision(VisionEncoder):
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         pixels = torch.cat([one["pixels"] for one in batch])
-        patches, look = torch.arange(self.tokens_per_image), Look(self.side, self.side, {})
+        patches, view = torch.arange(self.tokens_per_image), GridView(self.side, self.side, {})
         return [
-            joined([self.front, Tile(self.rows_VD[codes], patches, look), self.behind]) for codes in self.codes(pixels)
+            joined([self.front, Tile(self.rows_VD[codes], patches, view), self.behind]) for codes in self.codes(pixels)
         ]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmserve.core.own_frames import OwnFrames
 from mmserve.core.request import PixelRange
-from mmserve.prune.base import Evidence, Look
+from mmserve.prune.base import Evidence, GridView
 
 #: What a tower takes of an image or clip: ``pixels`` (fp32, any shape), which go to its device and type, and whatever
 #: else its encoder needs of it later (a grid, sizes, seconds), which is kept unchanged.
@@ -55,8 +55,8 @@ class Tile:
     """Visual tokens that are adjacent, and what a pruner may know of those that are patches."""
 
     tokens: Tensor  # [n, D]
-    patches: Tensor  # int64 [rows * columns], ascending: which of the tokens are the patches of ``look``
-    look: Look
+    patches: Tensor  # int64 [rows * columns], ascending: which of the tokens are the patches of ``view``
+    view: GridView
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Grid:
     """Patches side by side among a picture's visual tokens, and what a pruner may know of them."""
 
     patches: Tensor  # int64 [rows * columns], ascending: which of the picture's tokens they are
-    look: Look
+    view: GridView
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Picture:
 def blank(rows: int, columns: int) -> Tile:
     """A tile of so many patches, its tokens without width: its form before a tower has run."""
     count = rows * columns
-    return Tile(torch.empty(count, 0), torch.arange(count), Look(rows, columns, {}))
+    return Tile(torch.empty(count, 0), torch.arange(count), GridView(rows, columns, {}))
 
 
 def joined(parts: Iterable[Tile | Text], coordinates: Tensor | None = None) -> Picture:
@@ -94,7 +94,7 @@ def joined(parts: Iterable[Tile | Text], coordinates: Tensor | None = None) -> P
     for part in parts:
         if isinstance(part, Tile):
             tokens.append(part.tokens)
-            grids.append(Grid(start + part.patches, part.look))
+            grids.append(Grid(start + part.patches, part.view))
             pieces.append(len(part.tokens))
             start += len(part.tokens)
         else:

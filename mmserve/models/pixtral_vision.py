@@ -21,7 +21,7 @@ from mmserve.models.nested import load_part, read_processor
 from mmserve.models.picture import Grid, Picture, Prepared, Text, VisionEncoder, check_shape
 from mmserve.models.processors import BOTH, pixels_of
 from mmserve.models.vision import describe_processor
-from mmserve.prune.base import Evidence, Look
+from mmserve.prune.base import Evidence, GridView
 
 #: Tokens of a processor's settings: what ends a row of patches, and the picture.
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
@@ -92,7 +92,7 @@ class PixtralVision(VisionEncoder):
             tokens: Tensor = self.projector(features, [size])
         else:
             tokens = self.projector(features)
-        grid = Grid(torch.arange(rows * columns), Look(rows, columns, {}))
+        grid = Grid(torch.arange(rows * columns), GridView(rows, columns, {}))
         return Picture(tokens, (grid,), self.pieces(one, clip=False))
 
 

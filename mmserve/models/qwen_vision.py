@@ -20,7 +20,7 @@ from mmserve.core.request import PixelRange
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
 from mmserve.models.qwen_pixels import QwenPixels
 from mmserve.models.scores import mean_attention
-from mmserve.prune.base import Evidence, Look
+from mmserve.prune.base import Evidence, GridView
 
 
 class QwenVision(VisionEncoder):
@@ -92,7 +92,7 @@ class QwenVision(VisionEncoder):
             Tile(
                 tokens_UD[i * size : (i + 1) * size],
                 torch.arange(size),
-                Look(rows, columns, {kind: values[i * size : (i + 1) * size] for kind, values in seen.items()}),
+                GridView(rows, columns, {kind: values[i * size : (i + 1) * size] for kind, values in seen.items()}),
             )
             for i in range(frames)
         ]
@@ -153,8 +153,8 @@ def coordinates(tiles: Sequence[Tile], times: Tensor | None = None) -> Tensor:
     """
     found = []
     for tile, time in zip(tiles, [0] * len(tiles) if times is None else times.tolist(), strict=True):
-        place = torch.arange(tile.look.size)
-        found.append(torch.stack([torch.full_like(place, time), place // tile.look.columns, place % tile.look.columns]))
+        place = torch.arange(tile.view.size)
+        found.append(torch.stack([torch.full_like(place, time), place // tile.view.columns, place % tile.view.columns]))
     return torch.cat(found, dim=1)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmserve.models.evidence import OF_PATCHES, ShownLayer, Watched
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, blank, joined
 from mmserve.models.vision import describe_processor
-from mmserve.prune.base import Evidence, Look, Part
+from mmserve.prune.base import Evidence, GridView, Part
 
 #: Tiles that go through a tower together: of a long clip, all at once would fill the memory.
 AT_ONCE = 8
@@ -29,7 +29,7 @@ def with_parts(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile]:
     for i in range(rows * columns):
         row, column = divmod(i, columns)
         part = Part(row / rows, (row + 1) / rows, column / columns, (column + 1) / columns)
-        found[i] = replace(found[i], look=replace(found[i].look, part=part))
+        found[i] = replace(found[i], view=replace(found[i].view, part=part))
     return found
 
 
@@ -87,7 +87,7 @@ class ShuffledTower(nn.Module):
         side = int(tokens.shape[1] ** 0.5)
         patches = torch.arange(side * side)
         return [
-            Tile(own, patches, Look(side, side, {kind: values[i] for kind, values in seen.items()}))
+            Tile(own, patches, GridView(side, side, {kind: values[i] for kind, values in seen.items()}))
             for i, own in enumerate(tokens)
         ]
 

@@ -32,7 +32,7 @@ from mmserve.models.projectors import (
     pooled_side,
     separated,
 )
-from mmserve.prune.base import Evidence, Look
+from mmserve.prune.base import Evidence, GridView
 
 #: Seconds of the longest clips that models with times in front of frames are taught: they know no larger numbers.
 TIME_PERIOD = 8.0
@@ -267,7 +267,7 @@ class LlavaVision(VisionEncoder):
         first = features.shape[1] - self._side**2  # after a class token that is kept
         patches = torch.arange(side * side) + first
         return [
-            Tile(own, patches, Look(side, side, {kind: values[i] for kind, values in seen.items()}))
+            Tile(own, patches, GridView(side, side, {kind: values[i] for kind, values in seen.items()}))
             for i, own in enumerate(tokens)
         ]
 
@@ -291,7 +291,7 @@ class LlavaVision(VisionEncoder):
         if newline is not None and video.newline == "grid":
             patches = patches + patches // columns
         return [
-            Tile(own, patches, Look(rows, columns, {kind: values[i] for kind, values in pooled.items()}))
+            Tile(own, patches, GridView(rows, columns, {kind: values[i] for kind, values in pooled.items()}))
             for i, own in enumerate(tokens)
         ]
 

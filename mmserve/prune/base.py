@@ -49,7 +49,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Look:
+class GridView:
     """The grid of an image, tile or frame, row by row, and the evidence that was asked for.
 
     ``part``: which part of the picture a tile shows; the one grid of such a picture without it shows it whole.
@@ -95,7 +95,7 @@ class Pruner(Protocol):
     #: Names of the amounts that it understands.
     amounts: ClassVar[frozenset[str]]
 
-    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
+    def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
         """A plan for each grid of one image or clip; those of a clip share the amount."""
         ...
 
@@ -207,9 +207,9 @@ def grouped(keys: Sequence[Hashable]) -> list[list[int]]:
     return list(found.values())
 
 
-def together(looks: Sequence[Look], which: Sequence[int], kind: Evidence) -> Tensor:
-    """Evidence of ``kind`` of those ``looks``, all of one size: ``[T, n]`` or ``[T, n, C]``."""
-    found = [looks[i][kind] for i in which]
+def together(views: Sequence[GridView], which: Sequence[int], kind: Evidence) -> Tensor:
+    """Evidence of ``kind`` of those ``views``, all of one size: ``[T, n]`` or ``[T, n, C]``."""
+    found = [views[i][kind] for i in which]
     return found[0][None] if len(found) == 1 else torch.stack(found)
 
 

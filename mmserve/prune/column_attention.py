@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import SCORED, Evidence, Look, Plan, by_scores
+from mmserve.prune.base import SCORED, Evidence, GridView, Plan, by_scores
 
 
 @dataclass(frozen=True)
@@ -17,5 +17,5 @@ class ColumnAttention:
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.COLUMN_MEANS})
     amounts: ClassVar[frozenset[str]] = SCORED
 
-    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
-        return by_scores([look[Evidence.COLUMN_MEANS] for look in looks], amount)
+    def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
+        return by_scores([view[Evidence.COLUMN_MEANS] for view in views], amount)

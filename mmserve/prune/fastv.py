@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import SCORED, Evidence, Look, Plan, best_together
+from mmserve.prune.base import SCORED, Evidence, GridView, Plan, best_together
 
 
 @dataclass(frozen=True)
@@ -23,5 +23,5 @@ class FastV:
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.LAST_ROW})
     amounts: ClassVar[frozenset[str]] = SCORED
 
-    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
-        return best_together([look[Evidence.LAST_ROW] for look in looks], amount)
+    def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
+        return best_together([view[Evidence.LAST_ROW] for view in views], amount)

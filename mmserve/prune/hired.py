@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Part, Plan, best, highest, on_cpu
+from mmserve.prune.base import COUNTED, Evidence, GridView, Part, Plan, best, highest, on_cpu
 
 #: The code's ``alpha``: most of the amount that the whole view of an image in tiles gets. Its other patches, as many as
 #: the best ``1 - WHOLE`` in the first layer, are the content that tiles share the rest by.
@@ -34,26 +34,26 @@ class Hired:
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW})
     amounts: ClassVar[frozenset[str]] = COUNTED
 
-    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
-        sizes = [look.size for look in looks]
+    def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
+        sizes = [view.size for view in views]
         wanted = amount.value if amount.name == "token_budget" else sum(sizes) * amount.value
         total = min(sum(sizes), max(1, int(wanted)))
-        at = next((i for i, look in enumerate(looks) if look.part is None), 0)  # the whole view, where there are tiles
-        parts = [look.part for look in looks if look.part is not None]
-        first = on_cpu([look[Evidence.FIRST_CLS_ROW] for look in (looks[at : at + 1] if parts else looks)])
+        at = next((i for i, view in enumerate(views) if view.part is None), 0)  # the whole view, where there are tiles
+        parts = [view.part for view in views if view.part is not None]
+        first = on_cpu([view[Evidence.FIRST_CLS_ROW] for view in (views[at : at + 1] if parts else views)])
         if parts:
             others = sizes[:at] + sizes[at + 1 :]
             whole = min(max(1, int(total * WHOLE)), sizes[at])
-            kept = tile_budgets(content(looks[at], first[0], parts), others, total - whole)
+            kept = tile_budgets(content(views[at], first[0], parts), others, total - whole)
             kept.insert(at, whole)
         else:
             shares = [float(row.sum(dtype=np.float64)) for row in first]
             kept = allocate(shares, sizes, total)
-        scores = on_cpu([look[Evidence.CLS_ROW] for look in looks])
+        scores = on_cpu([view[Evidence.CLS_ROW] for view in views])
         return [best(row, count) for row, count in zip(scores, kept, strict=True)]
 
 
-def content(whole: Look, first: np.ndarray, parts: Sequence[Part]) -> list[int]:
+def content(whole: GridView, first: np.ndarray, parts: Sequence[Part]) -> list[int]:
     """How many of the best ``1 - WHOLE`` patches of the ``whole`` view in its ``first`` layer (``[n]``) have their
     centre in each of ``parts``."""
     chosen = np.zeros(whole.size, dtype=bool)

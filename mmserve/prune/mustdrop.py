@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts, grouped, together
+from mmserve.prune.base import COUNTED, Evidence, GridView, Plan, averaged, counts, grouped, together
 
 WINDOW = 3  # patches a side
 EVEN = 0.8  # least mean cosine between the patches of a window that is merged
@@ -34,15 +34,15 @@ class MustDrop:
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.LAST_CLS_ROW, Evidence.FIRST_FEATURES})
     amounts: ClassVar[frozenset[str]] = COUNTED
 
-    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
-        kept = counts([look.size for look in looks], amount)
+    def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
+        kept = counts([view.size for view in views], amount)
         plans: dict[int, Plan] = {}
-        for which in grouped([(look.rows, look.columns) for look in looks]):
-            scores_Tn = together(looks, which, Evidence.LAST_CLS_ROW).cpu().numpy()
-            leader_Tn = _leaders(together(looks, which, Evidence.FIRST_FEATURES), looks[which[0]])
+        for which in grouped([(view.rows, view.columns) for view in views]):
+            scores_Tn = together(views, which, Evidence.LAST_CLS_ROW).cpu().numpy()
+            leader_Tn = _leaders(together(views, which, Evidence.FIRST_FEATURES), views[which[0]])
             found = _kept(scores_Tn, leader_Tn, np.array([kept[i] for i in which]))
             plans |= {which[tile]: plan for tile, plan in found.items()}
-        return [plans[i] for i in range(len(looks))]
+        return [plans[i] for i in range(len(views))]
 
 
 def _kept(scores_Tn: np.ndarray, leader_Tn: np.ndarray, counts_T: np.ndarray) -> dict[int, Plan]:
@@ -69,7 +69,7 @@ def _kept(scores_Tn: np.ndarray, leader_Tn: np.ndarray, counts_T: np.ndarray) ->
     return plans
 
 
-def _leaders(features_TnC: Tensor, like: Look) -> np.ndarray:
+def _leaders(features_TnC: Tensor, like: GridView) -> np.ndarray:
     """Int64 ``[T, n]``: the patch whose place each patch's token takes: itself, or the middle of its even window.
 
     Patches beyond the last whole window stay alone. ``like``: one of the grids.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Plan, counts
+from mmserve.prune.base import COUNTED, Evidence, GridView, Plan, counts
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Random:
     amounts: ClassVar[frozenset[str]] = COUNTED
     seed: int = 0
 
-    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
+    def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
         generator = torch.Generator().manual_seed(self.seed)
-        sizes = [look.size for look in looks]
+        sizes = [view.size for view in views]
         return [
             Plan(torch.from_numpy(np.sort(torch.randperm(size, generator=generator).numpy()[:count])))
             for size, count in zip(sizes, counts(sizes, amount), strict=True)

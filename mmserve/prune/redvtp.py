@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import SCORED, Evidence, Look, Plan, best_together
+from mmserve.prune.base import SCORED, Evidence, GridView, Plan, best_together
 
 
 @dataclass(frozen=True)
@@ -21,5 +21,5 @@ class RedVtp:
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.MASK_ROWS})
     amounts: ClassVar[frozenset[str]] = SCORED
 
-    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
-        return best_together([look[Evidence.MASK_ROWS] for look in looks], amount)
+    def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
+        return best_together([view[Evidence.MASK_ROWS] for view in views], amount)

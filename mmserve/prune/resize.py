@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Plan, counts
+from mmserve.prune.base import COUNTED, Evidence, GridView, Plan, counts
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Resize:
     needs: ClassVar[frozenset[Evidence]] = frozenset()
     amounts: ClassVar[frozenset[str]] = COUNTED
 
-    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
-        sizes = [look.size for look in looks]
-        kept = zip(looks, counts(sizes, amount), strict=True)
-        return [_resized(look.rows, look.columns, count) for look, count in kept]
+    def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
+        sizes = [view.size for view in views]
+        kept = zip(views, counts(sizes, amount), strict=True)
+        return [_resized(view.rows, view.columns, count) for view, count in kept]
 
 
 @lru_cache(maxsize=64)

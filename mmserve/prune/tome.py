@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts, grouped, together
+from mmserve.prune.base import COUNTED, Evidence, GridView, Plan, averaged, counts, grouped, together
 
 _LEAST = 1e-12  # of a key's length: a key of length 0 is similar to none
 
@@ -28,12 +28,12 @@ class ToMe:
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.KEYS})
     amounts: ClassVar[frozenset[str]] = COUNTED
 
-    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
-        kept = counts([look.size for look in looks], amount)
+    def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
+        kept = counts([view.size for view in views], amount)
         plans: dict[int, Plan] = {}
-        for which in grouped([(look.size, count) for look, count in zip(looks, kept, strict=True)]):
-            plans |= zip(which, _merged(together(looks, which, Evidence.KEYS), kept[which[0]]), strict=True)
-        return [plans[i] for i in range(len(looks))]
+        for which in grouped([(view.size, count) for view, count in zip(views, kept, strict=True)]):
+            plans |= zip(which, _merged(together(views, which, Evidence.KEYS), kept[which[0]]), strict=True)
+        return [plans[i] for i in range(len(views))]
 
 
 def _merged(keys_TnK: Tensor, count: int) -> list[Plan]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts, grouped, highest_of_each, together
+from mmserve.prune.base import COUNTED, Evidence, GridView, Plan, averaged, counts, grouped, highest_of_each, together
 
 #: Of the tokens kept, those that are contextual: 10 of 64 in the paper.
 CONTEXTUAL = 10 / 64
@@ -30,14 +30,14 @@ class VisionZip:
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.CLS_ROW, Evidence.KEYS})
     amounts: ClassVar[frozenset[str]] = COUNTED
 
-    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
-        kept = counts([look.size for look in looks], amount)
+    def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
+        kept = counts([view.size for view in views], amount)
         plans: dict[int, Plan] = {}
-        for which in grouped([(look.size, count) for look, count in zip(looks, kept, strict=True)]):
-            scores_Tn = together(looks, which, Evidence.CLS_ROW).cpu().numpy()
-            keys_TnK = together(looks, which, Evidence.KEYS)
+        for which in grouped([(view.size, count) for view, count in zip(views, kept, strict=True)]):
+            scores_Tn = together(views, which, Evidence.CLS_ROW).cpu().numpy()
+            keys_TnK = together(views, which, Evidence.KEYS)
             plans |= zip(which, _zipped(scores_Tn, keys_TnK, kept[which[0]]), strict=True)
-        return [plans[i] for i in range(len(looks))]
+        return [plans[i] for i in range(len(views))]
 
 
 def _zipped(scores_Tn: np.ndarray, keys_TnK: Tensor, count: int) -> list[Plan]:

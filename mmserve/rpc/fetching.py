@@ -25,7 +25,7 @@ from mmserve import __version__
 from mmserve.config import MediaConfig
 from mmserve.config.media_hosts import MediaHosts
 from mmserve.errors import InvalidArgument
-from mmserve.rpc.room import Room
+from mmserve.rpc.memory_budget import MemoryBudget
 from mmserve.v1 import generation_pb2 as pb
 
 logger = logging.getLogger("mmserve.rpc")
@@ -73,10 +73,10 @@ class _Failed(Exception):
 
 
 class Fetcher:
-    """Fetches files within ``limits``; their bytes count in ``room`` while they come. Used on one event loop."""
+    """Fetches files within ``limits``; their bytes count in ``budget`` while they come. Used on one event loop."""
 
-    def __init__(self, limits: MediaConfig, room: Room) -> None:
-        self._limits, self._room = limits, room
+    def __init__(self, limits: MediaConfig, budget: MemoryBudget) -> None:
+        self._limits, self._budget = limits, budget
         self._hosts = MediaHosts(limits.url_hosts)
         self._tls = ssl.create_default_context() if self._hosts else None
         self._places = asyncio.Semaphore(limits.url_fetches)
@@ -113,7 +113,7 @@ class Fetcher:
     async def file(self, url: str, field: str) -> AsyncIterator[bytes]:
         """The file under ``url``, whose bytes count until this is closed; arguments and errors as of ``fetch``."""
         [data] = (await self.fetch({url: field})).values()
-        with self._room.taken((data,)):
+        with self._budget.taken((data,)):
             yield data
 
     def _target(self, url: str) -> _Target:
@@ -211,7 +211,7 @@ class Fetcher:
                 if len(data) > most:
                     raise _Failed(_too_long(most))
                 if len(data) > counted:
-                    held.enter_context(self._room.taken((), _STEP))
+                    held.enter_context(self._budget.taken((), _STEP))
                     counted += _STEP
                 if (parts := parts + 1) % _PARTS == 0:  # one read may hold thousands of small chunks
                     await asyncio.sleep(0)

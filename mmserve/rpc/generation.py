@@ -23,8 +23,8 @@ from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.fetching import Fetcher, urls_in
+from mmserve.rpc.memory_budget import MemoryBudget, media_files, text_bytes
 from mmserve.rpc.request_messages import to_request
-from mmserve.rpc.room import Room, media_files, text_bytes
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.stream import Outbox
 from mmserve.rpc.violations import violations
@@ -50,7 +50,7 @@ class Generations:
         media: MediaStore,
         limits: MediaConfig,
         metrics: Metrics,
-        room: Room,
+        budget: MemoryBudget,
         fetcher: Fetcher,
         slo: Sequence[SLO] = (),
     ) -> None:
@@ -58,7 +58,7 @@ class Generations:
         self._metrics = metrics
         self._media = media
         self._limits = limits
-        self._room = room
+        self._budget = budget
         self._fetcher = fetcher
         self._slo = {each.name: each for each in slo}
 
@@ -101,7 +101,7 @@ class Generations:
         engine = self._engines.find(self._engines.split(message.model)[0])
         watch.model = calls.current().model = engine.info.name
         request = self.read(own, message, tenant, engine, deadline, fetched)
-        held.enter_context(self._room.taken(media_files(request), text_bytes(request)))
+        held.enter_context(self._budget.taken(media_files(request), text_bytes(request)))
         return engine, watch.accepted(request)
 
     def read(

@@ -20,7 +20,7 @@ from mmserve.config import ServerConfig
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.memory import trim_soon
 from mmserve.rpc.arrivals import Arrivals
-from mmserve.rpc.room import Room
+from mmserve.rpc.memory_budget import MemoryBudget
 from mmserve.rpc.status import abort
 from mmserve.rpc.turns import Turns
 from mmserve.rpc.wire import Shape, check_fields, shape_of
@@ -46,13 +46,15 @@ class Incoming(grpc.aio.ServerInterceptor):
     """Hands messages on, and ends with a typed error the calls whose message cannot be parsed, has too many fields, is
     too slow, or does not come.
 
-    ``room``: where messages count while they are parsed; ``refused`` is called with the code of each such error.
+    ``budget``: where messages count while they are parsed; ``refused`` is called with the code of each such error.
     """
 
-    def __init__(self, config: ServerConfig, room: Room, refused: Callable[[str], None] = lambda code: None) -> None:
-        self._room = room
+    def __init__(
+        self, config: ServerConfig, budget: MemoryBudget, refused: Callable[[str], None] = lambda code: None
+    ) -> None:
+        self._budget = budget
         self._refused = refused
-        self._arrivals = Arrivals(max(1, room.capacity // config.max_message_bytes), config.message_seconds)
+        self._arrivals = Arrivals(max(1, budget.capacity // config.max_message_bytes), config.message_seconds)
         self._turns = Turns()
         # one thread: parsing holds the interpreter, so that two would not be faster
         self._parser = ThreadPoolExecutor(1, "mmserve-parse")
@@ -141,7 +143,7 @@ class Incoming(grpc.aio.ServerInterceptor):
         if len(data) <= INLINE_BYTES:
             message = read(data)
         else:
-            with self._room.taken((), len(data)):
+            with self._budget.taken((), len(data)):
                 message = await asyncio.get_running_loop().run_in_executor(self._parser, read, data)
             trim_soon()
         if isinstance(message, MMServeError):

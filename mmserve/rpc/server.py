@@ -29,11 +29,11 @@ from mmserve.rpc.health import NOT_SERVING, SERVING, Health
 from mmserve.rpc.incoming import Incoming
 from mmserve.rpc.loading import Loading
 from mmserve.rpc.media import MediaService
+from mmserve.rpc.memory_budget import MemoryBudget
 from mmserve.rpc.model import ModelService
 from mmserve.rpc.quotas import Quotas
 from mmserve.rpc.reflection import add_reflection
 from mmserve.rpc.reload import Guard, Load, Replacement, unfollowed
-from mmserve.rpc.room import Room
 from mmserve.rpc.video import VideoService
 from mmserve.v1 import (
     cache_pb2,
@@ -96,11 +96,11 @@ class Server:
         self.media = MediaStore(config.media.store_bytes)
         self.metrics = Metrics(self.engines, config.server.metrics_prefixes)
         self.sessions = Registry(config.video, self.metrics.sessions.sessions)
-        self.room = Room(config.media.live_bytes)
+        self.budget = MemoryBudget(config.media.live_bytes)
         self.quotas = Quotas(self.metrics.tenants.limited)
-        self._fetcher = Fetcher(config.media, self.room)
+        self._fetcher = Fetcher(config.media, self.budget)
         self.generations = Generations(
-            self.engines, self.media, config.media, self.metrics, self.room, self._fetcher, config.slo
+            self.engines, self.media, config.media, self.metrics, self.budget, self._fetcher, config.slo
         )
         self.deciding = Deciding(self.engines, self.generations)
         self._fronts: list[Front] = []
@@ -319,7 +319,7 @@ class Server:
 
     def _build(self) -> Any:
         config = self.config.server
-        self._incoming = Incoming(config, self.room, self.metrics.message_refused)
+        self._incoming = Incoming(config, self.budget, self.metrics.message_refused)
         interceptors = [
             Access(self.metrics, log=config.access_log),
             self.guard.auth,

@@ -127,7 +127,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         host = self._hosts.find(engine)
         adapter = host.streams.adapter_for(adapter)
         memory, overload = asked_memory(asked.memory), Overload(asked_overload(asked))
-        around = host.surroundings(
+        around = host.session_context(
             lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions, self._fetcher.file
         )
         vision = asked_vision(asked.vision)

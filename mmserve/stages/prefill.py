@@ -15,9 +15,9 @@ from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Request, RequestId
 from mmserve.core.samples import samples
+from mmserve.decode.decoder_pruning import DecoderPruning
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
-from mmserve.decode.prompt_look import PromptLook
 from mmserve.decode.state import Prefilling
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.embedding import place_features
@@ -54,7 +54,7 @@ class PrefillStage:
     ) -> None:
         self.model, self._decoder, self._summaries, self._max_tokens = model, decoder, summaries, max_tokens
         self._to_prefill, self._to_decode = observed(to_prefill, "prefill"), observed(to_decode, "decode")
-        self._look = PromptLook(model) if isinstance(model, LoadedModel) and shown_by(model) else None
+        self._look = DecoderPruning(model) if isinstance(model, LoadedModel) and shown_by(model) else None
         self._restorer = Restorer(model)
         self._prompts: dict[RequestId, Prompt] = {}  # of samples whose prompt was looked at
         self.begun: dict[RequestId, Any] = {}  # the decoder's states
@@ -70,7 +70,7 @@ class PrefillStage:
         """Prefill each request into its pages, a long prompt by a chunk.
 
         None = done; a number = so many positions have been run, and some of the prompt is left. An ``EncodedPrompt``:
-        the decoder has looked at a prompt with ``looks``, no page was used, and this is what is left of it.
+        the decoder has pruned a prompt that was ``unpruned``, no page was used, and this is what is left of it.
         """
         with stage_pass("prefill", [request for request, _pages in batch]):
             return self._prefilled(batch)

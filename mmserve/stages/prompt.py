@@ -26,12 +26,12 @@ from mmserve.models.base import EncoderModel
 class EncodedPrompt:
     """What the engine learns of a prompt: its token counts, and the keys of its pages that may be shared.
 
-    ``looks``: the decoder has to look at it before any page is taken; what is left of it is known only then.
+    ``unpruned``: the decoder has to prune it before any page is taken; what is left of it is known only then.
     """
 
     usage: Usage
     keys: tuple[bytes, ...]
-    looks: bool = False
+    unpruned: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Summaries:
             keys = keys[: encoded.spans[0].start // self._page_size]
         rows, visual = len(encoded.ids), len(encoded.image_rows)
         usage = Usage(rows, visual, 0, visual_tokens_before=visual + encoded.pruned, reused_tokens=taken)
-        return EncodedPrompt(usage, keys, looks=bool(encoded.grids))
+        return EncodedPrompt(usage, keys, unpruned=bool(encoded.grids))
 
     def begun(self, request: Request, encoded: Encoded) -> EncodedPrompt:
         """The same of a prompt whose visual tokens are still on their way: only the text before them has keys."""

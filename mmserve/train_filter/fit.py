@@ -12,7 +12,7 @@ from torch import nn
 
 from mmserve.errors import ConfigError
 from mmserve.models.commit_filter import CommitFilter, features
-from mmserve.train_filter.record import Sight
+from mmserve.train_filter.record import StepExample
 
 #: Positions seen on either side, hidden units (those of the paper's filter), rows of a batch, highest learning rate.
 RADIUS, HIDDEN, BATCH, RATE = 8, 32, 1024, 3e-3
@@ -29,13 +29,13 @@ class Score:
     recall: float | None  # share of the right that are trusted
 
 
-def fit(sights: Sequence[Sight], *, seed: int, steps: int, progress: Callable[[str], None]) -> CommitFilter:
-    """A filter trained to predict which candidates of ``sights`` are right; the same for the same seed.
+def fit(examples: Sequence[StepExample], *, seed: int, steps: int, progress: Callable[[str], None]) -> CommitFilter:
+    """A filter trained to predict which candidates of ``examples`` are right; the same for the same seed.
 
     Cross-entropy and AdamW at 3e-3 as in the reference, but in batches and with a rate that falls to 0. Raises
     ``ConfigError`` where nothing can be judged.
     """
-    x, y = _rows(sights)
+    x, y = _rows(examples)
     if not len(x):
         raise ConfigError("no candidate to learn from: the prompts gave no answers")
     generator = torch.Generator().manual_seed(seed)
@@ -58,20 +58,20 @@ def fit(sights: Sequence[Sight], *, seed: int, steps: int, progress: Callable[[s
     return CommitFilter(hidden_weight, hidden_bias, output_weight[0], output_bias.reshape(()))
 
 
-def score(commit_filter: CommitFilter, sights: Sequence[Sight], threshold: float) -> Score:
-    """How ``commit_filter`` judges the candidates of ``sights``."""
+def score(commit_filter: CommitFilter, examples: Sequence[StepExample], threshold: float) -> Score:
+    """How ``commit_filter`` judges the candidates of ``examples``."""
     trusted, right = [], []
-    for sight in sights:
-        trusted.append((commit_filter.trust(sight.confidence, sight.still_open) > threshold)[sight.judged])
-        right.append(sight.right[sight.judged])
+    for example in examples:
+        trusted.append((commit_filter.trust(example.confidence, example.still_open) > threshold)[example.judged])
+        right.append(example.right[example.judged])
     picked, truth = np.concatenate(trusted), np.concatenate(right)
     both, of_picked, of_truth = (int(which.sum()) for which in (picked & truth, picked, truth))
     return Score(len(truth), _share(of_truth, len(truth)), _share(both, of_picked), _share(both, of_truth))
 
 
-def _rows(sights: Sequence[Sight]) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(examples: Sequence[StepExample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels of every candidate that can be judged."""
-    kept = [sight for sight in sights if sight.judged.any()]
+    kept = [example for example in examples if example.judged.any()]
     if not kept:
         return torch.empty(0, 4 * RADIUS + 4), torch.empty(0)
     x = np.concatenate([features(s.confidence, s.still_open, RADIUS)[s.judged] for s in kept])

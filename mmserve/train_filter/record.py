@@ -31,8 +31,8 @@ NOTHING = -1
 
 
 @dataclass(frozen=True)
-class Sight:
-    """One step as a filter sees it, over a block of ``L`` positions, and its labels."""
+class StepExample:
+    """One step's input of a filter, over a block of ``L`` positions, and its labels."""
 
     confidence: np.ndarray  # float32 [L], of the candidates; 1 where final
     still_open: np.ndarray  # bool [L]
@@ -54,7 +54,7 @@ class Trajectory:
     """One request: what the baseline made of it, and the steps recorded."""
 
     baseline: Decoded
-    sights: tuple[Sight, ...]
+    examples: tuple[StepExample, ...]
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class Recorder:
                 seen.append(_seen(state))
         final = np.where(state.canvas.committed_at == MASKED, NOTHING, state.canvas.tokens)
         baseline = _decoded(state)
-        sights = [_sight(*step, final) for step in seen]
+        examples = [_example(*step, final) for step in seen]
         for state in self._steps(request, lambda _own: Agreeing(final)):
-            sights.append(_sight(*_seen(state), final))
-            if not sights[-1].right.any():
+            examples.append(_example(*_seen(state), final))
+            if not examples[-1].right.any():
                 break  # every candidate is wrong: a perfect filter would trust none
-        return Trajectory(baseline, tuple(sights))
+        return Trajectory(baseline, tuple(examples))
 
     def decode(self, request: Request, commit: Commit) -> Decoded:
         """The answer to ``request`` under ``commit``."""
@@ -120,13 +120,13 @@ def _seen(state: Decoding) -> tuple[Candidates, int, np.ndarray, np.ndarray]:
     return state.candidates, state.canvas.block_start, *block_confidence(state.canvas, state.candidates)
 
 
-def _sight(
+def _example(
     candidates: Candidates, start: int, confidence: np.ndarray, still_open: np.ndarray, final: np.ndarray
-) -> Sight:
+) -> StepExample:
     at, truth = candidates.positions - start, final[candidates.positions]
     right, judged = np.zeros_like(still_open), np.zeros_like(still_open)
     right[at], judged[at] = candidates.tokens == truth, truth != NOTHING
-    return Sight(confidence, still_open, right, judged)
+    return StepExample(confidence, still_open, right, judged)
 
 
 def _decoded(state: Decoding) -> Decoded:

@@ -35,10 +35,10 @@ def train(
     recorder = Recorder(model, resolve(EngineConfig(max_tokens=model.spec.max_tokens, max_running=1, stages="inline")))
     ran = list(_recorded(recorder, requests, progress))
     kept = range(HELD_OUT - 1, len(ran), HELD_OUT)
-    sights = [sight for i, trajectory in enumerate(ran) if i not in kept for sight in trajectory.sights]
-    commit_filter = fit(sights, seed=seed, steps=steps, progress=progress)
+    examples = [example for i, trajectory in enumerate(ran) if i not in kept for example in trajectory.examples]
+    commit_filter = fit(examples, seed=seed, steps=steps, progress=progress)
     policy = Learned(commit_filter=commit_filter)
-    judged = score(commit_filter, [sight for i in kept for sight in ran[i].sights], policy.threshold)
+    judged = score(commit_filter, [example for i in kept for example in ran[i].examples], policy.threshold)
     baseline = [ran[i].baseline for i in kept]
     figures = {"low_confidence": _figures(baseline, baseline)}
     policies: dict[str, Commit] = {"learned": policy, "threshold": Threshold()}

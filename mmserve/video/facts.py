@@ -18,7 +18,7 @@ from mmserve.video.standing import Standing
 class Facts:
     """Of one model. ``refusal``: why it takes no sessions, empty where it does; ``standing``: whether it can be asked
     standing questions; ``resize``: what it does first to every frame, as one of a clip and as an image by itself;
-    ``label_period``: as of ``Surroundings``; ``keeps_kv``: as of the function."""
+    ``label_period``: as of ``SessionContext``; ``keeps_kv``: as of the function."""
 
     refusal: str = ""
     standing: bool = False

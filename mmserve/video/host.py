@@ -22,8 +22,8 @@ from mmserve.observe.counters import SessionMetrics
 from mmserve.video.base import Streams
 from mmserve.video.facts import Facts, facts_of, standing_of
 from mmserve.video.reading import PushReader
+from mmserve.video.session_context import Fetched, Judge, Noted, SessionContext, Work
 from mmserve.video.streams import EngineStreams
-from mmserve.video.surroundings import Fetched, Judge, Noted, Surroundings, Work
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Host:
         parts = self._parts
         return PushReader(parts.decoders, sampler, self._config.video.waiting_bytes, parts.facts.resize)
 
-    def surroundings(self, noted: Callable[[], Noted], metrics: SessionMetrics, fetched: Fetched) -> Surroundings:
+    def session_context(self, noted: Callable[[], Noted], metrics: SessionMetrics, fetched: Fetched) -> SessionContext:
         """What its sessions share; ``noted`` makes what takes note of a question, ``fetched`` has files of URLs."""
         parts = self._parts
-        return Surroundings(
+        return SessionContext(
             self._config.video,
             self._threads.work,
             self._threads.judge,

@@ -150,7 +150,7 @@ def see(model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, am
         clip, pruner = compacted(clip, [False] * len(clip.grids)) if axes else mean, None
     plans = None
     if pruner is not None and amount is not None:
-        plans = pruner.plans([grid.look for grid in clip.grids], amount)
+        plans = pruner.plans([grid.view for grid in clip.grids], amount)
     tokens, chosen = pruned(clip, plans)
     ids = ids_of(clip.pieces, model.tokenizer).numpy()
     left = ids != VISUAL

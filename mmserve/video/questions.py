@@ -24,7 +24,7 @@ from mmserve.video import messages as m
 from mmserve.video.base import Scope
 from mmserve.video.clock import moments
 from mmserve.video.reported import reported
-from mmserve.video.surroundings import Noted, Surroundings
+from mmserve.video.session_context import Noted, SessionContext
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Questions:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: SessionContext,
         ask: Callable[[Request, Scope | None, Sink], Awaitable[Asked]],
         report: Callable[[m.Numbered], None],
         soon: Callable[..., None],

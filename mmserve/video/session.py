@@ -25,11 +25,11 @@ from mmserve.video import messages as m
 from mmserve.video.base import Frame, Seen, Stream, StreamLost
 from mmserve.video.connection import Connection
 from mmserve.video.indexes import Requests, Window
-from mmserve.video.outlet import Outlet
 from mmserve.video.overload import Overload, Waiting, WaitingFrame
 from mmserve.video.questions import Question, Questions
 from mmserve.video.reported import reported
-from mmserve.video.surroundings import Reader, Surroundings
+from mmserve.video.response_queue import ResponseQueue
+from mmserve.video.session_context import Reader, SessionContext
 from mmserve.video.watches import Watches, Watching
 
 logger = logging.getLogger("mmserve.video")
@@ -62,7 +62,7 @@ class Session:
         tenant: Tenant,
         stream: Stream,
         reader: Reader,
-        around: Surroundings,
+        around: SessionContext,
         overload: Overload,
         ended: Callable[[Session], None],
     ) -> None:
@@ -79,7 +79,7 @@ class Session:
         self._changes = Changes()
         self._requests = Requests()
         self._window = Window(config.credit_pushes, config.credit_bytes)
-        self._outlet = Outlet(
+        self._response_queue = ResponseQueue(
             config.outbox_bytes,
             lambda: m.Acknowledged(self._requests.taken, self._window.credit),
             self._finished,
@@ -111,25 +111,25 @@ class Session:
         Raises ``FailedPrecondition`` where a response after that is not kept any more.
         """
         if received is not None:
-            self._outlet.responses.resume(received)
+            self._response_queue.responses.resume(received)
             self._stats = replace(self._stats, resumes=self._stats.resumes + 1)
             self._around.metrics.resumed()
         self.last_request = time.monotonic()
-        return self._outlet.attach()
+        return self._response_queue.attach()
 
     def detach(self, connection: Connection) -> None:
         """``connection`` is lost; nothing happens where it was replaced."""
-        if self._outlet.detach(connection) and self._closed and connection.done:
+        if self._response_queue.detach(connection) and self._closed and connection.done:
             self.end(None)
 
     def go_away(self, notice: m.GoAway) -> None:
         """Announce a planned end."""
-        self._outlet.go_away(notice)
+        self._response_queue.go_away(notice)
 
     @property
     def detached(self) -> float | None:
         """Since when it has no connection (monotonic clock, seconds); None where it has one."""
-        return self._outlet.detached
+        return self._response_queue.detached
 
     @property
     def _in_flight(self) -> int:
@@ -151,11 +151,11 @@ class Session:
             task.remove_done_callback(self._broken)
             task.cancel()
         self._questions.end_all(Cancelled("the session ended"))
-        for held in (self._to_decode, self._waiting, self._watches, self._outlet.responses):
+        for held in (self._to_decode, self._waiting, self._watches, self._response_queue.responses):
             held.clear()  # now: a connection whose client does not read keeps the session for as long as it likes
         if not self._closed:
             self._tasks.append(self._loop.create_task(self._close_stream()))
-        self._outlet.fail(error)
+        self._response_queue.fail(error)
         self._ended(self)
 
     # --- requests ---
@@ -168,15 +168,15 @@ class Session:
         """
         self.last_request = time.monotonic()
         if received:
-            self._outlet.responses.confirm(received)
-            self._outlet.wake()
+            self._response_queue.responses.confirm(received)
+            self._response_queue.wake()
         if request is None:
             if index:
                 raise InvalidArgument.of("request", "must be one that this server knows")
             return
         if not self._requests.take(index):
             return
-        self._outlet.acknowledge()
+        self._response_queue.acknowledge()
         if self._closing:
             raise InvalidArgument.of("request", "must not come after close")
         match request:
@@ -240,7 +240,7 @@ class Session:
             self._fail_push(pushed.index, reported(error))
         finally:
             self._window.done(pushed.size)
-            self._outlet.acknowledge()
+            self._response_queue.acknowledge()
 
     def _check(self) -> None:
         if self.over:
@@ -268,7 +268,7 @@ class Session:
             await self._taken(item)
             del item
             self._taking = False
-            self._outlet.wake()
+            self._response_queue.wake()
 
     async def _taken(self, item: object) -> None:
         """See to the first of those that waited."""
@@ -373,16 +373,16 @@ class Session:
 
     def _report(self, response: m.Numbered) -> None:
         if not self.over:
-            self._outlet.report(response)
+            self._response_queue.report(response)
 
     def _look_again(self) -> None:
         """What the session's loops and its connection wait for may be there."""
         self._changes.notify()
-        self._outlet.wake()
+        self._response_queue.wake()
 
     def _finished(self, half_closed: bool) -> bool:
         """Whether a connection has nothing left to do."""
-        responses = self._outlet.responses
+        responses = self._response_queue.responses
         if self._closed:
             return responses.confirmed or (half_closed and not responses.pending)
         return half_closed and self.idle and not responses.pending

@@ -13,8 +13,8 @@ from mmserve.video import messages as m
 from mmserve.video.alerts import Watch as WatchRule
 from mmserve.video.base import Seen
 from mmserve.video.reported import reported
+from mmserve.video.session_context import SessionContext
 from mmserve.video.standing import Judged, StandingQuestion
-from mmserve.video.surroundings import Surroundings
 
 
 @dataclass(eq=False)
@@ -32,7 +32,9 @@ class Watches:
     ``report`` sends a response, ``changed`` is called after a frame is judged.
     """
 
-    def __init__(self, around: Surroundings, report: Callable[[m.Numbered], None], changed: Callable[[], None]) -> None:
+    def __init__(
+        self, around: SessionContext, report: Callable[[m.Numbered], None], changed: Callable[[], None]
+    ) -> None:
         self._around, self._report, self._changed = around, report, changed
         self._named: dict[str, m.Watch] = {}  # by its id, the newest request that has it and is not removed
         self._asked: dict[str, Watching] = {}

@@ -23,7 +23,7 @@ from mmserve.config.media_hosts import MediaHosts, is_public
 from mmserve.errors import ConfigError, InvalidArgument, ResourceExhausted
 from mmserve.rpc import fetching
 from mmserve.rpc.fetching import Fetcher
-from mmserve.rpc.room import Room
+from mmserve.rpc.memory_budget import MemoryBudget
 
 PATIENCE = 60.0
 PICTURE = b"\x89PNG and so on"
@@ -39,7 +39,7 @@ def host() -> Iterator[Host]:
 
 def fetch(url: str, *hosts: str, room: int = 1 << 30, **limits: Any) -> bytes:
     config = replace(MediaConfig(url_hosts=hosts, url_seconds=PATIENCE), **limits)
-    own = Room(room)
+    own = MemoryBudget(room)
     fetcher = Fetcher(config, own)
     try:
         return asyncio.run(fetcher.fetch({url: FIELD}))[url]
@@ -248,7 +248,7 @@ def test_places_are_bounded(host: Host) -> None:
     paths = [f"/{i}" for i in range(6)]
     host.answers.update(dict.fromkeys(paths, slowly))
     config = MediaConfig(url_hosts=(f"127.0.0.1:{host.port}",), url_seconds=PATIENCE, url_fetches=2)
-    fetcher = Fetcher(config, Room(1 << 30))
+    fetcher = Fetcher(config, MemoryBudget(1 << 30))
     found = asyncio.run(fetcher.fetch({host.url(path): FIELD for path in paths}))
     fetcher.close()
     assert len(found) == 6 and most <= 2

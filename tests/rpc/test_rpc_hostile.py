@@ -24,7 +24,7 @@ from mmserve.config import ServerConfig
 from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.rpc import incoming
 from mmserve.rpc.incoming import INLINE_BYTES, SMALL_BYTES, Incoming
-from mmserve.rpc.room import Room
+from mmserve.rpc.memory_budget import MemoryBudget
 from mmserve.rpc.wire import MAX_FIELDS, check_fields, shape_of
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.status import from_rpc_error
@@ -254,7 +254,7 @@ class _Context:
 
 
 async def _refuse(context: _Context) -> MMServeError:
-    guard = Incoming(ServerConfig(), Room(2 * INLINE_BYTES))
+    guard = Incoming(ServerConfig(), MemoryBudget(2 * INLINE_BYTES))
     read = incoming._reader(pb.GenerateRequest.FromString, hostile.GENERATE)
     try:
         await guard._only(read, hostile.GENERATE, context)

@@ -14,7 +14,7 @@ from echo_server import PATIENCE, EchoEngine, config, threaded
 from mmserve.client import Admitted, Client
 from mmserve.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 from mmserve.rpc.media import kept_up
-from mmserve.rpc.room import Room
+from mmserve.rpc.memory_budget import MemoryBudget
 from mmserve.v1 import media_pb2, media_pb2_grpc
 from mmserve.wire.status import from_rpc_error
 
@@ -186,7 +186,7 @@ def test_long_texts_of_requests_under_way_count_too(engine: EchoEngine) -> None:
 
 
 def test_files_held_by_several_count_once_and_until_the_last_lets_go() -> None:
-    room, shared, own = Room(10), b"12345678", b"90"
+    room, shared, own = MemoryBudget(10), b"12345678", b"90"
     with room.taken([shared, own]):
         with room.taken([shared, shared]):
             assert room.used == 10

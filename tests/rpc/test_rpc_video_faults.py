@@ -23,7 +23,7 @@ from mmserve.engine import Engine
 from mmserve.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from mmserve.rpc import status, video_questions
 from mmserve.rpc import video as rpc_video
-from mmserve.rpc.room import Room
+from mmserve.rpc.memory_budget import MemoryBudget
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video import session as sessions
 from mmserve.video.connection import Connection
@@ -81,7 +81,7 @@ def test_a_client_that_resumes_and_never_reads_is_ended(monkeypatch: pytest.Monk
     def noted(session: sessions.Session, response: Numbered) -> None:
         nonlocal most, sent
         report(session, response)
-        most, sent = max(most, session._outlet.responses.unsent_bytes), session._outlet.responses._index
+        most, sent = max(most, session._response_queue.responses.unsent_bytes), session._response_queue.responses._index
 
     monkeypatch.setattr(sessions.Session, "_report", noted)
     outbox, ended = 20_000, False
@@ -182,7 +182,7 @@ def test_a_message_without_room_costs_the_connection_and_not_the_session(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def full(room: Room, files: Sequence[bytes], texts: int = 0) -> Iterator[None]:
+    def full(budget: MemoryBudget, files: Sequence[bytes], texts: int = 0) -> Iterator[None]:
         raise ResourceExhausted("no room", retry_after=0.1)
         yield
 
@@ -191,7 +191,7 @@ def test_a_message_without_room_costs_the_connection_and_not_the_session(
     raw.wait_taken(1)
     handle = raw.handle
     with monkeypatch.context() as patch:
-        patch.setattr(Room, "taken", full)
+        patch.setattr(MemoryBudget, "taken", full)
         raw.send(push_segment=pb.PushSegment(data=bytes(2 << 20)))
         with pytest.raises(ResourceExhausted, match="no room"):
             raise raw.failure()
@@ -230,7 +230,11 @@ def test_a_session_that_ended_holds_nothing_while_its_connection_is_not_read(mon
             wait_for("three frames that wait", lambda: session._waiting.frames == 3)
             raw.send(index=99, push_image=image(5))  # which ends the session
             wait_for("the end", lambda: session.over)
-            assert not len(session._waiting) and not session._waiting.bytes and not session._outlet.responses.pending
+            assert (
+                not len(session._waiting)
+                and not session._waiting.bytes
+                and not session._response_queue.responses.pending
+            )
         raw.cut()
 
 

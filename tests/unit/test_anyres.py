@@ -29,7 +29,7 @@ from mmserve.models.anyres import Anyres
 from mmserve.models.picture import Picture
 from mmserve.models.vision import LlavaVision
 from mmserve.prune import PRUNERS
-from mmserve.prune.base import Evidence, Look, Part
+from mmserve.prune.base import Evidence, GridView, Part
 
 SIDE, PATCHES = 24, 4  # pixels and patches of a tile's side
 #: Widths and heights up to 3 x 3 tiles, as LLaDA-V lists its own, and as LLaVA-OneVision's text has them.
@@ -149,11 +149,11 @@ def test_llava_llama_s_tiles(tmp_path: Path, ratio: str, limit: int | None) -> N
     model = llama_checkpoints.load(tmp_path)
     assert isinstance(model.vision, LlavaVision) and model.spec.causal
 
-    def look(tiles: list[Image.Image]) -> Tensor:
+    def view(tiles: list[Image.Image]) -> Tensor:
         return torch.stack([made.visual_tokens(tile) for tile in tiles])
 
     for size in SIZES:
-        expected = in_tiles(look, newline, image(*size), limit)
+        expected = in_tiles(view, newline, image(*size), limit)
         found = seen(model.vision, image(*size))
         assert found.tokens.shape == expected.shape and torch.allclose(found.tokens, expected, atol=1e-5), size
         assert model.vision.pieces(model.vision.prepare(image(*size)), clip=False) == (len(expected),)
@@ -190,9 +190,9 @@ def test_pictures_seen_together_are_those_seen_alone(tmp_path: Path) -> None:
     for one, other in zip(together, alone, strict=True):
         assert torch.allclose(one.tokens, other.tokens, atol=1e-5) and one.pieces == other.pieces
         for mine, its in zip(one.grids, other.grids, strict=True):
-            assert torch.equal(mine.patches, its.patches) and mine.look.part == its.look.part
+            assert torch.equal(mine.patches, its.patches) and mine.view.part == its.view.part
             for kind in vision.evidence:
-                assert torch.allclose(mine.look[kind], its.look[kind], atol=1e-5)
+                assert torch.allclose(mine.view[kind], its.view[kind], atol=1e-5)
 
 
 # --- what pruners see ---
@@ -213,9 +213,9 @@ def test_grids_are_tiles(size: tuple[int, int], limit: int | None) -> None:
     anyres = Anyres(pinpoints=tuple((y, x) for x, y in LISTED), tile=SIDE, max_tiles=limit)
     found = numbered(anyres, size[1], size[0])
     for grid in found.grids:
-        assert grid.look.size == len(grid.patches) and bool((grid.patches.diff() > 0).all())
-        assert torch.equal(found.tokens[grid.patches, 0], grid.look[Evidence.COLUMN_MEANS])
-        assert torch.equal(found.tokens[grid.patches].expand(-1, 3), grid.look[Evidence.KEYS])
+        assert grid.view.size == len(grid.patches) and bool((grid.patches.diff() > 0).all())
+        assert torch.equal(found.tokens[grid.patches, 0], grid.view[Evidence.COLUMN_MEANS])
+        assert torch.equal(found.tokens[grid.patches].expand(-1, 3), grid.view[Evidence.KEYS])
     places = torch.cat([grid.patches for grid in found.grids])
     assert len(places.unique()) == len(places)
     assert torch.equal(found.tokens[:, 0].nonzero().flatten(), places.sort().values), "separators are in none"
@@ -227,7 +227,7 @@ def test_grids_are_tiles(size: tuple[int, int], limit: int | None) -> None:
         assert sum((p.bottom - p.top) * (p.right - p.left) for p in parts) == pytest.approx(1)
     if limit is None:
         for grid in found.grids[1:]:  # unscaled, a grid's patches are of one tile
-            assert len(((grid.look[Evidence.COLUMN_MEANS] - 1) // PATCHES**2).unique()) == 1
+            assert len(((grid.view[Evidence.COLUMN_MEANS] - 1) // PATCHES**2).unique()) == 1
 
 
 @pytest.mark.parametrize("name", PRUNERS)
@@ -237,22 +237,22 @@ def test_every_pruner_takes_tiles(name: str, size: tuple[int, int]) -> None:
     anyres = Anyres(pinpoints=tuple((y, x) for x, y in LISTED), tile=SIDE)
     bare = numbered(anyres, size[1], size[0])
     generator = torch.Generator().manual_seed(0)
-    looks = []
+    views = []
     for grid in bare.grids:
-        flat, n = grid.look, len(grid.patches)
+        flat, n = grid.view, len(grid.patches)
         wide = {kind: torch.rand(n, 3, generator=generator) for kind in (Evidence.KEYS, Evidence.FIRST_FEATURES)}
         narrow = set(Evidence) - set(wide)
         rows = {kind: torch.rand(n, generator=generator).softmax(0) for kind in narrow}
-        looks.append(Look(flat.rows, flat.columns, {**wide, **rows}, flat.part))
-    total = sum(look.size for look in looks)
+        views.append(GridView(flat.rows, flat.columns, {**wide, **rows}, flat.part))
+    total = sum(view.size for view in views)
     pruner = PRUNERS[name]()
     for share in (0.05, 0.25, 0.8):
         amount = Amount("keep_ratio", share)
-        plans = pruner.plans(looks, amount)
+        plans = pruner.plans(views, amount)
         kept = 0
-        for look, plan in zip(looks, plans, strict=True):
-            assert plan.apply(torch.rand(look.size, 5)).shape == (len(plan.places), 5)
-            assert bool((plan.places.diff() > 0).all()) and bool((plan.places < look.size).all())
+        for view, plan in zip(views, plans, strict=True):
+            assert plan.apply(torch.rand(view.size, 5)).shape == (len(plan.places), 5)
+            assert bool((plan.places.diff() > 0).all()) and bool((plan.places < view.size).all())
             kept += len(plan.places)
         assert 0 < kept <= total
         if name in ("random", "cls_attention", "column_attention"):
@@ -262,21 +262,21 @@ def test_every_pruner_takes_tiles(name: str, size: tuple[int, int]) -> None:
 
 
 def test_hired_gives_the_whole_view_half_and_tiles_what_it_sees_of_them() -> None:
-    def look(rows: int, columns: int, first: Tensor, part: Part | None) -> Look:
+    def view(rows: int, columns: int, first: Tensor, part: Part | None) -> GridView:
         row = torch.rand(rows * columns, generator=torch.Generator().manual_seed(rows))
-        return Look(rows, columns, {Evidence.CLS_ROW: row, Evidence.FIRST_CLS_ROW: first}, part)
+        return GridView(rows, columns, {Evidence.CLS_ROW: row, Evidence.FIRST_CLS_ROW: first}, part)
 
     first = torch.zeros(4, 4)  # of its best eight patches, four are in the first quarter
     first[:2, :2], first[0, 2:], first[2, 0], first[3, 3] = 0.1, 0.1, 0.1, 0.1
     first = first.flatten()
     halves = [(0.0, 0.5), (0.5, 1.0)]
-    tiles = [look(4, 4, torch.zeros(16), Part(*down, *across)) for down in halves for across in halves]
-    looks = [look(4, 4, first, None), *tiles]
-    kept = [len(plan.places) for plan in PRUNERS["hired"]().plans(looks, Amount("token_budget", 20))]
+    tiles = [view(4, 4, torch.zeros(16), Part(*down, *across)) for down in halves for across in halves]
+    views = [view(4, 4, first, None), *tiles]
+    kept = [len(plan.places) for plan in PRUNERS["hired"]().plans(views, Amount("token_budget", 20))]
     assert kept == [10, 5, 2, 1, 1], "10 by 4, 2, 1 and 1 of 8, rounded down"
-    best = PRUNERS["hired"]().plans(looks, Amount("token_budget", 20))[1].places
+    best = PRUNERS["hired"]().plans(views, Amount("token_budget", 20))[1].places
     assert best.tolist() == sorted(tiles[0][Evidence.CLS_ROW].topk(5).indices.tolist())
-    much = [len(plan.places) for plan in PRUNERS["hired"]().plans(looks, Amount("token_budget", 75))]
+    much = [len(plan.places) for plan in PRUNERS["hired"]().plans(views, Amount("token_budget", 75))]
     assert much == [16, 16, 14, 7, 7], "nothing gets more than it has"
 
 

@@ -32,7 +32,7 @@ from mmserve.encode.visual import Viewer
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.models.picture import Grid, Picture
-from mmserve.prune.base import Look
+from mmserve.prune.base import GridView
 from mmserve.tiers.caches import Caches
 
 FILE = clip(frames=60, rate=10)  # six seconds
@@ -132,8 +132,8 @@ def test_compact_frames_of_a_model_whose_positions_have_axes(tmp_path: Any) -> N
 
 def test_text_and_separators_stay_where_frames_are_compact() -> None:
     tokens = torch.arange(12.0)[:, None]
-    look = Look(1, 3, {})
-    grids = tuple(Grid(torch.tensor([4 * i, 4 * i + 1, 4 * i + 2]), look) for i in range(3))
+    view = GridView(1, 3, {})
+    grids = tuple(Grid(torch.tensor([4 * i, 4 * i + 1, 4 * i + 2]), view) for i in range(3))
     picture = Picture(tokens, grids, ("a", 4, "b", 4, "c", 4))
     found = compacted(picture, [False, True, False])
     assert found.pieces == ("a", 2, "b", 4, "c", 2)

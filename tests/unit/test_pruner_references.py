@@ -18,7 +18,7 @@ from mmserve.core.request import Amount
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES
 from mmserve.models.projectors import mlp_projector
 from mmserve.models.vision import LlavaVision
-from mmserve.prune.base import Evidence, Look, Part, Plan
+from mmserve.prune.base import Evidence, GridView, Part, Plan
 from mmserve.prune.hired import Hired
 from mmserve.prune.mustdrop import MustDrop
 from mmserve.prune.tome import ToMe
@@ -58,7 +58,7 @@ class Tower:
             tower, mlp_projector("linear", 32, 32), None, select_layer=-2, has_cls=True, later=torch.nn.ModuleList()
         )
         seen = vision.see([{"pixels": own[None]} for own in self.pixels], OF_CLASS | OF_PATCHES, clip=False)
-        self.looks = [picture.grids[0].look for picture in seen]
+        self.views = [picture.grids[0].look for picture in seen]
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +108,16 @@ def visionzip(
 
 def test_visionzip_makes_the_tokens_of_its_code(tower: Tower) -> None:
     equal = 0
-    for i, look in enumerate(tower.looks):
+    for i, view in enumerate(tower.views):
         rows = tower.attentions[-2][i, :, 0, 1:]
         for count, few in zip(BUDGETS, (20, 10, 5, 2), strict=True):
             hidden = tower.hidden_BND[i, 1:]
             wanted = visionzip(rows, tower.keys_BHNK[i, :, 1:], hidden, count - few, few)
-            [plan] = VisionZip().plans([look], budget(count))
+            [plan] = VisionZip().plans([view], budget(count))
             assert plan.places.tolist() == sorted(wanted)
             made = plan.apply(hidden)
             equal += all(torch.allclose(made[k], wanted[p], atol=1e-5) for k, p in enumerate(plan.places.tolist()))
-    assert equal == len(tower.looks) * len(BUDGETS)
+    assert equal == len(tower.views) * len(BUDGETS)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -125,8 +125,8 @@ def test_visionzip_with_ties_in_attention(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, 4, (HEADS, 49), generator=draw).float() / 256
     keys, hidden = torch.randn(HEADS, 49, 8, generator=draw), torch.randn(49, 6, generator=draw)
-    look = Look(7, 7, {Evidence.CLS_ROW: rows.mean(0), Evidence.KEYS: keys.mean(0)})
-    [plan] = VisionZip().plans([look], budget(26))
+    view = GridView(7, 7, {Evidence.CLS_ROW: rows.mean(0), Evidence.KEYS: keys.mean(0)})
+    [plan] = VisionZip().plans([view], budget(26))
     wanted = visionzip(rows, keys, hidden, 22, 4)
     assert plan.places.tolist() == sorted(wanted)
     assert torch.allclose(plan.apply(hidden), torch.stack([wanted[p] for p in sorted(wanted)]), atol=1e-5)
@@ -167,21 +167,21 @@ def tome(metric_nK: Tensor, count: int) -> list[list[int]]:
 
 def test_tome_merges_the_groups_of_its_code(tower: Tower) -> None:
     equal = 0
-    for i, look in enumerate(tower.looks):
+    for i, view in enumerate(tower.views):
         metric = tower.keys_BHNK[i].mean(0)[1:]
         for count in BUDGETS:
-            [plan] = ToMe().plans([look], budget(count))
+            [plan] = ToMe().plans([view], budget(count))
             groups = groups_of(plan)
             assert plan.weights is not None and all(place in members for place, members in groups.items())
             assert torch.allclose(plan.weights.sum(1), torch.ones(count), atol=1e-6)
             equal += sorted(groups.values()) == tome(metric, count)
-    assert equal == len(tower.looks) * len(BUDGETS)
+    assert equal == len(tower.views) * len(BUDGETS)
 
 
 def test_tome_with_ties_joins_the_first_of_equal_partners() -> None:
     metric = torch.eye(3)[torch.tensor([0, 0, 1, 1, 2, 2, 0, 1, 0, 2, 1, 0])]
     for count in (11, 8, 6):
-        [plan] = ToMe().plans([Look(3, 4, {Evidence.KEYS: metric})], budget(count))
+        [plan] = ToMe().plans([GridView(3, 4, {Evidence.KEYS: metric})], budget(count))
         assert sorted(groups_of(plan).values()) == tome(metric, count), count
 
 
@@ -209,16 +209,16 @@ def test_mustdrop_merges_windows_and_keeps_the_key_set_of_the_last_layer(tower: 
     smooth = features.view(4, 3, 4, 3, 16).mean((1, 3), keepdim=True).expand(-1, 3, -1, 3, -1).reshape(PATCHES, 16)
     features = torch.where(torch.rand(PATCHES, 1, generator=draw) < 0.93, smooth + 0.1 * features, features)
     row = tower.attentions[-1][seed, :, 0, 1:].mean(0)
-    look = Look(SIDE, SIDE, {**tower.looks[seed].evidence, Evidence.FIRST_FEATURES: features})
+    view = GridView(SIDE, SIDE, {**tower.views[seed].evidence, Evidence.FIRST_FEATURES: features})
     windows = even_windows(features, SIDE)
     assert 0 < len(windows) < 16
     merged = {patch for window in windows for patch in window}
     tokens = windows + [[i] for i in range(PATCHES) if i not in merged]
-    [everything] = MustDrop().plans([look], budget(PATCHES))
+    [everything] = MustDrop().plans([view], budget(PATCHES))
     assert sorted(groups_of(everything).values()) == sorted(tokens)
     key_count = math.ceil(0.08 * len(tokens))
     best = first_best(torch.stack([row[t].double().mean() for t in tokens]), key_count)
-    [key_set] = MustDrop().plans([look], budget(key_count))
+    [key_set] = MustDrop().plans([view], budget(key_count))
     assert sorted(groups_of(key_set).values()) == sorted(tokens[i] for i in best)
 
 
@@ -258,22 +258,22 @@ def test_hired_keeps_the_patches_of_its_code(grid: str, ties: bool) -> None:
         rows = torch.rand(2, 1 + tiles, count, generator=draw)
         rows = ((rows * 5).floor() if ties else rows) / 64
         first, last = rows
-        looks = [
-            Look(6, 6, {Evidence.FIRST_CLS_ROW: first[i], Evidence.CLS_ROW: last[i]}, part)
+        views = [
+            GridView(6, 6, {Evidence.FIRST_CLS_ROW: first[i], Evidence.CLS_ROW: last[i]}, part)
             for i, part in enumerate([None, *parts])
         ]
         for rate in (0.1, 0.2, 0.37, 0.5, 0.9):
             total = int((1 + tiles) * count * rate)
-            plans = Hired().plans(looks, Amount("keep_ratio", rate))
+            plans = Hired().plans(views, Amount("keep_ratio", rate))
             assert [plan.places.tolist() for plan in plans] == hired(first[0], last, total, 0.5, shown, tiles)
-            [alone] = Hired().plans(looks[:1], Amount("keep_ratio", rate))  # LLaVA-1.5's: one view
+            [alone] = Hired().plans(views[:1], Amount("keep_ratio", rate))  # LLaVA-1.5's: one view
             assert alone.places.tolist() == sorted(first_best(last[0], int(count * rate)))
 
 
 def test_evidence_of_the_tower_is_the_authors(tower: Tower) -> None:
-    for i, look in enumerate(tower.looks):
+    for i, view in enumerate(tower.views):
         for kind, layer in ((Evidence.CLS_ROW, -2), (Evidence.FIRST_CLS_ROW, 0), (Evidence.LAST_CLS_ROW, -1)):
-            assert torch.allclose(look[kind], tower.attentions[layer][i, :, 0, 1:].mean(0), atol=1e-6)
-        assert torch.allclose(look[Evidence.KEYS], tower.keys_BHNK[i].mean(0)[1:], atol=1e-5)
-    rows = [look[Evidence.LAST_CLS_ROW] for look in tower.looks]
+            assert torch.allclose(view[kind], tower.attentions[layer][i, :, 0, 1:].mean(0), atol=1e-6)
+        assert torch.allclose(view[Evidence.KEYS], tower.keys_BHNK[i].mean(0)[1:], atol=1e-5)
+    rows = [view[Evidence.LAST_CLS_ROW] for view in tower.views]
     assert not any(torch.allclose(a, b) for a, b in pairwise(rows)), "pictures differ"

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmserve.core.request import Amount, Vision
 from mmserve.errors import InvalidArgument
 from mmserve.prune import PRUNERS, pruner_of
-from mmserve.prune.base import Evidence, Look, Plan, counts, mass_count
+from mmserve.prune.base import Evidence, GridView, Plan, counts, mass_count
 from mmserve.prune.cls_attention import ClsAttention
 from mmserve.prune.column_attention import ColumnAttention
 from mmserve.prune.fastv import FastV
@@ -36,11 +36,11 @@ def budget(value: int) -> Amount:
     return Amount("token_budget", value)
 
 
-def look(rows: int, columns: int, seed: int = 0) -> Look:
+def view(rows: int, columns: int, seed: int = 0) -> GridView:
     """A grid whose evidence is all there, and random."""
     generator = torch.Generator().manual_seed(seed)
     n = rows * columns
-    return Look(
+    return GridView(
         rows,
         columns,
         {
@@ -62,9 +62,9 @@ def look(rows: int, columns: int, seed: int = 0) -> Look:
     st.one_of(st.floats(0.01, 1).map(ratio), st.integers(1, 120).map(budget)),
 )
 def test_what_a_plan_is(name: str, grids: list[tuple[int, int]], amount: Amount) -> None:
-    looks = [look(rows, columns, i) for i, (rows, columns) in enumerate(grids)]
-    plans = PRUNERS[name]().plans(looks, amount)
-    sizes = [one.size for one in looks]
+    views = [view(rows, columns, i) for i, (rows, columns) in enumerate(grids)]
+    plans = PRUNERS[name]().plans(views, amount)
+    sizes = [one.size for one in views]
     kept = [len(plan.places) for plan in plans]
     wanted = sum(counts(sizes, amount))
     assert sum(kept) <= wanted if name in ("mustdrop", "resize", "hired") else sum(kept) == wanted
@@ -105,14 +105,14 @@ def by_hand(scores: Tensor, count: int) -> list[int]:
     ("kind", "evidence"), [(ClsAttention, Evidence.CLS_ROW), (ColumnAttention, Evidence.COLUMN_MEANS)]
 )
 def test_the_highest_scores_stay(kind: Callable[[], ClsAttention], evidence: Evidence) -> None:
-    looks = [look(5, 4), look(5, 4, 1)]
-    plans = kind().plans(looks, budget(7))
+    views = [view(5, 4), view(5, 4, 1)]
+    plans = kind().plans(views, budget(7))
     assert [p.places.tolist() for p in plans] == [
-        by_hand(one[evidence], c) for one, c in zip(looks, (3, 4), strict=True)
+        by_hand(one[evidence], c) for one, c in zip(views, (3, 4), strict=True)
     ]
     assert all(p.weights is None for p in plans)
-    [whole] = kind().plans(looks[:1], Amount("attention_mass", 0.6))
-    scores = looks[0][evidence]
+    [whole] = kind().plans(views[:1], Amount("attention_mass", 0.6))
+    scores = views[0][evidence]
     least = next(k for k in range(1, 21) if scores[by_hand(scores, k)].sum() >= 0.6 * scores.sum())
     assert whole.places.tolist() == by_hand(scores, least)
 
@@ -129,11 +129,11 @@ def test_the_smallest_set_of_a_mass(values: list[float], mass: float) -> None:
 
 def test_fastv_judges_a_clip_as_a_whole() -> None:
     """A frame that draws little attention keeps little, whatever stands out in it."""
-    looks = [look(2, 2), look(2, 2, 1)]
-    faint = Look(2, 2, {Evidence.LAST_ROW: looks[1][Evidence.LAST_ROW] * 1e-3})
-    first, second = FastV().plans([looks[0], faint], Amount("attention_mass", 0.9))
+    views = [view(2, 2), view(2, 2, 1)]
+    faint = GridView(2, 2, {Evidence.LAST_ROW: views[1][Evidence.LAST_ROW] * 1e-3})
+    first, second = FastV().plans([views[0], faint], Amount("attention_mass", 0.9))
     assert len(first.places) >= 1 and len(second.places) == 0
-    assert [len(p.places) for p in FastV().plans(looks, Amount("attention_mass", 1.0))] == [4, 4]
+    assert [len(p.places) for p in FastV().plans(views, Amount("attention_mass", 1.0))] == [4, 4]
 
 
 @given(
@@ -150,7 +150,7 @@ def test_shares_are_kept_and_no_grid_gets_more_than_it_has(grids: list[tuple[flo
 
 
 def test_hired_gives_frames_their_share_and_an_image_all() -> None:
-    rich, poor = look(4, 4), look(4, 4, 1)
+    rich, poor = view(4, 4), view(4, 4, 1)
     double = {**rich.evidence, Evidence.FIRST_CLS_ROW: torch.full((16,), 3 / 64)}
     single = {**poor.evidence, Evidence.FIRST_CLS_ROW: torch.full((16,), 1 / 64)}
     plans = Hired().plans([replace(rich, evidence=double), replace(poor, evidence=single)], budget(8))
@@ -162,7 +162,7 @@ def test_hired_gives_frames_their_share_and_an_image_all() -> None:
 
 
 def test_visionzip_keeps_the_dominant_and_sums_up_the_rest() -> None:
-    one, tokens = look(8, 8), torch.randn(64, 5)
+    one, tokens = view(8, 8), torch.randn(64, 5)
     [plan] = VisionZip().plans([one], budget(32))  # 27 and 5, as 54 and 10
     dominant = by_hand(one[Evidence.CLS_ROW], 27)
     rest = [i for i in range(64) if i not in dominant]
@@ -180,7 +180,7 @@ def test_visionzip_keeps_the_dominant_and_sums_up_the_rest() -> None:
 
 def test_tome_by_hand() -> None:
     """One round: the most similar pairs of an even and an odd token are averaged, where the odd one stood."""
-    one, tokens = look(3, 4), torch.randn(12, 5)
+    one, tokens = view(3, 4), torch.randn(12, 5)
     [plan] = ToMe().plans([one], budget(8))
     unit = torch.nn.functional.normalize(one[Evidence.KEYS], dim=-1)
     likeness = unit[::2] @ unit[1::2].T
@@ -195,7 +195,7 @@ def test_tome_by_hand() -> None:
 
 def test_tome_merges_what_is_alike_in_several_rounds() -> None:
     colours = torch.eye(3)[[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2]]
-    [plan] = ToMe().plans([Look(4, 4, {Evidence.KEYS: colours})], budget(3))
+    [plan] = ToMe().plans([GridView(4, 4, {Evidence.KEYS: colours})], budget(3))
     assert plan.weights is not None
     assert sorted(map(tuple, (plan.weights @ colours).tolist())) == [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
 
@@ -206,7 +206,7 @@ def test_mustdrop_merges_even_windows_and_ranks_by_the_last_layer() -> None:
     features[even] = torch.ones(8)
     scores = torch.linspace(0.001, 0.002, 36)
     scores[4] = 0.5  # of the even window's nine
-    one = Look(6, 6, {Evidence.LAST_CLS_ROW: scores, Evidence.FIRST_FEATURES: features})
+    one = GridView(6, 6, {Evidence.LAST_CLS_ROW: scores, Evidence.FIRST_FEATURES: features})
     [plan] = MustDrop().plans([one], budget(36))
     assert plan.places.tolist() == sorted([*set(range(36)) - set(even), 10])
     tokens = torch.randn(36, 5)
@@ -220,19 +220,19 @@ def test_windows_less_even_than_four_fifths_stay() -> None:
     def kept(evenness: float) -> int:
         shared = torch.full((9, 1), evenness**0.5)
         features = torch.cat([shared, torch.eye(9) * (1 - evenness) ** 0.5], 1)  # any two have this cosine
-        one = Look(3, 3, {Evidence.LAST_CLS_ROW: torch.rand(9), Evidence.FIRST_FEATURES: features})
+        one = GridView(3, 3, {Evidence.LAST_CLS_ROW: torch.rand(9), Evidence.FIRST_FEATURES: features})
         return len(MustDrop().plans([one], budget(9))[0].places)
 
     assert (kept(0.79), kept(0.81)) == (9, 1)
 
 
 def test_resize_averages_equal_areas() -> None:
-    [plan] = Resize().plans([look(6, 4)], budget(6))
+    [plan] = Resize().plans([view(6, 4)], budget(6))
     grid = torch.arange(24.0).view(1, 1, 6, 4)
     expected = torch.nn.functional.adaptive_avg_pool2d(grid, (3, 2)).flatten()
     assert torch.allclose(plan.apply(torch.arange(24.0)[:, None])[:, 0], expected)
     assert plan.places.tolist() == [5, 7, 13, 15, 21, 23]
-    [plan] = Resize().plans([look(3, 3)], budget(4))  # areas cut patches
+    [plan] = Resize().plans([view(3, 3)], budget(4))  # areas cut patches
     corner = torch.tensor([4, 2, 0, 2, 1, 0, 0, 0, 0]) / 9
     assert plan.weights is not None and torch.allclose(plan.weights[0], corner)
 
@@ -246,15 +246,15 @@ def test_a_coarser_grid_wastes_little(rows: int, columns: int, share: float) -> 
 
 
 def test_random_is_drawn_from_the_seed_and_in_each_frame_anew() -> None:
-    looks = [look(6, 6), look(6, 6)]
-    first, again, other = (Random(seed).plans(looks, ratio(0.5)) for seed in (1, 1, 2**64 - 1))
+    views = [view(6, 6), view(6, 6)]
+    first, again, other = (Random(seed).plans(views, ratio(0.5)) for seed in (1, 1, 2**64 - 1))
     assert all(torch.equal(a.places, b.places) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0].places, other[0].places)
     assert not torch.equal(first[0].places, first[1].places)
 
 
 def test_of_equal_scores_the_first_stay() -> None:
-    flat = Look(2, 3, {Evidence.CLS_ROW: torch.ones(6)})
+    flat = GridView(2, 3, {Evidence.CLS_ROW: torch.ones(6)})
     assert ClsAttention().plans([flat], budget(4))[0].places.tolist() == [0, 1, 2, 3]
 
 

@@ -31,7 +31,7 @@ from mmserve.models.checkpoint import write_json
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES
 from mmserve.models.shuffle import squares
 from mmserve.models.smolvlm_vision import in_words
-from mmserve.prune.base import Evidence, Look, Part
+from mmserve.prune.base import Evidence, GridView, Part
 from mmserve.prune.hired import Hired
 
 FILE = clip(frames=12, rate=4)
@@ -82,7 +82,7 @@ def test_evidence_is_eager_attention_over_squares(tmp_path: Path, kind: str) -> 
     assert torch.equal(seen.tokens, plain.tokens), "what is asked for has no say in the tokens"
     assert len(seen.grids) == len(prepared["pixels"]) > 2
     for i, grid in enumerate(seen.grids):
-        assert (grid.look.rows, grid.look.columns) == (3, 3)
+        assert (grid.view.rows, grid.view.columns) == (3, 3)
         assert grid.patches.tolist() == list(range(i * TILE, (i + 1) * TILE))
         expected = {
             Evidence.CLS_ROW: out.attentions[-1][i, :, 0].mean(0)[first:],
@@ -92,9 +92,9 @@ def test_evidence_is_eager_attention_over_squares(tmp_path: Path, kind: str) -> 
             Evidence.KEYS: keys[0][i, first:].unflatten(-1, (tower.config.num_attention_heads, -1)).mean(1),
             Evidence.FIRST_FEATURES: out.hidden_states[1][i, first:],
         }
-        assert grid.look.evidence.keys() == wanted
+        assert grid.view.evidence.keys() == wanted
         for name in wanted:
-            assert (grid.look[name] - pooled(expected[name])).abs().max() < 1e-5, name
+            assert (grid.view[name] - pooled(expected[name])).abs().max() < 1e-5, name
 
 
 @pytest.mark.parametrize("make", [smolvlm, internvl])
@@ -105,18 +105,18 @@ def test_tiles_say_what_they_show(tmp_path: Path, make: Callable[[Path], Checkpo
     with torch.inference_mode():
         wide = vision.see([vision.prepare(Image.new("RGB", (48, 24)))], frozenset(), clip=False)
         small = vision.see([vision.prepare(Image.new("RGB", (1, 1)))], frozenset(), clip=False)
-    assert [grid.look.part for grid in wide[0].grids] == [Part(0, 1, 0, 0.5), Part(0, 1, 0.5, 1), None]
-    assert small[0].grids[-1].look.part is None
+    assert [grid.view.part for grid in wide[0].grids] == [Part(0, 1, 0, 0.5), Part(0, 1, 0.5, 1), None]
+    assert small[0].grids[-1].view.part is None
 
 
 def test_hired_knows_the_whole_view_wherever_it_stands() -> None:
-    def look(row: list[float], part: Part | None) -> Look:
+    def view(row: list[float], part: Part | None) -> GridView:
         scores = torch.tensor(row)
-        return Look(2, 2, {Evidence.CLS_ROW: scores, Evidence.FIRST_CLS_ROW: scores}, part)
+        return GridView(2, 2, {Evidence.CLS_ROW: scores, Evidence.FIRST_CLS_ROW: scores}, part)
 
-    tiles = [look([0.1] * 4, Part(0, 1, 0, 0.5)), look([0.1] * 4, Part(0, 1, 0.5, 1))]
-    whole = look([0.6, 0.2, 0.1, 0.1], None)
-    last, first = (Hired().plans(looks, Amount("token_budget", 8)) for looks in ([*tiles, whole], [whole, *tiles]))
+    tiles = [view([0.1] * 4, Part(0, 1, 0, 0.5)), view([0.1] * 4, Part(0, 1, 0.5, 1))]
+    whole = view([0.6, 0.2, 0.1, 0.1], None)
+    last, first = (Hired().plans(views, Amount("token_budget", 8)) for views in ([*tiles, whole], [whole, *tiles]))
     assert [len(plan.places) for plan in last] == [2, 2, 4]
     assert [plan.places.tolist() for plan in [last[2], *last[:2]]] == [plan.places.tolist() for plan in first]
 
@@ -126,7 +126,7 @@ def test_hired_knows_the_whole_view_wherever_it_stands() -> None:
 
 def encoded(model: LoadedModel) -> Encoded:
     request = ask("clip", "how long?")
-    parts = (TextPart("Look: "), VideoPart(FILE), TextPart("how long?"))
+    parts = (TextPart("GridView: "), VideoPart(FILE), TextPart("how long?"))
     encoder = Encoder(model, MediaConfig(), max_tokens=1000)
     with torch.inference_mode():
         [found] = encoder.encode([request.__class__(**{**vars(request), "messages": (Message("user", parts),)})])
@@ -134,7 +134,7 @@ def encoded(model: LoadedModel) -> Encoded:
 
 
 def content(video: str) -> list[dict[str, Any]]:
-    parts = [{"type": "text", "text": "Look: "}, {"type": video}, {"type": "text", "text": "how long?"}]
+    parts = [{"type": "text", "text": "GridView: "}, {"type": video}, {"type": "text", "text": "how long?"}]
     return [{"role": "user", "content": parts}]
 
 
@@ -194,7 +194,7 @@ def test_a_clip_of_internvl_chat(tmp_path: Path, name: str | None) -> None:
     frames = decode_video(FILE, MediaConfig(), frames=3)
     pixels = made.processor.image_processor(list(frames.frames), return_tensors="pt", crop_to_patches=False)
     image = f"<img>{'<IMG_CONTEXT>' * TILE}</img>"
-    question = "Look: " + "".join(f"Frame{i}: {image}\n" for i in (1, 2, 3)) + "how long?"
+    question = "GridView: " + "".join(f"Frame{i}: {image}\n" for i in (1, 2, 3)) + "how long?"
     text = mpt(LATER, "<|im_end|>\n", [("user", question)])
     if name is None:
         text = text.removeprefix(f"<|im_start|>system\n{LATER}<|im_end|>\n")

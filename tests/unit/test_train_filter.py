@@ -16,7 +16,7 @@ from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.train_filter.fit import fit, score
 from mmserve.train_filter.prompts import reference_requests, written_requests
-from mmserve.train_filter.record import EVERY, Recorder, Sight
+from mmserve.train_filter.record import EVERY, Recorder, StepExample
 from mmserve.train_filter.train import train
 
 ENGINE = resolve(EngineConfig(max_tokens=256, max_running=1, torch_threads=1, stages="inline"))
@@ -26,7 +26,7 @@ def quiet(_text: str) -> None:
     return
 
 
-def sights(count: int, seed: int) -> list[Sight]:
+def examples(count: int, seed: int) -> list[StepExample]:
     """Blocks of many lengths, in which a candidate is right where it or its left neighbour is sure (0.7 or more)."""
     rng = np.random.default_rng(seed)
     made = []
@@ -35,27 +35,29 @@ def sights(count: int, seed: int) -> list[Sight]:
         drawn = rng.choice([0.1, 0.7], len(still_open)) + 0.29 * rng.random(len(still_open))
         confidence = np.where(still_open, drawn, 1).astype(np.float32)
         left = np.concatenate([[1], confidence[:-1]])
-        made.append(Sight(confidence, still_open, still_open & (np.maximum(confidence, left) >= 0.69), still_open))
+        made.append(
+            StepExample(confidence, still_open, still_open & (np.maximum(confidence, left) >= 0.69), still_open)
+        )
     return made
 
 
 def test_a_known_rule_is_learned_and_the_same_again_from_the_same_seed() -> None:
     lines: list[str] = []
-    made = fit(sights(300, 0), seed=1, steps=1500, progress=lines.append)
+    made = fit(examples(300, 0), seed=1, steps=1500, progress=lines.append)
     assert made.radius >= 1 and "1500 of 1500" in lines[-1]
-    judged = score(made, sights(60, 1), 0.9)
+    judged = score(made, examples(60, 1), 0.9)
     assert judged.precision is not None and judged.precision > 0.98
     assert judged.recall is not None and judged.recall > 0.9
     assert judged.right is not None and 0.5 < judged.right < 0.9
-    again, other = (fit(sights(300, 0), seed=seed, steps=30, progress=quiet) for seed in (1, 2))
-    first = fit(sights(300, 0), seed=1, steps=30, progress=quiet)
+    again, other = (fit(examples(300, 0), seed=seed, steps=30, progress=quiet) for seed in (1, 2))
+    first = fit(examples(300, 0), seed=1, steps=30, progress=quiet)
     assert np.array_equal(first.hidden_weight, again.hidden_weight)
     assert not np.array_equal(first.hidden_weight, other.hidden_weight)
 
 
 def test_a_score_has_no_share_of_nothing() -> None:
-    made = fit(sights(20, 0), seed=0, steps=5, progress=quiet)
-    none = Sight(*(np.ones(3, kind) for kind in (np.float32, bool)), np.zeros(3, bool), np.zeros(3, bool))
+    made = fit(examples(20, 0), seed=0, steps=5, progress=quiet)
+    none = StepExample(*(np.ones(3, kind) for kind in (np.float32, bool)), np.zeros(3, bool), np.zeros(3, bool))
     judged = score(made, [none], 2.0)
     assert (judged.candidates, judged.right, judged.precision, judged.recall) == (0, None, None, None)
     with pytest.raises(ConfigError, match="no candidate"):
@@ -69,14 +71,14 @@ def test_trajectories_are_those_of_the_models_own_decoder(model: LoadedModel) ->
     plain = recorder.decode(request, LowConfidence())
     assert found.baseline == plain and plain.forwards <= 12
     baseline, perfect = (
-        found.sights[: -(-plain.forwards // EVERY)],
-        found.sights[-(-plain.forwards // EVERY) :],
+        found.examples[: -(-plain.forwards // EVERY)],
+        found.examples[-(-plain.forwards // EVERY) :],
     )
-    assert all(len(s.confidence) == len(s.still_open) == len(s.right) == len(s.judged) == 6 for s in found.sights)
+    assert all(len(s.confidence) == len(s.still_open) == len(s.right) == len(s.judged) == 6 for s in found.examples)
     assert baseline[0].still_open.all() and perfect[0].still_open.all()
-    for sight in found.sights:
-        assert not (sight.right & ~sight.judged).any() and not (sight.judged & ~sight.still_open).any()
-        assert (sight.confidence[~sight.still_open] == 1).all() and sight.confidence[sight.still_open].max() < 1
+    for example in found.examples:
+        assert not (example.right & ~example.judged).any() and not (example.judged & ~example.still_open).any()
+        assert (example.confidence[~example.still_open] == 1).all() and example.confidence[example.still_open].max() < 1
     assert np.array_equal(baseline[0].right, perfect[0].right)  # both begin with an empty canvas
     assert baseline[0].right[np.argmax(baseline[0].confidence)]  # what the baseline commits first is right
     for before, after in pairwise(perfect):

@@ -1,4 +1,4 @@
-"""A model as it looks at media: what it sees with, and what its pixels and visual tokens depend on."""
+"""Where visual tokens come from: a model's vision encoder, and what its pixels and visual tokens depend on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mmserve.tiers.keys import digest, settings_digest, software, weights_digest
 
 
 @dataclass(frozen=True)
-class Eye:
-    """A model that looks at media: what it sees with, and digests of what decides the pixels and the tokens."""
+class VisionSource:
+    """A model's vision encoder, and digests of what decides the pixels and the tokens: keys of caches."""
 
     model: EncoderModel
     vision: VisionEncoder
@@ -21,7 +21,7 @@ class Eye:
 
     @classmethod
     def of(cls, model: EncoderModel) -> Self | None:
-        """That of ``model``; None where it sees nothing."""
+        """That of ``model``; None where it has no vision encoder."""
         vision = model.vision
         if vision is None:
             return None

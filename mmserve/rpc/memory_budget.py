@@ -17,7 +17,7 @@ _CHARACTER = 4
 _TEXT = 512
 
 
-class Room:
+class MemoryBudget:
     """``capacity`` bytes for the files and long texts of all requests in progress; used on one event loop.
 
     A file that several hold, an upload, counts once.

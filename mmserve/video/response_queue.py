@@ -16,7 +16,7 @@ _MOST_OUTBOXES = 4
 _RETRY_AFTER = 0.1
 
 
-class Outlet:
+class ResponseQueue:
     """Used on the event loop of its session.
 
     ``acknowledged``: what a connection begins with; ``finished``: whether one has nothing left to do, given that its

@@ -16,7 +16,7 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Request, Vision
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
-from mmserve.models.attended import Onlooker, shown_by
+from mmserve.models.attended import PromptAttention, shown_by
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.decoder import dense_attention
 from mmserve.prune.base import Evidence
@@ -62,7 +62,7 @@ def test_scores_are_rows_of_the_attention_matrix(model: LoadedModel) -> None:
     x, _deep = embedded(model, np.append(encoded.ids, np.full(new, model.spec.mask_id)), encoded)
     assert shown_by(model) == {Evidence.LAST_ROW} | (set() if model.spec.causal else {Evidence.MASK_ROWS})
     for kind in shown_by(model):
-        found = Onlooker(model).look(kind, x, torch.arange(len(x)), len(encoded.ids))
+        found = PromptAttention(model).to_positions(kind, x, torch.arange(len(x)), len(encoded.ids))
         torch.testing.assert_close(found, plain_scores(model, encoded, kind), atol=1e-6, rtol=1e-5)
         assert found.std() > 1e-3, "positions differ"
 

@@ -15,17 +15,17 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Request
 from mmserve.encode.embedding import deep_rows, embedded
 from mmserve.encode.lengths import answer_length, check_length
-from mmserve.models.attended import Onlooker
+from mmserve.models.attended import PromptAttention
 from mmserve.models.base import LoadedModel
 from mmserve.prune import pruner_of
-from mmserve.prune.base import Look, Pruner
+from mmserve.prune.base import GridView, Pruner
 
 
-class PromptLook:
-    """A second look at prompts, by the decoder; holds no state of any request."""
+class DecoderPruning:
+    """Pruning of prompts by the attention of the decoder's first layers; holds no state of any request."""
 
-    def __init__(self, model: LoadedModel, onlooker: Onlooker | None = None) -> None:
-        self._model, self._onlooker = model, onlooker or Onlooker(model)
+    def __init__(self, model: LoadedModel, attention: PromptAttention | None = None) -> None:
+        self._model, self._attention = model, attention or PromptAttention(model)
 
     def pruned(self, request: Request, encoded: Encoded, max_tokens: int) -> Encoded:
         """What the request's pruner leaves of ``encoded``, which has ``grids``.
@@ -52,11 +52,11 @@ class PromptLook:
         embeddings, deep = embedded(self._model, ids, encoded)
         added = deep_rows([(np.arange(size), deep)])
         positions = torch.from_numpy(places).to(self._model.device)
-        scores = self._onlooker.look(kind, embeddings, positions, size, added)
+        scores = self._attention.to_positions(kind, embeddings, positions, size, added)
         kept = np.ones(size, dtype=bool)
         for grids in encoded.grids:
-            looks = [Look(1, len(rows), {kind: _at(scores, rows)}) for rows in grids]
-            for rows, plan in zip(grids, pruner.plans(looks, amount), strict=True):
+            views = [GridView(1, len(rows), {kind: _at(scores, rows)}) for rows in grids]
+            for rows, plan in zip(grids, pruner.plans(views, amount), strict=True):
                 kept[rows] = False
                 kept[rows[plan.places.cpu().numpy()]] = True
         return _kept(encoded, kept)

@@ -58,7 +58,7 @@ class Noted(Protocol):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SessionContext:
     """What sessions of one model share.
 
     ``work`` calls a blocking function elsewhere, and ``judge`` one that runs the model.

@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 
+from mmserve.client import Client
 from mmserve.config import Config, resolve
 from mmserve.decode.schedulers import load_schedulers
 from mmserve.encode.decoding import DecodePool
@@ -67,7 +68,7 @@ def build_engines(config: Config) -> dict[str, Engine]:
 class BackgroundServer:
     """A server on a thread of this process, for the demo, one-off generation, benchmarks and tests.
 
-    ``with BackgroundServer(config) as server: Client(server.address)``; the port is a free one unless configured.
+    ``with BackgroundServer(config) as server, server.client() as client``; the port is a free one unless configured.
     """
 
     def __init__(self, config: Config) -> None:
@@ -87,6 +88,12 @@ class BackgroundServer:
     def address(self) -> str:
         """``host:port`` to connect to."""
         return f"{self.config.server.host}:{self._server.port}"
+
+    def client(self, timeout: float = 60.0) -> Client:
+        """A client of it, whose calls may take ``timeout`` seconds each; returns once the server is ready."""
+        client = Client(self.address, timeout=timeout)
+        client.wait_ready()
+        return client
 
     def __enter__(self) -> Self:
         self._thread.start()

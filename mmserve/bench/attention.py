@@ -24,7 +24,6 @@ from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.plots import drawn
 from mmserve.bench.resumed import Kept
 from mmserve.bench.settings import measured_config, measured_policies, named_tasks
-from mmserve.client import Client
 from mmserve.config import Config, EngineConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import DeepStack
@@ -137,8 +136,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
         wanted = variant.engine(config.engine)
         made = [_logits(model, wanted, p, floor, decoding=variant.row.get("stage") == "decode") for p in prompts]
         figures = _differences(exact, made)
-        with BackgroundServer(replace(config, engine=wanted)) as server, Client(server.address) as client:
-            client.wait_ready()
+        with BackgroundServer(replace(config, engine=wanted)) as server, server.client() as client:
             options = measured_policies(arguments, client.describe())
             asked = {"tasks": tasks, "limit": arguments.limit, "seed": arguments.seed, "options": options}
             answers = evaluate(server.address, **asked, progress=lambda _text: None)

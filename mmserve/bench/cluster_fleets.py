@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from io import BytesIO
 from typing import Any
-
-import numpy as np
-from PIL import Image
 
 from mmserve.assembly import build_engines
 from mmserve.cluster.config import cluster_config
@@ -18,6 +14,7 @@ from mmserve.cluster.fleet import Fleet
 from mmserve.config import Config, EngineConfig, ModelConfig
 from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, TextPart
 from mmserve.engine import Engine
+from mmserve.plan.pictures import picture
 
 #: Pixels of a picture's side.
 SIDE = 72
@@ -57,9 +54,9 @@ def one_process(path: str) -> Iterator[Engine]:
         engine.stop()
 
 
-def request(name: str, images: int, tokens: int, recompute: str, seed: int) -> Request:
-    """A question about so many pictures, each unlike all others."""
-    parts: list[ImagePart | TextPart] = [ImagePart(picture(seed * 64 + i)) for i in range(images)]
+def request(name: str, images: int, tokens: int, recompute: str, seed: int, side: int = SIDE) -> Request:
+    """A question about so many pictures of ``side`` × ``side`` pixels, each unlike all others."""
+    parts: list[ImagePart | TextPart] = [ImagePart(picture(seed * 64 + i, side)) for i in range(images)]
     parts.append(TextPart(f"Tell me all about number {seed}."))
     return Request(
         id=name,
@@ -68,11 +65,3 @@ def request(name: str, images: int, tokens: int, recompute: str, seed: int) -> R
         sampling=Sampling(max_new_tokens=tokens, temperature=1.0, seed=seed),
         diffusion=Diffusion(recompute=Policy(name=recompute)),
     )
-
-
-def picture(seed: int) -> bytes:
-    """A PNG that no other seed gives."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (9, 9, 3), np.uint8)
-    buffer = BytesIO()
-    Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.NEAREST).save(buffer, "PNG")
-    return buffer.getvalue()

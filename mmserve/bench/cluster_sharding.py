@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from io import BytesIO
 from statistics import median
-
-import numpy as np
-from PIL import Image
 
 from mmserve.bench.cluster_fleets import fleet, request
 from mmserve.bench.in_process import Answer, ask_all
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
-from mmserve.core.request import ImagePart, Message, Request
 
 _IMAGES, _TOKENS, _SIDE = 8, 4, 768
 #: Goal: the first token with two encode workers over that with one.
@@ -30,7 +24,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
         times: dict[str, list[float]] = {"1 encode worker": [], "2 encode workers": []}
         right = turns = 0
         for turn in range(2 * arguments.repeats + 1):
-            asked = _large(request(f"sharded.{turn}", _IMAGES, _TOKENS, recompute, 1000 + turn), turn)
+            asked = request(f"sharded.{turn}", _IMAGES, _TOKENS, recompute, 1000 + turn, _SIDE)
             answers: list[Answer] = []
             for coordinator in (single, double):
                 answers += ask_all(coordinator, [asked])
@@ -49,18 +43,3 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
         at_least("same answers", right / turns, "share", 1.0),
     ]
     return {"rows": rows, "measures": measures, "settings": {"images": _IMAGES, "side": _SIDE, "tokens": _TOKENS}}
-
-
-def _large(asked: Request, turn: int) -> Request:
-    """The request with images of so many pixels a side, none like another."""
-    rng = np.random.default_rng(turn)
-
-    def picture() -> bytes:
-        small = Image.fromarray(rng.integers(0, 256, (48, 48, 3), np.uint8))
-        buffer = BytesIO()
-        small.resize((_SIDE, _SIDE), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
-        return buffer.getvalue()
-
-    [message] = asked.messages
-    parts = tuple(ImagePart(picture()) if isinstance(part, ImagePart) else part for part in message.parts)
-    return replace(asked, messages=(Message(message.role, parts),))

@@ -52,14 +52,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
                 progress(f"{'with' if switching else 'without'} switching: {seconds:.1f} s")
         costs = measured(bench, 1, progress).costs  # of both: a machine does not stay as it is
     settings = config(_PATH)
-    engine_settings, layout = resolve(settings.engine, device="cpu"), Layout.parse(_LAYOUT)
-    batching = Batching(
-        encode_batch=engine_settings.encode_batch,
-        prefill_tokens=engine_settings.prefill_tokens,
-        decode_tokens=engine_settings.decode_tokens,
-        max_running=engine_settings.max_running,
-        max_pending=engine_settings.max_pending_per_stage,
-    )
+    batching, layout = Batching.of(resolve(settings.engine, device="cpu")), Layout.parse(_LAYOUT)
     measures, rows = [], []
     for switching, label in ((False, f"{_LAYOUT} as it is"), (True, f"{_LAYOUT} with switching")):
         rule = RoleSwitching(every=_DECIDE) if switching else None

@@ -76,8 +76,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     asked = [*_scenes(arguments), *_documents(arguments)]
     asked = [one for one in asked if one.part in parts]
     if asked:
-        with BackgroundServer(measured_config(arguments)) as server, Client(server.address, timeout=600) as client:
-            client.wait_ready()
+        with BackgroundServer(measured_config(arguments)) as server, server.client(600) as client:
             model = client.describe()
             policies = measured_policies(arguments, model)
             answered = _ask_all(client, asked, model, policies, progress)

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.measures import at_most, stated
+from mmserve.bench.measures import Figures, Progress, at_most, stated
+from mmserve.bench.settings import named_tasks
 from mmserve.calibrate.fit import calibration_error
 from mmserve.calibrate.items import Item, ask, bundled_items, typed
 from mmserve.cli.options import any_port, read_config
 from mmserve.client import Client, YesNo
 from mmserve.config import Config
-from mmserve.errors import ConfigError
 from mmserve.models.registry import model_folder
 from mmserve.reference.decisions import Described, draw_answered, draw_described
 from mmserve.reference.scenes import Scene, draw_scene
@@ -35,14 +35,12 @@ PICTURE_GOAL, CONTEXT_GOAL, ERROR_GOAL = 5.0, 1.5, 0.03
 POSITIONS = 4096
 
 
-def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """Rows for each section, and their measures with goals."""
-    sections = arguments.tasks.split(",") if arguments.tasks else list(SECTIONS)
-    if unknown := set(sections) - set(SECTIONS):
-        raise ConfigError(f"no section is called {sorted(unknown)[0]!r}; there are {', '.join(SECTIONS)}")
+    sections = named_tasks(arguments, SECTIONS)
     config = any_port(read_config(arguments))
-    rows: list[dict[str, Any]] = []
-    measures: list[dict[str, Any]] = []
+    rows: list[Figures] = []
+    measures: list[Figures] = []
     with _client(config) as client:
         model = client.describe()
         if "picture" in sections:
@@ -70,8 +68,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
 
 @contextmanager
 def _client(config: Config) -> Iterator[Client]:
-    with BackgroundServer(config) as server, Client(server.address, timeout=3600) as client:
-        client.wait_ready()
+    with BackgroundServer(config) as server, server.client(3600) as client:
         yield client
 
 
@@ -91,7 +88,7 @@ def _longer(config: Config) -> Iterator[Config]:
 
 def _cost(
     client: Client, repeats: int, draw: Callable[[random.Random], tuple[str, Scene | None]], seed: int
-) -> dict[str, Any]:
+) -> Figures:
     """Medians of the time of one question and of ``MANY``, in turn, each about another context."""
     seconds: dict[int, list[float]] = {1: [], MANY: []}
     tokens: dict[int, int] = {}
@@ -126,7 +123,7 @@ def _long_context(rng: random.Random) -> tuple[str, None]:
     return text, None
 
 
-def _accuracy(client: Client, limit: int, seed: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def _accuracy(client: Client, limit: int, seed: int, progress: Progress) -> list[Figures]:
     """Accuracy, mass and expected calibration error of each kind of question, and of all, on scenes not used to fit."""
     kinds: dict[str, list[tuple[tuple[float, ...], int, float]]] = {}
     items = bundled_items(limit, seed + 1000)
@@ -140,7 +137,7 @@ def _accuracy(client: Client, limit: int, seed: int, progress: Callable[[str], N
     return [_judged(kind, held) for kind, held in kinds.items()]
 
 
-def _judged(kind: str, held: Sequence[tuple[tuple[float, ...], int, float]]) -> dict[str, Any]:
+def _judged(kind: str, held: Sequence[tuple[tuple[float, ...], int, float]]) -> Figures:
     right = sum(row.index(max(row)) == index for row, index, _mass in held)
     return {
         "measured": "accuracy",
@@ -152,7 +149,7 @@ def _judged(kind: str, held: Sequence[tuple[tuple[float, ...], int, float]]) -> 
     }
 
 
-def _order(client: Client, limit: int, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def _order(client: Client, limit: int, seed: int, progress: Progress) -> Figures:
     """What another order of a prompt's questions does to their probabilities, answers and accuracy."""
     moved: list[float] = []
     changed = right = right_after = 0

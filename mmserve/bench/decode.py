@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.measures import Figures, Progress, quartiles
 from mmserve.bench.plots import drawn
 from mmserve.bench.settings import measured_config, named_tasks
 from mmserve.client import Client, DkvDecode, EarlyCommit, Guided, Options, Result
@@ -106,8 +106,7 @@ class Group:
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row of figures for each pair; ``speedup`` is the median over groups of the baseline's time over the pair's."""
     tasks = named_tasks(arguments, TASKS, DEFAULT_TASKS)
-    with BackgroundServer(measured_config(arguments)) as server, Client(server.address, timeout=600) as client:
-        client.wait_ready()
+    with BackgroundServer(measured_config(arguments)) as server, server.client(600) as client:
         described = client.describe()
         baseline, every = (BASELINE, PAIRS) if described.diffusion else (CAUSAL_BASELINE, CAUSAL_PAIRS)
         known = {*described.recompute_policies, *described.commit_policies}
@@ -186,7 +185,7 @@ def _measure(
 def _row(pair: Pair, groups: list[Group], baseline: list[Group]) -> Figures:
     results, against = ([r for group in of for r in group.results] for of in (groups, baseline))
     ratios = [b.seconds / g.seconds for g, b in zip(groups, baseline, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, middle, high = quartiles(ratios)
     tokens = sum(r.usage.completion_tokens for r in results)
     return {
         "recompute": pair[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import quantiles
 from typing import Any
 
 #: Figures by their names: a row, a measure or a whole report.
@@ -30,6 +31,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The value that at least ``share`` of ``values`` do not exceed; there must be one value at least."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper one; of one value that value."""
+    low, middle, high = quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+    return low, middle, high
 
 
 def _measure(name: str, value: float, unit: str, goal: str | None, met: bool | None) -> Figures:

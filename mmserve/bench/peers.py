@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mmserve.bench import vllm_peer
 from mmserve.bench.in_process import ask_all
-from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.measures import Figures, Progress, quartiles
 from mmserve.bench.passes import missing, pass_rows
 from mmserve.bench.settings import measured_config
 from mmserve.config import EngineConfig, MediaConfig, resolve
@@ -123,7 +123,7 @@ def _measured(engines: dict[str, Peer], size: int, repeats: int, progress: Progr
             if again != answers[name]:
                 raise RuntimeError(f"{name} gave other answers to the same prompts")
     for name in engines:
-        low, middle, high = statistics.quantiles(times[name], n=4) if repeats > 1 else times[name] * 3
+        low, middle, high = quartiles(times[name])
         yield {
             "measured": f"{name} at {size}",
             "engine": name,

@@ -111,8 +111,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     progress(f"logits of {len(items)} items compared")
     answers: dict[Setting, list[Result]] = {setting: [] for setting in chosen}
     times: dict[Setting, list[float]] = {setting: [] for setting in chosen}
-    with BackgroundServer(config) as server, Client(server.address, timeout=600) as client:
-        client.wait_ready()
+    with BackgroundServer(config) as server, server.client(600) as client:
         decoding = measured_policies(arguments, client.describe())
         # this keeps what the others find
         cold = [_ask(client, one, Blend(0.0), decoding).times.prefill for one in items]

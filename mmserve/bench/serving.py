@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.measures import Figures, Progress, quartiles
 from mmserve.bench.settings import measured_config
 from mmserve.client import Client, Result
 from mmserve.config import Config
@@ -30,8 +30,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """Rows of figures; times are medians (milliseconds) with their quartiles."""
     settings: Config = measured_config(arguments)
     scenes = [item("json", index, arguments.seed) for index in range(arguments.limit)]
-    with BackgroundServer(settings) as server, Client(server.address, timeout=600) as client:
-        client.wait_ready()
+    with BackgroundServer(settings) as server, server.client(600) as client:
         _ask(client, *scenes[0])  # warm-up
         rows = _policies(client, scenes, arguments.repeats, progress)
         rows += _throughput(client, scenes, arguments.repeats, progress)
@@ -77,7 +76,7 @@ def _policy_row(name: str, measured: list[tuple[Result, float, bool]], baseline:
     totals = [r.times.total for r, _seen, _right in measured]
     # What the client waited beyond the stages' own time: queues, the engine's loop, gRPC and the network stack.
     outside = [1 - (r.times.encode + r.times.prefill + r.times.decode) / seen for r, seen, _right in measured]
-    low, _middle, high = statistics.quantiles(totals, n=4)
+    low, _middle, high = quartiles(totals)
     return {
         "measured": name,
         "accuracy": round(sum(right for _r, _seen, right in measured) / len(measured), 4),

@@ -39,8 +39,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """A row for each task, and the measures over all of them."""
     tasks = tuple(ROOM)
     outcomes: list[_Outcome] = []
-    with BackgroundServer(any_port(read_config(arguments))) as server, Client(server.address, timeout=3600) as client:
-        client.wait_ready()
+    with BackgroundServer(any_port(read_config(arguments))) as server, server.client(3600) as client:
         model = client.describe()
         items = [
             CALLS.sample(tasks[i % len(tasks)], random.Random(TEST_SEEDS[arguments.seed * 100_003 + i]))[1]

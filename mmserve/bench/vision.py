@@ -104,8 +104,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     tasks = named_tasks(arguments, pictured, SHORT_TASKS)
     config = measured_config(arguments)
     asked = [item(task, index, arguments.seed) for index in range(arguments.limit) for task in tasks]
-    with BackgroundServer(config) as server, Client(server.address, timeout=600) as client:
-        client.wait_ready()
+    with BackgroundServer(config) as server, server.client(600) as client:
         described = client.describe()
         model = server.engines[described.name].stages.model
         if not isinstance(model, LoadedModel) or model.vision is None:

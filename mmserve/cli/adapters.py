@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
+from mmserve.cli.options import add_common, asked_model, connected, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve adapters``."""
-    add_server(parser)
-    add_config(parser)
-    add_json(parser)
+    add_common(parser)
     parser.add_argument("--load", action="append", default=[], metavar="NAME", help="read it from adapter_folder")
     parser.add_argument("--drop", action="append", default=[], metavar="NAME", help="stop serving it")
 

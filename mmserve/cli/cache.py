@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
+from mmserve.cli.options import add_common, asked_model, connected, print_json
 from mmserve.client import Client
 from mmserve.core.cached import KINDS, TIERS, CacheEntry
 
@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="warm: an image of the prompt")
     parser.add_argument("--kind", choices=KINDS, help="list: entries of this kind alone")
     parser.add_argument("--pin", action="store_true", help="warm: pin the prompt's entry, too")
-    add_server(parser)
-    add_config(parser)
-    add_json(parser)
+    add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
     from mmserve.assembly import BackgroundServer  # loads torch
     from mmserve.calibrate.fit import calibration_error, fitted
     from mmserve.calibrate.items import bundled_items, judged, read_items
-    from mmserve.client import Client
     from mmserve.core.decisions import Calibration, Scaling
     from mmserve.models.calibration import CALIBRATION_FILE, load_calibration, save_calibration
     from mmserve.models.names import SHIPPED
@@ -54,8 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         items = bundled_items(arguments.limit, arguments.seed)
     else:
         raise ConfigError("--questions is needed: only the bundled models have questions of their own")
-    with BackgroundServer(config) as server, Client(server.address, timeout=3600) as client:
-        client.wait_ready()
+    with BackgroundServer(config) as server, server.client(3600) as client:
         model = client.describe()
         found = list(judged(client, items, model.name, load_calibration(folder), show_progress))
     learned, held = found[::2], found[1::2]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
+from mmserve.cli.options import add_common, asked_model, connected, print_json
 from mmserve.client import Choice, Score, YesNo
 from mmserve.errors import InvalidArgument
 
@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{what}; give several, of all kinds",
         )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until it is given up (default 120)")
-    add_server(parser)
-    add_config(parser)
-    add_json(parser)
+    add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

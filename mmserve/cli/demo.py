@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmserve.cli import demo_video
-from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
+from mmserve.cli.options import add_common, asked_model, connected, print_json
 from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Client, Finished, Options, Snapshot
 from mmserve.errors import ConfigError, MMServeError
@@ -56,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write pictures and clips there")
     demo_video.add_arguments(parser)
-    add_server(parser)
-    add_config(parser)
-    add_json(parser)
+    add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
+from mmserve.cli.options import add_common, asked_model, connected, print_json
 from mmserve.cli.request import add_request, request_images, request_options, request_prompt, request_schema
 from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Finished, Snapshot
@@ -19,9 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the question; '-' reads it from stdin")
     add_request(parser)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until it is given up (default 120)")
-    add_server(parser)
-    add_config(parser)
-    add_json(parser)
+    add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

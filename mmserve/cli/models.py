@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
+from mmserve.cli.options import add_common, asked_model, connected, print_json
 from mmserve.client import Measured, ModelInfo
 from mmserve.core.tuning import QUALITIES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve models``."""
-    add_server(parser)
-    add_config(parser)
-    add_json(parser)
+    add_common(parser)
     parser.add_argument(
         "--load", metavar="PATH[=NAME]", action="append", default=[], help="load it from model_folder, and serve it"
     )

@@ -128,6 +128,13 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of --tls-cert (PEM)")
 
 
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The options of commands that ask a server: which one, or how one is started here, and ``--json``."""
+    add_server(parser)
+    add_config(parser)
+    add_json(parser)
+
+
 class _NoToken(argparse.Action):
     """Refuses a token on the command line, and does not repeat it."""
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mmserve.cli.options import add_config, add_json, add_server, print_json
+from mmserve.cli.options import add_common, print_json
 from mmserve.errors import ConfigError
 
 
@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of --measure and --validate (default 5)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where --measure writes (default costs.json)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG of --sweep")
-    add_config(parser)
-    add_server(parser)
-    add_json(parser)
+    add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -34,7 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, with progress on stderr, write the file, and print the curve."""
     from mmserve.assembly import BackgroundServer  # loads torch
     from mmserve.bench.settings import measured_config
-    from mmserve.client import Client
     from mmserve.models.names import SHIPPED
     from mmserve.models.policy_file import NO_FILE, POLICY_FILE, row_data, save_policies
     from mmserve.models.registry import model_folder
@@ -58,8 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--prompts is needed: only the bundled models have questions of their own")
     # Whatever file there is, right or broken, it is about to be replaced.
     config = replace(config, models=(replace(entry, policies=NO_FILE),))
-    with BackgroundServer(config) as server, Client(server.address, timeout=3600) as client:
-        client.wait_ready()
+    with BackgroundServer(config) as server, server.client(3600) as client:
         model = client.describe()
         pairs = pairs_for(model)
         curve = measure(client, model.name, prompts, pairs, arguments.repeats, show_progress)

@@ -33,8 +33,8 @@ Chat = Message | Mapping[str, Any]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class Options(TypedDict, total=False):
-    """Options of a request beside ``schema``; one that is left out or None has its default."""
+class SharedOptions(TypedDict, total=False):
+    """Options of a request, and of a session for the questions that do not set them."""
 
     model: str | None
     max_new_tokens: int | None
@@ -43,21 +43,30 @@ class Options(TypedDict, total=False):
     top_k: int | None
     min_p: float | None
     repetition_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str]
+    steps: int | None
+    block_length: int | None
+    recompute: Recompute | None
+    commit: Commit | None
+    quality: Quality | None
+    pruner: Pruner | None
+    keep_ratio: float | None
+    token_budget: int | None
+    attention_mass: float | None
+
+
+class Options(SharedOptions, total=False):
+    """Options of a request beside ``schema``; one that is left out or None has its default."""
+
     frequency_penalty: float | None
     presence_penalty: float | None
     logit_bias: Mapping[int, float] | None
     ignore_end: bool
-    seed: int | None
     n: int | None
-    stop: str | Sequence[str]
-    steps: int | None
-    block_length: int | None
     cfg_scale: float | None
     max_steps: int | None
     seed_canvas: SeedCanvas | None
-    recompute: Recompute | None
-    commit: Commit | None
-    quality: Quality | None
     tokens: bool
     alternatives: int | None
     videos: Sequence[Video]
@@ -66,14 +75,10 @@ class Options(TypedDict, total=False):
     choices: Sequence[str] | None
     grammar: str | None
     template: Template | None
-    pruner: Pruner | None
     min_pixels: int | None
     max_pixels: int | None
     video_min_pixels: int | None
     video_max_pixels: int | None
-    keep_ratio: float | None
-    token_budget: int | None
-    attention_mass: float | None
     kv_reduction: KvReduction | None
     image_reuse: ImageReuse | None
     constraint_mode: ConstraintMode | None

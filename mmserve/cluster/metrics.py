@@ -7,56 +7,41 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from mmserve.cluster.totals import CACHES
 from mmserve.core.handover import ROLES
 from mmserve.core.stats import Stats
-from mmserve.observe.inventory import PREFIX
+from mmserve.observe.inventory import Unasked, family
 
 if TYPE_CHECKING:
     from mmserve.cluster.fleet import Fleet
 
 
-class FleetMetrics(Collector):
+class FleetMetrics(Unasked):
     """Those of one fleet, read when they are asked for."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: the names are known without asking."""
-        return iter(())
 
     def collect(self) -> Iterator[Metric]:
         """One family after another."""
         fleet = self._fleet
         serving = [member for member in fleet.members if member.described is not None]
         roles = Counter(role for member in serving for role in member.roles)
-        workers = GaugeMetricFamily(PREFIX + "cluster_workers", "Workers that run a stage", labels=("role",))
-        for role in ROLES:
-            workers.add_metric((role,), roles[role])
-        yield workers
-        for name, text, value in (
-            ("cluster_workers_missing", "Workers that are being replaced", len(fleet.members) - len(serving)),
-            (
-                "cluster_workers_drained",
-                "Workers that get no work because they are slow",
-                sum(m.drained for m in serving),
-            ),
-            ("cluster_spares_ready", "Workers with their models loaded that wait for a role", fleet.spares_ready),
-            ("cluster_head_up", "Whether Ray's head answers: without it no worker can be started", not fleet.head_lost),
+        by_role = (((role,), roles[role]) for role in ROLES)
+        yield family(GaugeMetricFamily, "cluster_workers", "Workers that run a stage", ("role",), by_role)
+        missing, drained = len(fleet.members) - len(serving), sum(member.drained for member in serving)
+        switches = sum(each.switches for each in fleet.coordinators.values())
+        spare, head = fleet.spares_ready, not fleet.head_lost
+        for kind, name, text, value in (
+            (GaugeMetricFamily, "workers_missing", "Workers that are being replaced", missing),
+            (GaugeMetricFamily, "workers_drained", "Workers that get no work because they are slow", drained),
+            (GaugeMetricFamily, "spares_ready", "Workers with their models loaded that wait for a role", spare),
+            (GaugeMetricFamily, "head_up", "Whether Ray's head answers: without it no worker can be started", head),
+            (CounterMetricFamily, "workers_lost", "Workers that ended, or were given up", fleet.lost),
+            (CounterMetricFamily, "role_switches", "Workers that were given another role", switches),
         ):
-            yield GaugeMetricFamily(PREFIX + name, text, value=float(value))
-        for name, text, count in (
-            ("cluster_workers_lost", "Workers that ended, or were given up", fleet.lost),
-            (
-                "cluster_role_switches",
-                "Workers that were given another role",
-                sum(each.switches for each in fleet.coordinators.values()),
-            ),
-        ):
-            yield CounterMetricFamily(PREFIX + name, text, value=count)
+            yield family(kind, f"cluster_{name}", text, (), [((), float(value))])
         yield from _of_caches(fleet)
 
 
@@ -65,13 +50,11 @@ def _of_caches(fleet: Fleet) -> Iterator[Metric]:
     found: dict[str, Stats] = {}
     for coordinator in list(fleet.coordinators.values()):
         found |= coordinator.stats_of_workers()
+    kept = [(worker, name, getattr(stats, name)) for worker, stats in sorted(found.items()) for name in CACHES]
     for kind, name, text, value in (
         (CounterMetricFamily, "queries", "Values that were looked for in a worker's cache", lambda c: c.lookups),
         (CounterMetricFamily, "hits", "Those of them that were found", lambda c: c.found),
         (GaugeMetricFamily, "bytes", "Bytes of values in a worker's memory", lambda c: c.used_bytes),
     ):
-        family = kind(PREFIX + f"cluster_worker_cache_{name}", text, labels=("worker", "cache"))
-        for worker, stats in sorted(found.items()):
-            for cache in CACHES:
-                family.add_metric((worker, cache.removesuffix("_cache")), value(getattr(stats, cache)))
-        yield family
+        samples = (((worker, cache.removesuffix("_cache")), value(of)) for worker, cache, of in kept)
+        yield family(kind, f"cluster_worker_cache_{name}", text, ("worker", "cache"), samples)

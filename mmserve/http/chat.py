@@ -70,8 +70,7 @@ class Chat(OpenAI):
     def read(self, body: dict[str, Any]) -> Asked:
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
-        for i, chat in enumerate(fields.take("messages", list, [])):
-            found.messages.append(_message(chat, f"messages[{i}]"))
+        found.messages.extend(map(_message, fields.each("messages")))
         if {"max_tokens", "max_completion_tokens"} <= {name for name, value in body.items() if value is not None}:
             raise InvalidArgument.of("max_tokens", "and max_completion_tokens are the same: set one of them")
         copy_fields(fields, found, SAMPLING)
@@ -93,7 +92,7 @@ class Chat(OpenAI):
 def take_stream(fields: Fields, body: dict[str, Any], found: pb.GenerateRequest) -> tuple[bool, bool]:
     """Take ``stream`` and its options: whether to stream, and whether with a chunk of the usage at its end."""
     stream = found.stream.deltas = fields.take("stream", bool, False)
-    options = fields.nested("stream_options") or Fields({}, "stream_options")
+    options = fields.within("stream_options")
     if body.get("stream_options") is not None and not stream:
         raise InvalidArgument.of("stream_options", "is only for stream = true")
     usage_chunk = options.take("include_usage", bool, False)
@@ -122,29 +121,27 @@ def take_bias(fields: Fields, found: pb.GenerateRequest) -> None:
         found.sampling.logit_bias[int(token)] = typed(bias, float, f"logit_bias.{token}")
 
 
-def _message(chat: Any, path: str) -> pb.ChatMessage:
-    fields = Fields(typed(chat, dict, path), path)
+def _message(fields: Fields) -> pb.ChatMessage:
     role = role_of(fields, ("system", "developer", "user", "assistant", "tool"))
-    content, calls = fields.any("content"), fields.take("tool_calls", list, [])
+    content, calls = fields.any("content"), list(fields.each("tool_calls"))
     call_id = fields.take("tool_call_id", str, "")
     if role == "tool" and not call_id:
-        raise InvalidArgument.of(f"{path}.tool_call_id", "must be the id of the call that the message answers")
+        raise InvalidArgument.of(fields.path("tool_call_id"), "must be the id of the call that the message answers")
     for label in ("name", "refusal"):
         fields.take(label, str)
     fields.take("annotations", list)
     fields.end("is no supported field of a message")
     readers = {"text": text_part, "image_url": _image, "video_url": _video}
-    found = message(role, [] if content in (None, "") and calls else content, f"{path}.content", readers)
-    found.tool_calls.extend(_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls))
+    found = message(role, [] if content in (None, "") and calls else content, fields.path("content"), readers)
+    found.tool_calls.extend(map(_call, calls))
     found.tool_call_id = call_id
     return found
 
 
-def _call(call: Any, path: str) -> pb.ToolCall:
-    fields = Fields(typed(call, dict, path), path)
+def _call(fields: Fields) -> pb.ToolCall:
     if fields.take("type", str, "function") != "function":
-        raise InvalidArgument.of(f"{path}.type", "must be 'function'")
-    function = fields.nested("function") or Fields({}, f"{path}.function")
+        raise InvalidArgument.of(fields.path("type"), "must be 'function'")
+    function = fields.within("function")
     own, name = fields.take("id", str, ""), function.take("name", str, "")
     found = pb.ToolCall(id=own, name=name, arguments=function.take("arguments", str, ""))
     function.end()
@@ -153,7 +150,7 @@ def _call(call: Any, path: str) -> pb.ToolCall:
 
 
 def _image(fields: Fields) -> pb.ContentPart:
-    source = fields.nested("image_url") or Fields({}, fields.path("image_url"))
+    source = fields.within("image_url")
     if source.take("detail", str, "auto") != "auto":
         raise InvalidArgument.of(source.path("detail"), "must be 'auto'; set mmserve.vision for other sizes")
     found = media.image(source.take("url", str, ""), source.path("url"))
@@ -162,7 +159,7 @@ def _image(fields: Fields) -> pb.ContentPart:
 
 
 def _video(fields: Fields) -> pb.ContentPart:
-    source = fields.nested("video_url") or Fields({}, fields.path("video_url"))
+    source = fields.within("video_url")
     found = media.video(source.take("url", str, ""), source.path("url"))
     source.end()
     return found

@@ -33,7 +33,7 @@ def _response_format(fields: Fields) -> Iterator[tuple[str, pb.Constraint]]:
     given = fields.nested(_FORMAT)
     if given is None:
         return
-    described = given.nested("json_schema") or Fields({}, f"{_FORMAT}.json_schema")
+    described = given.within("json_schema")
     constraint = format_of(given, described)
     described.end()
     given.end()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmserve.errors import InvalidArgument
-from mmserve.http.fields import Fields, typed
+from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire import enums
 
@@ -41,7 +41,7 @@ def role_of(fields: Fields, known: tuple[str, ...]) -> str:
 
 
 def _part(part: Any, path: str, readers: Readers) -> pb.ContentPart:
-    fields = Fields(typed(part, dict, path), path)
+    fields = Fields.of(part, path)
     kind = fields.take("type", str, "")
     if kind not in readers:
         raise InvalidArgument.of(f"{path}.type", f"must be one of {', '.join(map(repr, readers))}")

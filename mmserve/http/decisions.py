@@ -16,7 +16,7 @@ from mmserve.core.decisions import CHOICE, SCORE, YES_NO
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http.api import required
 from mmserve.http.errors import openai_error
-from mmserve.http.fields import Fields, typed
+from mmserve.http.fields import Fields
 from mmserve.http.media import image
 from mmserve.v1 import decision_pb2 as pb
 from mmserve.v1 import generation_pb2
@@ -82,8 +82,7 @@ class DecisionsApi:
         fields.end()
         named = []
         for i, each in enumerate(given):
-            path = f"questions[{i}]"
-            own = Fields(typed(each, dict, path), path)
+            own = Fields.of(each, f"questions[{i}]")
             kind, name = required(own, "type", str), required(own, "id", str)
             asked = message.questions.add(id=name, text=_text(own, "question"))
             named.append(_decision(own, kind, name, asked))
@@ -133,8 +132,7 @@ class SystemOneApi:
         _no_template_options(fields)  # other fields are left: the published schema allows them
         named = []
         for name, each in given.items():
-            path = f"questions.{name}"[:200]
-            own = Fields(typed(each, dict, path), path)
+            own = Fields.of(each, f"questions.{name}"[:200])
             kind = required(own, "type", str)
             asked = message.questions.add(id=name, text=_text(own, "instructions"))
             named.append(_by_criteria(own, kind, name, asked))
@@ -181,7 +179,7 @@ def _image(given: Any, path: str) -> generation_pb2.ContentPart:
     """An image by its URL, alone or as of a chat's ``image_url`` part."""
     if isinstance(given, str):
         return image(given, path)
-    fields = Fields(typed(given, dict, path), path)
+    fields = Fields.of(given, path)
     if (nested := fields.nested("image_url")) is not None:
         fields.take("type", str)
         fields.end()
@@ -197,7 +195,7 @@ def _decision(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestion) 
     if kind == CHOICE:
         names = []
         for i, option in enumerate(required(fields, "options", list)):
-            own = Fields(typed(option, dict, fields.path(f"options[{i}]")), fields.path(f"options[{i}]"))
+            own = Fields.of(option, fields.path(f"options[{i}]"))
             names.append(required(own, "name", str))
             asked.choice.options.append(_described(names[-1], _text(own, "description")))
             own.end()

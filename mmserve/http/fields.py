@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
@@ -40,6 +40,11 @@ class Fields:
         self._left = {name: value for name, value in body.items() if value is not None}
         self._path = path
 
+    @classmethod
+    def of(cls, value: Any, path: str) -> Self:
+        """Those of ``value``, which must be an object."""
+        return cls(typed(value, dict, path), path)
+
     def path(self, name: str) -> str:
         """``name`` with the path of the object in front of it."""
         return f"{self._path}.{name}" if self._path else name
@@ -61,6 +66,15 @@ class Fields:
         """The fields of the object ``name``; None where it is absent or null."""
         value = self.take(name, dict)
         return None if value is None else Fields(value, self.path(name))
+
+    def within(self, name: str) -> Fields:
+        """As of ``nested``; of an object that is absent or null, no fields."""
+        return self.nested(name) or Fields({}, self.path(name))
+
+    def each(self, name: str) -> Iterator[Fields]:
+        """The fields of each object of the array ``name``; none where it is absent or null."""
+        for i, value in enumerate(self.take(name, list, [])):
+            yield Fields.of(value, f"{self.path(name)}[{i}]")
 
     def end(self, why: str = "is no field of this API") -> None:
         """Raise ``InvalidArgument`` with every field that nothing has taken."""

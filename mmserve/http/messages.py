@@ -14,7 +14,7 @@ from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, s
 from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import message, role_of, text_part
 from mmserve.http.errors import openai_error, status_of
-from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
+from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.tools import take_message_tools
 from mmserve.http.vllm import take_template_options, take_xargs
 from mmserve.observe import calls
@@ -49,8 +49,8 @@ class Messages:
         system = fields.any("system")
         if system is not None:
             found.messages.append(message("system", system, "system", {"text": _text}))
-        for i, chat in enumerate(fields.take("messages", list, [])):
-            found.messages.extend(_messages(Fields(typed(chat, dict, f"messages[{i}]"), f"messages[{i}]")))
+        for each in fields.each("messages"):
+            found.messages.extend(_messages(each))
         if body.get("max_tokens") is None:
             raise InvalidArgument.of("max_tokens", "is required")
         copy_fields(fields, found, SAMPLING)
@@ -63,7 +63,7 @@ class Messages:
         names |= take_xargs(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, ())
-        labels = fields.nested("metadata") or Fields({}, "metadata")
+        labels = fields.within("metadata")
         labels.take("user_id", str)
         labels.end()
         fields.take("cache_control", dict)  # prompts share their beginnings without being asked to
@@ -90,7 +90,7 @@ def _messages(fields: Fields) -> Iterator[pb.ChatMessage]:
     if isinstance(content, list):
         rest = []
         for i, block in enumerate(content):
-            each = Fields(typed(block, dict, f"{path}[{i}]"), f"{path}[{i}]")
+            each = Fields.of(block, f"{path}[{i}]")
             kind = block.get("type")
             if kind == "tool_result" and role == "user":
                 yield _result(each)
@@ -158,7 +158,7 @@ def _video(fields: Fields) -> pb.ContentPart:
 
 def _source(fields: Fields) -> tuple[str, str]:
     """A source as a URL, and where it is."""
-    source = fields.nested("source") or Fields({}, fields.path("source"))
+    source = fields.within("source")
     kind = source.take("type", str, "")
     if kind == "url":
         found = source.take("url", str, "")

@@ -84,7 +84,7 @@ class Responses:
         found.messages.extend(_input(fields))
         copy_fields(fields, found, SAMPLING)
         stream = found.stream.deltas = fields.take("stream", bool, False)
-        options = fields.nested("stream_options") or Fields({}, "stream_options")
+        options = fields.within("stream_options")
         options.take("include_obfuscation", bool)
         options.end()
         _take_logprobs(fields, found)
@@ -126,7 +126,7 @@ def _input(fields: Fields) -> list[pb.ChatMessage]:
         return [message("user", given, "input", {})]
     found: list[pb.ChatMessage] = []
     for i, item in enumerate(typed(given, list, "input")):
-        each = Fields(typed(item, dict, f"input[{i}]"), f"input[{i}]")
+        each = Fields.of(item, f"input[{i}]")
         kind = each.take("type", str, "message")
         if kind == "function_call":
             if not (found and found[-1].tool_calls):  # calls side by side are of one message

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from mmserve.errors import InvalidArgument
-from mmserve.http.fields import Fields, typed
+from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
 _CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required": pb.TOOL_CHOICE_REQUIRED}
@@ -14,9 +14,9 @@ _CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required"
 
 def take_chat_tools(fields: Fields, found: pb.GenerateRequest) -> None:
     """Take ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of chat completions into ``found``."""
-    for each in _each(fields):
+    for each in fields.each("tools"):
         _of_kind(each, "function")
-        function = each.nested("function") or Fields({}, each.path("function"))
+        function = each.within("function")
         _add(function, found, "parameters")
         function.end()
         each.end()
@@ -25,7 +25,7 @@ def take_chat_tools(fields: Fields, found: pb.GenerateRequest) -> None:
 
 def take_response_tools(fields: Fields, found: pb.GenerateRequest) -> None:
     """The same of Responses, whose functions are not nested."""
-    for each in _each(fields):
+    for each in fields.each("tools"):
         _of_kind(each, "function")
         _add(each, found, "parameters")
         each.end()
@@ -34,7 +34,7 @@ def take_response_tools(fields: Fields, found: pb.GenerateRequest) -> None:
 
 def take_message_tools(fields: Fields, found: pb.GenerateRequest) -> None:
     """Take ``tools`` and ``tool_choice`` of Anthropic's messages into ``found``."""
-    for each in _each(fields):
+    for each in fields.each("tools"):
         _of_kind(each, "custom", default="custom")
         each.take("cache_control", dict)
         _add(each, found, "input_schema")
@@ -55,11 +55,6 @@ def take_message_tools(fields: Fields, found: pb.GenerateRequest) -> None:
         found.parallel_tool_calls = parallel
     elif kind in ("auto", "none"):
         found.ClearField("tool_use")
-
-
-def _each(fields: Fields) -> list[Fields]:
-    found = fields.take("tools", list, [])
-    return [Fields(typed(tool, dict, f"tools[{i}]"), f"tools[{i}]") for i, tool in enumerate(found)]
 
 
 def _of_kind(tool: Fields, kind: str, default: str = "") -> None:
@@ -84,7 +79,7 @@ def _choose(fields: Fields, found: pb.GenerateRequest, *, nested: bool) -> None:
     if isinstance(choice, dict):
         given = Fields(choice, "tool_choice")
         _of_kind(given, "function")
-        named = (given.nested("function") or Fields({}, "tool_choice.function")) if nested else given
+        named = given.within("function") if nested else given
         found.required_tool = named.take("name", str, "")
         named.end()
         given.end()

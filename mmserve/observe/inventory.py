@@ -6,12 +6,12 @@ Names of the call metrics and their labels are those of go-grpc-middleware, whic
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import mmserve
@@ -23,6 +23,20 @@ MODEL = "model_name"
 #: Packages whose versions decide what a server computes.
 _BUILT_OF = ("torch", "triton", "transformers", "grpcio")
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120, 600)
+
+
+def family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: tuple[str, ...],
+    samples: Iterable[tuple[tuple[str, ...], float]],
+) -> Metric:
+    """A family of metrics with ``samples``: values of its labels, and a number."""
+    made = kind(PREFIX + name, text, labels=labels)
+    for values, number in samples:
+        made.add_metric(values, number)
+    return made
 
 
 class Described(Protocol):
@@ -88,15 +102,14 @@ class Models(Unasked):
     def collect(self) -> Iterator[Metric]:
         """One family after another, a sample each model."""
         described = InfoMetricFamily(PREFIX + "model", "A loaded model", labels=(MODEL,))
-        parameters = GaugeMetricFamily(PREFIX + "model_parameters", "Parameters of a loaded model", labels=(MODEL,))
-        for name, engine in self._engines.items():
-            info = engine.info
+        models = {name: engine.info for name, engine in self._engines.items()}
+        for name, info in models.items():
             kernels = {f"kernel_{op}": path for op, path in info.kernels.items()}
             what = {"architecture": info.architecture, "dtype": info.dtype, "device": info.device, **kernels}
             described.add_metric((name,), what)
-            parameters.add_metric((name,), info.parameters)
         yield described
-        yield parameters
+        parameters = (((name,), info.parameters) for name, info in models.items())
+        yield family(GaugeMetricFamily, "model_parameters", "Parameters of a loaded model", (MODEL,), parameters)
 
 
 def add_build(registry: CollectorRegistry) -> None:

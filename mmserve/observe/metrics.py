@@ -18,7 +18,7 @@ from mmserve.core.events import Finished
 from mmserve.core.stats import Stats
 from mmserve.observe.aliases import also_under
 from mmserve.observe.counters import SessionMetrics, TenantMetrics
-from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, Unasked, add_build
+from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, Unasked, add_build, family
 from mmserve.observe.labelled import Labelled
 
 #: Upper bounds of histograms: seconds of a whole request or a part of it, seconds between tokens, and counts of tokens.
@@ -167,10 +167,7 @@ class _Held(Unasked):
         gauges = {
             "num_requests_running": ("Samples that hold a place in a stage", lambda s: s.live - s.queued),
             "num_requests_waiting": ("Samples that wait to start", lambda s: s.queued),
-            "kv_cache_usage_perc": (
-                "Share of K/V pages in use",
-                lambda s: s.pages_in_use / max(1, s.pages),
-            ),
+            "kv_cache_usage_perc": ("Share of K/V pages in use", lambda s: s.pages_in_use / max(1, s.pages)),
             "expected_wait_seconds": ("Seconds that a new request would wait to start", lambda s: s.expected_wait),
             "kv_cache_pages_shared": ("K/V pages published for later requests", lambda s: s.cached_pages),
         }
@@ -184,15 +181,9 @@ class _Held(Unasked):
         }
         for families, kind in ((gauges, GaugeMetricFamily), (counters, CounterMetricFamily)):
             for name, (text, value) in families.items():
-                family = kind(PREFIX + name, text, labels=(MODEL,))
-                for model, of_model in stats.items():
-                    family.add_metric((model,), value(of_model))
-                yield family
-        by_stage = GaugeMetricFamily(PREFIX + "num_requests_stage", "Samples by stage", labels=(MODEL, "stage"))
-        for model, of_model in stats.items():
-            for stage, count in of_model.stages.items():
-                by_stage.add_metric((model, stage), count)
-        yield by_stage
+                yield family(kind, name, text, (MODEL,), (((model,), value(own)) for model, own in stats.items()))
+        stages = (((model, at), count) for model, own in stats.items() for at, count in own.stages.items())
+        yield family(GaugeMetricFamily, "num_requests_stage", "Samples by stage", (MODEL, "stage"), stages)
         if stats:  # none while all models are loading
             yield from _of_caches(next(iter(stats.values())))
 
@@ -200,37 +191,20 @@ class _Held(Unasked):
 def _of_caches(stats: Stats) -> Iterator[Metric]:
     """The caches that all engines of a server share."""
     caches = {"tokens": stats.token_cache, "pixels": stats.pixel_cache, "kv": stats.kv_cache}
-
-    for name, text, value in (
-        ("mm_cache_queries", "Media that were looked for in a cache", lambda c: c.lookups),
-        ("mm_cache_hits", "Those of them that were found", lambda c: c.found),
-        ("mm_cache_evictions", "Values that had to go", lambda c: c.evicted),
+    for kind, name, text, value in (
+        (CounterMetricFamily, "mm_cache_queries", "Media that were looked for in a cache", lambda c: c.lookups),
+        (CounterMetricFamily, "mm_cache_hits", "Those of them that were found", lambda c: c.found),
+        (CounterMetricFamily, "mm_cache_evictions", "Values that had to go", lambda c: c.evicted),
+        (GaugeMetricFamily, "mm_cache_bytes", "Bytes of values in memory", lambda c: c.used_bytes),
+        (GaugeMetricFamily, "mm_cache_disk_bytes", "Bytes of values on disk", lambda c: c.disk_bytes),
     ):
-        counter = CounterMetricFamily(PREFIX + name, text, labels=("cache",))
-        for of, cache in caches.items():
-            counter.add_metric((of,), value(cache))
-        yield counter
-    for name, text, value in (
-        ("mm_cache_bytes", "Bytes of values in memory", lambda c: c.used_bytes),
-        ("mm_cache_disk_bytes", "Bytes of values on disk", lambda c: c.disk_bytes),
-    ):
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=("cache",))
-        for of, cache in caches.items():
-            gauge.add_metric((of,), value(cache))
-        yield gauge
+        yield family(kind, name, text, ("cache",), (((of,), value(cache)) for of, cache in caches.items()))
     pages = stats.prefix_cache
-    found = CounterMetricFamily(
-        PREFIX + "prefix_tier_hits", "Pages of prompts that were found beyond the page pool", labels=("tier",)
-    )
-    held = GaugeMetricFamily(PREFIX + "prefix_tier_bytes", "Bytes of pages beyond the page pool", labels=("tier",))
-    for tier, hits_there, size in (
-        ("host", pages.hits, pages.used_bytes),
-        ("disk", pages.disk_hits, pages.disk_bytes),
-    ):
-        found.add_metric((tier,), hits_there)
-        held.add_metric((tier,), size)
-    yield found
-    missed = CounterMetricFamily(PREFIX + "prefix_tier_misses", "Pages of prompts that were found in no tier")
-    missed.add_metric((), pages.lookups - pages.hits - pages.disk_hits)
-    yield missed
-    yield held
+    hits = (("host",), pages.hits), (("disk",), pages.disk_hits)
+    text = "Pages of prompts that were found beyond the page pool"
+    yield family(CounterMetricFamily, "prefix_tier_hits", text, ("tier",), hits)
+    missed, text = pages.lookups - pages.hits - pages.disk_hits, "Pages of prompts that were found in no tier"
+    yield family(CounterMetricFamily, "prefix_tier_misses", text, (), [((), missed)])
+    sizes = (("host",), pages.used_bytes), (("disk",), pages.disk_bytes)
+    text = "Bytes of pages beyond the page pool"
+    yield family(GaugeMetricFamily, "prefix_tier_bytes", text, ("tier",), sizes)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmserve.bench.measures import stated
+from mmserve.bench.measures import Progress, stated
 from mmserve.cli.options import read_config
 from mmserve.config import resolve
 from mmserve.errors import ConfigError
@@ -24,8 +23,6 @@ from mmserve.plan.simulate import Simulation
 from mmserve.plan.sweep import LOADS, over_load, over_targets, serial_seconds
 from mmserve.plan.switching import RoleSwitching
 from mmserve.plan.workload import Targets
-
-Progress = Callable[[str], None]
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> tuple[dict[str, Any], str]:
@@ -72,14 +69,7 @@ def problem_of(arguments: argparse.Namespace) -> tuple[Problem, Batching]:
 def batching_of(arguments: argparse.Namespace, costs: Costs) -> Batching:
     """The bounds of ``[engine]``, "auto" resolved for the machine that ``costs`` are of."""
     device = "cpu" if costs.machine.get("gpu", "") == "none" else "cuda"
-    engine = resolve(read_config(arguments).engine, device=device)
-    return Batching(
-        encode_batch=engine.encode_batch,
-        prefill_tokens=engine.prefill_tokens,
-        decode_tokens=engine.decode_tokens,
-        max_running=engine.max_running,
-        max_pending=engine.max_pending_per_stage,
-    )
+    return Batching.of(resolve(read_config(arguments).engine, device=device))
 
 
 def _measured(arguments: argparse.Namespace, progress: Progress) -> tuple[dict[str, Any], str]:

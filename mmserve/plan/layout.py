@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mmserve.config import EngineConfig
 from mmserve.errors import ConfigError
 
 #: What one worker may do: one stage, or stages that follow one another.
@@ -68,6 +69,17 @@ class Batching:
     max_running: int = 64
     max_pending: int = 8  # requests that wait between two stages, for each worker of the later one
     shards: int = 1
+
+    @classmethod
+    def of(cls, engine: EngineConfig) -> Batching:
+        """Those of ``engine``, whose values are resolved."""
+        return cls(
+            encode_batch=engine.encode_batch,
+            prefill_tokens=engine.prefill_tokens,
+            decode_tokens=engine.decode_tokens,
+            max_running=engine.max_running,
+            max_pending=engine.max_pending_per_stage,
+        )
 
 
 def layouts(workers: int, *, images: bool) -> Iterator[Layout]:

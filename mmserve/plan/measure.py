@@ -12,7 +12,7 @@ import multiprocessing
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmserve.bench.measures import Progress
 from mmserve.bench.settings import measured_config
 from mmserve.config import Config
 from mmserve.core.cancellation import Cancellation
@@ -41,8 +42,6 @@ from mmserve.plan.workload import Kind, Workload
 from mmserve.stages import EncodedPrompt, Stages
 from mmserve.tiers.caches import Caches
 from mmserve.transfer.pipe import PipeTransport
-
-Progress = Callable[[str], None]
 
 #: Images of each request, requests of a batch, sentences of text, and the side of the images (pixels).
 CASES = (

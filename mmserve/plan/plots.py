@@ -23,11 +23,7 @@ def draw(targets: Sequence[AtTarget], loads: Sequence[AtRate], promised: Targets
         goodput, attainment, ttft = figure.subplots(1, 3)
         for name, (color, marker) in STYLES.items():
             style: dict[str, Any] = {"color": color, "marker": marker, "label": name, "markersize": 4}
-            seen = [
-                (row.targets.ttft, row.comparison.named[name].goodput)
-                for row in targets
-                if name in row.comparison.named
-            ]
+            seen = [(row.targets.ttft, found.goodput) for row in targets if (found := row.comparison.named.get(name))]
             if seen:
                 goodput.plot(*zip(*seen, strict=True), **style)
             own = [row for row in loads if name in row.attainment]

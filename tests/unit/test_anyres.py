@@ -219,7 +219,7 @@ def test_grids_are_tiles(size: tuple[int, int], limit: int | None) -> None:
     places = torch.cat([grid.patches for grid in found.grids])
     assert len(places.unique()) == len(places)
     assert torch.equal(found.tokens[:, 0].nonzero().flatten(), places.sort().values), "separators are in none"
-    whole, *tiles = (grid.look for grid in found.grids)
+    whole, *tiles = (grid.view for grid in found.grids)
     assert (whole.rows, whole.columns, whole.part) == (PATCHES, PATCHES, None)
     parts = [tile.part for tile in tiles if tile.part is not None]
     assert len(parts) == len(tiles) <= math.prod(anyres.shape(size[1], size[0]))

@@ -64,7 +64,7 @@ class LiveRequests:
         self.release(state)
 
     def fail(self, state: RequestState, error: MMServeError) -> None:
-        """Tell the client now, once; free its samples now, or when the workers that hold them report."""
+        """Send the client its error now, once; free its samples now, or when the workers that hold them report."""
         if not state.group.failed:
             self._abort(state, error)
             state.group.sink(Failed(error))

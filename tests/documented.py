@@ -48,12 +48,12 @@ def default(value: Value) -> str:
     if value.name.endswith("bytes") and isinstance(value.default, int) and value.default:
         bits = next(bits for bits in _SIZES if value.default >> bits << bits == value.default)
         return f"{value.default >> bits} {_SIZES[bits]}"
-    if isinstance(value.default, str | tuple) and not value.default and not value.said:
+    if isinstance(value.default, str | tuple) and not value.default and not value.shown:
         return "none"
     if isinstance(value.default, int | float) and not isinstance(value.default, bool) and value.default >= 100_000:
         return f"{value.default:,}"
     shown = value.default_words or "required"
-    return f"`{value.default}`" if isinstance(value.default, str) and not value.said else shown
+    return f"`{value.default}`" if isinstance(value.default, str) and not value.shown else shown
 
 
 def row(*cells: str) -> str:

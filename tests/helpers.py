@@ -198,5 +198,5 @@ def looked(encoder: Encoder, *requests: Request) -> list[Encoded]:
     """The prompts of requests once the decoder has looked at those whose pruners ask for that."""
     prompts = encoder.encode(list(requests))
     assert isinstance(encoder.model, LoadedModel)
-    look, most = DecoderPruning(encoder.model), encoder.max_tokens
-    return [look.pruned(r, p, most) if p.grids else p for r, p in zip(requests, prompts, strict=True)]
+    pruning, most = DecoderPruning(encoder.model), encoder.max_tokens
+    return [pruning.pruned(r, p, most) if p.grids else p for r, p in zip(requests, prompts, strict=True)]

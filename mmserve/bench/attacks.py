@@ -36,7 +36,7 @@ PATIENCE = 120.0
 
 @dataclass
 class Seen:
-    """What a bystander saw; latencies in milliseconds."""
+    """What a client beside the attack measured; latencies in milliseconds."""
 
     texts: list[float] = field(default_factory=list)
     checks: list[float] = field(default_factory=list)

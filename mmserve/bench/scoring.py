@@ -104,13 +104,11 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
             found = tower_shares(tower, select, names, tiles, arguments.limit, note, later=later)
             rows += [{"tower": name, "tiles": tiles, "pruner": n, **found[n].row(), **scored_by(n)} for n in names]
-    looking = [n for n in _chosen(arguments.pruners, list(PRUNERS)) if judged_by_decoder(PRUNERS[n]())]
-    looked = decoder_shares(
-        model, looking, arguments.limit, lambda text: progress(f"{model.spec.name}, decoder: {text}")
-    )
+    asking = [n for n in _chosen(arguments.pruners, list(PRUNERS)) if judged_by_decoder(PRUNERS[n]())]
+    asked = decoder_shares(model, asking, arguments.limit, lambda text: progress(f"{model.spec.name}, decoder: {text}"))
     rows += [
         {"tower": model.spec.name, "tiles": 1, "pruner": n, **share.row(), **scored_by(n), "layers_ms": layers}
-        for n, (share, layers) in looked.items()
+        for n, (share, layers) in asked.items()
     ]
     bounds = {"rounds": arguments.limit, "seconds": SECONDS, "fewest_rounds": FEWEST}
     return {"rows": rows, "settings": {"model": model.spec.name, "dtype": str(model.dtype), **bounds}}
@@ -216,7 +214,7 @@ def decoder_shares(
         raise ConfigError("pruners by the decoder are measured on pictures of one tile, which this model has not")
     [picture] = vision.see([{"pixels": pixels}], frozenset(), clip=False)
     attention = _Timed(model)
-    look, rows = DecoderPruning(model, attention), len(picture.tokens)
+    pruning, rows = DecoderPruning(model, attention), len(picture.tokens)
     grids = (tuple(grid.patches.numpy() for grid in picture.grids),)
     prompt = Encoded(np.zeros(rows + _TEXT, np.int64), np.arange(rows), picture.tokens, grids=grids)
     towers: list[float] = []
@@ -229,7 +227,7 @@ def decoder_shares(
         for name in names:
             pruner = PRUNERS[name]()
             begun = time.thread_time()
-            look.prune(prompt, pruner, _quarter(pruner), _ANSWER)
+            pruning.prune(prompt, pruner, _quarter(pruner), _ANSWER)
             layers[name].append(attention.layers)
             costs[name].append(time.thread_time() - begun)
     return {

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
             elif isinstance(event, Finished):
                 done.append(event)
     screen.clear()
-    _tell(sorted(done, key=lambda event: event.sample), as_json=arguments.json)
+    _print(sorted(done, key=lambda event: event.sample), as_json=arguments.json)
     for event in done if not arguments.json else ():
         if not event.text and not event.tool_calls:
             which = f"sample {event.sample}: " if len(done) > 1 else ""
@@ -59,7 +59,7 @@ def _row(event: Finished) -> dict[str, Any]:
     return {**row, "log_weight": "-Infinity"} if event.log_weight == -math.inf else row
 
 
-def _tell(done: list[Finished], *, as_json: bool) -> None:
+def _print(done: list[Finished], *, as_json: bool) -> None:
     """One answer as it is; several with their numbers."""
     if as_json:
         rows = [_row(event) for event in done]

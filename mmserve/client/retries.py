@@ -44,7 +44,7 @@ class Retries:
         ``reconnect_seconds``. The error raised at last has the number of attempts, and the time they took.
         """
         if isinstance(error, DeadlineExceeded) and self._unreached is not None and not started:
-            raise self._told(self._unreached)  # what the time was spent on
+            raise self._with_attempts(self._unreached)  # what the time was spent on
         lost = isinstance(error, Unavailable) and not isinstance(error, TLSError)
         self._unreached = error if lost else None
         full = isinstance(error, ResourceExhausted) and error.retry_after is not None
@@ -57,12 +57,12 @@ class Retries:
             pause = min(pause, _LAST_RECONNECT_DELAY * random.uniform(0.5, 1.0))
         given_up = self._lost is not None and now + pause > self._lost + self._reconnect_seconds
         if started or not self._again or not (full or lost) or given_up or pause >= self.remaining():
-            raise self._told(error)
+            raise self._with_attempts(error)
         self._attempts += 1
         self._delay = min(2 * self._delay, _LAST_DELAY)
         return pause
 
-    def _told(self, error: MMServeError) -> MMServeError:
+    def _with_attempts(self, error: MMServeError) -> MMServeError:
         """``error`` with what was tried before it, where it is one that another attempt might not have met."""
         if self._attempts == 1 or isinstance(error, TLSError):
             return error

@@ -46,7 +46,7 @@ class Switching:
     """Decides once every ``every`` seconds at most; ``look`` is to be called about once a second."""
 
     every: float
-    _wish: tuple[str, str] | None = None
+    _move: tuple[str, str] | None = None
     _looks: int = 0
     _last: float = field(default=float("-inf"))
 
@@ -58,18 +58,18 @@ class Switching:
         ``workers``: the roles of each by its name, and how many requests it has in hand; those with several roles do
         not change.
         """
-        wish = _wish(demand, workers)
-        self._looks = self._looks + 1 if wish is not None and wish == self._wish else 1
-        self._wish = wish
-        if wish is None or self._looks < LOOKS or now - self._last < self.every:
+        move = _move(demand, workers)
+        self._looks = self._looks + 1 if move is not None and move == self._move else 1
+        self._move = move
+        if move is None or self._looks < LOOKS or now - self._last < self.every:
             return None
-        self._last, self._wish = now, None
-        donor, receiver = wish
+        self._last, self._move = now, None
+        donor, receiver = move
         own = [(busy, name) for name, (roles, busy) in workers.items() if roles == {donor}]
         return Switch(min(own)[1], donor, receiver)
 
 
-def _wish(demand: Mapping[str, Demand], workers: Mapping[str, tuple[frozenset[str], int]]) -> tuple[str, str] | None:
+def _move(demand: Mapping[str, Demand], workers: Mapping[str, tuple[frozenset[str], int]]) -> tuple[str, str] | None:
     """From which stage to which a worker should go."""
     able = {role: sum(role in roles for roles, _busy in workers.values()) for role in ROLES}
     alone = {role: sum(roles == {role} for roles, _busy in workers.values()) for role in ROLES}

@@ -16,11 +16,11 @@ class Amounts:
     """How much a pruner keeps of each image, and of each video; at most one of them is set."""
 
     keep_ratio: float | None = value(
-        None, SHARE_ABOVE_0, "share of the visual tokens of an image or video that the pruner keeps", said="none"
+        None, SHARE_ABOVE_0, "share of the visual tokens of an image or video that the pruner keeps", shown="none"
     )
-    token_budget: int | None = value(None, at_least(1), "number of visual tokens that it keeps", said="none")
+    token_budget: int | None = value(None, at_least(1), "number of visual tokens that it keeps", shown="none")
     attention_mass: float | None = value(
-        None, SHARE_ABOVE_0, "share of the attention that the kept tokens draw together", said="none"
+        None, SHARE_ABOVE_0, "share of the attention that the kept tokens draw together", shown="none"
     )
 
 
@@ -29,22 +29,22 @@ class Pixels:
     """Fewest and most pixels that pictures are resized to, for models that take images of any size (Qwen-VL)."""
 
     min_pixels: int | None = value(
-        None, _PIXELS, "fewest pixels that an image is resized to", said="the checkpoint's own"
+        None, _PIXELS, "fewest pixels that an image is resized to", shown="the checkpoint's own"
     )
     max_pixels: int | None = value(
-        None, _PIXELS, "most pixels that an image is resized to", said="the checkpoint's own"
+        None, _PIXELS, "most pixels that an image is resized to", shown="the checkpoint's own"
     )
     video_min_pixels: int | None = value(
         None,
         _PIXELS,
         "fewest pixels of a frame of a video (Qwen3-VL: of all frames)",
-        said="the checkpoint's own",
+        shown="the checkpoint's own",
     )
     video_max_pixels: int | None = value(
         None,
         _PIXELS,
         "most pixels of a frame of a video (Qwen3-VL: of all frames)",
-        said="the checkpoint's own",
+        shown="the checkpoint's own",
     )
 
 
@@ -52,92 +52,92 @@ class Pixels:
 class _Chosen:
     """Options that are names, files, texts or classes with numbers of their own."""
 
-    model: str = value(None, meaning="name of one of the server's models", said="the server's first")
+    model: str = value(None, meaning="name of one of the server's models", shown="the server's first")
     videos: tuple[object, ...] = value(
-        (), meaning="videos placed after the images, before the text of the last message", said="none"
+        (), meaning="videos placed after the images, before the text of the last message", shown="none"
     )
     video_sampling: object = value(
-        None, meaning="which frames of each video the model sees (``VideoSampling``)", said="the model's own"
+        None, meaning="which frames of each video the model sees (``VideoSampling``)", shown="the model's own"
     )
     recompute: object = value(
-        None, meaning="recompute policy of a diffusion model, by name or class (``DkvDecode`` …)", said="the model's"
+        None, meaning="recompute policy of a diffusion model, by name or class (``DkvDecode`` …)", shown="the model's"
     )
-    commit: object = value(None, meaning="commit policy, by name or class (``Threshold`` …)", said="the model's")
+    commit: object = value(None, meaning="commit policy, by name or class (``Threshold`` …)", shown="the model's")
     quality: object = value(
         None,
         meaning="what both policies are chosen for where neither is named: exact (plain decoding), balanced (the "
         "model's default), fast, or the least share, in (0, 1], of plain decoding's accuracy",
-        said="balanced",
+        shown="balanced",
     )
     seed_canvas: object = value(
         None,
         meaning="tokens that a diffusion model's canvas begins with, and those of them that stay (``SeedCanvas``)",
-        said="none",
+        shown="none",
     )
     tokens: bool = value(
-        False, meaning="whether the result has the tokens of the answer and their log-probabilities", said="False"
+        False, meaning="whether the result has the tokens of the answer and their log-probabilities", shown="False"
     )
     alternatives: int = value(
         None,
         values(Streaming)["alternatives"].range,
         "most probable tokens with each of ``tokens`` and drafts",
-        said="0",
+        shown="0",
     )
-    regex: str = value(None, meaning="regular expression (ECMAScript) that the whole answer matches", said="none")
-    choices: tuple[str, ...] = value(None, meaning="texts, one of which is the answer", said="none")
-    grammar: str = value(None, meaning="grammar of the answer, in Lark or GBNF", said="none")
-    template: object = value(None, meaning="texts and holes between them, which the answer fills", said="none")
+    regex: str = value(None, meaning="regular expression (ECMAScript) that the whole answer matches", shown="none")
+    choices: tuple[str, ...] = value(None, meaning="texts, one of which is the answer", shown="none")
+    grammar: str = value(None, meaning="grammar of the answer, in Lark or GBNF", shown="none")
+    template: object = value(None, meaning="texts and holes between them, which the answer fills", shown="none")
     constraint_mode: str = value(
         None,
         meaning="what to do with a constraint that no grammar can express: strict refuses it, validate checks the "
         "finished answer, lenient ignores it",
-        said="strict",
+        shown="strict",
     )
     schema_options: tuple[str, ...] = value(
         None,
         meaning="with a schema, how it is read: unknown_formats have no effect, one_of_as_any_of, closed_objects have "
         "declared properties only; and how answers are written: with white_space, with exponents of numbers, with "
         "members in any_order",
-        said="none",
+        shown="none",
     )
     constraint_sampling: str = value(
         None,
         meaning="distribution that constrained answers are drawn from: mask, or true to the model and weighted: awrs, "
         "asap",
-        said="mask",
+        shown="mask",
     )
     adapter: str = value(
-        None, meaning="adapter (LoRA) of the model, one that the server has loaded (``Client.adapters``)", said="none"
+        None, meaning="adapter (LoRA) of the model, one that the server has loaded (``Client.adapters``)", shown="none"
     )
     raw: bool = value(
         False,
         meaning="whether the answer continues the prompt, a text, without the model's chat template",
-        said="False",
+        shown="False",
     )
     template_options: object = value(
         None,
         meaning="further variables of the model's chat template, such as ``enable_thinking``, by name",
-        said="none",
+        shown="none",
     )
     slo_class: str = value(
-        None, meaning="class of the server's configuration that sets how soon tokens are due", said="none"
+        None, meaning="class of the server's configuration that sets how soon tokens are due", shown="none"
     )
     tools: tuple[object, ...] = value(
         None,
         meaning="tools that the answer may call, with arguments that obey their schemas: functions, Python types, "
         "``Tool(…)`` or mappings",
-        said="none",
+        shown="none",
     )
     tool_choice: str = value(
-        None, meaning="auto (text or calls), none, required, or the name of the tool to call", said="auto"
+        None, meaning="auto (text or calls), none, required, or the name of the tool to call", shown="auto"
     )
-    parallel_tool_calls: bool = value(None, meaning="whether an answer may have several calls", said="True")
-    pruner: str = value(None, meaning="method that drops visual tokens, which needs an amount", said="none")
+    parallel_tool_calls: bool = value(None, meaning="whether an answer may have several calls", shown="True")
+    pruner: str = value(None, meaning="method that drops visual tokens, which needs an amount", shown="none")
     kv_reduction: object = value(
-        None, meaning="which K/V an autoregressive model keeps while it decodes (``SinkWindow`` …)", said="all"
+        None, meaning="which K/V an autoregressive model keeps while it decodes (``SinkWindow`` …)", shown="all"
     )
     image_reuse: object = value(
-        None, meaning="which K/V of images are reused between prompts (``Blend`` …)", said="none"
+        None, meaning="which K/V of images are reused between prompts (``Blend`` …)", shown="none"
     )
     overload: str = value(
         "block", meaning="frames that come too fast: pushes wait (block), drop_oldest, or thin: every second is dropped"

@@ -44,20 +44,20 @@ class VideoSampling:
         None,
         within(0, 30, above=True),
         "frames a second; with scenes the rate at which frames are compared",
-        said="2 with scenes",
+        shown="2 with scenes",
     )
-    frames: int | None = value(None, at_least(1), "frames of the whole file, spread evenly", said="the model's own")
+    frames: int | None = value(None, at_least(1), "frames of the whole file, spread evenly", shown="the model's own")
     scene_similarity: float | None = value(
-        None, within(-1, 1), "frames less similar (cosine) than this to the one before begin a scene", said="0.97"
+        None, within(-1, 1), "frames less similar (cosine) than this to the one before begin a scene", shown="0.97"
     )
     scene_frames: int | None = value(
-        None, within(1, 64), "frames of a scene at most, the first in detail and the others compactly", said="4"
+        None, within(1, 64), "frames of a scene at most, the first in detail and the others compactly", shown="4"
     )
     detail_every: int | None = value(
         None,
         at_least(1),
         "every so many frames one is in detail, the others are one visual token each (slow-fast)",
-        said="all in detail",
+        shown="all in detail",
     )
 
     @property
@@ -109,11 +109,11 @@ class Sampling:
     )
     presence_penalty: float = value(0.0, within(-2, 2), "taken from the logits of tokens that are in the answer")
     logit_bias: Mapping[int, float] = value(
-        meaning="added to the logits of tokens, by their ids", said="none", default_factory=dict
+        meaning="added to the logits of tokens, by their ids", shown="none", default_factory=dict
     )
     seed: int = value(0, _SEED, "the same seed gives the same answer")
-    max_new_tokens: int = value(64, at_least(1), "tokens that the answer may take", said="the model's")
-    stop: tuple[str, ...] = value((), meaning="the answer ends before the first of up to 16 strings", said="none")
+    max_new_tokens: int = value(64, at_least(1), "tokens that the answer may take", shown="the model's")
+    stop: tuple[str, ...] = value((), meaning="the answer ends before the first of up to 16 strings", shown="none")
     n: int = value(1, at_least(1), "samples of the answer")
     ignore_end: bool = value(False, meaning="end tokens are not chosen: the answer takes all its tokens")
 
@@ -156,12 +156,12 @@ class Diffusion:
     ``max_steps`` is.
     """
 
-    steps: int = value(0, at_least(1), "denoising steps for the whole answer", said="one for each token")
-    block_length: int = value(0, at_least(1), "tokens of a block", said="the model's")
+    steps: int = value(0, at_least(1), "denoising steps for the whole answer", shown="one for each token")
+    block_length: int = value(0, at_least(1), "tokens of a block", shown="the model's")
     cfg_scale: float = value(
         0.0, within(0, 100), "scale of classifier-free guidance of a masked diffusion model; 0 = none"
     )
-    max_steps: int = value(0, at_least(1), "most denoising steps of a block", said="no bound but the policy's")
+    max_steps: int = value(0, at_least(1), "most denoising steps of a block", shown="no bound but the policy's")
     seed_canvas: SeedCanvas | None = None
     recompute: Policy = Policy(name="none")
     commit: Policy = Policy(name="low_confidence")

@@ -19,7 +19,7 @@ class Memory:
     positions: str = value("renumber", meaning="how the rows left are numbered")
     budget: int = value(256, meaning="rows of K/V that are kept, the chat's header and carriers included")
     host_bytes: int = value(
-        64 << 20, meaning="bytes of features of old frames kept for questions about the past", said="64 MiB"
+        64 << 20, meaning="bytes of features of old frames kept for questions about the past", shown="64 MiB"
     )
     carriers: int = value(64, meaning="rows at most that represent old frames, where the policy makes such")
 
@@ -33,11 +33,11 @@ class FrameSampling:
         None,
         within(-1, 1),
         "frames less similar (cosine) than this to the one before begin a scene, of whose other frames few are seen",
-        said="all frames at the rate",
+        shown="all frames at the rate",
     )
     scene_frames: int = value(4, within(1, 64), "with scene_similarity: frames of a scene at most")
     detail_every: int | None = value(
-        None, at_least(1), "every so many frames one is taken in detail, the others compactly", said="all in detail"
+        None, at_least(1), "every so many frames one is taken in detail, the others compactly", shown="all in detail"
     )
 
 

@@ -64,10 +64,10 @@ NUMBER = Range("a number", lambda v: not math.isnan(v))
 
 
 def value(
-    default: Any = MISSING, within: Range | None = None, meaning: str = "", *, said: str = "", **more: Any
+    default: Any = MISSING, within: Range | None = None, meaning: str = "", *, shown: str = "", **more: Any
 ) -> Any:
-    """A dataclass field with its range and meaning; ``said``: the default in words, where its value is not enough."""
-    return dataclasses.field(default=default, metadata={"range": within, "meaning": meaning, "said": said}, **more)
+    """A dataclass field with its range and meaning; ``shown``: the default in words, where its value is not enough."""
+    return dataclasses.field(default=default, metadata={"range": within, "meaning": meaning, "shown": shown}, **more)
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class Value:
     default: Any
     range: Range | None
     meaning: str
-    said: str
+    shown: str
 
     @property
     def default_words(self) -> str:
         """The default as documentation shows it; empty for a field without one."""
-        return self.said or ("" if self.default is MISSING else _shown(self.default))
+        return self.shown or ("" if self.default is MISSING else _shown(self.default))
 
     @property
     def sentence(self) -> str:
@@ -102,7 +102,7 @@ def values(kind: Any) -> Mapping[str, Value]:
 @cache
 def _values(kind: type) -> Mapping[str, Value]:
     found = {
-        f.name: Value(f.name, str(f.type), f.default, *(f.metadata[key] for key in ("range", "meaning", "said")))
+        f.name: Value(f.name, str(f.type), f.default, *(f.metadata[key] for key in ("range", "meaning", "shown")))
         for f in getattr(kind, "__dataclass_fields__", {}).values()
         if "meaning" in f.metadata
     }

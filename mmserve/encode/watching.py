@@ -26,7 +26,7 @@ from mmserve.models.base import EncoderModel
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, Resize, Text, Tile, VisionEncoder
 from mmserve.prune.base import Evidence
 
-#: Stands in a row of ids where a visual token does.
+#: In a row of ids: the place of a visual token.
 VISUAL = -1
 
 

@@ -63,7 +63,7 @@ class Pages:
         self.routes = [
             Route("/", self._page, methods=["GET"]),
             Route("/favicon.ico", self._icon, methods=["GET"]),
-            Route(f"{FOLDER}/about.json", self._told, methods=["GET"]),
+            Route(f"{FOLDER}/about.json", self._about, methods=["GET"]),
             *(Route(f"{FOLDER}/{name}", self._file, methods=["GET"]) for name in self._files),
         ]
 
@@ -76,7 +76,7 @@ class Pages:
     async def _icon(self, _request: Request) -> Response:
         return RedirectResponse(f"{FOLDER}/icon.svg", 301, _HEADERS)
 
-    async def _told(self, _request: Request) -> Response:
+    async def _about(self, _request: Request) -> Response:
         """Paths that there are, whether a token is needed, and the version: what a page may know before it has one."""
         about = {"version": __version__, "apis": self._apis, "tokens": self._auth.guards}
         return JSONResponse(about, headers=_HEADERS)

@@ -23,14 +23,14 @@ def kv_alone(
     causal: bool,
     layers: int,
     deep: DeepRows | None = None,
-    onlook: Callable[[DecoderLayer, Tensor], None] | None = None,
+    observe: Callable[[DecoderLayer, Tensor], None] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys, not yet rotated, and values ``[L, G, K]`` of each of the first ``layers`` layers.
 
     ``causal``: no position attends to its right; otherwise each attends to the whole row. A layer is run
     when its own are asked for: who has other things to do stops between two.
     ``x_LD``: the embedded row; ``positions``: int64 ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add
-    after the first layers; ``onlook`` is shown the last of the layers and its input.
+    after the first layers; ``observe`` is shown the last of the layers and its input.
     """
     cos, sin = decoder.rotary(positions)
     made: list[tuple[Tensor, Tensor]] = []
@@ -46,8 +46,8 @@ def kv_alone(
         yield made.pop()
     last = decoder.layers[layers - 1]
     assert isinstance(last, DecoderLayer)
-    if onlook is not None:
-        onlook(last, x_LD)
+    if observe is not None:
+        observe(last, x_LD)
     yield last.keys_and_values(x_LD)
 
 

@@ -29,7 +29,7 @@ class _Nothing:
 
 
 class NoCache:
-    """Stands where transformers' decoder looks for a cache to put in front of the canvases' keys: it holds none."""
+    """In place of the cache whose keys transformers' decoder puts in front of the canvases': it holds none."""
 
     is_compileable = False
 

@@ -36,7 +36,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self._wake()
 
     def close(self) -> None:
-        """Tell every watcher the last state and end its stream."""
+        """Send every watcher the last state and end its stream."""
         self._closed = True
         self._wake()
 

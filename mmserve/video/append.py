@@ -44,7 +44,7 @@ class New:
 
 
 @lru_cache(maxsize=256)
-def _sight(rows: int, start: int, block: int, device: torch.device) -> Tensor:
+def _mask(rows: int, start: int, block: int, device: torch.device) -> Tensor:
     """Bool ``[R, L]``: what each of ``rows`` after ``start`` others attends to: up to the end of its block of ``block``
     positions, counted from the stream's first row."""
     at = torch.arange(start + rows, device=device)
@@ -88,7 +88,7 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
                 q[rows],
                 keys[layer, : new.stop],
                 values[layer, : new.stop],
-                _sight(len(new.x_RD), new.start, block, model.device),
+                _mask(len(new.x_RD), new.start, block, model.device),
             )
         return seen
 

@@ -34,7 +34,7 @@ class Waiting:
 
 @dataclass
 class Saving:
-    """A wish for a stream's state after the frames before it, the newest of which is at ``last`` (seconds)."""
+    """A request for a stream's state after the frames before it, the newest of which is at ``last`` (seconds)."""
 
     last: float
     future: Future[StreamPayload] = field(default_factory=Future)

@@ -165,7 +165,7 @@ class EngineStreams:
             thread.join()
 
     def hand_in(self, stream: EngineStream, waiting: Waiting | Saving) -> None:
-        """Append a frame, or a wish for its state, to what waits of a stream."""
+        """Append a frame, or a request for its state, to what waits of a stream."""
         with self._lock:
             if stream.state is None:
                 raise FailedPrecondition("the stream is closed")
@@ -256,7 +256,7 @@ class EngineStreams:
     def _next(self) -> list[tuple[EngineStream, Waiting | Saving]] | None:
         """The next frames, one of each stream by turns until they are enough; waits for the first. None = stop.
 
-        A wish for a stream's state comes before all of its frames in what is returned.
+        A request for a stream's state comes before all of its frames in what is returned.
         """
         with self._lock:
             while not self._turns:

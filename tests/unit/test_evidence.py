@@ -24,7 +24,7 @@ EVERYTHING = OF_CLASS | OF_PATCHES
 def tiles_of(vision: LlavaVision, pixels: torch.Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
     """The one tile of each picture of ``pixels [B, 3, height, width]``."""
     seen = vision.see([{"pixels": own[None]} for own in pixels], wanted, clip=False)
-    return [Tile(picture.tokens, grid.patches, grid.look) for picture in seen for grid in picture.grids]
+    return [Tile(picture.tokens, grid.patches, grid.view) for picture in seen for grid in picture.grids]
 
 
 def vision_of(folder: Path) -> LlavaVision:
@@ -53,7 +53,7 @@ def test_evidence_is_what_eager_attention_says(tmp_path: Path, kind: str, select
     at = {-4: 0}.get(select if kind == "clip" else -2, 3 + (select if kind == "clip" else -2))
     first = 1 if kind == "clip" else 0
     for i, tile in enumerate(tiles):
-        assert (tile.look.rows, tile.look.columns) == (4, 4)
+        assert (tile.view.rows, tile.view.columns) == (4, 4)
         expected = {
             Evidence.CLS_ROW: out.attentions[at][i, :, 0].mean(0)[first:],
             Evidence.FIRST_CLS_ROW: out.attentions[0][i, :, 0].mean(0)[first:],
@@ -63,9 +63,9 @@ def test_evidence_is_what_eager_attention_says(tmp_path: Path, kind: str, select
             Evidence.FIRST_FEATURES: out.hidden_states[1][i, first:],
         }
         for one in wanted:
-            assert tile.look[one].dtype == torch.float32
+            assert tile.view[one].dtype == torch.float32
             close = 1e-7 if expected[one].dim() == 1 else 1e-5
-            assert (tile.look[one] - expected[one]).abs().max() < close, one
+            assert (tile.view[one] - expected[one]).abs().max() < close, one
 
 
 @pytest.mark.parametrize("scale", [0.25, 0.5])
@@ -103,7 +103,7 @@ def test_nothing_is_shown_that_is_not_asked_for(tmp_path: Path) -> None:
     pixels = vision.prepare(image())["pixels"]
     with torch.no_grad():
         [tile] = tiles_of(vision, pixels, frozenset())
-        assert tile.look.evidence == {} and torch.equal(tile.tokens, vision(pixels)[0])
+        assert tile.view.evidence == {} and torch.equal(tile.tokens, vision(pixels)[0])
 
 
 def test_class_tokens_and_separators_are_no_patches(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_class_tokens_and_separators_are_no_patches(tmp_path: Path) -> None:
     with torch.no_grad():
         [tile] = tiles_of(vision, pixels, frozenset({Evidence.CLS_ROW}))
     assert tile.patches.tolist() == list(range(1, 17)) and len(tile.tokens) == 18
-    assert torch.equal(tile.tokens[17], made.newline) and len(tile.look[Evidence.CLS_ROW]) == 16
+    assert torch.equal(tile.tokens[17], made.newline) and len(tile.view[Evidence.CLS_ROW]) == 16
 
 
 @pytest.mark.parametrize("newline", ["grid", "frame", "one_token", "no_token"])
@@ -131,12 +131,12 @@ def test_what_is_seen_of_a_clip_is_pooled_as_its_tokens_are(newline: str) -> Non
             [bare] = vision.see([clip], frozenset(), clip=True)
             assert torch.equal(seen.tokens, bare.tokens)
             for tile, image_tile in zip(seen.grids, alone, strict=True):
-                assert tile.look.size == (2 // stride) ** 2
+                assert tile.view.size == (2 // stride) ** 2
                 patches = image_tile.tokens[image_tile.patches]
                 assert torch.allclose(
                     seen.tokens[tile.patches], pool_grid(patches[None], stride, "average").flatten(0, 2)
                 )
-                for kind, values in tile.look.evidence.items():
-                    whole = image_tile.look[kind].view(1, 4, -1)
+                for kind, values in tile.view.evidence.items():
+                    whole = image_tile.view[kind].view(1, 4, -1)
                     pooled = pool_grid(whole, stride, "average").reshape(values.shape)
                     assert torch.allclose(values, pooled), kind

@@ -114,7 +114,7 @@ def test_the_protos_name_the_defaults_that_are_declared() -> None:
     checked = 0
     for message, known in declared:
         for name, value in known.items():
-            if value.default_words and isinstance(value.default, int | float) and not value.said:
+            if value.default_words and isinstance(value.default, int | float) and not value.shown:
                 text = said[message.name, name]
                 shown = re.findall(r"[Dd]efault ([\w.]*\w)|([\w.]*\w) \(the default\)", text)
                 assert any(value.default_words in pair for pair in shown) or "As in" in text, (

@@ -145,8 +145,8 @@ def test_scores_are_column_means_of_the_last_block(
     expected = weights[-1][0].mean((0, 1)).unflatten(0, (-1, 4)).mean(1)
     [seen] = vision.see([prepared], frozenset({Evidence.COLUMN_MEANS}), clip=False)
     [grid] = seen.grids
-    found = grid.look[Evidence.COLUMN_MEANS]
-    assert (grid.look.rows, grid.look.columns) == (3, 4) and abs(float(found.sum()) - 0.25) < 1e-5
+    found = grid.view[Evidence.COLUMN_MEANS]
+    assert (grid.view.rows, grid.view.columns) == (3, 4) and abs(float(found.sum()) - 0.25) < 1e-5
     if made.kind == "qwen2_5_vl":  # by windows; what is where, the next test tells
         expected, found = expected.sort().values, found.sort().values
     assert (found - expected).abs().max() < 1e-6
@@ -168,7 +168,7 @@ def test_what_is_seen_of_a_token_is_of_its_own_pixels(
         pixels = plain["pixels"].clone()
         pixels[4 * unit : 4 * unit + 4] += 1
         [after] = vision.see([{**plain, "pixels": pixels}], keys, clip=False)
-        moved = (after.grids[0].look[Evidence.KEYS] != before.grids[0].look[Evidence.KEYS]).any(1)
+        moved = (after.grids[0].view[Evidence.KEYS] != before.grids[0].view[Evidence.KEYS]).any(1)
         assert moved.nonzero().flatten().tolist() == [unit]
 
 
@@ -186,4 +186,4 @@ def test_pictures_seen_together_are_those_seen_alone(both: tuple[Qwen, LoadedMod
         [alone] = vision.see([prepared], wanted, clip=False)
         assert (one.tokens - alone.tokens).abs().max() < 1e-4
         for kind in wanted:
-            assert (one.grids[0].look[kind] - alone.grids[0].look[kind]).abs().max() < 1e-4
+            assert (one.grids[0].view[kind] - alone.grids[0].view[kind]).abs().max() < 1e-4

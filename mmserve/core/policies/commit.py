@@ -102,7 +102,7 @@ class EarlyCommit:
     mistakes: float = value(0.0, at_least(0), "above 0: sure instead when no more tokens are expected to be wrong")
     answer_start: int = value(0, at_least(0), "first position of the answer")
     answer_length: int = value(0, at_least(0), "positions of the answer; 0 = the current block")
-    answer_after: str = value("", at_most_bytes(256), "the answer begins after this text", said="none")
+    answer_after: str = value("", at_most_bytes(256), "the answer begins after this text", shown="none")
     base: BaseCommit | None = None
 
 

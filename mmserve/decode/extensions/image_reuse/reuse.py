@@ -231,14 +231,14 @@ class ImageKVReuse(Extension):
         positions, at = self._positions(canvas, before), torch.from_numpy(rows).to(device)
         squared, moved, attended = (torch.zeros(len(rows), device=device) for _ in range(3))
 
-        def onlook(layer: DecoderLayer, before_LD: Tensor) -> None:
+        def observe(layer: DecoderLayer, before_LD: Tensor) -> None:
             cos, sin = decoder.rotary(positions)
             q_LHK, k_LGK = (rotate(x, cos, sin) for x in layer.queries_and_keys(before_LD, slice(None)))
             seen = torch.arange(1, len(before_LD) + 1, device=device) if self._causal else None
             attended.copy_(column_sums(self._scores, q_LHK, k_LGK, seen)[at].sum(1))
 
-        added, watch = deep_rows([(before, deep)]), onlook if policy.weighed else None
-        fresh = kv_alone(decoder, x_LD, positions, causal=self._causal, layers=layers, deep=added, onlook=watch)
+        added, watch = deep_rows([(before, deep)]), observe if policy.weighed else None
+        fresh = kv_alone(decoder, x_LD, positions, causal=self._causal, layers=layers, deep=added, observe=watch)
         for layer, of_layer in enumerate(fresh):
             for reused_LGK, found in zip(reused_NLGK, of_layer, strict=True):
                 own = found[at]

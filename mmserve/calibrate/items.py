@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmserve.calibrate.fit import Judged, unscaled
 from mmserve.client import Choice, Client, Decisions, Score, YesNo
 from mmserve.core.decisions import CHOICE, SCORE, YES_NO, Calibration, Decision
-from mmserve.errors import ConfigError
+from mmserve.lines import json_object, known_keys, read_files, read_lines
 from mmserve.reference.decisions import DECISIONS, Answered, Described, draw_answered
 from mmserve.reference.items import TEST_SEEDS
 from mmserve.reference.scenes import Scene
@@ -21,8 +21,8 @@ from mmserve.reference.scenes import Scene
 ROUND = (4, 1, 8, 2, 12, 6)
 #: Of these one is about a scene described in words.
 TOLD = 5
-_KEYS = {"text", "images", "questions"}
-_QUESTION_KEYS = {"type", "text", "instructions", "options", "low", "high", "answer"}
+_KEYS = ("text", "images", "questions")
+_QUESTION_KEYS = ("type", "text", "instructions", "options", "low", "high", "answer")
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,7 @@ def read_items(path: Path) -> list[Item]:
 
     ``ConfigError`` names the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--questions: {path} cannot be read: {error}") from error
-    made = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            made.append(_read(json.loads(line), path.parent))
-        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"--questions: {path}, line {number}: {why}") from error
-    if not made:
-        raise ConfigError(f"--questions: {path} has no lines")
-    return made
+    return read_lines(path, "--questions", partial(_read, path.parent))
 
 
 def ask(client: Client, item: Item, model: str, order: Sequence[int] | None = None) -> Decisions:
@@ -108,10 +93,9 @@ def _item(thing: Scene | Described, answered: Sequence[Answered]) -> Item:
     return Item(text, images, tuple(a.decision for a in answered), tuple(a.right for a in answered))
 
 
-def _read(data: Any, folder: Path) -> Item:
-    if unknown := set(data) - _KEYS:
-        raise ValueError(f"it has the keys {', '.join(sorted(unknown))}, and known are {', '.join(sorted(_KEYS))}")
-    images = tuple((folder / name).read_bytes() for name in data.get("images", ()))
+def _read(folder: Path, line: str) -> Item:
+    data = json_object(line, _KEYS)
+    images = tuple(read_files(data, "images", folder))
     read = [_question(each) for each in data["questions"]]
     if not read:
         raise ValueError("questions must hold one at least")
@@ -119,9 +103,7 @@ def _read(data: Any, folder: Path) -> Item:
 
 
 def _question(data: Any) -> tuple[Decision, int]:
-    if unknown := set(data) - _QUESTION_KEYS:
-        raise ValueError(f"a question has the keys {', '.join(sorted(unknown))}")
-    kind = data["type"]
+    kind = known_keys(data, _QUESTION_KEYS)["type"]
     if kind not in (YES_NO, CHOICE, SCORE):
         raise ValueError(f"type must be {YES_NO}, {CHOICE} or {SCORE}, not {kind!r}")
     made = Decision(

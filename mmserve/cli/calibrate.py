@@ -41,9 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.limit < 2:
         raise ConfigError("--limit must be at least 2")
     config = any_port(read_config(arguments))
-    if len(config.models) != 1:
-        raise ConfigError(f"`mmserve calibrate` measures one model, not {len(config.models)}: name one with --model")
-    entry = config.models[0]
+    entry = config.one_model("calibrate")
     folder = model_folder(entry.path)
     out = arguments.out or folder / CALIBRATION_FILE
     require_writable(out)

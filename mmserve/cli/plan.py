@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from mmserve.cli.options import add_common, print_json
+from mmserve.cli.options import add_common, print_json, show_progress
 from mmserve.errors import ConfigError
 
 
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mmserve.plan import command
 
     _check(arguments)
-    report, text = command.run(arguments, _progress)
+    report, text = command.run(arguments, show_progress)
     if arguments.json:
         print_json(report)
     else:
@@ -81,7 +80,3 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--plot is for --sweep")
     if (arguments.batch or arguments.validate) and not arguments.layout:
         raise ConfigError("--layout is needed: the workers to predict, as in 1e1p4d")
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

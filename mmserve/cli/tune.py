@@ -44,9 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if min(arguments.limit, arguments.repeats) < 1:
         raise ConfigError("--limit and --repeats must be at least 1")
     config = measured_config(arguments)
-    if len(config.models) != 1:
-        raise ConfigError(f"`mmserve tune` measures one model, not {len(config.models)}: name one with --model")
-    entry = config.models[0]
+    entry = config.one_model("tune")
     out = arguments.out or model_folder(entry.path) / POLICY_FILE
     require_writable(out)
     if arguments.prompts is not None:

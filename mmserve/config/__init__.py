@@ -56,6 +56,12 @@ class Config:
     slo: tuple[SLO, ...] = ()  # classes that requests may name
     tenants: tuple[TenantConfig, ...] = ()  # none, and no auth_tokens = nobody is asked for a token
 
+    def one_model(self, command: str) -> ModelConfig:
+        """The model that ``command`` measures; ``ConfigError`` where there are several."""
+        if len(self.models) != 1:
+            raise ConfigError(f"`mmserve {command}` measures one model, not {len(self.models)}: name one with --model")
+        return self.models[0]
+
 
 def load(path: Path) -> Config:
     """Read a TOML file; raises ``ConfigError`` naming the file, the key and what is accepted."""

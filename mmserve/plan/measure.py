@@ -28,7 +28,6 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Diffusion, ImagePart, Message, Request, Sampling, Streaming, TextPart
 from mmserve.encode.decoders import InPlace
-from mmserve.errors import ConfigError
 from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.registry import load_model
@@ -93,9 +92,7 @@ class StageBench:
     """The stages of the one model of ``config``, run on the caller's thread."""
 
     def __init__(self, config: Config) -> None:
-        if len(config.models) != 1:
-            raise ConfigError(f"`mmserve plan` measures one model, not {len(config.models)}: name one with --model")
-        self.model = load_model(config.models[0])
+        self.model = load_model(config.one_model("plan"))
         self.engine = fitted(config.engine, self.model, self.model.device)
         torch.set_num_threads(self.engine.torch_threads)
         cache, decoders = Caches.of(config.encoder_cache), InPlace(config.media)

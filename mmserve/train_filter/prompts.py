@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmserve.core.request import Diffusion, ImagePart, Message, Part, Request, Sampling, TextPart, VideoPart
-from mmserve.errors import ConfigError
+from mmserve.lines import read_lines
 from mmserve.models.base import LoadedModel
 from mmserve.reference.evaluate import canvas, shown
 from mmserve.reference.items import TRAIN_SEEDS
@@ -41,13 +41,7 @@ def reference_requests(model: LoadedModel, seed: int) -> Iterator[Request]:
 
 def written_requests(model: LoadedModel, path: Path, new_tokens: int) -> Iterator[Request]:
     """The prompts of a text file, one a line, each with a canvas of ``new_tokens``; ``ConfigError`` without any."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read prompts from {path}: {error}") from error
-    if not lines:
-        raise ConfigError(f"{path} holds no prompt: write one a line")
-    for index, line in enumerate(lines):
+    for index, line in enumerate(read_lines(path, "--prompts", str)):
         yield _request(model, index, (TextPart(line),), new_tokens, BLOCKS[index % len(BLOCKS)])
 
 

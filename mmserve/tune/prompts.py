@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmserve.errors import ConfigError
+from mmserve.lines import json_object, read_files, read_lines
 from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.reference.images import schema_asked
 from mmserve.reference.tasks import correct
@@ -54,16 +55,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     ``images`` and ``videos`` are paths, relative to the file's folder. ``truth`` is a string that the answer has to be
     but for white space around it, or any other JSON value, to which it has to parse. ``ConfigError`` names the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts: {path} cannot be read: {error}") from error
-    prompts = [
-        _prompt(path.parent, f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()
-    ]
-    if not prompts:
-        raise ConfigError(f"--prompts: {path} holds no prompt; a line is a JSON object with the keys {', '.join(KEYS)}")
-    return prompts
+    return read_lines(path, "--prompts", partial(_prompt, path.parent))
 
 
 def _bundled(task: str, constrained: bool, index: int, seed: int) -> Prompt:
@@ -79,39 +71,23 @@ def _bundled(task: str, constrained: bool, index: int, seed: int) -> Prompt:
     )
 
 
-def _prompt(folder: Path, where: str, line: str) -> Prompt:
-    try:
-        data = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("text"), str):
-        raise ConfigError(f"{where} must be a JSON object with a string 'text'")
-    if unknown := set(data) - set(KEYS):
-        raise ConfigError(f"{where}: unknown key {min(unknown)!r}; known are {', '.join(KEYS)}")
+def _prompt(folder: Path, line: str) -> Prompt:
+    data = json_object(line, KEYS)
+    if not isinstance(data["text"], str):
+        raise ValueError("'text' must be a string")
     schema, tokens = data.get("schema"), data.get("max_new_tokens", DEFAULT_NEW_TOKENS)
     if schema is not None and not isinstance(schema, dict):
-        raise ConfigError(f"{where}: 'schema' must be a JSON schema, an object")
+        raise ValueError("'schema' must be a JSON schema, an object")
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-        raise ConfigError(f"{where}: 'max_new_tokens' must be a whole number of at least 1, not {tokens!r}")
+        raise ValueError(f"'max_new_tokens' must be a whole number of at least 1, not {tokens!r}")
     return Prompt(
         text=data["text"],
-        images=list(_files(folder, where, "images", data)),
-        videos=list(_files(folder, where, "videos", data)),
+        images=read_files(data, "images", folder),
+        videos=read_files(data, "videos", folder),
         schema=schema,
         right=_judge(data["truth"]) if "truth" in data else None,
         max_new_tokens=tokens,
     )
-
-
-def _files(folder: Path, where: str, key: str, data: dict[str, Any]) -> Iterator[bytes]:
-    names = data.get(key, [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{where}: {key!r} must be a list of paths")
-    for name in names:
-        try:
-            yield (folder / name).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{where}: {error}") from error
 
 
 def _judge(truth: Any) -> Callable[[str], bool]:

@@ -55,7 +55,7 @@ FLOORS = (
     ("assembly", "check"),
     ("cluster",),
     ("reference",),
-    ("tune", "calibrate", "train_filter", "export"),
+    ("lines", "tune", "calibrate", "train_filter", "export"),
     ("bench", "plan", "cli", "__main__"),
 )
 

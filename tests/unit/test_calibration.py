@@ -131,7 +131,7 @@ def test_questions_of_a_file_are_read_with_their_answers(tmp_path) -> None:
     assert item.images == (b"png",) and item.right == (0, 1, 1)
     assert item.questions[2].instructions == "Count." and item.questions[2].answers == ("1", "2", "3")
     for change, why in (
-        ({"other": 1}, "it has the keys"),
+        ({"other": 1}, "unknown key 'other'"),
         ({"questions": []}, "one at least"),
         ({"questions": [{"type": "yes_no", "text": "a", "answer": "maybe"}]}, "answer must be one of yes, no"),
         ({"questions": [{"type": "x", "text": "a", "answer": "yes"}]}, "type must be"),

@@ -274,9 +274,9 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "holds no prompt"),
-        ("{", ":1 is not JSON"),
-        ("[]", ":1 must be a JSON object"),
+        ("", "has no lines"),
+        ("{", "line 1: Expecting property name"),
+        ("[]", "line 1: it must be a JSON object"),
         ('{"text": "x", "image": "a.png"}', "unknown key 'image'"),
         ('{"text": "x", "images": "a.png"}', "must be a list of paths"),
         ('{"text": "x", "images": ["nowhere.png"]}', "nowhere.png"),

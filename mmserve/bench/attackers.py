@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 from mmserve.bench.hostile_constraints import hostile_constraints
@@ -55,44 +56,32 @@ def _marked(file: bytes) -> Iterator[bytes]:
         yield file + (16).to_bytes(4) + b"free" + number.to_bytes(8)
 
 
-def _clips(clip: bytes, count: int) -> Ask:
-    files = _marked(clip)
-    return lambda client: client.generate("What moves?", videos=[next(files) for _ in range(count)], max_new_tokens=16)
+def _clips(width: int, height: int, *, timeout: float = _PATIENCE) -> Attack:
+    """Five requests at once, each with two clips of 1,780 black frames of that size."""
+
+    def attack(address: str) -> None:
+        clip = black_clip(width, height, 1780)
+        _again(address, [_videos(_marked(clip)) for _ in range(5)], timeout)
+
+    return attack
 
 
-def _pictures(picture: bytes, count: int) -> Ask:
-    files = _marked(picture)
-    return lambda client: client.generate("What is it?", [next(files) for _ in range(count)], max_new_tokens=16)
+def _videos(files: Iterator[bytes]) -> Ask:
+    return lambda client: client.generate("What moves?", videos=list(islice(files, 2)), max_new_tokens=16)
 
 
-def _long_clips(address: str) -> None:
-    """Five requests at once, each with two clips of 1,780 black frames of 3840 x 2160."""
-    clip = black_clip(3840, 2160, 1780)
-    _again(address, [_clips(clip, 2) for _ in range(5)])
+def _pictures(side: int, requests: int) -> Attack:
+    """So many requests at once, each with 11 pictures of side × side."""
+
+    def attack(address: str) -> None:
+        picture = large_png(side)
+        _again(address, [_images(_marked(picture)) for _ in range(requests)])
+
+    return attack
 
 
-def _cancelled_clips(address: str) -> None:
-    """The same clips, each request cancelled soon."""
-    clip = black_clip(3840, 2160, 1780)
-    _again(address, [_clips(clip, 2) for _ in range(5)], timeout=_LEFT_AFTER)
-
-
-def _large_pictures(address: str) -> None:
-    """Two requests at once, each with 11 pictures of 8000 x 8000."""
-    picture = large_png(8000)
-    _again(address, [_pictures(picture, 11) for _ in range(2)])
-
-
-def _accepted_clips(address: str) -> None:
-    """Five requests at once, each with two clips of 1,780 black frames of 1920 x 1080, which the limits allow."""
-    clip = black_clip(1920, 1080, 1780)
-    _again(address, [_clips(clip, 2) for _ in range(5)])
-
-
-def _accepted_pictures(address: str) -> None:
-    """Three requests at once, each with 11 pictures of 4900 x 4900, which the limits allow."""
-    picture = large_png(4900)
-    _again(address, [_pictures(picture, 11) for _ in range(3)])
+def _images(files: Iterator[bytes]) -> Ask:
+    return lambda client: client.generate("What is it?", list(islice(files, 11)), max_new_tokens=16)
 
 
 def _messages(size: int) -> Attack:
@@ -149,11 +138,11 @@ def _growing(salt: int) -> Ask:
 
 #: Attacks by name.
 ATTACKS: dict[str, Attack] = {
-    "long_clips": _long_clips,
-    "cancelled_clips": _cancelled_clips,
-    "large_pictures": _large_pictures,
-    "accepted_clips": _accepted_clips,
-    "accepted_pictures": _accepted_pictures,
+    "long_clips": _clips(3840, 2160),
+    "cancelled_clips": _clips(3840, 2160, timeout=_LEFT_AFTER),  # each request is cancelled soon
+    "large_pictures": _pictures(8000, 2),
+    "accepted_clips": _clips(1920, 1080),  # the limits allow these, and the next
+    "accepted_pictures": _pictures(4900, 3),
     "empty_messages_8mb": _messages(8_000_000),
     "empty_messages_60mb": _messages(60_000_000),
     "unfinished_messages": _unfinished,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 
 from mmserve.assembly import build_engines
-from mmserve.bench.cluster_fleets import config
+from mmserve.bench.cluster_fleets import config, started
 from mmserve.bench.in_process import Answer
 from mmserve.bench.measures import Figures, at_least, stated
 from mmserve.core.events import Event, Finished
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figur
         first, other = (next(iter(build_engines(config(path)).values())) for _ in range(2))
         found = {bits: _Of() for bits in _BITS}
         asked = 0
-        with _Started(first, ["encode", "prefill"]), _Started(other, ["decode"]):
+        with started(first, ["encode", "prefill"]), started(other, ["decode"]):
             for task in kinds:
                 for index in range(_QUESTIONS * arguments.repeats):
                     thing, question = item(task, index, 7)
@@ -93,20 +93,6 @@ def _measures(path: str, bits: int, of: _Of, exact: _Of, asked: int) -> list[Fig
         whole, less = (8 * each.bytes / (rate * 1e9) for each in (exact, of))
         made.append(stated(f"{name}, sooner over {rate:g} Gbit/s", whole / (less + of.seconds), "x"))
     return made
-
-
-class _Started:
-    """An engine that runs with these roles."""
-
-    def __init__(self, engine: Engine, roles: list[str]) -> None:
-        self._engine, self._roles = engine, roles
-
-    def __enter__(self) -> None:
-        self._engine.start()
-        self._engine.serve_roles(self._roles)
-
-    def __exit__(self, *_error: object) -> None:
-        self._engine.stop()
 
 
 def _request(name: str, parts: tuple[ImagePart | TextPart, ...], task: str, recompute: str) -> Request:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -47,9 +47,18 @@ def fleet(
 def one_process(path: str) -> Iterator[Engine]:
     """The engine of the same model here."""
     [engine] = build_engines(config(path)).values()
+    with started(engine):
+        yield engine
+
+
+@contextmanager
+def started(engine: Engine, roles: Collection[str] = ()) -> Iterator[None]:
+    """``engine`` runs within the context, limited to ``roles`` where some are given."""
     engine.start()
     try:
-        yield engine
+        if roles:
+            engine.serve_roles(roles)
+        yield
     finally:
         engine.stop()
 

@@ -44,13 +44,13 @@ class _End:
         self._payloads: dict[int, PrefilledPayload] = {}
         self._pages: dict[int, torch.Tensor] = {}
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._door = Listener()
+        self._listener = Listener()
         named: dict[str, Callable[..., Any]] = {"write": self.write, "read": self.read, "drop": self.drop}
         calls = {name: partial(self._answer, method) for name, method in named.items()}
-        self._door.serve(calls, lambda: iter(self._done.get, None))
+        self._listener.serve(calls, lambda: iter(self._done.get, None))
 
     def listen(self) -> str:
-        return self._door.address
+        return self._listener.address
 
     def _answer(self, method: Callable[..., Any], *given: Any) -> None:
         self._done.put(method(*given))

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.measures import Figures, Progress, quartiles
+from mmserve.bench.measures import Figures, Progress, quartiles, share_by_task
 from mmserve.bench.plots import drawn
 from mmserve.bench.settings import measured_config, named_tasks
 from mmserve.client import Client, DkvDecode, EarlyCommit, Guided, Options, Result
@@ -192,7 +192,7 @@ def _row(pair: Pair, groups: list[Group], baseline: list[Group]) -> Figures:
         "commit": pair[1],
         "accuracy": _share(groups),
         "baseline_accuracy": _share(baseline),
-        "accuracy_by_task": _by_task(groups),
+        "accuracy_by_task": share_by_task(answer for g in groups for answer in zip(g.tasks, g.right, strict=True)),
         "same_as_baseline": round(statistics.mean(r.text == b.text for r, b in zip(results, against, strict=True)), 4),
         "forwards": round(statistics.mean(r.forwards for r in results), 2),
         "baseline_forwards": round(statistics.mean(r.forwards for r in against), 2),
@@ -208,14 +208,6 @@ def _row(pair: Pair, groups: list[Group], baseline: list[Group]) -> Figures:
 def _share(groups: list[Group]) -> float:
     right = [answer for group in groups for answer in group.right]
     return round(sum(right) / len(right), 4)
-
-
-def _by_task(groups: list[Group]) -> dict[str, float]:
-    right: dict[str, list[bool]] = defaultdict(list)
-    for group in groups:
-        for task, answer in zip(group.tasks, group.right, strict=True):
-            right[task].append(answer)
-    return {task: round(sum(answers) / len(answers), 4) for task, answers in right.items()}
 
 
 def _plot(rows: list[Figures], path: Path) -> None:

@@ -1,11 +1,14 @@
-"""Requests to an engine of this process, and their results."""
+"""Requests to an engine of this process, their results, and the threads that it computes on."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, overload
+
+import torch
 
 from mmserve.core.events import Delta, Failed, Finished
 from mmserve.core.request import Request
@@ -83,3 +86,14 @@ def ask_all(
     for answer in answers:
         answer.over.wait(max(0.0, end - time.monotonic()))
     return answers
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes on so many threads within the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmserve.bench.in_process import torch_threads
 from mmserve.bench.llama_cpp import LlamaCpp, library
-from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.measures import Figures, Progress, times_others
 from mmserve.errors import ConfigError
 from mmserve.export.gguf import TYPES, form_of, write_gguf
 from mmserve.models.base import LoadedModel
@@ -61,20 +62,16 @@ def pass_rows(
     """A row for each number of threads and positions, and each engine: passes a second (medians over the rounds), the
     least processor time of a pass, which other work on the machine lengthens less, and how far the logits of the two
     fp32 passes are apart at most. ``model`` is in fp32 and not packed yet."""
-    before = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         files = {kind: Path(folder) / f"{kind}.gguf" for kind in TYPES}
         for kind, path in files.items():
             write_gguf(model, path, kind)
         decoders = _decoders(model)
-        try:
-            for count in threads:
-                torch.set_num_threads(count)
+        for count in threads:
+            with torch_threads(count):
                 for length in (each for each in positions if each <= model.spec.max_tokens):
                     progress(f"passes of {length} positions on {count} threads")
                     yield from _measured(model, decoders, files, length, count, repeats)
-        finally:
-            torch.set_num_threads(before)
 
 
 def _decoders(model: LoadedModel) -> Figures:
@@ -129,9 +126,5 @@ def _measured(
             "processor_ms": round(1000 * least[name], 2),
             "logits_apart": apart,
             "near": apart <= MOST_APART,
-            **{
-                f"times_{other}": round(statistics.median(a / b for a, b in zip(taken, its, strict=True)), 3)
-                for other, its in seconds.items()
-                if other != name
-            },
+            **times_others(name, seconds),
         }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import tempfile
 import time
@@ -28,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mmserve.bench import vllm_peer
 from mmserve.bench.in_process import ask_all
-from mmserve.bench.measures import Figures, Progress, quartiles
+from mmserve.bench.measures import Figures, Progress, quartiles, times_others
 from mmserve.bench.passes import missing, pass_rows
 from mmserve.bench.settings import measured_config
 from mmserve.config import EngineConfig, MediaConfig, resolve
@@ -131,13 +130,7 @@ def _measured(engines: dict[str, Peer], size: int, repeats: int, progress: Progr
             "ms_per_token": round(middle, 3),
             "ms_per_token_quartiles": [round(low, 3), round(high, 3)],
             "same_tokens": round(_agreement(tokens["mmserve"], tokens[name]), 4),
-            **{
-                f"times_{other}": round(
-                    statistics.median(mine / its for mine, its in zip(times[name], times[other], strict=True)), 3
-                )
-                for other in engines
-                if other != name
-            },
+            **times_others(name, times),
         }
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.measures import Figures, Progress, share_by_task
 from mmserve.bench.settings import measured_config, measured_policies, named_tasks
 from mmserve.client import Blend, Client, KvShare, LegoLink, Options, RandomReuse, Result
 from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
@@ -266,13 +266,11 @@ def _logit_figures(distances: Sequence[tuple[float, float]]) -> dict[str, float]
 
 
 def _answer_figures(asked: Sequence[Question], answers: Sequence[Result], plain: Sequence[Result]) -> Figures:
-    right: dict[str, list[bool]] = {}
-    for question, result in zip(asked, answers, strict=True):
-        right.setdefault(question.task, []).append(correct(question, result.text))
+    right = [(question.task, correct(question, r.text)) for question, r in zip(asked, answers, strict=True)]
     pairs = list(zip(plain, answers, strict=True))
     return {
-        "accuracy": round(statistics.mean(hit for hits in right.values() for hit in hits), 4),
-        "accuracy_by_task": {task: round(statistics.mean(hits), 4) for task, hits in right.items()},
+        "accuracy": round(statistics.mean(hit for _task, hit in right), 4),
+        "accuracy_by_task": share_by_task(right),
         "same_answer": round(statistics.mean(a.text == b.text for a, b in pairs), 4),
         "prompt_tokens": round(statistics.mean(r.usage.prompt_tokens for r in answers), 1),
         "prefill_rows": round(statistics.mean(r.usage.prompt_tokens - r.usage.reused_tokens for r in answers), 1),

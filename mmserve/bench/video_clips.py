@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -76,7 +77,17 @@ def picture(clip: Clip, second: int) -> Image.Image:
     return clip.frames([second + PART]).pictures[0]
 
 
-def frame_at(clips: list[Shown], second: int) -> Image.Image:
+def shown_at(clips: Sequence[Shown], second: int) -> Shown:
+    """The clip of a stream at ``second``."""
+    return next(shown for shown in clips if shown.begin <= second < shown.end)
+
+
+def question_at(clips: Sequence[Shown], second: int, rng: random.Random) -> str:
+    """A question about the clip at ``second``; about the first one where that allows none."""
+    return rng.choice(shown_at(clips, second).questions(rng) or clips[0].questions(rng)).text
+
+
+def frame_at(clips: Sequence[Shown], second: int) -> Image.Image:
     """The frame of a stream at ``second``."""
-    shown = next(s for s in clips if s.begin <= second < s.end)
+    shown = shown_at(clips, second)
     return picture(shown.clip, second - shown.begin)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
-from mmserve.bench.video_clips import clips_of
+from mmserve.bench.video_clips import clips_of, question_at
 from mmserve.bench.video_served import PATIENCE, push, served
 from mmserve.client import Client
 
@@ -141,8 +141,7 @@ def _play(address: str, seed: int, count: int, pace: float) -> Played:
                 time.sleep(max(0.0, begun + pace * second - time.monotonic()))
                 push(session, clips, second)
                 if second % ASK_EVERY == ASK_EVERY - 1:
-                    shown = next(s for s in clips if s.begin <= second < s.end)
-                    text = rng.choice(shown.questions(rng) or clips[0].questions(rng)).text
+                    text = question_at(clips, second, rng)
                     if len(asked) >= OPEN:
                         asked[-OPEN].result()
                     asked.append(session.stream(text, max_new_tokens=ANSWER, timeout=PATIENCE))

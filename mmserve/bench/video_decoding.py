@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from mmserve.bench.hostile_media import black_clip
-from mmserve.bench.measures import Figures, Progress, at_least, at_most
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, in_turns
 from mmserve.config import MediaConfig
 from mmserve.encode.frames import opened
 from mmserve.encode.video import read_video
@@ -33,7 +33,7 @@ DEARER, INDEX_BYTES = 1.1, 64
 _LIMITS = MediaConfig(max_item_bytes=1 << 30, max_video_seconds=3600.0)
 #: Fewest rounds; each begins with another of the ways.
 REPEATS = 5
-#: Frames of the picture that moves in front of the camera.
+#: Side of the squares of the picture that moves in front of the camera.
 _BLOCK = 8
 
 Frames = list[tuple[float, Image.Image]]
@@ -76,17 +76,15 @@ def _row(gop: int, repeats: int, progress: Progress) -> Figures:
     wall: dict[str, list[float]] = {way: [] for way in ways}
     equal = True
     expected = ways["sequential"]()
-    names = list(ways)
-    for turn in range(max(repeats, REPEATS)):
-        for way in names[turn % len(names) :] + names[: turn % len(names)]:
-            read = ways[way]
-            begun, used = time.perf_counter(), time.process_time()
-            frames = read()
-            wall[way].append(time.perf_counter() - begun)
-            cpu[way].append(time.process_time() - used)
-            if not turn:
-                equal &= _same(frames, expected)
-            del frames
+    for turn, way in in_turns(ways, max(repeats, REPEATS)):
+        read = ways[way]
+        begun, used = time.perf_counter(), time.process_time()
+        frames = read()
+        wall[way].append(time.perf_counter() - begun)
+        cpu[way].append(time.process_time() - used)
+        if not turn:
+            equal &= _same(frames, expected)
+        del frames
     row: Figures = {"measured": f"decoding, GOP {gop}", "gop": gop, "bit_equal": equal}
     row["cpu_seconds"] = {way: round(statistics.median(values), 3) for way, values in cpu.items()}
     row["wall_seconds"] = {way: round(statistics.median(values), 3) for way, values in wall.items()}
@@ -146,25 +144,31 @@ def _one_thread(container: Any) -> Any:
     return stream
 
 
+def panning(size: tuple[int, int], rate: int, seconds: int) -> Iterator[av.VideoFrame]:
+    """The frames of a textured picture, along which a camera of that size (width, height) pans."""
+    width, height = size
+    shape = (height // _BLOCK, (width + 2 * seconds * rate) // _BLOCK + 1, 3)
+    picture = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).repeat(_BLOCK, 0).repeat(_BLOCK, 1)
+    for number in range(seconds * rate):
+        still = np.ascontiguousarray(picture[:, 2 * number : 2 * number + width])
+        frame = av.VideoFrame.from_ndarray(still, format="rgb24")
+        frame.pts, frame.time_base = number, Fraction(1, rate)
+        yield frame
+
+
 def _minute(gop: int) -> Path:
-    """A minute of a textured picture that pans, with B-frames."""
+    """A minute of ``panning``, with B-frames."""
     folder = Path(tempfile.gettempdir()) / "mmserve-bench-video"
     folder.mkdir(exist_ok=True)
     path = folder / f"{SIZE[1]}p-{SECONDS}s-gop{gop}.mp4"
     if path.exists():
         return path
-    width, height = SIZE
-    shape = (height // _BLOCK, (width + 2 * SECONDS * RATE) // _BLOCK + 1, 3)
-    picture = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).repeat(_BLOCK, 0).repeat(_BLOCK, 1)
     partial = path.with_suffix(".partial")
     with av.open(partial, "w", format="mp4") as container:
         options = {"g": str(gop), "keyint_min": str(gop), "sc_threshold": "0", "preset": "veryfast"}
         stream: Any = container.add_stream("libx264", rate=RATE, options=options)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for number in range(SECONDS * RATE):
-            still = np.ascontiguousarray(picture[:, 2 * number : 2 * number + width])
-            frame = av.VideoFrame.from_ndarray(still, format="rgb24")
-            frame.pts, frame.time_base = number, Fraction(1, RATE)
+        (stream.width, stream.height), stream.pix_fmt = SIZE, "yuv420p"
+        for frame in panning(SIZE, RATE, SECONDS):
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     partial.replace(path)

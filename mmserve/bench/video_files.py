@@ -19,11 +19,11 @@ from io import BytesIO
 from typing import Any
 
 import av
-import numpy as np
 import torch
 
-from mmserve.bench.in_process import ask_all
-from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
+from mmserve.bench.in_process import ask_all, torch_threads
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, in_turns, stated
+from mmserve.bench.video_decoding import panning
 from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, ModelConfig, resolve
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, TextPart, VideoPart, VideoSampling
 from mmserve.encode.child import Planned
@@ -41,8 +41,6 @@ OVER_DEAREST = 1.15
 RATE, SIZE, SAMPLED = 30, (1280, 720), VideoSampling(fps=1)
 #: Seconds of different pictures, after which the file repeats them.
 _PERIOD = 20
-#: Side of the squares of the picture that moves in front of the camera.
-_BLOCK = 8
 #: Rows of a prompt that a frame becomes, and of the text around, at most.
 _ROWS_A_FRAME, _TEXT_ROWS = 16, 256
 _PATIENCE = 3600.0
@@ -59,13 +57,8 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     model = replace(model, spec=replace(model.spec, max_tokens=rows))
     progress(f"files: making {seconds} s of video")
     bench = _Bench(model, _file(seconds), rows)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(bench.torch_threads)  # as the engine's workers
-    try:
+    with closing(bench), torch_threads(bench.torch_threads):  # as the engine's workers
         return _measured(bench, seconds, arguments.repeats, progress)
-    finally:
-        torch.set_num_threads(threads)
-        bench.close()
 
 
 def _measured(bench: _Bench, seconds: int, repeats: int, progress: Progress) -> Figures:
@@ -80,14 +73,12 @@ def _measured(bench: _Bench, seconds: int, repeats: int, progress: Progress) -> 
         way()  # processes are started, and memory is taken
     wall: dict[str, list[float]] = {name: [] for name in ways}
     answers: set[str] = set()
-    names = list(ways)
-    for turn in range(repeats):
-        progress(f"files: {turn + 1} of {repeats}")
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            begun = time.perf_counter()
-            answer = ways[name]()
-            wall[name].append(time.perf_counter() - begun)
-            answers |= {answer} - {None}  # type: ignore[arg-type]
+    for turn, name in in_turns(ways, repeats):
+        progress(f"files: {turn + 1} of {repeats}, {name}")
+        begun = time.perf_counter()
+        answer = ways[name]()
+        wall[name].append(time.perf_counter() - begun)
+        answers |= {answer} - {None}  # type: ignore[arg-type]
     medians = {name: statistics.median(values) for name, values in wall.items()}
     dearest = max(medians[name] for name in ("decode", "encode", "prefill"))
     row: Figures = {
@@ -198,20 +189,13 @@ class _Bench:
 
 def _file(seconds: int) -> bytes:
     """A textured picture that pans; its first seconds are encoded, and their packets repeated."""
-    width, height = SIZE
-    period = min(seconds, _PERIOD)
-    shape = (height // _BLOCK, (width + 2 * period * RATE) // _BLOCK + 1, 3)
-    picture = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).repeat(_BLOCK, 0).repeat(_BLOCK, 1)
     file = BytesIO()
     with av.open(file, "w", format="mp4") as container:
         options = {"g": str(RATE), "keyint_min": str(RATE), "sc_threshold": "0", "bf": "0", "preset": "veryfast"}
         stream: Any = container.add_stream("libx264", rate=RATE, options=options)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        (stream.width, stream.height), stream.pix_fmt = SIZE, "yuv420p"
         contents: list[tuple[bytes, bool]] = []
-        for number in range(period * RATE):
-            still = np.ascontiguousarray(picture[:, 2 * number : 2 * number + width])
-            frame = av.VideoFrame.from_ndarray(still, format="rgb24")
-            frame.pts, frame.time_base = number, Fraction(1, RATE)
+        for frame in panning(SIZE, RATE, min(seconds, _PERIOD)):
             contents += [(bytes(packet), packet.is_keyframe) for packet in stream.encode(frame)]
         contents += [(bytes(packet), packet.is_keyframe) for packet in stream.encode(None)]
         for number in range(seconds * RATE):

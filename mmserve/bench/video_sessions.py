@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, percentile
 from mmserve.bench.served import ServedProcess
-from mmserve.bench.video_clips import clips_of
+from mmserve.bench.video_clips import clips_of, question_at
 from mmserve.bench.video_served import PATIENCE, ReadyTimes, push, served
 from mmserve.client import Client, Delta
 from mmserve.client.blocking_video import VideoSession
@@ -95,8 +95,7 @@ def _play(address: str, number: int, seed: int, seconds: float, seen: Seen, read
                 push(session, clips, second)
                 if second >= due:
                     due += ASK_EVERY
-                    shown = next(s for s in clips if s.begin <= second < s.end)
-                    text = rng.choice(shown.questions(rng) or clips[0].questions(rng)).text
+                    text = question_at(clips, second, rng)
                     asking.append(threading.Thread(target=_ask, args=(session, text, seen)))
                     asking[-1].start()
                 if second % 5 == 4:

@@ -11,15 +11,16 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from mmserve.bench.in_process import torch_threads
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, percentile, stated
 from mmserve.bench.video_alerts import event_to_alert
+from mmserve.calibrate.fit import calibration_error
 from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
@@ -80,31 +81,15 @@ class Judgement:
         return (self.yes > 0.5) == self.truth
 
 
-def calibration_error(judgements: Sequence[Judgement], bins: int = 10) -> float:
-    """Expected calibration error of the answers' confidence, in bins of equal width (arXiv 1706.04599)."""
-    by_bin: dict[int, list[Judgement]] = {}
-    for judged in judgements:
-        confidence = max(judged.yes, 1 - judged.yes)
-        by_bin.setdefault(min(bins - 1, int((confidence - 0.5) * 2 * bins)), []).append(judged)
-    return sum(
-        abs(sum(max(j.yes, 1 - j.yes) for j in some) - sum(j.right for j in some)) / len(judgements)
-        for some in by_bin.values()
-    )
-
-
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """Costs, accuracy and alarms of standing questions about the bundled causal model, or the one of ``--model``."""
     path = arguments.model[0] if arguments.model else "bundled-causal"
     model = load_model(ModelConfig(path=path))
     if not isinstance(model, LoadedModel) or model.vision is None:
         raise ConfigError(f"{path} takes no images: it has no standing questions")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         pack(model.decoder)
         return _measured(model, Standing(model), arguments, progress)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _measured(model: LoadedModel, standing: Standing, arguments: argparse.Namespace, progress: Progress) -> Figures:
@@ -178,7 +163,8 @@ def _pictures(
     rows, measures = [], []
     for what, judgements in (("pictures", alone), ("frames of a stream", frames)):
         right = sum(j.right for j in judgements) / len(judgements)
-        error = calibration_error(judgements)
+        probabilities = [(j.yes, 1 - j.yes) for j in judgements]
+        error = calibration_error(probabilities, [not j.truth for j in judgements], bins=20)
         rows.append(
             {
                 "measured": f"watches: {what}",

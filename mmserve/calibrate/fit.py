@@ -36,16 +36,16 @@ def fitted(judged: Sequence[Judged]) -> dict[str, Scaling]:
     return {kind: _scaling(group) for kind, group in kinds.items() if len(group) >= FEWEST}
 
 
-def calibration_error(probabilities: Iterable[Sequence[float]], right: Iterable[int]) -> float:
-    """Expected calibration error: over ``BINS`` equal bins of the probability of the most probable answer, the distance
+def calibration_error(probabilities: Iterable[Sequence[float]], right: Iterable[int], *, bins: int = BINS) -> float:
+    """Expected calibration error: over so many equal bins of the probability of the most probable answer, the distance
     of its mean from the share of them that is right, weighted by how many there are (arXiv 1706.04599)."""
-    bins: dict[int, list[tuple[float, bool]]] = {}
+    by_bin: dict[int, list[tuple[float, bool]]] = {}
     count = 0
     for row, index in zip(probabilities, right, strict=True):
         highest = max(row)
-        bins.setdefault(min(BINS - 1, int(highest * BINS)), []).append((highest, row.index(highest) == index))
+        by_bin.setdefault(min(bins - 1, int(highest * bins)), []).append((highest, row.index(highest) == index))
         count += 1
-    distances = (abs(math.fsum(p for p, _ in held) - sum(hit for _, hit in held)) for held in bins.values())
+    distances = (abs(math.fsum(p for p, _ in held) - sum(hit for _, hit in held)) for held in by_bin.values())
     return math.fsum(distances) / count if count else 0.0
 
 

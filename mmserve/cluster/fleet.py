@@ -57,19 +57,16 @@ class Member:
 
     def take(self, orders: list[Order]) -> None:
         """As of ``workers.Worker.take``."""
-        if self.actor is not None:
-            self.actor.take(orders)
+        self._call("take", orders)
 
     def cancel(self, model: str, ids: list[RequestId], error: MMServeError | None) -> None:
         """As of ``workers.Worker.cancel``."""
-        if self.actor is not None:
-            self.actor.cancel(model, ids, error)
+        self._call("cancel", model, ids, error)
 
     def serve(self, roles: Iterable[str]) -> None:
         """As of ``workers.Worker.serve``."""
         self.roles = frozenset(roles)
-        if self.actor is not None:
-            self.actor.serve(self.roles, self._cluster.save_every, self._cluster.ahead_kb << 10)
+        self._call("serve", list(self.roles), self._cluster.save_every, self._cluster.ahead_kb << 10)
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         """As of ``workers.Worker.ask``."""
@@ -106,7 +103,12 @@ class Member:
         """Send what ``reuse`` noted."""
         if self._free and self.actor is not None:
             free, self._free = self._free, []
-            self.actor.reuse(free)
+            self.actor.call("reuse", free)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Have the worker call its method ``name``, unless it has ended."""
+        if self.actor is not None:
+            self.actor.call(name, *arguments)
 
 
 class Fleet:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmserve.cluster import prefork
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterConfig, WorkerSettings
 from mmserve.cluster.link import Link, connected
-from mmserve.cluster.messages import STREAM, Described, Item, Order
+from mmserve.cluster.messages import STREAM, Described, Item
 from mmserve.config import Config
-from mmserve.core.request import RequestId
-from mmserve.errors import ConfigError, MMServeError, Unavailable
+from mmserve.errors import ConfigError, Unavailable
 
 logger = logging.getLogger("mmserve.cluster")
 
@@ -180,17 +179,12 @@ class Actor:
         except ray.exceptions.RayError:
             return
 
-    def take(self, orders: Sequence[Order]) -> None:
-        """As of ``Worker.take``."""
-        self._call("take", list(orders))
-
-    def cancel(self, model: str, ids: Sequence[RequestId], error: MMServeError | None) -> None:
-        """As of ``Worker.cancel``."""
-        self._call("cancel", model, list(ids), error)
-
-    def serve(self, roles: Iterable[str], save_every: int, ahead_bytes: int) -> None:
-        """As of ``Worker.serve``."""
-        self._call("serve", list(roles), save_every, ahead_bytes)
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call the method ``name`` of the worker, after those before it."""
+        if self._link is not None:
+            self._link.send((name, arguments))
+        else:
+            self._handle.call.remote(name, *arguments)
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         """As of ``Worker.ask``; raises ``WorkerEnded`` where the actor ends, or has not answered in time."""
@@ -214,10 +208,6 @@ class Actor:
 
         ray.wait([self._handle.call.remote("close")], timeout=seconds)
 
-    def reuse(self, numbers: Sequence[int]) -> None:
-        """As of ``Worker.reuse``."""
-        self._call("reuse", list(numbers))
-
     def kill(self) -> None:
         """End it now."""
         import ray
@@ -225,12 +215,6 @@ class Actor:
         ray.kill(self._handle)
         if self._link is not None:
             self._link.close()
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if self._link is not None:
-            self._link.send((name, arguments))
-        else:
-            self._handle.call.remote(name, *arguments)
 
     def _asked(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         ask = self._handle.ask.options(concurrency_group="streams") if question.startswith(STREAM) else self._handle.ask

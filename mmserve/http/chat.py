@@ -92,13 +92,12 @@ class Chat(OpenAI):
 def take_stream(fields: Fields, body: dict[str, Any], found: pb.GenerateRequest) -> tuple[bool, bool]:
     """Take ``stream`` and its options: whether to stream, and whether with a chunk of the usage at its end."""
     stream = found.stream.deltas = fields.take("stream", bool, False)
-    options = fields.within("stream_options")
-    if body.get("stream_options") is not None and not stream:
-        raise InvalidArgument.of("stream_options", "is only for stream = true")
-    usage_chunk = options.take("include_usage", bool, False)
-    options.take("include_obfuscation", bool)
-    options.take("continuous_usage_stats", bool)  # of vLLM; numbers are in the last chunk
-    options.end()
+    with fields.within("stream_options") as options:
+        if body.get("stream_options") is not None and not stream:
+            raise InvalidArgument.of("stream_options", "is only for stream = true")
+        usage_chunk = options.take("include_usage", bool, False)
+        options.take("include_obfuscation", bool)
+        options.take("continuous_usage_stats", bool)  # of vLLM; numbers are in the last chunk
     return stream, usage_chunk
 
 
@@ -139,30 +138,23 @@ def _message(fields: Fields) -> pb.ChatMessage:
 
 
 def _call(fields: Fields) -> pb.ToolCall:
-    if fields.take("type", str, "function") != "function":
-        raise InvalidArgument.of(fields.path("type"), "must be 'function'")
-    function = fields.within("function")
-    own, name = fields.take("id", str, ""), function.take("name", str, "")
-    found = pb.ToolCall(id=own, name=name, arguments=function.take("arguments", str, ""))
-    function.end()
-    fields.end()
-    return found
+    with fields, fields.within("function") as function:
+        if fields.take("type", str, "function") != "function":
+            raise InvalidArgument.of(fields.path("type"), "must be 'function'")
+        own, name = fields.take("id", str, ""), function.take("name", str, "")
+        return pb.ToolCall(id=own, name=name, arguments=function.take("arguments", str, ""))
 
 
 def _image(fields: Fields) -> pb.ContentPart:
-    source = fields.within("image_url")
-    if source.take("detail", str, "auto") != "auto":
-        raise InvalidArgument.of(source.path("detail"), "must be 'auto'; set mmserve.vision for other sizes")
-    found = media.image(source.take("url", str, ""), source.path("url"))
-    source.end()
-    return found
+    with fields.within("image_url") as source:
+        if source.take("detail", str, "auto") != "auto":
+            raise InvalidArgument.of(source.path("detail"), "must be 'auto'; set mmserve.vision for other sizes")
+        return media.image(source.take("url", str, ""), source.path("url"))
 
 
 def _video(fields: Fields) -> pb.ContentPart:
-    source = fields.within("video_url")
-    found = media.video(source.take("url", str, ""), source.path("url"))
-    source.end()
-    return found
+    with fields.within("video_url") as source:
+        return media.video(source.take("url", str, ""), source.path("url"))
 
 
 class Chunks:

@@ -33,10 +33,8 @@ def _response_format(fields: Fields) -> Iterator[tuple[str, pb.Constraint]]:
     given = fields.nested(_FORMAT)
     if given is None:
         return
-    described = given.within("json_schema")
-    constraint = format_of(given, described)
-    described.end()
-    given.end()
+    with given, given.within("json_schema") as described:
+        constraint = format_of(given, described)
     if constraint is not None:
         yield _FORMAT, constraint
 

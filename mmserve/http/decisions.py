@@ -82,11 +82,10 @@ class DecisionsApi:
         fields.end()
         named = []
         for i, each in enumerate(given):
-            own = Fields.of(each, f"questions[{i}]")
-            kind, name = required(own, "type", str), required(own, "id", str)
-            asked = message.questions.add(id=name, text=_text(own, "question"))
-            named.append(_decision(own, kind, name, asked))
-            own.end()
+            with Fields.of(each, f"questions[{i}]") as own:
+                kind, name = required(own, "type", str), required(own, "id", str)
+                asked = message.questions.add(id=name, text=_text(own, "question"))
+                named.append(_decision(own, kind, name, asked))
         return DecisionsAsked(message, tuple(named), temperature)
 
     def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
@@ -132,11 +131,10 @@ class SystemOneApi:
         _no_template_options(fields)  # other fields are left: the published schema allows them
         named = []
         for name, each in given.items():
-            own = Fields.of(each, f"questions.{name}"[:200])
-            kind = required(own, "type", str)
-            asked = message.questions.add(id=name, text=_text(own, "instructions"))
-            named.append(_by_criteria(own, kind, name, asked))
-            own.end()
+            with Fields.of(each, f"questions.{name}"[:200]) as own:
+                kind = required(own, "type", str)
+                asked = message.questions.add(id=name, text=_text(own, "instructions"))
+                named.append(_by_criteria(own, kind, name, asked))
         return DecisionsAsked(message, tuple(named))
 
     def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
@@ -195,10 +193,9 @@ def _decision(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestion) 
     if kind == CHOICE:
         names = []
         for i, option in enumerate(required(fields, "options", list)):
-            own = Fields.of(option, fields.path(f"options[{i}]"))
-            names.append(required(own, "name", str))
-            asked.choice.options.append(_described(names[-1], _text(own, "description")))
-            own.end()
+            with Fields.of(option, fields.path(f"options[{i}]")) as own:
+                names.append(required(own, "name", str))
+                asked.choice.options.append(_described(names[-1], _text(own, "description")))
         asked.choice.SetInParent()
         return Named(name, kind, tuple(names))
     if kind == SCORE:
@@ -213,9 +210,8 @@ def _by_criteria(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestio
     """The same of ``/v1/systemone``, whose yes/no questions are ``noul``."""
     if kind == "noul":
         asked.yes_no.SetInParent()
-        if (meanings := fields.nested("criteria")) is not None:
+        with fields.within("criteria") as meanings:
             asked.yes_no.yes, asked.yes_no.no = _text(meanings, "true"), _text(meanings, "false")
-            meanings.end()
         if not asked.text.strip():
             asked.text = "Is this so?" if asked.yes_no.yes or asked.yes_no.no else ""
         return Named(name, YES_NO, ("yes", "no"))

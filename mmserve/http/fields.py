@@ -34,7 +34,7 @@ OWN_STREAM = ("drafts", "alternatives")
 
 
 class Fields:
-    """The fields of a JSON object at ``path``; each ``take`` removes one."""
+    """The fields of a JSON object at ``path``; each ``take`` removes one. A ``with`` block ends with ``end``."""
 
     def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
         self._left = {name: value for name, value in body.items() if value is not None}
@@ -80,6 +80,13 @@ class Fields:
         """Raise ``InvalidArgument`` with every field that nothing has taken."""
         if self._left:
             raise InvalidArgument(*(FieldViolation(self.path(name)[:200], why) for name in self._left))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.end()
 
 
 def typed(value: Any, kind: type, path: str) -> Any:

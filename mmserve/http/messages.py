@@ -63,9 +63,8 @@ class Messages:
         names |= take_xargs(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, ())
-        labels = fields.within("metadata")
-        labels.take("user_id", str)
-        labels.end()
+        with fields.within("metadata") as labels:
+            labels.take("user_id", str)
         fields.take("cache_control", dict)  # prompts share their beginnings without being asked to
         fields.end()
         return Asked(found, stream, _Reply(found.model), names)
@@ -106,13 +105,12 @@ def _messages(fields: Fields) -> Iterator[pb.ChatMessage]:
 
 
 def _call(fields: Fields) -> pb.ToolCall:
-    fields.take("type", str)
-    for label in ("cache_control", "caller"):
-        fields.take(label, dict)
-    given = fields.take("input", dict, {})
-    found = pb.ToolCall(id=fields.take("id", str, ""), name=fields.take("name", str, ""), arguments=json.dumps(given))
-    fields.end()
-    return found
+    with fields:
+        fields.take("type", str)
+        for label in ("cache_control", "caller"):
+            fields.take(label, dict)
+        own, name = fields.take("id", str, ""), fields.take("name", str, "")
+        return pb.ToolCall(id=own, name=name, arguments=json.dumps(fields.take("input", dict, {})))
 
 
 def _result(fields: Fields) -> pb.ChatMessage:
@@ -128,18 +126,16 @@ def _result(fields: Fields) -> pb.ChatMessage:
 
 def _output_config(fields: Fields, found: pb.GenerateRequest) -> None:
     """Structured outputs: ``output_config.format`` with a ``schema``."""
-    config = fields.nested("output_config")
-    if config is None:
+    with fields.within("output_config") as config:
+        given = config.nested("format")
+    if given is None:
         return
-    given = config.nested("format")
-    if given is not None:
+    with given:
         constraint = format_of(given, given)
-        given.end()
-        if constraint is not None and found.HasField("constraint"):
+    if constraint is not None:
+        if found.HasField("constraint"):
             raise InvalidArgument.of("output_config.format", "cannot be combined with another constraint")
-        if constraint is not None:
-            found.constraint.CopyFrom(constraint)
-    config.end()
+        found.constraint.CopyFrom(constraint)
 
 
 def _text(fields: Fields) -> pb.ContentPart:
@@ -158,16 +154,14 @@ def _video(fields: Fields) -> pb.ContentPart:
 
 def _source(fields: Fields) -> tuple[str, str]:
     """A source as a URL, and where it is."""
-    source = fields.within("source")
-    kind = source.take("type", str, "")
-    if kind == "url":
-        found = source.take("url", str, "")
-    elif kind == "base64":
-        found = f"data:{source.take('media_type', str, '')};base64,{source.take('data', str, '')}"
-    else:
+    with fields.within("source") as source:
+        kind = source.take("type", str, "")
+        if kind == "url":
+            return source.take("url", str, ""), source.path("url")
+        if kind == "base64":
+            found = f"data:{source.take('media_type', str, '')};base64,{source.take('data', str, '')}"
+            return found, source.path("data")
         raise InvalidArgument.of(source.path("type"), "must be 'base64' or 'url'")
-    source.end()
-    return found, source.path("data" if kind == "base64" else "url")
 
 
 class _Reply:

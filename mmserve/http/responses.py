@@ -84,9 +84,8 @@ class Responses:
         found.messages.extend(_input(fields))
         copy_fields(fields, found, SAMPLING)
         stream = found.stream.deltas = fields.take("stream", bool, False)
-        options = fields.within("stream_options")
-        options.take("include_obfuscation", bool)
-        options.end()
+        with fields.within("stream_options") as options:
+            options.take("include_obfuscation", bool)
         _take_logprobs(fields, found)
         text = _text(fields, found)
         names = constrain(fields, found)
@@ -148,12 +147,11 @@ def _input(fields: Fields) -> list[pb.ChatMessage]:
 
 
 def _call(fields: Fields) -> pb.ToolCall:
-    for name in ("id", "status"):
-        fields.take(name, str)
-    name, arguments = fields.take("name", str, ""), fields.take("arguments", str, "")
-    found = pb.ToolCall(id=fields.take("call_id", str, ""), name=name, arguments=arguments)
-    fields.end()
-    return found
+    with fields:
+        for name in ("id", "status"):
+            fields.take(name, str)
+        name, arguments = fields.take("name", str, ""), fields.take("arguments", str, "")
+        return pb.ToolCall(id=fields.take("call_id", str, ""), name=name, arguments=arguments)
 
 
 def _result(fields: Fields) -> pb.ChatMessage:
@@ -179,18 +177,12 @@ def _image(fields: Fields) -> pb.ContentPart:
 
 def _text(fields: Fields, found: pb.GenerateRequest) -> dict[str, Any]:
     """Take ``text``, the format of the answer; the same as a response has it."""
-    text = fields.nested("text")
-    if text is None:
-        return {"format": {"type": "text"}}
-    if text.take("verbosity", str, "medium") != "medium":
-        raise InvalidArgument.of("text.verbosity", "must be 'medium'")
-    given = text.take("format", dict)
-    text.end()
-    if given is None:
-        return {"format": {"type": "text"}}
-    described = Fields(given, "text.format")
-    constraint = format_of(described, described)
-    described.end()
+    with fields.within("text") as text:
+        if text.take("verbosity", str, "medium") != "medium":
+            raise InvalidArgument.of("text.verbosity", "must be 'medium'")
+        given = text.take("format", dict, {"type": "text"})
+    with Fields(given, "text.format") as described:
+        constraint = format_of(described, described)
     if constraint is not None:
         found.constraint.CopyFrom(constraint)
     return {"format": {"description": None, "strict": True, **given} if "schema" in given else given}

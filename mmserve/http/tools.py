@@ -15,30 +15,28 @@ _CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required"
 def take_chat_tools(fields: Fields, found: pb.GenerateRequest) -> None:
     """Take ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of chat completions into ``found``."""
     for each in fields.each("tools"):
-        _of_kind(each, "function")
-        function = each.within("function")
-        _add(function, found, "parameters")
-        function.end()
-        each.end()
+        with each, each.within("function") as function:
+            _of_kind(each, "function")
+            _add(function, found, "parameters")
     _choose(fields, found, nested=True)
 
 
 def take_response_tools(fields: Fields, found: pb.GenerateRequest) -> None:
     """The same of Responses, whose functions are not nested."""
     for each in fields.each("tools"):
-        _of_kind(each, "function")
-        _add(each, found, "parameters")
-        each.end()
+        with each:
+            _of_kind(each, "function")
+            _add(each, found, "parameters")
     _choose(fields, found, nested=False)
 
 
 def take_message_tools(fields: Fields, found: pb.GenerateRequest) -> None:
     """Take ``tools`` and ``tool_choice`` of Anthropic's messages into ``found``."""
     for each in fields.each("tools"):
-        _of_kind(each, "custom", default="custom")
-        each.take("cache_control", dict)
-        _add(each, found, "input_schema")
-        each.end()
+        with each:
+            _of_kind(each, "custom", default="custom")
+            each.take("cache_control", dict)
+            _add(each, found, "input_schema")
     choice = fields.nested("tool_choice")
     if choice is None:
         return

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from mmserve.bench import video_accuracy, video_files
-from mmserve.bench.measures import at_least, at_most, percentile, stated
+from mmserve.bench.measures import at_least, at_most, in_turns, percentile, share_by_task, stated, times_others
 from mmserve.bench.video import plot, run
 from mmserve.bench.video_clips import clips_of, drawn_clip, frame_at
 from mmserve.bench.video_cuts import CutProxy
 from mmserve.bench.video_sessions import growth
-from mmserve.bench.video_watches import Judgement, calibration_error, holds, names, watches
+from mmserve.bench.video_watches import holds, names, watches
+from mmserve.calibrate.fit import calibration_error
 from mmserve.errors import ConfigError
 from mmserve.video.clock import CYCLE, moments
 
@@ -30,10 +31,9 @@ def test_measures_are_met_or_not_or_only_stated() -> None:
 
 
 def test_calibration_error_is_the_gap_between_confidence_and_being_right() -> None:
-    sure = [Judgement(1.0, 1.0, True)] * 3 + [Judgement(1.0, 1.0, False)]
-    assert calibration_error(sure) == pytest.approx(0.25)
-    assert calibration_error([Judgement(0.75, 1.0, True)] * 3 + [Judgement(0.75, 1.0, False)]) == pytest.approx(0)
-    assert calibration_error([Judgement(0.0, 1.0, False)]) == pytest.approx(0)  # a sure "no" is right, too
+    assert calibration_error([(1.0, 0.0)] * 4, [0, 0, 0, 1], bins=20) == pytest.approx(0.25)
+    assert calibration_error([(0.75, 0.25)] * 4, [0, 0, 0, 1], bins=20) == pytest.approx(0)
+    assert calibration_error([(0.0, 1.0)], [1], bins=20) == pytest.approx(0)  # a sure "no" is right, too
 
 
 def test_memory_that_grows_is_seen_after_the_warm_up_only() -> None:
@@ -124,3 +124,12 @@ def test_a_small_file_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(row["wall_seconds"]) == {"end to end", "one after the other", "decode", "encode", "prefill"}
     assert row["same_answer"] and 0 < row["decoded_bytes_at_most"] <= 4 * 64 * 48 * 10
     assert report["measures"][0]["name"] == "files: end to end over the dearest stage alone"
+
+
+def test_rounds_begin_with_another_name_each_time() -> None:
+    assert list(in_turns("abc", 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a")]
+
+
+def test_times_over_others_are_medians_over_rounds() -> None:
+    assert times_others("a", {"a": [1.0, 2.0, 9.0], "b": [2.0, 2.0, 3.0]}) == {"times_b": 1.0}
+    assert share_by_task([("x", True), ("x", False), ("y", True)]) == {"x": 0.5, "y": 1.0}

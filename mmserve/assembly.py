@@ -76,7 +76,7 @@ class BackgroundServer:
         self.engines = build_engines(self.config)
         self._server = Server(self.config, self.engines)
         self._server.loading.load = self._load
-        self._http = attach(self._server)
+        attach(self._server)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mmserve-grpc", daemon=True)
 

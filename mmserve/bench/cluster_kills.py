@@ -17,8 +17,8 @@ from mmserve.bench.measures import Figures, Progress, at_least, at_most, percent
 from mmserve.cluster.fleet import Fleet, Member
 
 _REQUESTS, _IMAGES, _TOKENS, _EVERY = 200, 2, 48, 3.0
-#: Seconds between two looks at the workers.
-_LOOK = 0.01
+#: Seconds between two checks of the workers.
+_POLL = 0.01
 _PATH, _RECOMPUTE, _ROLES = "bundled-causal", "last", "e e p d d"
 
 
@@ -36,13 +36,13 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
         kills: list[float] = []
         recoveries: list[float] = []
         over = threading.Event()
-        reaper = threading.Thread(target=_reap, args=(made, over, kills, recoveries))
-        reaper.start()
+        killer = threading.Thread(target=_kill_workers, args=(made, over, kills, recoveries))
+        killer.start()
         answers = ask_all(coordinator, asked)
         while len(kills) < 3 and all(answer.over.is_set() for answer in answers):
-            answers = ask_all(coordinator, asked)  # the machine is faster than the reaper
+            answers = ask_all(coordinator, asked)  # the machine is faster than the killer
         over.set()
-        reaper.join()
+        killer.join()
         measures += _judged(f"a kill every {_EVERY:g} s", answers, right, made)
         gaps = [gap for answer in answers for gap in _gaps(answer, kills)]
         measures.append(stated("kills", len(kills), "workers"))
@@ -77,7 +77,7 @@ def _judged(label: str, answers: Sequence[Answer], right: Sequence[str], made: F
     ]
 
 
-def _reap(made: Fleet, over: threading.Event, kills: list[float], recoveries: list[float]) -> None:
+def _kill_workers(made: Fleet, over: threading.Event, kills: list[float], recoveries: list[float]) -> None:
     """Kill a worker every few seconds, and note when its place is taken; returns when all places are."""
     drawn, due = random.Random(0), time.monotonic() + _EVERY
     lost: dict[Member, tuple[int, float]] = {}  # the processes that were killed, and when
@@ -96,7 +96,7 @@ def _reap(made: Fleet, over: threading.Event, kills: list[float], recoveries: li
                 os.kill(serving[member], signal.SIGKILL)
                 kills.append(now)
                 lost[member] = serving[member], now
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
 
 
 def _gaps(answer: Answer, kills: Sequence[float]) -> list[float]:

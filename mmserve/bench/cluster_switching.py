@@ -5,25 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from statistics import mean, median
 
 from mmserve.bench.cluster_fleets import SIDE, config, fleet, one_process, request
-from mmserve.bench.in_process import Answer, ask_all
+from mmserve.bench.in_process import ask_all
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.config import resolve
 from mmserve.plan.beside import Beside
 from mmserve.plan.layout import Batching, Layout
 from mmserve.plan.measure import StageBench, measured
-from mmserve.plan.served import GOAL, predicted
+from mmserve.plan.served import GOAL, kind_of, predicted
 from mmserve.plan.switching import RoleSwitching
-from mmserve.plan.workload import Kind
 
 _REQUESTS, _IMAGES, _TOKENS = 300, 6, 2
 _PATH, _RECOMPUTE, _ROLES, _LAYOUT = "bundled-causal", "last", "e p d d d d", "1e1p4d"
-#: Seconds between two changes of roles, at least; and of a look at what else the machine runs.
-_DECIDE, _LOOK = 1.0, 1.5
+#: Seconds between two changes of roles, at least; and of a measurement of what else the machine runs.
+_DECIDE, _MEASURE = 1.0, 1.5
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
@@ -31,7 +29,8 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     asked = [request(f"q{i}", _IMAGES, _TOKENS, _RECOMPUTE, i) for i in range(_REQUESTS)]
     with one_process(_PATH) as engine:
         answers = ask_all(engine, asked)
-    right, kind = [answer.text for answer in answers], _kind(answers)
+    right = [answer.text for answer in answers]
+    kind = kind_of([answer.whole() for answer in answers], rows=1, images=_IMAGES, side=SIDE, tokens=_TOKENS)
     times: dict[bool, list[float]] = {True: [], False: []}
     beside: dict[bool, list[float]] = {True: [], False: []}
     same = switches = turns = 0
@@ -81,20 +80,5 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 def _others() -> float:
     """Threads of other processes that want a core, while this fleet has nothing to do."""
     with Beside() as seen:
-        time.sleep(_LOOK)
+        time.sleep(_MEASURE)
     return seen.threads
-
-
-def _kind(answers: Sequence[Answer]) -> Kind:
-    """The kind of a request, from the answers to all of them."""
-    finished = [answer.finished for answer in answers if answer.finished is not None]
-    usage = finished[0].usage
-    return Kind(
-        images=_IMAGES,
-        patches=usage.visual_tokens_before // _IMAGES,
-        megapixels=SIDE * SIDE / 1e6,
-        visual_tokens=usage.visual_tokens // _IMAGES,
-        text_tokens=usage.prompt_tokens - usage.visual_tokens,
-        output_tokens=_TOKENS,
-        steps=max(1, round(mean(each.forwards for each in finished) - 1)),  # the first forward is prefill
-    )

@@ -92,7 +92,6 @@ class LlamaCpp:
         self._lib.llama_set_n_threads(self._context, threads, threads)
         self._lib.llama_set_causal_attn(self._context, causal)
         self._vocabulary = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
-        self._causal = causal
 
     def logits(self, ids: list[int]) -> np.ndarray:
         """Logits (fp32 ``[n, V]``) of one row of tokens at the positions 0 to n - 1, from nothing; a copy."""

@@ -19,8 +19,8 @@ from mmserve.bench.video_served import PATIENCE, push, served
 from mmserve.bench.video_sessions import ANSWER, growth
 from mmserve.client import Client
 
-#: Clips that are asked about in either part, frames between two looks at memory, questions in progress at once.
-CLIPS_ASKED, LOOK_EVERY, AT_ONCE = 60, 100, 6
+#: Clips that are asked about in either part, frames between two readings of memory, questions in progress at once.
+CLIPS_ASKED, READ_EVERY, AT_ONCE = 60, 100, 6
 #: Frames after which memory must be flat; goals: points that accuracy may fall, share by which memory may change.
 WARM, POINTS, FLAT = 300, 2.0, 0.03
 #: How often the positions that the model was trained with must be crossed.
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
                 for name, wanted in asked_clips.items():
                     if second in wanted:
                         _ask(session, ends[second].questions(rng), scores[name])
-                if second % LOOK_EVERY == 0:
+                if second % READ_EVERY == 0:
                     at.append(second)
                     host.append(server.resident_bytes())
                     kv.append(session.statistics(PATIENCE).kv_bytes)

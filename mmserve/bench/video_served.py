@@ -15,8 +15,8 @@ from mmserve.client.blocking_video import VideoSession
 from mmserve.reference.clips import Clip
 from mmserve.reference.scenes import png
 
-#: Seconds between two looks at how many frames questions can see.
-_LOOK = 0.005
+#: Seconds between two readings of how many frames questions can see.
+_POLL = 0.005
 #: Seconds that anything may take.
 PATIENCE = 120.0
 
@@ -40,7 +40,7 @@ def push(session: VideoSession, clips: Sequence[Shown], second: int) -> None:
 
 
 class ReadyTimes:
-    """From when frames are pushed to when questions can see them, as clients see it; a thread looks at all sessions."""
+    """From when frames are pushed to when questions can see them, as clients see it; a thread polls all sessions."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -48,7 +48,7 @@ class ReadyTimes:
         self._taken: dict[VideoSession, int] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
 
     def pushed(self, session: VideoSession) -> None:
@@ -58,12 +58,12 @@ class ReadyTimes:
             self._in_flight.setdefault(session, deque()).append(time.monotonic())
 
     def stop(self) -> None:
-        """Look no more."""
+        """End the thread."""
         self._ended.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        while not self._ended.wait(_LOOK):
+    def _poll(self) -> None:
+        while not self._ended.wait(_POLL):
             now = time.monotonic()
             with self._lock:
                 for session, waiting in self._in_flight.items():

@@ -24,8 +24,8 @@ from mmserve.client.blocking_video import VideoSession
 from mmserve.errors import MMServeError
 
 SESSIONS = 8
-#: Seconds between two questions of a session, and between two looks at the server's memory.
-ASK_EVERY, LOOK_EVERY = 3.0, 1.0
+#: Seconds between two questions of a session, and between two readings of the server's memory.
+ASK_EVERY, READ_EVERY = 3.0, 1.0
 #: Seconds after which memory must be flat.
 WARM = 60.0
 #: Goals: seconds of the slowest frames, milliseconds to the first token, share by which memory may change.
@@ -127,7 +127,7 @@ def _watch(server: ServedProcess, threads: Sequence[threading.Thread], kv: Seque
         held.seconds.append(round(time.monotonic() - began, 1))
         held.host.append(server.resident_bytes())
         held.kv.append(sum(kv))
-        time.sleep(LOOK_EVERY)
+        time.sleep(READ_EVERY)
 
 
 def growth(held: Sequence[int], seconds: Sequence[float], warm: float) -> float:

@@ -200,7 +200,7 @@ def _stream(
 ) -> tuple[Figures, list[Figures]]:
     """Alarms of all questions over ``count`` frames of clip after clip, one frame a second."""
     asked = [(name, each) for name, each in watches() if name != (None, None)]
-    states = [Watch(each.text, Rule()) for _name, each in asked]
+    states = [Watch(Rule()) for _ in asked]
     rng = random.Random(f"watched stream {seed}")
     false = missed = events = 0
     before: list[bool] = [False] * len(asked)
@@ -220,13 +220,13 @@ def _stream(
         taken = time.perf_counter() - began
         for i, ((name, _question), state, judged) in enumerate(zip(asked, states, answers, strict=True)):
             truth = holds(clip, moment, name)
-            alert = state.update(judged.probability("yes"), judged.mass, float(second))
+            turned = state.update(judged.probability("yes"), judged.mass, float(second))
             if truth and not before[i]:
                 events += 1
                 waiting[i] = part  # of a second since the event, which falls on a whole one
             if not truth and waiting[i] is not None:
                 missed, waiting[i] = missed + 1, None
-            if alert is not None and alert.on:
+            if turned:
                 false += not truth
                 if (since := waiting[i]) is not None:
                     delays.append(since + taken)

@@ -24,7 +24,7 @@ class Clustered:
     """Starts or joins the cluster that ``file`` names, at once: that must come before any object of gRPC."""
 
     def __init__(self, settings: Config, file: Path) -> None:
-        self._settings, self._cluster = settings, load_cluster(file)
+        self._cluster = load_cluster(file)
         ray_actors.start(self._cluster)
         from mmserve.cluster.fleet import Fleet  # imports torch
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmserve.bench.measures import share_by_task
 from mmserve.cli import demo_video
 from mmserve.cli.options import add_common, asked_model, connected, print_json
 from mmserve.cli.screen import CanvasLine, empty_note
@@ -194,12 +194,8 @@ def _save(folder: Path, name: str, media: Shown) -> None:
 
 def _by_task(items: list[Item]) -> dict[str, float]:
     """Accuracy of each task, and of all short questions about one image together."""
-    groups: dict[str, list[bool]] = defaultdict(list)
-    for asked in items:
-        groups[asked.task].append(asked.correct)
-        if asked.task in SHORT_TASKS:
-            groups["short"].append(asked.correct)
-    return {name: round(sum(group) / len(group), 4) for name, group in sorted(groups.items())}
+    short = [("short", asked.correct) for asked in items if asked.task in SHORT_TASKS]
+    return dict(sorted(share_by_task([*((asked.task, asked.correct) for asked in items), *short]).items()))
 
 
 class _Printer:

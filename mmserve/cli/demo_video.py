@@ -16,10 +16,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from mmserve.bench.video_clips import PART, Shown, clips_of, shapes
+from mmserve.bench.video_clips import PART, Shown, clips_of, shapes, shown_at
 from mmserve.bench.video_served import ReadyTimes, file_of, push
 from mmserve.cli.options import asked_model, connected, print_json
 from mmserve.client import Alert, Delta
@@ -152,7 +152,7 @@ class _Played:
         self._wall = time.monotonic() - begun
 
     def _push(self, second: int) -> None:
-        shown = next(s for s in self._clips if s.begin <= second < s.end)
+        shown = shown_at(self._clips, second)
         if second == shown.begin:
             self._show.at(second + PART, f"scene of {shown.clip.seconds} s: {', '.join(sorted(shapes(shown.clip)))}")
         if self._save is not None:
@@ -171,19 +171,17 @@ class _Played:
                     first = time.monotonic() - began
             total, text = time.monotonic() - began, stream.result().text
         except MMServeError as error:
-            answered = Answered(**{**asdict(asked), "error": f"{error.code}: {error.message}"})
+            answered = replace(asked, error=f"{error.code}: {error.message}")
         else:
             span = (stream.asked.begin, stream.asked.end) if stream.asked is not None else (0.0, seconds)
-            answered = Answered(
-                **{
-                    **asdict(asked),
-                    "answer": text,
-                    "correct": correct(question, text),
-                    "expected_on_clock": on_the_clock(question.answer, *span),
-                    "on_clock": on_the_clock(text, *span),
-                    "first_token_ms": round(1000 * (first or total), 1),
-                    "total_ms": round(1000 * total, 1),
-                }
+            answered = replace(
+                asked,
+                answer=text,
+                correct=correct(question, text),
+                expected_on_clock=on_the_clock(question.answer, *span),
+                on_clock=on_the_clock(text, *span),
+                first_token_ms=round(1000 * (first or total), 1),
+                total_ms=round(1000 * total, 1),
             )
         self._answers.append(answered)
         self._show.at(seconds, _line(answered, self._session.seconds))

@@ -32,7 +32,7 @@ from mmserve.transfer.shared_memory import Ticket, host_id
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: Seconds between two looks at everything.
+#: Seconds between two checks of all workers.
 _TICK = 0.1
 #: Seconds for workers to write what they keep on disk, at their end.
 _CLOSING = 30.0

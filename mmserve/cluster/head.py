@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: Seconds between two looks, and until one counts as failed.
+#: Seconds between two checks, and until one counts as failed.
 _EVERY, _PATIENCE = 1.0, 2.0
-#: Looks in a row that must fail.
-_LOOKS = 2
+#: Checks in a row that must fail.
+_CHECKS = 2
 
 
 class HeadWatch:
@@ -25,11 +25,11 @@ class HeadWatch:
         self._thread = threading.Thread(target=self._run, name="mmserve-head", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """End the thread."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -38,7 +38,7 @@ class HeadWatch:
         failed, lost = 0, False
         while not self._stopped.wait(_EVERY):
             failed = 0 if self._answers() else failed + 1
-            if lost != (failed >= _LOOKS):
+            if lost != (failed >= _CHECKS):
                 lost = not lost
                 if lost:
                     logger.error(

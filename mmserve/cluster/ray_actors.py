@@ -170,6 +170,7 @@ class Actor:
         """As of ``Worker.events``; ends where the actor does."""
         if self._link is not None:
             yield from self._link.messages()
+            self._link.close()
             return
         import ray
 

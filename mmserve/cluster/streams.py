@@ -28,8 +28,8 @@ from mmserve.video.standing import Judged, StandingQuestion
 
 #: Streams that are opened again at once, of workers that have ended.
 _AT_ONCE = 4
-#: Seconds between two looks for a worker.
-_GLANCE = 0.05
+#: Seconds between two attempts to find a worker.
+_POLL = 0.05
 
 
 class Requests(Protocol):
@@ -161,7 +161,7 @@ class ClusterStreams:
                 return min(found, key=lambda worker: counts[worker.name])
             if self._stopped or time.monotonic() >= end:
                 return None
-            time.sleep(_GLANCE)
+            time.sleep(_POLL)
 
     def renamed(self, stream: ClusterStream, former: str) -> bool:
         """Workers report ``stream`` by its new name from now on; whether streams may still be opened."""

@@ -160,10 +160,11 @@ class Worker:
             raise Internal.logged(error, f"the question {question!r}", logger) from error
 
     def close(self) -> None:
-        """End all requests, and write to disk what is kept there over restarts."""
+        """End all requests, write to disk what is kept there over restarts, and send the last spans."""
         for subject in self._subjects.values():
             subject.streams.stop()
             subject.engine.stop()
+        self._end_traces()
 
     def reuse(self, numbers: list[int]) -> None:
         """Nobody reads these states any more: their memory may be written again."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import mmserve
 
 #: How often ``check`` is called while nothing can be read or written (milliseconds).
-_GLANCE = 20
+_POLL = 20
 #: Most bytes that are written at once.
 _WRITTEN = 1 << 20
 
@@ -104,5 +104,5 @@ class ChildProcess:
 def _wait(descriptor: int, event: int, check: Callable[[], None]) -> None:
     poll = select.poll()
     poll.register(descriptor, event)
-    while not poll.poll(_GLANCE):
+    while not poll.poll(_POLL):
         check()

@@ -1,4 +1,4 @@
-"""A look at an engine from outside: plain data."""
+"""Statistics of an engine: plain data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Stats:
-    """A look at the engine, for health, metrics and tests.
+    """A snapshot of the engine, for health, metrics and tests.
 
     The first four are what requests hold, and are zero when none is left; the rest, which only counts and keeps what
     may be dropped at any time, takes no part in comparisons.

@@ -24,7 +24,7 @@ Stage = Literal["prefill", "decode"]
 class Runner:
     """Runs the passes of a batch; holds no state of any request.
 
-    ``sparse`` chooses what passes look at; None = everything. ``graphs`` run passes of decode where they can; None =
+    ``sparse`` chooses what passes attend to; None = everything. ``graphs`` run passes of decode where they can; None =
     none do.
     """
 

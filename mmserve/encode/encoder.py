@@ -161,7 +161,7 @@ class Encoder:
         return self.model.companion if request.diffusion.commit.name in ACCOMPANIED else None
 
     def _models(self, request: Request) -> list[EncoderModel]:
-        """The models that look at a request's media: the served one and, if it is asked for, its companion."""
+        """The models that encode a request's media: the served one and, if it is asked for, its companion."""
         companion = self._companion(request)
         return [self.model, *([companion] if companion is not None else [])]
 

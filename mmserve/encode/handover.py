@@ -14,7 +14,7 @@ from mmserve.encode.sampling import Sampled
 
 T = TypeVar("T")
 #: How often who waits looks whether the request is still wanted (seconds).
-_GLANCE = 0.02
+_POLL = 0.02
 #: Chunks that may wait for the tower.
 _ROOM = 2
 
@@ -68,7 +68,7 @@ class Handover(Generic[T]):
         while True:
             with self._changed:
                 while not self._ready and not reading.done():
-                    self._changed.wait(_GLANCE)
+                    self._changed.wait(_POLL)
                     self.check()
             if reading.done() and reading.exception() is not None:
                 reading.result()
@@ -85,7 +85,7 @@ class Handover(Generic[T]):
         if full:
             with self._away(), self._changed:
                 while len(self._ready) >= _ROOM:
-                    self._changed.wait(_GLANCE)
+                    self._changed.wait(_POLL)
                     self.check()
         with self._changed:
             self._ready.append(item)

@@ -44,7 +44,7 @@ class Media:
     path: str  # in the request message, for errors
     pruner: Pruner | None
     amount: Amount | None
-    accompanied: bool  # the companion looks at it, too
+    accompanied: bool  # the companion encodes it, too
     among: bool = False  # one of several images, where a model prepares those differently
     cache: str = ""  # the part of the caches that its tenant uses
     pixels: tuple[PixelRange, PixelRange] | None = None  # of images and of videos; None = the checkpoint's own
@@ -214,7 +214,7 @@ class Viewer:
         return 1 if self._source is None else self._source.model.position_axes
 
     def _sources(self, item: Media) -> list[VisionSource]:
-        """What looks at an item: the model and, where it is asked for, its companion."""
+        """What encodes an item: the model and, where it is asked for, its companion."""
         return [source for source in (self._source, self._second if item.accompanied else None) if source is not None]
 
     def _key(self, item: Media) -> bytes:
@@ -261,14 +261,14 @@ class Viewer:
         batches: dict[object, list[int]] = defaultdict(list)
         for i, (item, mine) in enumerate(zip(items, prepared, strict=True)):
             alone = self._runs_alone(item)
-            shapes = tuple((name, tensor.shape) for of_eye in mine for name, tensor in sorted(of_eye.items()))
+            shapes = tuple((name, tensor.shape) for of_source in mine for name, tensor in sorted(of_source.items()))
             batches[i if alone else None, _needs(item), shapes].append(i)
         entries: dict[int, Entry] = {}
         for batch in batches.values():
             check()
             pictures = self._pictures([items[i] for i in batch], [prepared[i] for i in batch])
-            for i, of_each_eye in zip(batch, pictures, strict=True):
-                entries[i] = self._entry(items[i], of_each_eye)
+            for i, of_each_source in zip(batch, pictures, strict=True):
+                entries[i] = self._entry(items[i], of_each_source)
         return [entries[i] for i in range(len(items))]
 
     def _pictures(self, items: list[Media], prepared: list[list[Prepared]]) -> list[list[Picture]]:

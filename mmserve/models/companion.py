@@ -9,7 +9,7 @@ from mmserve.models.base import CanvasModel, LoadedModel, Model
 
 
 def accompany(model: Model, companion: Model) -> LoadedModel:
-    """``model`` with its companion; ``ConfigError`` where that is not causal, has other tokens or another eye.
+    """``model`` with its companion; ``ConfigError`` where that is not causal, has other tokens or another vision tower.
 
     Either may have special tokens that the other lacks, as a diffusion model has its mask.
     """

@@ -50,12 +50,6 @@ class Outcome:
         """The share of requests that keep both targets."""
         return sum(one.meets(targets) for one in self.served) / max(1, len(self.served))
 
-    @property
-    def throughput(self) -> float:
-        """Requests a second from the first arrival to the last end."""
-        begun = min((one.ask.arrival for one in self.served), default=0.0)
-        return len(self.served) / max(self.makespan - begun, 1e-12)
-
     def percentile(self, what: str, share: float) -> float:
         """A percentile of ``ttft`` or ``tpot`` (seconds)."""
         ordered = sorted(getattr(one, what) for one in self.served)

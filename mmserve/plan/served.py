@@ -19,6 +19,7 @@ from mmserve.bench.measures import at_most, stated
 from mmserve.bench.settings import measured_config
 from mmserve.cli.options import connected
 from mmserve.client import Client, Options, Result
+from mmserve.core.events import Finished
 from mmserve.errors import ConfigError
 from mmserve.plan import costs as costs_file
 from mmserve.plan import report
@@ -39,8 +40,8 @@ GOAL = 0.2
 #: Requests that are asked alone, to learn how long prompts and answers are.
 _ALONE = 3
 _PATIENCE = 600.0
-#: Seconds of a look at what else runs.
-_LOOK = 1.5
+#: Seconds for which what else runs is measured.
+_BESIDE_SECONDS = 1.5
 
 
 def validate(arguments: argparse.Namespace, progress: Callable[[str], None]) -> tuple[dict[str, Any], str]:
@@ -127,10 +128,10 @@ def _round(client: Client, count: int, number: int, *, apart: bool) -> tuple[flo
             seconds, ttft = _all_at_once(client, count, number)
         return seconds, ttft, beside.threads
     with Beside() as before:
-        time.sleep(_LOOK)
+        time.sleep(_BESIDE_SECONDS)
     seconds, ttft = _all_at_once(client, count, number)
     with Beside() as after:
-        time.sleep(_LOOK)
+        time.sleep(_BESIDE_SECONDS)
     return seconds, ttft, (before.threads + after.threads) / 2
 
 
@@ -140,25 +141,30 @@ def learned(client: Client) -> Kind:
         client.generate(QUESTION, images=_images(0, n), timeout=_PATIENCE, **_options(client))
         for n in range(_ALONE + 1)
     ]
-    return kind_of(results[1:])
+    return kind_of(results[1:], rows=0)
 
 
-def kind_of(results: Sequence[Result]) -> Kind:
-    """The kind of request whose answers ``results`` are. Raises ``ConfigError`` for a model without images."""
+def kind_of(
+    results: Sequence[Result | Finished], *, rows: int, images: int = IMAGES, side: int = SIDE, tokens: int = NEW_TOKENS
+) -> Kind:
+    """The kind of request whose answers ``results`` are: so many ``images`` of side × side, and new ``tokens``.
+
+    ``rows``: as of ``Kind``. Raises ``ConfigError`` for a model without images.
+    """
     usage = results[0].usage
     if not usage.visual_tokens:
         raise ConfigError("--validate asks about images, and the model takes none")
     forwards = statistics.mean(result.forwards for result in results)
-    visual = usage.visual_tokens // IMAGES
+    visual = usage.visual_tokens // images
     return Kind(
-        images=IMAGES,
-        patches=usage.visual_tokens_before // IMAGES,
-        megapixels=SIDE * SIDE / 1e6,
+        images=images,
+        patches=usage.visual_tokens_before // images,
+        megapixels=side * side / 1e6,
         visual_tokens=visual,
-        text_tokens=usage.prompt_tokens - IMAGES * visual,
-        output_tokens=NEW_TOKENS,
+        text_tokens=usage.prompt_tokens - images * visual,
+        output_tokens=tokens,
         steps=max(1, round(forwards - 1)),  # the first forward is prefill
-        rows=0,
+        rows=rows,
     )
 
 

@@ -9,7 +9,7 @@ from mmserve.cluster.config import LETTERS, ClusterSettings
 from mmserve.cluster.switching import Demand, Switching
 from mmserve.plan.workers import Pass, Queues, Worker
 
-#: Seconds between two looks at what each stage has to do.
+#: Seconds between two measurements of what each stage has to do.
 LOOK_SECONDS = 1.0
 
 

@@ -61,8 +61,8 @@ SERVICES = tuple(
 )
 #: Threads for engines that are loaded later; they are made as they are needed.
 _LOADED_THREADS = 64
-#: How long last words may take to reach the clients once nothing runs any more (seconds).
-_GOODBYE_SECONDS = 2.0
+#: How long the last responses may take to reach the clients once nothing runs any more (seconds).
+_FLUSH_SECONDS = 2.0
 
 
 class Front(Protocol):
@@ -286,7 +286,7 @@ class Server:
                 logger.warning("requests were still running after %s seconds and were cancelled", seconds)
         finally:
             self._health.close()
-            await asyncio.gather(self._grpc.stop(_GOODBYE_SECONDS), self._stop_fronts(_GOODBYE_SECONDS))
+            await asyncio.gather(self._grpc.stop(_FLUSH_SECONDS), self._stop_fronts(_FLUSH_SECONDS))
             await self._elsewhere(self._hosts.stop)
             await self._for_all(engines, "stop")
             await self._close_endpoint()

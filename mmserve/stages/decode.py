@@ -25,7 +25,7 @@ class DecodeStage:
     """Decode of one model: canvases arrive by ``to_decode``. For one worker."""
 
     def __init__(self, model: Model, decoder: Any, to_decode: Transport) -> None:
-        self._model, self._decoder, self._to_decode = model, decoder, observed(to_decode, "decode")
+        self._decoder, self._to_decode = decoder, observed(to_decode, "decode")
         self._restorer = Restorer(model)
         self.live: dict[RequestId, Any] = {}  # the decoder's states
         self._expected: dict[RequestId, PageTable] = {}  # pages of those that come from other stores

@@ -63,9 +63,9 @@ class DiskCache:
         self._partials = re.compile(rf"[0-9a-f]{{64}}{re.escape(self._suffix.replace(_SUFFIX, _PARTIAL))}")
         self._lock = threading.RLock()
         self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes of each file, the least recently used first
-        self._when: dict[str, int] = {}  # when each was used last, as of the latest look at it
+        self._when: dict[str, int] = {}  # when each was used last, as of the latest scan
         self._used = 0
-        self._seen = -1  # when the folder was changed last, as of the latest look at it
+        self._seen = -1  # when the folder was changed last, as of the latest scan
         self._failing = False  # the last entry could not be written
         self._unlocked = False  # the file system has no locks
         try:

@@ -25,7 +25,7 @@ Entry = Mapping[str, Tensor]
 #: What a value is, for listings: given its index and the value.
 Labels = Callable[[int, Entry], Label | None]
 #: How often who waits for another's value looks whether it is still wanted (seconds).
-_GLANCE = 0.05
+_POLL = 0.05
 
 
 @dataclass
@@ -240,7 +240,7 @@ class TensorCache:
                 found.update(self._make(mine, index, make, fits, held, label))
             elif others:
                 key, making = others[0]
-                while not making.done.wait(_GLANCE):
+                while not making.done.wait(_POLL):
                     check()
                 if making.entry is not None and fits(index[key], making.entry):
                     found[key] = making.entry

@@ -34,36 +34,22 @@ class Rule:
             raise InvalidArgument(*wrong)
 
 
-@dataclass(frozen=True)
-class Alert:
-    """A watch has turned true, or false again (``on``), at a frame ``seconds`` into the stream."""
-
-    watch: str
-    on: bool
-    probability: float
-    mass: float
-    seconds: float
-
-
 class Watch:
     """The state of one standing question; false until its rule turns it true."""
 
-    def __init__(self, name: str, rule: Rule) -> None:
-        self.name, self.rule = name, rule
-        self.on = False
-        self.unsure = False  # whether the newest frame was
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.on = rule, False
         self._run = 0  # frames in a row at ``rule.on``
         self._turned_on: float | None = None  # seconds of the last alert that it turned true
 
-    def update(self, probability: float, mass: float, seconds: float) -> Alert | None:
-        """Take the next frame's answer; returns an alert where the state changes.
+    def update(self, probability: float, mass: float, seconds: float) -> bool | None:
+        """Take the answer to the frame at ``seconds`` of the stream; returns the new state where that is an alert.
 
         A frame whose ``mass`` is too small changes nothing, except that frames before it do not count as in a row with
         those after it. An alert that ``interval`` holds back comes with the first frame after it, if it is still due.
         """
         rule = self.rule
-        self.unsure = mass < rule.mass
-        if self.unsure:
+        if mass < rule.mass:
             self._run = 0
             return None
         self._run = min(self._run + 1, rule.frames) if probability >= rule.on else 0
@@ -73,7 +59,7 @@ class Watch:
             self.on = False
         else:
             return None
-        return Alert(self.name, self.on, probability, mass, seconds)
+        return self.on
 
     def _may_turn_on(self, seconds: float) -> bool:
         return self._turned_on is None or seconds - self._turned_on >= self.rule.interval

@@ -77,7 +77,7 @@ class Watches:
         except Exception as error:  # noqa: BLE001 - one question's failure is its own
             self._refuse(request, reported(error))
             return
-        self._asked[request.watch_id] = Watching(request, question, WatchRule(request.watch_id, request.rule))
+        self._asked[request.watch_id] = Watching(request, question, WatchRule(request.rule))
         self._report(m.WatchState(request.watch_id, accepted=True))
 
     def remove(self, watch_id: str) -> None:
@@ -119,11 +119,12 @@ class Watches:
         request = watching.request
         if self._asked.get(request.watch_id) is not watching:
             return
-        alert = watching.state.update(found.probability(request.wanted), found.mass, seconds)
-        if alert is not None:
+        probability = found.probability(request.wanted)
+        turned = watching.state.update(probability, found.mass, seconds)
+        if turned is not None:
             self.alerts += 1
             self._around.metrics.alerted()
-            self._report(Alert(request.watch_id, alert.on, alert.probability, alert.mass, seconds, found.answer))
+            self._report(Alert(request.watch_id, turned, probability, found.mass, seconds, found.answer))
 
     def _stop(self, watching: Watching, error: MMServeError) -> None:
         if self._asked.get(watching.request.watch_id) is watching:

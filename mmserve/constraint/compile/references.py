@@ -160,7 +160,6 @@ class _Names:
         self._claimed: dict[str, Refused] = {}  # URIs of several schemas: no reference may depend on which one is meant
         self._anchors: dict[tuple[str, str], str | None] = {}
         self._dynamic: dict[str, list[str]] = {}
-        self._roots = {place.pointer: place.root for place in places}
         self._recursive = any(place.node.get("$recursiveAnchor") is True for place in places)
         for place in places:
             if place.pointer == place.root and place.base is not None:

@@ -45,7 +45,6 @@ class TokenLattice:
     run: list[list[int]]  # committed tokens from here to the next masked position
     options: list[list[tuple[int, float]]]  # tokens with bytes to try, and their log-probabilities; the best first
     floor: list[float]  # log-probability of any other token
-    end_score: list[float]  # log-probability of the end of text
     end_token: list[int]  # the end token that is most likely here
     first: list[int]  # the committed token or the most likely one
     first_end: int  # number of first choices before the first end token
@@ -177,7 +176,6 @@ def build_lattice(
         run,
         options,
         floor,
-        end_score,
         end_token,
         first,
         first_end,

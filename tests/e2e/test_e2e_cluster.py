@@ -19,7 +19,7 @@ from helpers import ask, picture
 from mmserve.assembly import build_engines
 from mmserve.cluster import ray_actors
 from mmserve.cluster.config import cluster_config
-from mmserve.cluster.ray_actors import Placement
+from mmserve.cluster.ray_actors import Places
 from mmserve.config import Config, KVCacheConfig
 from mmserve.core.cached import listing
 from mmserve.core.decisions import CHOICE, INSTRUCTION, YES_NO, Decision
@@ -401,4 +401,4 @@ def test_caches_of_all_workers_are_managed_as_one_and_share_a_folder(three: Flee
 def test_a_cluster_without_room_says_so(ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_actors, "_PLACING", 1.0)
     with pytest.raises(ConfigError, match="no room for 1 workers"):
-        Placement(cluster_config({"workers": [{"roles": "epd", "cpus": 1000.0}]}))
+        Places(cluster_config({"workers": [{"roles": "epd", "cpus": 1000.0}]}))

@@ -98,7 +98,7 @@ def test_a_worker_that_is_lost_has_its_share_encoded_again(made: Fleet, config: 
     before = made_by(made)
     kill(made, 1, signal.SIGSTOP)
     [call] = submit(coordinator, asked)
-    group = coordinator._in_flight.groups[asked.id]
+    group = coordinator._under_way.groups[asked.id]
     until(lambda: sum(bool(part.shard) for part in group.parts.values()) == 1, "the other's share to be done")
     kill(made, 1)
     same(alone(config, asked), finished(call))

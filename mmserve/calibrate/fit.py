@@ -57,9 +57,11 @@ def unscaled(probabilities: Sequence[float], scaling: Scaling) -> tuple[float, .
 
 
 def _scaling(judged: Sequence[Judged]) -> Scaling:
-    most = max(len(each.log_probabilities) for each in judged)
-    padded = [[*each.log_probabilities, *[-math.inf] * (most - len(each.log_probabilities))] for each in judged]
+    counts = torch.tensor([len(each.log_probabilities) for each in judged])
+    most = int(counts.max())
+    padded = [[*each.log_probabilities, *[0.0] * (most - len(each.log_probabilities))] for each in judged]
     logs = torch.tensor(padded, dtype=torch.float64)
+    absent = torch.arange(most) >= counts[:, None]
     right = torch.tensor([each.right for each in judged])
     numbers = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # log of the temperature, bias
     first = torch.zeros(most, dtype=torch.float64)
@@ -68,7 +70,8 @@ def _scaling(judged: Sequence[Judged]) -> Scaling:
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        scores = logs / numbers[0].exp() + numbers[1] * first
+        # masked after they are scaled: the gradient of what is infinite before would be no number
+        scores = (logs / numbers[0].exp() + numbers[1] * first).masked_fill(absent, -math.inf)
         # a little towards no change: what is right without exception would else be scaled without end
         found = F.cross_entropy(scores, right) + 1e-4 * numbers.square().sum()
         found.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -19,12 +20,13 @@ from helpers import ask, picture
 from mmserve.assembly import build_engines
 from mmserve.cluster import ray_actors
 from mmserve.cluster.config import cluster_config
+from mmserve.cluster.coordinator import Coordinator
 from mmserve.cluster.ray_actors import Places
 from mmserve.config import Config, KVCacheConfig
 from mmserve.core.cached import listing
 from mmserve.core.decisions import CHOICE, INSTRUCTION, YES_NO, Decision
 from mmserve.core.events import Failed, Finished
-from mmserve.core.request import Policy, Request
+from mmserve.core.request import Policy, Request, Stage
 from mmserve.engine import Engine
 from mmserve.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidArgument, NotFound
 
@@ -152,6 +154,33 @@ def test_requests_outlive_a_worker(three: Fleet, together: dict[str, Finished], 
     until(lambda: three.members[index].described, "the worker's successor")
 
 
+def test_a_worker_killed_between_two_chunks_of_kv_loses_nothing(three: Fleet, together: dict[str, Finished]) -> None:
+    """The decode worker has some of the prompt's K/V, and gets all of them from the successor of who sent them."""
+    name = "reference-causal"
+    coordinator = three.coordinators[name]
+    for attempt in range(20):
+        [call] = submit(coordinator, *fresh(requests(name, 1), f"between{attempt}"))
+        until(lambda call=call: call.ended or some_ahead(coordinator, call), "the first chunk")
+        kill(three, 1, signal.SIGSTOP)
+        between = some_ahead(coordinator, call)
+        kill(three, 1, signal.SIGKILL if between else signal.SIGCONT)
+        done = finished(call)
+        same(together[f"{name}.0"], done)
+        assert text(call) == done.text
+        if between:
+            break
+    else:
+        pytest.fail("the worker was never stopped between two chunks")
+    until(lambda: three.members[1].described, "the worker's successor")
+
+
+def some_ahead(coordinator: Coordinator, call: Call) -> bool:
+    """Whether K/V of the request went ahead of it, and it is not whole yet."""
+    group = coordinator._under_way.groups.get(call.request.id)
+    parts = () if group is None else group.parts.values()
+    return any(part.ahead and part.worker and part.point.stage is Stage.ENCODED for part in list(parts))
+
+
 def test_an_answer_goes_on_from_where_it_was_saved(three: Fleet, config: Config) -> None:
     engine = build_engines(config)["reference-causal"]
     engine.start()
@@ -216,6 +245,18 @@ def test_each_sample_of_a_request_outlives_its_worker(three: Fleet, config: Conf
     answers = [{e.sample: e.text for e in each.events if isinstance(e, Finished)} for each in (alone, call)]
     assert answers[0] == answers[1]
     until(lambda: three.members[2].described, "the worker's successor")
+
+
+@pytest.mark.slow
+def test_kv_in_eight_bits_give_answers_of_the_same_form(ray: None, config: Config) -> None:
+    """They are not the same K/V: what the constraint asks for holds, and every request ends."""
+    with fleet(config, "ep d", kv_bits=8, spares=0) as made:
+        for name in RECOMPUTE:
+            for call in submit(made.coordinators[name], *requests(name)):
+                done = finished(call)
+                assert done.text == text(call)
+                if call.request.constraint is not None:
+                    assert set(json.loads(done.text)) == {"a"}
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from clips import clip
 from fleets import PATIENCE, RECOMPUTE, finished, fleet, kill, same, start_ray, submit, until
 from helpers import ask, picture
 
@@ -20,9 +21,12 @@ from video_client import sdk
 from mmserve.assembly import build_engines
 from mmserve.cluster import ray_actors
 from mmserve.cluster.fleet import Fleet
+from mmserve.cluster.messages import Moved
+from mmserve.cluster.requests import Group, Part
+from mmserve.cluster.under_way import Report
 from mmserve.config import Config, EngineConfig, ModelConfig
 from mmserve.core.events import Failed, Finished
-from mmserve.core.request import Policy, Request
+from mmserve.core.request import Message, Policy, Request, TextPart, VideoPart
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -80,6 +84,26 @@ def test_images_go_to_both_encode_workers_and_come_together_in_order(made: Fleet
 
     until(lambda: sum(counts()) == IMAGES, "all images to be counted")
     assert counts() == [0, IMAGES // 2, IMAGES // 2]
+
+
+def test_a_clip_is_encoded_by_both_workers(made: Fleet, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each encodes a part of its frames; the parts come together where the prompt is made."""
+    parts = (VideoPart(clip(frames=40, rate=5)), TextPart("What moves?"))
+    asked = replace(request("clip", 0), messages=(Message("user", parts),))
+    coordinator = made.coordinators[NAME]
+    ended: list[tuple[int, type]] = []
+    under_way = coordinator._under_way
+    shard_ended = under_way._shard_ended
+
+    def noted(group: Group, shard: Part, item: Report) -> None:
+        ended.append((shard.shard[0].part, type(item)))
+        shard_ended(group, shard, item)
+
+    monkeypatch.setattr(under_way, "_shard_ended", noted)
+    [call] = submit(coordinator, asked)
+    done = finished(call)
+    same(alone(config, asked), done)
+    assert done.usage.visual_tokens > 0 and sorted(ended, key=lambda each: each[0]) == [(0, Moved), (1, Moved)]
 
 
 def test_a_broken_image_fails_its_request_as_in_one_process(made: Fleet, config: Config) -> None:

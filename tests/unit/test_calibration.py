@@ -44,6 +44,13 @@ def test_a_fit_finds_the_temperature_and_the_bias_that_answers_were_drawn_with(
     assert errors[1] < 0.025 and (errors[1] < errors[0] or truth == Scaling())
 
 
+def test_choices_of_different_numbers_of_options_are_fitted_together() -> None:
+    truth = Scaling(temperature=2.0, bias=-0.7)
+    judged = [each for answers in (2, 4, 6) for each in drawn(3000, CHOICE, answers, truth, answers)]
+    found = fitted(judged)[CHOICE]
+    assert (found.temperature, found.bias) == (pytest.approx(2.0, rel=0.1), pytest.approx(-0.7, abs=0.12))
+
+
 def test_kinds_with_too_few_questions_are_left_as_they_are() -> None:
     judged = [*drawn(FEWEST - 1, YES_NO, 2, Scaling(), 1), *drawn(FEWEST, CHOICE, 3, Scaling(), 1)]
     assert set(fitted(judged)) == {CHOICE}

@@ -20,7 +20,7 @@ from typing import Any
 
 from mmserve.errors import ConfigError
 
-#: Costs that are shipped with the package, by name.
+#: Costs and workloads that are shipped with the package, by name.
 SHIPPED = {"epdserve": "epdserve.json"}
 #: When a request's first token leaves: as its prefill ends, or as decode takes it over (as mmserve's engine does).
 FIRST_TOKEN = ("prefill", "decode")
@@ -119,12 +119,17 @@ def from_json(data: Any, where: str) -> Costs:
 
 def read(path: str) -> Costs:
     """Costs of a file of ``mmserve plan --measure``, or those shipped under a name of ``SHIPPED``."""
+    return from_json(read_part(path, "costs"), path)
+
+
+def read_part(path: str, part: str) -> Any:
+    """The ``part`` of such a file, as plain data; all of a file that has only that."""
     at = Path(__file__).parent / SHIPPED[path] if path in SHIPPED else Path(path)
     try:
         data = json.loads(at.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    return from_json(data["costs"] if isinstance(data, dict) and "costs" in data else data, path)
+    return data[part] if isinstance(data, dict) and part in data else data
 
 
 def _numbers(values: Any, where: str) -> dict[str, float]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from mmserve.errors import ConfigError
-
-#: Workloads that are shipped with the package, by name.
-SHIPPED = {"epdserve": "epdserve.json"}
+from mmserve.plan.costs import read_part
 
 
 @dataclass(frozen=True)
@@ -134,10 +130,5 @@ def from_json(data: Any, where: str) -> Workload:
 
 
 def read(path: str) -> Workload:
-    """The workload of a JSON file, or one shipped under a name of ``SHIPPED``."""
-    at = Path(__file__).parent / SHIPPED[path] if path in SHIPPED else Path(path)
-    try:
-        data = json.loads(at.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    return from_json(data["workload"] if isinstance(data, dict) and "workload" in data else data, path)
+    """The workload of a JSON file, or one shipped under a name of ``costs.SHIPPED``."""
+    return from_json(read_part(path, "workload"), path)

@@ -167,6 +167,7 @@ class Home:
         offered = Offered.by(model)
         most = Capabilities(model, engine, media, offered).max_tokens
         self.page_size, self.tokenizer = engine.page_size, model.tokenizer
+        self.block = model.spec.attention_block
         self.summaries = Summaries(model, engine)
         if "prefill" not in transports and "decode" not in transports:
             only = EncoderOnly.of(model)
@@ -244,7 +245,7 @@ class Home:
         new = request.sampling.max_new_tokens
         if request.decisions:
             lengths = questions_ids(self.tokenizer, request.decisions).lengths
-            new = branch_room(lengths, self.page_size)
+            new = branch_room(lengths, self.page_size, self.block)
         positions = prompt.usage.prompt_tokens + new
         count = request.sequences * pages_for(positions, self.page_size)
         self.pages[request.id] = PageTable.take(self.pool, count, ())

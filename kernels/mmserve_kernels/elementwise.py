@@ -46,9 +46,8 @@ def norm_rows(x_RD: np.ndarray, weight_D: np.ndarray, eps: np.float32, out_RD: n
 
 
 @compiled("f4(f4)", fused=False)
-def silu_of(x: np.float32) -> np.float32:
-    """x / (1 + exp(-x)); for compiled code."""
-    y = -x
+def exp_of(y: np.float32) -> np.float32:
+    """exp(y), of what is beyond 87 as there, to either side; for compiled code."""
     y = y if y < _MOST else _MOST
     y = y if y > -_MOST else -_MOST
     n = np.floor(y * _LOG2_E + _HALF)
@@ -60,8 +59,13 @@ def silu_of(x: np.float32) -> np.float32:
     z = z * y + _P4
     z = z * y + _P5
     z = z * y * y + y + _ONE
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return np.float32(x / (_ONE + z * power) if x > -_MOST else x * _ZERO)
+    return np.float32(z * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32))
+
+
+@compiled("f4(f4)", fused=False)
+def silu_of(x: np.float32) -> np.float32:
+    """x / (1 + exp(-x)); for compiled code."""
+    return np.float32(x / (_ONE + exp_of(-x)) if x > -_MOST else x * _ZERO)
 
 
 @compiled("void(f4[:, ::1], f4[:, ::1])", fused=False)

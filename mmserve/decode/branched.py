@@ -16,6 +16,7 @@ from torch import Tensor
 from mmserve.core.branches import Branches
 from mmserve.core.canvas import GIVEN, MASKED, PROMPT, Canvas
 from mmserve.core.encoded import DeepStack, Encoded, Past
+from mmserve.kv.store import Fork
 from mmserve.models.base import Attention, ModelSpec
 from mmserve.models.decisions import QuestionIds
 
@@ -23,7 +24,7 @@ from mmserve.models.decisions import QuestionIds
 def question_canvas(spec: ModelSpec, encoded: Encoded, asked: QuestionIds, page_size: int) -> Canvas:
     """The canvas of typed questions: all of it is given but for a slot at the end of each branch."""
     prompt = len(encoded.ids)
-    branches = Branches.laid_out(prompt, asked.lengths, page_size)
+    branches = Branches.laid_out(prompt, asked.lengths, page_size, spec.attention_block)
     tokens = np.zeros(branches.size, np.int64)
     committed = np.full(branches.size, GIVEN, np.int64)
     tokens[:prompt], committed[:prompt] = encoded.ids, PROMPT
@@ -43,72 +44,74 @@ def question_canvas(spec: ModelSpec, encoded: Encoded, asked: QuestionIds, page_
     )
 
 
-def with_copied_past(encoded: Encoded, branches: Branches) -> Encoded:
-    """``encoded`` whose past K/V are also those of the branches' copies."""
+def with_repeated_past(encoded: Encoded, branches: Branches) -> Encoded:
+    """``encoded`` whose past K/V are also those of the positions that branches repeat."""
     past = encoded.past
     if past is None:
         return encoded
-    at, of = branches.copies(past.rows)
+    at, of = branches.repeats(past.rows)
     keys, values = (torch.cat([held, held[:, torch.from_numpy(of)]], 1) for held in (past.keys, past.values))
     return replace(encoded, past=Past(np.concatenate([past.rows, at]), keys, values))
 
 
-def copy_embeddings(embeddings: Tensor, deep: DeepStack | None, branches: Branches) -> DeepStack | None:
-    """Give the branches' copies the ``embeddings [N, D]`` of what they copy, in place; ``deep`` with theirs."""
+def repeat_embeddings(embeddings: Tensor, deep: DeepStack | None, branches: Branches) -> DeepStack | None:
+    """Give the positions that branches repeat the ``embeddings [N, D]`` of the prompt's, in place; ``deep`` with
+    theirs."""
     for start in branches.starts.tolist():
-        embeddings[start : start + branches.copied] = embeddings[branches.fork : branches.prompt]
+        embeddings[start + branches.copied : start + branches.prefix] = embeddings[branches.alike : branches.prompt]
     if deep is None:
         return None
-    at, of = branches.copies(deep.positions)
+    at, of = branches.repeats(deep.positions)
     return DeepStack(
         np.concatenate([deep.positions, at]), torch.cat([deep.features_nLD, deep.features_nLD[torch.from_numpy(of)]])
     )
-
-
-def prompt_end(branches: Branches, spec: ModelSpec) -> int:
-    """How much of the prompt is run beside the branches: all, where its positions see what follows them in it, else
-    its whole pages, as branches have copies of the rest."""
-    return branches.prompt if spec.attention_block is None else branches.fork
 
 
 def branch_rows(branches: Branches, spec: ModelSpec) -> np.ndarray:
     """The positions (int64, ascending) of all branches that are run: a slot is not, where the row before predicts it
     and no row sees it."""
     end = None if spec.attention is not Attention.CAUSAL else -spec.logit_shift or None
-    return np.concatenate([positions[:end] for positions in branches.each()])
+    return np.concatenate([positions[branches.copied : end] for positions in branches.each()])
 
 
 def not_run(branches: Branches, spec: ModelSpec) -> int:
     """Positions of the canvas that no pass runs."""
-    return branches.size - prompt_end(branches, spec) - len(branch_rows(branches, spec))
+    return branches.size - branches.alike - len(branch_rows(branches, spec))
+
+
+def fork_of(branches: Branches, pages: np.ndarray, page_size: int) -> Fork:
+    """What is copied into the pages of the branches of a canvas with ``pages``."""
+    return Fork(int(pages[branches.fork // page_size]), branches.copied, pages[branches.starts // page_size])
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Attended:
     """Rows that attention takes as those of one request: their positions there (int64, ascending), the pages of these
-    positions (int64), how many of them are visible, and how many do not see what follows them."""
+    positions (int64), how many of them are visible, and how many do not see what follows them. ``together``: all of
+    them are run in one pass whenever any is. ``shared``: with how many pages they begin that those of the branches
+    next to them begin with too."""
 
     rows: np.ndarray
     pages: np.ndarray
     visible: int
     prompt: int
+    together: bool = False
+    shared: int = 0
 
 
-def sequences(
-    branches: Branches, spec: ModelSpec, rows: np.ndarray, pages: np.ndarray, visible: int, page_size: int
-) -> Iterator[Sequence]:
+def attended(
+    branches: Branches, rows: np.ndarray, pages: np.ndarray, visible: int, page_size: int
+) -> Iterator[Attended]:
     """The ``rows`` (int64, ascending positions of a canvas with ``pages``) as attention takes them, in their order.
 
-    ``visible``: the positions, from the left, that have had K/V once they have run.
-
-    Where the model's positions see what follows them, copies of the prompt see the prompt alone, as what they copy
-    does; with prefix attention, a question does not see its slot.
+    ``visible``: the positions, from the left, that have had K/V once they have run. With prefix attention, a question
+    does not see its slot.
     """
-    fork, blockwise = branches.fork // page_size, spec.attention_block is not None
+    fork = branches.fork // page_size
     own = rows[rows < branches.prompt]
     if len(own):
-        seen = min(visible, prompt_end(branches, spec))
-        yield Sequence(own, pages[: -(-seen // page_size)], seen, seen)
+        seen = min(visible, branches.alike)
+        yield Attended(own, pages[: -(-seen // page_size)], seen, seen)
     for positions in branches.each():
         first, last = int(positions[0]), int(positions[-1])
         run = rows[(rows >= first) & (rows <= last)]
@@ -116,11 +119,4 @@ def sequences(
             continue
         end = branches.fork + (int(run[-1]) - first) + 1
         table = np.concatenate([pages[:fork], pages[first // page_size : last // page_size + 1]])
-        local = run - first + branches.fork
-        if blockwise:
-            yield Sequence(local, table, end, branches.prompt)
-            continue
-        copies = local < branches.prompt
-        if copies.any():
-            yield Sequence(local[copies], table, branches.prompt, branches.prompt)
-        yield Sequence(local[~copies], table, end, end - 1)
+        yield Attended(run - first + branches.fork, table, end, end - 1, together=True, shared=fork)

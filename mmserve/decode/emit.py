@@ -13,8 +13,12 @@ from mmserve.models.base import Model
 
 
 def advanced(d: Live, answer: np.ndarray, complete: bool, budget: int) -> tuple[str, str | None]:
-    """New final text of ``answer``, its final tokens so far, and why it ended, if it did (``TextStream.advance``)."""
+    """New final text of ``answer``, its final tokens so far, and why it ended, if it did (``TextStream.advance``).
+
+    Branches give none: what is on them one after another is not the text of an answer.
+    """
     delta, reason = d.text.advance(answer, complete, budget)
+    delta = delta if d.canvas.branches is None else ""
     if reason == "length" and any(extension.ends_whole for extension in d.extensions):
         reason = "end"
     return delta, reason

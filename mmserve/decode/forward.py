@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import DeepStack
-from mmserve.decode.branched import Sequence, sequences
+from mmserve.decode.branched import Attended, attended, fork_of
 from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits, by_slices, padded_rows
 from mmserve.encode.embedding import deep_rows
 from mmserve.kv.sparse import Selection, Sparse
-from mmserve.kv.store import KVStore, Observe
+from mmserve.kv.store import Fork, KVStore, Observe
 from mmserve.models.base import Attention, LoadedModel, ModelSpec, Products
 from mmserve.models.decoder import Attend
 from mmserve.models.lora import Adapted, Adapter, Stacks
@@ -152,7 +152,7 @@ def _sights(spec: ModelSpec, batch: list[Pass], page_size: int) -> list[np.ndarr
     found = []
     for p in batch:
         sight = spec.sight(p.canvas.tokens[: p.canvas.prompt_length]) if within else None
-        for part in _sequences(p, spec, page_size):
+        for part in _attended(p, page_size):
             rows = part.rows + p.evicted
             own = np.full(len(rows), p.sight) if p.sight else rows + 1
             if sight is not None and not p.sight:
@@ -188,12 +188,19 @@ class Pass:
     sight: int = 0  # positions, from the left, that each row sees; 0 = those that the model's attention shows it
 
 
-def _sequences(p: Pass, spec: ModelSpec, page_size: int) -> Iterator[Sequence]:
+def _attended(p: Pass, page_size: int) -> Iterator[Attended]:
     """A request's rows as attention takes them."""
     if p.canvas.branches is None:
-        yield Sequence(p.rows - p.evicted, p.pages, p.visible - p.evicted, p.canvas.prompt_length)
+        yield Attended(p.rows - p.evicted, p.pages, p.visible - p.evicted, p.canvas.prompt_length)
     else:
-        yield from sequences(p.canvas.branches, spec, p.rows, p.pages, p.visible, page_size)
+        yield from attended(p.canvas.branches, p.rows, p.pages, p.visible, page_size)
+
+
+def _forks(p: Pass, page_size: int) -> Iterator[Fork]:
+    """What is copied into the pages of a request's branches, in the pass that runs them."""
+    branches = p.canvas.branches
+    if branches is not None and branches.copied and len(p.targets):
+        yield fork_of(branches, p.pages, page_size)
 
 
 def forward(
@@ -217,7 +224,7 @@ def forward(
     ``between`` is called in each layer of one that is not: passes over other requests may run meanwhile. ``written`` is
     called after each layer's attention with how many layers have their K/V in the store.
     """
-    parts = [part for p in batch for part in _sequences(p, model.spec, store.page_size)]
+    parts = [part for p in batch for part in _attended(p, store.page_size)]
     rows = [part.rows for part in parts]
     layout = store.layout(
         rows,
@@ -226,13 +233,16 @@ def forward(
         block=model.spec.attention_block,
         prompts=_prompts(model, [part.prompt for part in parts]),
         sights=_sights(model.spec, batch, store.page_size),
-        whole=selection is not None,
+        whole=[selection is not None or part.together for part in parts],
+        shared=[part.shared for part in parts],
     )
     fewest = model.decoder.fewest_rows if graphs is None else FEWEST_ROWS
     x, positions = _inputs(model, [(p.canvas, p.embeddings, p.rows) for p in batch], floor, fewest)
     observe, deep = _observer(batch), deep_rows((p.rows, p.deep) for p in batch)
     adapted = _adapted([(len(p.rows), p.adapter) for p in batch], model, stacks)
-    plain = sparse is None and observe is None and deep is None and adapted is None and layout.window_end is None
+    forks = [fork for p in batch for fork in _forks(p, store.page_size)]
+    plain = sparse is None and observe is None and deep is None and adapted is None
+    plain = plain and layout.window_end is None and layout.cascade is None and not forks
     hidden = graphs.run(x, positions, layout) if graphs is not None and plain else None
     if hidden is None:
         ragged = store.placed(layout)
@@ -241,7 +251,8 @@ def forward(
             hidden = model.decoder.hidden_rows(x[:count], positions[..., :count], stored, between)
         if hidden is None:
             read = sparse.read(selection, rows, ragged) if sparse is not None else None
-            attend = store.attend(ragged, read, observe)
+            read = store.cascaded(layout) if read is None else read
+            attend = store.attend(ragged, read, observe, forks)
             attend = attend if between is None else _pausing(attend, between)
             attend = attend if written is None else _reporting(attend, written)
             hidden = model.decoder(x, positions, attend, deep, adapted)

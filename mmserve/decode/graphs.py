@@ -30,10 +30,11 @@ import torch
 from mmserve_kernels.cached_attention import FixedBatch
 from torch import Tensor
 
+from mmserve.kv.layout import Layout
 from mmserve.kv.pool import pages_for
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.sparse import Sparse
-from mmserve.kv.store import KVStore, Layout
+from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 
 logger = logging.getLogger("mmserve.decode")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmserve.core.branches import Branches
 from mmserve.core.canvas import Canvas
-from mmserve.decode.branched import branch_rows, prompt_end
+from mmserve.decode.branched import branch_rows
 from mmserve.decode.commit import Commit
 from mmserve.decode.commit.base import is_partial
 from mmserve.decode.forward import Pass
@@ -64,7 +64,7 @@ class Passes:
     def _branched(self, p: Prefilling, branches: Branches) -> Pass:
         """The pass over all branches and what is left of the prompt, or over a chunk of the prompt."""
         spec, size = self.model.spec, self._chunk_rows(guided=False)
-        rows = np.concatenate([np.arange(p.run, prompt_end(branches, spec)), branch_rows(branches, spec)])
+        rows = np.concatenate([np.arange(p.run, branches.alike), branch_rows(branches, spec)])
         for extension in p.extensions:
             rows = extension.rows(rows, first=True)
         whole = Pass(

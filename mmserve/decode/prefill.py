@@ -11,7 +11,7 @@ from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Request
-from mmserve.decode.branched import copy_embeddings, not_run, question_canvas, with_copied_past
+from mmserve.decode.branched import not_run, question_canvas, repeat_embeddings, with_repeated_past
 from mmserve.decode.extensions.base import Opening, RequestExtension, watched
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.forward import Pass
@@ -59,8 +59,8 @@ class Prefill:
         read = canvas.tokens if constraint is None else constraint.session.prepare(canvas, spec.mask_id)
         embeddings, deep = embedded(model, read, encoded)
         if canvas.branches is not None:
-            encoded = with_copied_past(encoded, canvas.branches)
-            deep = copy_embeddings(embeddings, deep, canvas.branches)
+            encoded = with_repeated_past(encoded, canvas.branches)
+            deep = repeat_embeddings(embeddings, deep, canvas.branches)
         own_pages, guidance = guidance_of(request, model, canvas, embeddings, np.asarray(pages.ids, dtype=np.int64))
         if guidance is not None and encoded.past is not None:
             raise Unimplemented("diffusion.cfg_scale is not available in video sessions: leave it out")

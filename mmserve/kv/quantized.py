@@ -9,17 +9,21 @@ asks attention itself; a page that is shared has no one request's attention to a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from mmserve_kernels.cached_attention import FixedBatch, Ragged
 from mmserve_kernels.dispatch import pick
 from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 from torch import Tensor
 
-from mmserve.kv.store import KVStore, Observe, Read, memory_of, written_pages
+from mmserve.kv.store import Fork, KVStore, Observe, Read, memory_of, written_pages
 from mmserve.models.decoder import Attend
 from mmserve.models.decoder_config import DecoderConfig
+
+#: ``keep(keys, values, k[T, G, K], v[T, G, K])``: choose the salient tokens of a layer's pages, given the fresh rows.
+_Keep = Callable[[QuantizedPages, QuantizedPages, Tensor, Tensor], None]
 
 
 class QuantizedStore(KVStore):
@@ -83,7 +87,13 @@ class QuantizedStore(KVStore):
         unique, which = pages.unique(return_inverse=True)
         return dequantize(self._layers[layer][1].select(unique)).to(self._dtype)[which, place]
 
-    def attend(self, ragged: Ragged | FixedBatch, read: Read | None = None, observe: Observe | None = None) -> Attend:
+    def attend(
+        self,
+        ragged: Ragged | FixedBatch,
+        read: Read | None = None,
+        observe: Observe | None = None,
+        forks: Sequence[Fork] = (),
+    ) -> Attend:
         """As ``KVStore.attend``: fresh keys and values are rotated, quantised and written, then all are read."""
         if read is not None or observe is not None:
             raise ValueError("sparse attention and reductions read pages at full precision: build a KVStore for them")
@@ -93,7 +103,7 @@ class QuantizedStore(KVStore):
         whole = -(-count // self.page_size)
         filled = (count - torch.arange(whole, device=self.device) * self.page_size).clamp(max=self.page_size)
         places = torch.arange(count, device=self.device)
-        written = written_pages(ragged, len(self._layers[0][0].codes), self.page_size)
+        copied, keep = self._copied(forks), self._keeping(ragged, forks) if self._kept else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             blank = torch.zeros(whole, self.page_size, *self._heads, dtype=self._dtype, device=self.device)
@@ -105,15 +115,39 @@ class QuantizedStore(KVStore):
                 for old, new in ((pages.codes, made.codes), (pages.scale, made.scale), (pages.low, made.low)):
                     assert old is not None and new is not None, "integers have a lowest value"
                     old.view(-1, *old.shape[2:])[ragged.slots] = new.flatten(0, 1)[:count]
-            if self._kept:
-                k_TGK, v_TGK = (x.flatten(0, 1)[:count] for x in fresh)
-                self._keep(*pair, k_TGK, v_TGK, ragged.slots, written)
+                    copied(old)
+            if keep is not None:
+                keep(*pair, *(x.flatten(0, 1)[:count] for x in fresh))
             rows = self._seen(layer, rotated, *pair, ragged)
             out = rows.new_zeros(len(q), *rows.shape[1:])
             out[:count] = rows
             return out
 
         return attend
+
+    def _keeping(self, ragged: Ragged, forks: Sequence[Fork]) -> _Keep:
+        """What chooses the salient tokens of the pages that a pass writes: in pages that others are copied into, among
+        those of the others too."""
+        pages, filled = written_pages(ragged, len(self._layers[0][0].codes), self.page_size)
+        slots = ragged.slots
+        if not forks:
+            return lambda keys, values, k, v: self._keep(keys, values, k, v, slots, (pages, filled))
+        into = self._tensor(np.concatenate([fork.into for fork in forks]))
+        of = self._tensor(np.concatenate([np.full_like(fork.into, fork.page) for fork in forks]))
+        later, rows = torch.isin(pages, into), torch.isin(slots // self.page_size, into)
+        first, then = (pages[~later], filled[~later]), (pages[later], filled[later])
+
+        def keep(keys: QuantizedPages, values: QuantizedPages, k: Tensor, v: Tensor) -> None:
+            self._keep(keys, values, k[~rows], v[~rows], slots[~rows], first)
+            assert keys.kept_at is not None
+            keys.kept_at[into] = self._moved("kept_at", keys.kept_at[of], into - of)
+            for pair in (keys, values):
+                assert pair.kept is not None
+                kept = pair.kept.unflatten(0, (-1, self._kept))
+                kept[into] = kept[of]
+            self._keep(keys, values, k[rows], v[rows], slots[rows], then)
+
+        return keep
 
     def _keep(
         self,

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from mmserve_kernels.cached_attention import FixedBatch, Ragged
+from mmserve_kernels.cached_attention.cpu import FLOOR
+from mmserve_kernels.cached_attention.merged import merged
 from mmserve_kernels.dispatch import pick
 from mmserve_kernels.layer_rows import Stored
 from torch import Tensor
 
 from mmserve.errors import ConfigError, TransferError
+from mmserve.kv.layout import Layout, Piece, by_page, cascade_of
 from mmserve.models.decoder import Attend
 from mmserve.models.decoder_config import DecoderConfig
 
@@ -28,24 +30,12 @@ Observe = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Rows of one request that are attended to together: how many, over how many positions, on which pages."""
+class Fork:
+    """``page``, whose first ``positions`` are also those of the pages ``into`` (int64)."""
 
-    rows: int
-    length: int
-    table: np.ndarray
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A batch as ``Ragged`` has it, in plain arrays (int64), before any of it is on a device."""
-
-    row_counts: tuple[int, ...]
-    kv_lengths: tuple[int, ...]
-    page_tables: tuple[np.ndarray, ...]
-    slots: np.ndarray
-    kv_limit: np.ndarray | None
-    window_end: np.ndarray | None = None
+    page: int
+    positions: int
+    into: np.ndarray
 
 
 @contextmanager
@@ -104,18 +94,21 @@ class KVStore:
         block: int | None = None,
         prompts: list[int] | None = None,
         sights: list[np.ndarray] | None = None,
-        whole: bool = False,
+        whole: Sequence[bool] | None = None,
+        shared: Sequence[int] | None = None,
     ) -> Layout:
         """Address a batch: per request the positions to run, its page table and its length (positions with K/V).
 
         Rows look no further right than the end of their own block of ``block`` positions, counted from 0, or of the
         request: 1 is causal attention, None full. ``prompts``: of each request, how many of its first positions see
         nothing but each other. ``sights`` (int64, for each row): how many positions it sees, its own among them, where
-        that follows from neither; sliding windows end with a row's own position. ``whole``: each request in one piece.
+        that follows from neither; sliding windows end with a row's own position. ``whole``: of each request, whether
+        its rows are attended to in one piece: its bits then depend on which of them are run together. ``shared``: with
+        how many pages each begins that those next to it begin with as well, of those that are ``whole``.
         """
         size = self.page_size
         slots = [table[r // size] * size + r % size for r, table in zip(rows, tables, strict=True)]
-        pieces = [_Piece(len(r), n, table) for r, n, table in zip(rows, lengths, tables, strict=True)]
+        pieces = [[Piece(len(r), n, table)] for r, n, table in zip(rows, lengths, tables, strict=True)]
         limits = None
         if sights is not None:
             limits = sights
@@ -123,17 +116,20 @@ class KVStore:
             limits = [np.minimum((r // block + 1) * block, n) for r, n in zip(rows, lengths, strict=True)]
         elif prompts is not None:
             limits = [np.where(r < size, size, n) for r, size, n in zip(rows, prompts, lengths, strict=True)]
-        if limits is not None and self.device.type == "cpu" and not whole:
+        if limits is not None and self.device.type == "cpu":
             own = [None] * len(rows) if sights is None else rows
-            pieces = [q for p, seen, at in zip(pieces, limits, own, strict=True) for q in self._by_page(p, seen, at)]
-        return Layout(
-            row_counts=tuple(p.rows for p in pieces),
-            kv_lengths=tuple(p.length for p in pieces),
-            page_tables=tuple(p.table for p in pieces),
-            slots=np.concatenate(slots),
-            kv_limit=None if limits is None else np.concatenate(limits),
-            window_end=None if sights is None else np.concatenate(rows) + 1,
-        )
+            single = [False] * len(rows) if whole is None else whole
+            pieces = [
+                [piece] if one else by_page(piece, seen, at, size)
+                for [piece], seen, at, one in zip(pieces, limits, own, single, strict=True)
+            ]
+        flat = [piece for parts in pieces for piece in parts]
+        made = Layout.of(flat, np.concatenate(slots), None if limits is None else np.concatenate(limits))
+        if sights is not None:
+            made = replace(made, window_end=np.concatenate(rows) + 1)
+        if shared is not None and self._cascades:
+            made = replace(made, cascade=cascade_of(pieces, made, shared, size, FLOOR))
+        return made
 
     def placed(self, layout: Layout) -> Ragged:
         """``layout`` on the store's device."""
@@ -145,25 +141,6 @@ class KVStore:
             kv_limit=None if layout.kv_limit is None else self._tensor(layout.kv_limit),
             window_end=None if layout.window_end is None else self._tensor(layout.window_end),
         )
-
-    def _by_page(self, whole: _Piece, limits: np.ndarray, own: np.ndarray | None) -> list[_Piece]:
-        """Rows whose sight ends in one page by themselves, up to that page's end, as if they were a request; with
-        their ``own`` positions, those that also stand in one page.
-
-        Sums over another number of keys come out with other last bits. So none of a row's bits depends on how much
-        of its request is run with it, and a page's K/V do not depend on the request. It costs little: 1008 rows
-        of 8 heads of 32 took 14.9 ms in pages of 16, and 14.1 as one request.
-        """
-        last = (limits - 1) // self.page_size
-        apart = np.diff(last) != 0
-        if own is not None:
-            apart |= np.diff(own // self.page_size) != 0
-        cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), whole.rows]
-        return [
-            _Piece(b - a, min(whole.length, (page + 1) * self.page_size), whole.table[: page + 1])
-            for a, b in pairwise(cuts)
-            for page in last[a : a + 1].tolist()
-        ]
 
     @property
     def num_layers(self) -> int:
@@ -213,6 +190,35 @@ class KVStore:
         """The inverse of ``_relative``."""
         return held
 
+    @property
+    def _cascades(self) -> bool:
+        """Whether pages that requests share are read once for all of them: where that is known to be faster, and its
+        parts can be merged."""
+        return self.device.type == "cpu" and not self.quantized and not any(self._special)
+
+    def cascaded(self, layout: Layout) -> Read | None:
+        """What reads the pages that requests of ``layout`` share once for all; None where none do."""
+        cascade = layout.cascade
+        if cascade is None:
+            return None
+        apart, own, shared = (self.placed(part) for part in (cascade.apart, cascade.own, cascade.shared))
+        at = (cascade.others, cascade.branches, cascade.together, cascade.places)
+        others, branches, together, places = (self._tensor(rows) for rows in at)
+
+        def read(layer: int, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor) -> Tensor:
+            out_THK = torch.empty_like(q_THK)
+            if len(others):
+                out_THK[others] = self._cached_attention(q_THK[others], k_PSGK, v_PSGK, apart)
+            parts: list[Tensor] = []
+            for rows, ragged in ((together, shared), (branches, own)):
+                lse_TH = q_THK.new_empty(len(rows), q_THK.shape[1], dtype=torch.float32)
+                parts += [self._cached_attention(q_THK[rows], k_PSGK, v_PSGK, ragged, lse_TH=lse_TH), lse_TH]
+            seen, seen_lse, rest, rest_lse = parts
+            out_THK[branches] = merged(seen[places], seen_lse[places], rest, rest_lse)
+            return out_THK
+
+        return read
+
     def values_at(self, layer: int, ragged: Ragged) -> Tensor:
         """Stored values ``[rows, kv_heads, head_dim]`` of the rows' own positions."""
         return self.values[layer].flatten(0, 1)[ragged.slots]
@@ -226,25 +232,50 @@ class KVStore:
         rows: Tensor = self._cached_attention(q_THK, k, v, ragged, **self._special[layer])
         return rows
 
-    def attend(self, ragged: Ragged | FixedBatch, read: Read | None = None, observe: Observe | None = None) -> Attend:
+    def attend(
+        self,
+        ragged: Ragged | FixedBatch,
+        read: Read | None = None,
+        observe: Observe | None = None,
+        forks: Sequence[Fork] = (),
+    ) -> Attend:
         """Attention that first rotates and writes the rows' fresh keys and values, then reads all of each request's,
         or what ``read`` does.
 
         Rows past the batch (padding) take part in nothing and come back as zeros. ``observe`` is shown each layer's
-        queries, before and after rotation, once their keys are written.
+        queries, before and after rotation, once their keys are written. ``forks``: what is copied then, before
+        anything is read; no row writes to the positions that are copied to.
         """
         count = len(ragged.slots)
+        copied = self._copied(forks)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
             fresh = [x[:count] for x in (q, k, v, cos, sin)]
             rotated = self._rope_scatter(*fresh, keys, values, ragged.slots)
+            copied(keys)
+            copied(values)
             if observe is not None:
                 observe(layer, fresh[0], rotated)
             rows = read(layer, rotated, keys, values) if read else self._seen(layer, rotated, keys, values, ragged)
             return rows if len(q) == count else F.pad(rows, (0, 0, 0, 0, 0, len(q) - count))
 
         return attend
+
+    def _copied(self, forks: Sequence[Fork]) -> Callable[[Tensor], None]:
+        """What copies to forked positions of ``[pages, page_size, …]``."""
+        if not forks:
+            return lambda pages: None
+        size = self.page_size
+        into = [(fork.into[:, None] * size + np.arange(fork.positions)).ravel() for fork in forks]
+        of = [np.tile(fork.page * size + np.arange(fork.positions), len(fork.into)) for fork in forks]
+        to, origins = self._tensor(np.concatenate(into)), self._tensor(np.concatenate(of))
+
+        def copied(pages: Tensor) -> None:
+            slots = pages.flatten(0, 1)  # a view
+            slots[to] = slots[origins]
+
+        return copied
 
     def stored(self, ragged: Ragged) -> Stored | None:
         """Where compiled loops find what a pass of single rows reads, and write what it makes; None where rows or pages

@@ -96,7 +96,7 @@ class Stages:
         if not request.decisions or spec.renoising is not None:
             return request
         asked = questions_ids(self.model.tokenizer, request.decisions, special_tokens=spec.special_tokens)
-        room = branch_room(asked.lengths, self._page_size)
+        room = branch_room(asked.lengths, self._page_size, spec.attention_block)
         return replace(request, sampling=replace(request.sampling, max_new_tokens=room))
 
     def encoded_payload(self, request: RequestId) -> EncodedPayload:

@@ -38,8 +38,8 @@ from mmserve.transfer.kv_coding import CodedTensor
 PAYLOADS = Kinds(
     {
         EncodedPayload: 1,
-        PrefilledPayload: 4,
-        CanvasPayload: 4,
+        PrefilledPayload: 5,
+        CanvasPayload: 5,
         VisualPayload: 1,
         KVChunk: 1,
         StreamPayload: 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from mmserve.core.decisions import (
     Decision,
     Scaling,
 )
-from mmserve.core.events import Failed
+from mmserve.core.events import Delta, Failed, Finished
 from mmserve.core.request import Policy, Request
 from mmserve.errors import DoesNotFit, InvalidArgument, Unimplemented
 from mmserve.models.base import Attention, LoadedModel
@@ -112,6 +113,47 @@ def test_each_question_is_answered_as_if_it_were_alone(
         assert decided.mass == pytest.approx(np.exp(own).sum(), abs=1e-5)
     best = [q.answers[d.best] for q, d in zip(QUESTIONS, finished.decisions, strict=True)]
     assert finished.text == "\n".join(best)
+
+
+@pytest.mark.parametrize("more", [0, 3, 9])
+@pytest.mark.parametrize("block", [4, 16, 12])
+def test_blocks_that_are_shorter_and_longer_than_pages(bench: Make, model: LoadedModel, block: int, more: int) -> None:
+    kind = like(model, Attention.BLOCK_CAUSAL)
+    kind = dataclasses.replace(kind, spec=dataclasses.replace(kind.spec, default_block_length=block))
+    request = asked("blocks", *QUESTIONS, context=f"a red circle{'!' * more}")
+    finished = bench(kind).ask(request)
+    for decided, question, text in zip(finished.decisions, QUESTIONS, BRANCHES, strict=True):
+        np.testing.assert_allclose(decided.log_probabilities, expected(kind, request, question, text), atol=2e-4)
+
+
+@pytest.mark.parametrize("attention", list(Attention))
+def test_the_end_of_the_prompt_is_run_once(bench: Make, model: LoadedModel, attention: Attention) -> None:
+    kind, block = like(model, attention), model.spec.default_block_length
+    for more in range(4):
+        request = asked("once", *QUESTIONS, context=f"a red circle{'!' * more}")
+        done = bench(kind).ask(request)
+        own, prompt = done.usage.completion_tokens, done.usage.prompt_tokens
+        if attention is Attention.CAUSAL:
+            own -= len(QUESTIONS)  # slots are not run
+        repeated = prompt % block if attention is Attention.BLOCK_CAUSAL else 0  # these see the question
+        assert done.recomputed_tokens == prompt - repeated + len(QUESTIONS) * repeated + own
+
+
+def test_the_text_of_questions_is_not_streamed(bench: Make, model: LoadedModel) -> None:
+    [call] = bench().submit(asked("quiet", *QUESTIONS))
+    assert isinstance(call.wait(), Finished)
+    assert not [event for event in call.events if isinstance(event, Delta)]
+
+
+@pytest.mark.parametrize("attention", list(Attention))
+@pytest.mark.parametrize("kv", [{"kv_bits": 8}, {"kv_bits": 4, "kv_kept": 0.25}], ids=["8 bits", "4 bits, some kept"])
+def test_with_quantised_kv_a_question_is_alone_too(
+    bench: Make, model: LoadedModel, attention: Attention, kv: dict[str, Any]
+) -> None:
+    kind = like(model, attention)
+    alone = [bench(kind, **kv).ask(asked(f"{i}", each)).decisions[0] for i, each in enumerate(QUESTIONS)]
+    turned = bench(kind, **kv).ask(asked("turned", *QUESTIONS[::-1])).decisions[::-1]
+    assert alone == list(turned)
 
 
 @pytest.mark.parametrize("attention", list(Attention))

@@ -113,16 +113,22 @@ def _attends(
         if width != ragged.kv_lengths[request]:
             k_1GLK, v_1GLK = k_1GLK.narrow(2, 0, width), v_1GLK.narrow(2, 0, width)
         mask = None if sight == ALL or mask_of is None else mask_of(piece, start)
-        if lse_TH is not None:
-            here = slice(start, start + rows)
-            lse_TH[here] = _log_sum_exp(q_THK[here], k_1GLK[0].transpose(0, 1), mask)
         if not width:
+            if lse_TH is not None:
+                lse_TH[start : start + rows] = -torch.inf
             return torch.zeros_like(q_1GMK)
         if rows == 1 and piece.reach and share < FLOOR and q_1GMK.device.type == "cpu":
-            return _lone(q_1GMK, k_1GLK.narrow(2, 0, piece.reach), v_1GLK.narrow(2, 0, piece.reach))
+            k_1GLK, v_1GLK = (x.narrow(2, 0, piece.reach) for x in (k_1GLK, v_1GLK))
+            if lse_TH is not None:
+                lse_TH[start] = _log_sum_exp(q_1GMK, k_1GLK, None).flatten()
+            return _lone(q_1GMK, k_1GLK, v_1GLK)
         if mask is not None and share > 1:
             mask = mask.repeat_interleave(share, 0)
-        return _products(q_1GMK, k_1GLK, v_1GLK, mask)
+        if lse_TH is None:
+            return _products(q_1GMK, k_1GLK, v_1GLK, mask)
+        made, lse_1GM = _products_and_sums(q_1GMK, k_1GLK, v_1GLK, mask)
+        lse_TH[start : start + rows] = lse_1GM[0].unflatten(1, (rows, share)).transpose(0, 1).flatten(1)
+        return made
 
     return attend
 
@@ -144,22 +150,38 @@ def _lone(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor) -> Tensor:
 
 
 def _products(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_ML: Tensor | None) -> Tensor:
-    """SDPA in which a row's bits do not depend on which others are beside it, if there are ``FLOOR`` at least.
+    """SDPA in which a row's bits do not depend on which others are beside it, if there are ``FLOOR`` at least."""
+    made = [
+        F.scaled_dot_product_attention(q_1GMK[:, :, part], k_1GLK, v_1GLK, None if mask_ML is None else mask_ML[part])
+        for part in _parts(q_1GMK)
+    ]
+    return made[0] if len(made) == 1 else torch.cat(made, 2)
 
-    A CPU takes 32 rows at a time, or 64, or 256 (torch's ``FlashAttentionKernel.cpp``). Where the last of them would be
-    too few, they are among 16 in a call of their own.
-    """
+
+def _products_and_sums(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_ML: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As ``_products``, and the log-sum-exp ``[1, G, M]`` of each row's scaled scores, in fp32."""
+    if q_1GMK.device.type != "cpu":
+        return _products(q_1GMK, k_1GLK, v_1GLK, mask_ML), _log_sum_exp(q_1GMK, k_1GLK, mask_ML)
+    made = [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_1GMK[:, :, part], k_1GLK, v_1GLK, attn_mask=None if mask_ML is None else mask_ML[part]
+        )
+        for part in _parts(q_1GMK)
+    ]
+    out_1GMK, lse_1GM = (torch.cat(each, 2) for each in zip(*made, strict=True))
+    if mask_ML is not None:
+        lse_1GM = lse_1GM.masked_fill(mask_ML.isneginf().all(-1), -torch.inf)
+    return out_1GMK, lse_1GM
+
+
+def _parts(q_1GMK: Tensor) -> tuple[slice, ...]:
+    """The rows of each call. A CPU takes 32 at a time, or 64, or 256 (torch's ``FlashAttentionKernel.cpp``). Where the
+    last of them would be too few, they are among 16 in a call of their own."""
     rows = q_1GMK.shape[2]
     last = rows % (32 if rows < 192 else 64 if rows < 768 else 256)
     if not 0 < last < FLOOR or rows == last or q_1GMK.device.type != "cpu":
-        return F.scaled_dot_product_attention(q_1GMK, k_1GLK, v_1GLK, mask_ML)
-    parts = (slice(rows - 16), slice(rows - 16, None))
-    masks = (None, None) if mask_ML is None else (mask_ML[part] for part in parts)
-    made = [
-        F.scaled_dot_product_attention(q_1GMK[:, :, part], k_1GLK, v_1GLK, mask)
-        for part, mask in zip(parts, masks, strict=True)
-    ]
-    return torch.cat(made, 2)
+        return (slice(None),)
+    return slice(rows - 16), slice(rows - 16, None)
 
 
 def _fixed(
@@ -264,10 +286,7 @@ def _gathered(source: Tensor | QuantizedPages, pages: Tensor, length: int, first
     return found.flatten(0, 1).narrow(0, 0, length).transpose(0, 1).unsqueeze(0)
 
 
-def _log_sum_exp(q_RHK: Tensor, k_LGK: Tensor, mask_RL: Tensor | None) -> Tensor:
-    """Log-sum-exp ``[R, H]`` of the scaled scores of R rows, in fp32."""
-    q_GRUK = q_RHK.float().unflatten(1, (k_LGK.shape[1], -1)).transpose(0, 1)
-    scores = torch.einsum("gruk,lgk->grul", q_GRUK, k_LGK.float()) * q_RHK.shape[-1] ** -0.5
-    if mask_RL is not None:
-        scores = scores + mask_RL[:, None].float()
-    return scores.logsumexp(-1).transpose(0, 1).flatten(1)
+def _log_sum_exp(q_1GMK: Tensor, k_1GLK: Tensor, mask_ML: Tensor | None) -> Tensor:
+    """Log-sum-exp ``[1, G, M]`` of the scaled scores of rows, in fp32."""
+    scores = q_1GMK.float() @ k_1GLK.float().transpose(2, 3) * q_1GMK.shape[-1] ** -0.5
+    return (scores if mask_ML is None else scores + mask_ML.float()).logsumexp(-1)

@@ -200,6 +200,7 @@ class Reader:
         self._mapped, self._most_mapped = OrderedDict[tuple[int, int], mmap.mmap](), mapped  # the latest last
         self._connections: dict[str, socket.socket] = {}
         self._turns: dict[str, threading.Lock] = {}  # of threads that ask the same process; never removed
+        self._closed = False
 
     def take(self, ticket: Ticket) -> Memory:
         """The memory of ``ticket``. Raises ``TransferError`` where its process is gone, stopped, or has it no more."""
@@ -236,7 +237,8 @@ class Reader:
             return made
 
     def close(self) -> None:
-        """End all connections, and forget what was read."""
+        """End all connections, and forget what was read; ``take`` raises ``TransferError`` from now on."""
+        self._closed = True
         self._mapped.clear()
         for address in list(self._connections):
             self._forget(address)
@@ -247,6 +249,8 @@ class Reader:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(self._patience)
             self._connections[ticket.address] = connection
+            if self._closed:  # after it is noted: either ``close`` ends it, or what is raised here does
+                raise ConnectionError("this process reads no more payloads")
             connection.connect(f"\0{ticket.address}")
         connection.sendall(_ASK.pack(ticket.number))
         answer, fds, _, _ = socket.recv_fds(connection, _ANSWER.size, 1)

@@ -380,7 +380,7 @@ def test_responses_do_not_wait_for_acknowledgements(served: Running, port: int) 
 
 
 def test_routes_models_health_and_metrics(client: openai.OpenAI, port: int) -> None:
-    assert [model.id for model in client.models.list()] == ["reference", "reference:streams"]
+    assert [model.id for model in client.models.list()] == ["reference", "reference:decisions", "reference:streams"]
     assert client.models.retrieve("reference").owned_by == "mmserve"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gone")

@@ -80,6 +80,7 @@ def stream_batch(tokenizer, seen, *, causal=True):
     return replace(batch, visual=seen.of([window for window, _questions in samples]))
 
 
+@pytest.mark.slow
 def test_a_few_steps_lower_the_loss_and_change_only_the_decoder(tmp_path, tokenizer, seen):
     run = run_in(tmp_path)
     run.begin_from(CAUSAL)

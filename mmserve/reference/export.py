@@ -2,9 +2,9 @@
 
 The result is an ordinary directory in LLaDA-V's or LLaVA's layout, loaded by the same code as any other; of a run that
 trained an adapter it is a directory in peft's layout, for ``adapters/NAME`` of the model that it is added to. Its card
-takes the accuracy from ``quality.json`` in the run's folder, what ``mmserve bench quality --json`` printed, and that
-about streams from ``streams.json``, what ``python -m mmserve.reference.stream_accuracy --json`` printed, if they are
-there.
+takes accuracy from files in the run's folder, if there are any: ``quality.json``, what ``mmserve bench quality --json``
+prints; ``streams.json``, of ``python -m mmserve.reference.stream_accuracy --json``; for an adapter ``decisions.json``,
+of ``mmserve bench decisions --tasks accuracy --json``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mmserve.reference.tokenizer import BOS, EOS, EOT, HEADER, HEADER_END, MASK,
 from mmserve.reference.train import VOCAB_MULTIPLE
 
 #: Reports in a run's folder that go into the card.
-QUALITY, STREAMS = "quality.json", "streams.json"
+QUALITY, STREAMS, DECISIONS = "quality.json", "streams.json", "decisions.json"
 
 
 def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -51,12 +51,15 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None
     causal = state["recipe"]["objective"] == "causal"
     layout = LLAVA_LLAMA if causal else HUGGING_FACE
     model = ReferenceModel(rows, causal=causal)
-    reports = [json.loads(path.read_text()) if path.is_file() else None for path in (run / QUALITY, run / STREAMS)]
+    quality, streams, decisions = (
+        json.loads(path.read_text()) if path.is_file() else None
+        for path in (run / QUALITY, run / STREAMS, run / DECISIONS)
+    )
     if rank := state["recipe"].get("rank", 0):
         add_low_rank(model, rank)
         model.load_state_dict(state["average"])
         write_adapter(model, out, dtype=dtype)
-        (out / "README.md").write_text(_adapter_card(state, reports[1]), encoding="utf-8")
+        (out / "README.md").write_text(_adapter_card(state, streams, decisions), encoding="utf-8")
         return
     model.load_state_dict(state["average"])
     tensors = decoder_tensors(layout, model.decoder) | vision_tensors(model.tower, model.projector, None)
@@ -67,7 +70,7 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None
     save_tokenizer(tokenizer, out)
     write_json(out / BESIDE / "config.json", {**model.tower.config.to_diff_dict(), "model_type": "clip_vision_model"})
     write_json(out / BESIDE / IMAGES, processor_settings())
-    (out / "MODEL_CARD.md").write_text(_card(model, state, *reports), encoding="utf-8")
+    (out / "MODEL_CARD.md").write_text(_card(model, state, quality, streams), encoding="utf-8")
 
 
 def processor_settings() -> dict[str, Any]:
@@ -149,13 +152,15 @@ words or as JSON, and does small sums. It exists to try and measure mmserve with
 {_accuracy(quality)}{_streams(streams)}{_legs(state)}"""
 
 
-def _adapter_card(state: Mapping[str, Any], streams: Sequence[Mapping[str, Any]] | None) -> str:
+def _adapter_card(
+    state: Mapping[str, Any], streams: Sequence[Mapping[str, Any]] | None, decisions: Mapping[str, Any] | None
+) -> str:
     return f"""# Adapter of the mmserve reference model
 
 LoRA of rank {state["recipe"]["rank"]} for all linear layers of the decoder, trained on the mix
 `{state["recipe"]["mix"]}` of generated data while the model's own weights stayed as they are. Made by
 `python -m mmserve.reference.train --trained adapter` and `python -m mmserve.reference.export`. License: Apache-2.0.
-{_streams(streams)}{_legs(_of_adapter(state))}"""
+{_streams(streams)}{_decisions(decisions)}{_legs(_of_adapter(state))}"""
 
 
 def _of_adapter(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -181,6 +186,26 @@ def _accuracy(report: Mapping[str, Any] | None) -> str:
 commit `{settings["commit"]}`, on {machine["cpu"]}, torch {machine["torch"]}:
 
 | task | items | right | 95% interval |
+|---|---|---|---|
+{rows}
+"""
+
+
+def _decisions(report: Mapping[str, Any] | None) -> str:
+    """The table of ``mmserve bench decisions --tasks accuracy``: kinds of typed questions about fresh scenes."""
+    if report is None:
+        return ""
+    rows = "\n".join(
+        f"| {row['kind']} | {row['n']} | {row['accuracy']:.1%} | {row['calibration_error']:.3f} |"
+        for row in report["rows"]
+        if row["measured"] == "accuracy"
+    )
+    return f"""
+## Accuracy of typed questions
+
+`mmserve bench decisions --tasks accuracy`, calibrated, about scenes that are drawn or described in words:
+
+| kind | questions | right | expected calibration error |
 |---|---|---|---|
 {rows}
 """

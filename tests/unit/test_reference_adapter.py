@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from mmserve.models.base import LoadedModel
 from mmserve.models.lora_files import WEIGHTS
 from mmserve.models.registry import load_model, model_folder
 from mmserve.reference.data import Batch, collate, draw
-from mmserve.reference.export import export
+from mmserve.reference.export import DECISIONS, export
 from mmserve.reference.exported import read_exported
 from mmserve.reference.low_rank import merge_adapter
 from mmserve.reference.model import ReferenceModel
@@ -89,6 +90,8 @@ def test_steps_change_the_adapter_alone_and_resume_and_export_keep_it(tmp_path: 
         assert value.equal(again.average.state_dict()[name]), name
 
     run.save()
+    row = {"measured": "accuracy", "kind": "score", "n": 460, "accuracy": 0.875, "calibration_error": 0.0301}
+    (tmp_path / "run" / DECISIONS).write_text(json.dumps({"rows": [row, {"measured": "picture"}]}))
     export(tmp_path / "run", tmp_path / "adapters" / "own", dtype=torch.float32)
     plain = ReferenceModel(first.shape[-1], causal=False)
     read_exported(BUNDLED, plain)
@@ -96,7 +99,8 @@ def test_steps_change_the_adapter_alone_and_resume_and_export_keep_it(tmp_path: 
     merge_adapter(plain, load_file(tmp_path / "adapters" / "own" / WEIGHTS))
     trained = logits(run.average, batch)
     assert (logits(plain, batch) - trained).abs().max() < 1e-3 < (first - trained).abs().max()
-    assert "rank 3" in (tmp_path / "adapters" / "own" / "README.md").read_text()
+    card = (tmp_path / "adapters" / "own" / "README.md").read_text()
+    assert "rank 3" in card and "| score | 460 | 87.5% | 0.030 |" in card
 
     model = load_model(ModelConfig(path="bundled"))
     assert isinstance(model, LoadedModel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -172,6 +173,18 @@ def test_neither_other_questions_nor_their_order_nor_other_requests_change_a_bit
     )
     beside = calls[0].finished().decisions
     assert alone == list(turned) == list(beside)
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_with_sliding_windows_a_question_is_alone_too(bench: Make, model: LoadedModel, cap: float) -> None:
+    decoder = copy.deepcopy(model.decoder)
+    windows = tuple(20 * (layer % 2) for layer in range(decoder.config.num_layers))
+    decoder.config = dataclasses.replace(decoder.config, windows=windows, score_cap=cap)
+    kind = like(dataclasses.replace(model, decoder=decoder), Attention.CAUSAL)
+    alone = [bench(kind).ask(asked(f"{i}", each)).decisions[0] for i, each in enumerate(QUESTIONS)]
+    turned = bench(kind).ask(asked("turned", *QUESTIONS[::-1])).decisions[::-1]
+    plain = bench(like(model, Attention.CAUSAL)).ask(asked("plain", *QUESTIONS)).decisions
+    assert alone == list(turned) != list(plain)
 
 
 def test_the_context_of_later_questions_comes_from_the_prefix_cache(bench: Make, model: LoadedModel) -> None:

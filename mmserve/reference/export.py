@@ -196,7 +196,7 @@ def _decisions(report: Mapping[str, Any] | None) -> str:
     if report is None:
         return ""
     rows = "\n".join(
-        f"| {row['kind']} | {row['n']} | {row['accuracy']:.1%} | {row['calibration_error']:.3f} |"
+        f"| {row['task']} | {row['n']} | {row['accuracy']:.1%} | {row['calibration_error']:.3f} |"
         for row in report["rows"]
         if row["measured"] == "accuracy"
     )

@@ -90,7 +90,7 @@ def test_steps_change_the_adapter_alone_and_resume_and_export_keep_it(tmp_path: 
         assert value.equal(again.average.state_dict()[name]), name
 
     run.save()
-    row = {"measured": "accuracy", "kind": "score", "n": 460, "accuracy": 0.875, "calibration_error": 0.0301}
+    row = {"measured": "accuracy", "task": "score", "n": 460, "accuracy": 0.875, "calibration_error": 0.0301}
     (tmp_path / "run" / DECISIONS).write_text(json.dumps({"rows": [row, {"measured": "picture"}]}))
     export(tmp_path / "run", tmp_path / "adapters" / "own", dtype=torch.float32)
     plain = ReferenceModel(first.shape[-1], causal=False)

@@ -60,7 +60,13 @@ def test_the_client_of_npm(package: Path, served: Running) -> None:
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
     expected = served.client.generate("How many shapes are there?", max_new_tokens=16)
-    assert found["models"] == ["reference", "reference:decisions", "reference:streams", "reference-causal"]
+    assert found["models"] == [
+        "reference",
+        "reference:decisions",
+        "reference:streams",
+        "reference-causal",
+        "reference-causal:decisions",
+    ]
     assert found["chat"]["text"] == found["stream"]["text"] == found["runner"] == expected.text
     assert found["chat"]["usage"] == found["stream"]["usage"]
     assert found["chat"]["usage"]["prompt_tokens"] == expected.usage.prompt_tokens

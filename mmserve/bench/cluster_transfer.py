@@ -166,11 +166,11 @@ def _kills(actor: Any, one: Any, progress: Progress) -> list[Figures]:
         pid = ray.get(receiver.pid.remote())
         ticket = ray.get(one.write.remote(8 << 20, True))
         ray.get(receiver.read.remote(ticket))
-        under_way = receiver.again.remote(ticket, 10_000)
+        in_flight = receiver.again.remote(ticket, 10_000)
         time.sleep(0.002 * (turn % 10))
         os.kill(pid, signal.SIGKILL)
         try:
-            ray.get(under_way)
+            ray.get(in_flight)
         except ray.exceptions.RayError:
             served += 1
         offered = ray.get(one.drop.remote(ticket))

@@ -90,6 +90,6 @@ def _spread(seconds: list[int]) -> set[int]:
 
 
 def _ask(session: Any, questions: list[Any], score: Score) -> None:
-    under_way = [(q, session.stream(q.text, max_new_tokens=ANSWER, timeout=PATIENCE)) for q in questions[:AT_ONCE]]
-    for question, asked in under_way:
+    in_flight = [(q, session.stream(q.text, max_new_tokens=ANSWER, timeout=PATIENCE)) for q in questions[:AT_ONCE]]
+    for question, asked in in_flight:
         score.add(question, asked.result().text)

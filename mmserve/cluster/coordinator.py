@@ -13,13 +13,13 @@ from dataclasses import replace
 
 from mmserve.cluster.adapters import ClusterAdapters
 from mmserve.cluster.config import ClusterSettings
+from mmserve.cluster.in_flight import InFlight
 from mmserve.cluster.kept import ClusterKept
 from mmserve.cluster.messages import Appended, Chunk, Heartbeat, Item, Lost, Moved, Order, StreamSaved
 from mmserve.cluster.requests import Sink
 from mmserve.cluster.streams import ClusterStreams, lost_question
 from mmserve.cluster.switching import Switching
 from mmserve.cluster.totals import NOTHING, counted, total
-from mmserve.cluster.under_way import UnderWay
 from mmserve.cluster.workers import PayloadStore, Worker
 from mmserve.config import Config, EngineConfig
 from mmserve.core.constraint import CheckedConstraint
@@ -65,8 +65,8 @@ class Coordinator:
         self._queue = WaitingQueue(engine)
         self._lock = threading.RLock()
         self.adapters = ClusterAdapters(info.name, engine.adapter_folder, self._adapters_in_use, adapters)
-        self._under_way = UnderWay(info.name, engine.max_running, settings, payloads, self._queue, self.adapters.holds)
-        self._dispatch = self._under_way.dispatch
+        self._in_flight = InFlight(info.name, engine.max_running, settings, payloads, self._queue, self.adapters.holds)
+        self._dispatch = self._in_flight.dispatch
         self.kept = ClusterKept(info.name, self._serving, self._dropped)
         self._streams: ClusterStreams | None = None  # of video sessions, once there are any
         self._stats: dict[str, Stats] = {}
@@ -84,7 +84,7 @@ class Coordinator:
         """As of ``Engine.submit``; what a worker refuses comes as ``Failed``."""
         self._queue.check(request)
         with self._lock:
-            self._under_way.begin(self.adapters.resolved(request), sink)
+            self._in_flight.begin(self.adapters.resolved(request), sink)
 
     def session_parts(self, config: Config) -> Parts:
         """As of ``video.host.Served``; raises ``Unimplemented`` where the model takes no sessions."""
@@ -101,12 +101,12 @@ class Coordinator:
         """As of ``streams.Requests.submit_there``."""
         self._queue.check(request)
         with self._lock:
-            order = self._under_way.begin_at(worker, self.adapters.resolved(request), sink, again)
+            order = self._in_flight.begin_at(worker, self.adapters.resolved(request), sink, again)
         try:
             return ask(order)
         except BaseException:
             with self._lock:
-                self._under_way.withdraw(request.id)
+                self._in_flight.withdraw(request.id)
             raise
 
     def session_adapter(self, asked: str) -> str:
@@ -117,18 +117,18 @@ class Coordinator:
     def orders_again(self, request: RequestId, worker: str) -> list[Order]:
         """As of ``streams.Requests.orders_again``."""
         with self._lock:
-            return self._under_way.orders_again(request, worker)
+            return self._in_flight.orders_again(request, worker)
 
     def waits_for_stream(self, request: RequestId) -> bool:
         """As of ``streams.Requests.waits_for_stream``."""
         with self._lock:
-            return self._under_way.waits_for_stream(request)
+            return self._in_flight.waits_for_stream(request)
 
     def give_up(self, request: RequestId) -> None:
         """As of ``streams.Requests.give_up``."""
         with self._lock:
-            if self._under_way.waits_for_stream(request):
-                self._under_way.fail(self._under_way.groups[request], lost_question())
+            if self._in_flight.waits_for_stream(request):
+                self._in_flight.fail(self._in_flight.groups[request], lost_question())
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
         """``Unimplemented``: what compiles constraints is with the workers."""
@@ -137,9 +137,9 @@ class Coordinator:
     def cancel(self, request_id: RequestId, error: MMServeError | None = None) -> None:
         """As of ``Engine.cancel``."""
         with self._lock:
-            group = self._under_way.groups.get(request_id)
+            group = self._in_flight.groups.get(request_id)
             if group is not None:
-                self._under_way.fail(group, error or Cancelled("the request was cancelled"))
+                self._in_flight.fail(group, error or Cancelled("the request was cancelled"))
 
     def drain(self, timeout: float) -> bool:
         """As of ``Engine.drain``."""
@@ -151,8 +151,8 @@ class Coordinator:
             with self._queue.lock:
                 self._queue.draining = False
             with self._lock:
-                for group in list(self._under_way.groups.values()):
-                    self._under_way.fail(group, Unavailable("the server shut down before the request finished"))
+                for group in list(self._in_flight.groups.values()):
+                    self._in_flight.fail(group, Unavailable("the server shut down before the request finished"))
         return in_time
 
     def stop(self) -> None:
@@ -188,7 +188,7 @@ class Coordinator:
         """A worker is ready, after ``equip``; or has a role again."""
         with self._lock:
             self._dispatch.workers[worker.name] = worker
-            self._under_way.send()
+            self._in_flight.send()
 
     def left(self, name: str) -> None:
         """A worker has ended, or is given up: what it had goes on elsewhere."""
@@ -199,10 +199,10 @@ class Coordinator:
             if (last := self._stats.pop(name, None)) is not None:
                 self._ended = total([self._ended, counted(last)])
             self.losses += 1
-            self._under_way.left(name)
+            self._in_flight.left(name)
             if self._streams is not None:
                 self._streams.left(name)
-            self._under_way.send()
+            self._in_flight.send()
 
     def take(self, worker: str, items: Sequence[Item]) -> None:
         """What a worker reports of this model's requests, in order; waits for its memory."""
@@ -213,10 +213,10 @@ class Coordinator:
                     if worker in self._dispatch.workers:
                         self._stats[worker] = item.stats[self.info.name]
                 elif not isinstance(item, Appended | StreamSaved):
-                    self._under_way.reported(worker, item)
+                    self._in_flight.reported(worker, item)
                 elif self._streams is not None:
                     self._streams.reported(item)
-            self._under_way.send()
+            self._in_flight.send()
 
     def tick(self, now: float) -> None:
         """To be called a few times a second; ``now`` is on the monotonic clock (seconds)."""
@@ -225,10 +225,10 @@ class Coordinator:
         if self._streams is not None:
             self._streams.tick()
         with self._lock:
-            for group in list(self._under_way.groups.values()):
+            for group in list(self._in_flight.groups.values()):
                 deadline = group.request.deadline
                 if deadline is not None and deadline + _GRACE <= now:
-                    self._under_way.fail(group, DeadlineExceeded("the deadline passed before the request finished"))
+                    self._in_flight.fail(group, DeadlineExceeded("the deadline passed before the request finished"))
 
     def switch(self, now: float) -> None:
         """Change a worker's role where that is due; to be called about once a second."""
@@ -246,7 +246,7 @@ class Coordinator:
             )
             self.switches += 1
             self._dispatch.workers[change.name].serve([change.given_to])
-            self._under_way.send()
+            self._in_flight.send()
 
     # --- not locked ---
 
@@ -278,7 +278,7 @@ class Coordinator:
 
     def _adapters_in_use(self) -> set[str]:
         with self._lock:
-            return {group.request.adapter for group in self._under_way.groups.values()} - {""}
+            return {group.request.adapter for group in self._in_flight.groups.values()} - {""}
 
     def _dropped(self, pages: Sequence[bytes]) -> None:
         with self._lock:

@@ -127,7 +127,7 @@ class Fleet:
         kinds = {member.threads for member in self.members if not member.settings.gpus}
         self._spares = Spares(kinds, settings.spares, self._spare)
         self._pace, self._draining = Pace(), Draining(settings.slow_factor)
-        self._placement: ray_actors.Places | None = None
+        self._placement: ray_actors.Placement | None = None
         self._head: HeadWatch | None = None
         self.head_lost = False
         self.lost = 0  # workers that ended, or were given up
@@ -141,7 +141,7 @@ class Fleet:
         ``on_head`` is called with whether Ray's head is lost, each time that changes. Raises ``ConfigError`` where the
         cluster has no room, or a model cannot be loaded.
         """
-        self._placement = ray_actors.Places(self._cluster)
+        self._placement = ray_actors.Placement(self._cluster)
         for member in self.members:
             self._thread(f"mmserve-worker-{member.name}", partial(self._keep, member))
         self._thread("mmserve-fleet", self._watch)

@@ -104,7 +104,7 @@ def head() -> str:
     return address
 
 
-class Places:
+class Placement:
     """Room for every worker on the cluster, reserved together: all of them or none."""
 
     def __init__(self, config: ClusterConfig) -> None:

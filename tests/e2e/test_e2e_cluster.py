@@ -21,7 +21,7 @@ from mmserve.assembly import build_engines
 from mmserve.cluster import ray_actors
 from mmserve.cluster.config import cluster_config
 from mmserve.cluster.coordinator import Coordinator
-from mmserve.cluster.ray_actors import Places
+from mmserve.cluster.ray_actors import Placement
 from mmserve.config import Config, KVCacheConfig
 from mmserve.core.cached import listing
 from mmserve.core.decisions import CHOICE, INSTRUCTION, YES_NO, Decision
@@ -176,7 +176,7 @@ def test_a_worker_killed_between_two_chunks_of_kv_loses_nothing(three: Fleet, to
 
 def some_ahead(coordinator: Coordinator, call: Call) -> bool:
     """Whether K/V of the request went ahead of it, and it is not whole yet."""
-    group = coordinator._under_way.groups.get(call.request.id)
+    group = coordinator._in_flight.groups.get(call.request.id)
     parts = () if group is None else group.parts.values()
     return any(part.ahead and part.worker and part.point.stage is Stage.ENCODED for part in list(parts))
 
@@ -442,4 +442,4 @@ def test_caches_of_all_workers_are_managed_as_one_and_share_a_folder(three: Flee
 def test_a_cluster_without_room_says_so(ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_actors, "_PLACING", 1.0)
     with pytest.raises(ConfigError, match="no room for 1 workers"):
-        Places(cluster_config({"workers": [{"roles": "epd", "cpus": 1000.0}]}))
+        Placement(cluster_config({"workers": [{"roles": "epd", "cpus": 1000.0}]}))

@@ -21,9 +21,9 @@ from video_client import sdk
 from mmserve.assembly import build_engines
 from mmserve.cluster import ray_actors
 from mmserve.cluster.fleet import Fleet
+from mmserve.cluster.in_flight import Report
 from mmserve.cluster.messages import Moved
 from mmserve.cluster.requests import Group, Part
-from mmserve.cluster.under_way import Report
 from mmserve.config import Config, EngineConfig, ModelConfig
 from mmserve.core.events import Failed, Finished
 from mmserve.core.request import Message, Policy, Request, TextPart, VideoPart
@@ -92,14 +92,14 @@ def test_a_clip_is_encoded_by_both_workers(made: Fleet, config: Config, monkeypa
     asked = replace(request("clip", 0), messages=(Message("user", parts),))
     coordinator = made.coordinators[NAME]
     ended: list[tuple[int, type]] = []
-    under_way = coordinator._under_way
-    shard_ended = under_way._shard_ended
+    in_flight = coordinator._in_flight
+    shard_ended = in_flight._shard_ended
 
     def noted(group: Group, shard: Part, item: Report) -> None:
         ended.append((shard.shard[0].part, type(item)))
         shard_ended(group, shard, item)
 
-    monkeypatch.setattr(under_way, "_shard_ended", noted)
+    monkeypatch.setattr(in_flight, "_shard_ended", noted)
     [call] = submit(coordinator, asked)
     done = finished(call)
     same(alone(config, asked), done)
@@ -122,7 +122,7 @@ def test_a_worker_that_is_lost_has_its_share_encoded_again(made: Fleet, config: 
     before = made_by(made)
     kill(made, 1, signal.SIGSTOP)
     [call] = submit(coordinator, asked)
-    group = coordinator._under_way.groups[asked.id]
+    group = coordinator._in_flight.groups[asked.id]
     until(lambda: sum(bool(part.shard) for part in group.parts.values()) == 1, "the other's share to be done")
     kill(made, 1)
     same(alone(config, asked), finished(call))

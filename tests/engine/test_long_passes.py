@@ -54,18 +54,18 @@ def test_short_requests_end_within_one_layer_of_a_long_pass(
     decoder = b.engine.stages.decoder
     method = {"prefill": "prefill", "decode": "propose"}[stage]
     way, run = decoder.parts.runner.ways[stage], getattr(decoder, method)
-    entered, ended, under_way = threading.Event(), threading.Event(), list[set[str]]()
+    entered, ended, in_flight = threading.Event(), threading.Event(), list[set[str]]()
 
     def running(batch: list[Any]) -> Any:
         requests = (each[0] if isinstance(each, tuple) else each.request for each in batch)
-        under_way.append({request.id for request in requests})
+        in_flight.append({request.id for request in requests})
         try:
             return run(batch)
         finally:
-            under_way.pop()
+            in_flight.pop()
 
     def patient() -> None:
-        if under_way == [{"long"}]:
+        if in_flight == [{"long"}]:
             entered.set()
             while not ended.wait(0.001):
                 way()

@@ -205,11 +205,11 @@ def test_a_question_whose_worker_changes_its_role_goes_with_its_stream(cluster: 
 
 def test_without_saved_states_a_session_ends_with_what_it_lost() -> None:
     cluster = Cluster(save_frames=0)
-    done, under_way = cluster.append(2)
+    done, in_flight = cluster.append(2)
     cluster.report(cluster.owner, 1)
     cluster.leave(cluster.owner)
     with pytest.raises(StreamLost, match=r"lost are its frames up to 1 s \(2 in all\); open another session"):
-        under_way.result(PATIENCE)
+        in_flight.result(PATIENCE)
     assert done.result(PATIENCE).seconds == 0.0
     for use in (cluster.stream.stats, lambda: cluster.append()):
         with pytest.raises(StreamLost):

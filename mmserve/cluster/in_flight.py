@@ -30,7 +30,7 @@ logger = logging.getLogger("mmserve.cluster")
 Report = Happened | Moved | Chunk | Lost | Refused
 
 
-class UnderWay:
+class InFlight:
     """Those to ``model``; every method with the coordinator's lock. ``running``: answers that a worker decodes at once;
     ``holds``: as of ``dispatch.Holds``."""
 

@@ -181,7 +181,7 @@ BENCHMARKS = {
         "cluster",
         "Stages on a Ray cluster of this host against one process: transfers, overhead, killed workers, role "
         "switching, one request's images on several workers",
-        (_tasks("sections: transfer, overhead, kills, switching, sharding"), _repeats("rounds")),
+        (_tasks("sections: transfer, ahead, coded, overhead, kills, switching, sharding"), _repeats("rounds")),
     ),
     "serve": Benchmark(
         "serve",

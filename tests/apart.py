@@ -199,9 +199,9 @@ class Home:
 
     def prefill(self, request: Request, prompt: EncodedPrompt) -> EncodedPrompt:
         """The whole of prefill; what is known of the prompt in the end."""
-        if prompt.looks:
+        if prompt.unpruned:
             [prompt] = _raised(self.prefilling.prefill([(request, PageTable())]))
-            assert not prompt.looks
+            assert not prompt.unpruned
         self._take(request, prompt)
         while _raised(self.prefilling.prefill([(request, self.pages[request.id])])) != [None]:
             pass

@@ -27,7 +27,7 @@ from mmserve.cluster.requests import Group, Part
 from mmserve.config import Config, EngineConfig, ModelConfig
 from mmserve.core.events import Failed, Finished
 from mmserve.core.request import Message, Policy, Request, TextPart, VideoPart
-from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from mmserve.errors import FailedPrecondition, InvalidArgument, NotFound
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 NAME, IMAGES = "reference-causal", 6
@@ -187,7 +187,7 @@ def test_a_session_has_its_frames_on_a_worker_and_the_answers_of_one_process(
                 session.ask("What is it?")
             session.push(drawn(0), 5.0)
             session.push(drawn(1), 4.0)
-            with pytest.raises(Unimplemented, match="adapter"):
+            with pytest.raises(NotFound, match="no adapter 'red'"):
                 session.ask("What is it?", adapter="red")
             statistics = session.statistics()
             [failed] = session.push_failures

@@ -79,12 +79,12 @@ class Watched:
             self.evicted += 1
             return page
 
-        def attended(ragged: Any, read: Any = None, observe: Any = None) -> Any:
+        def attended(ragged: Any, *others: Any) -> Any:
             written = set((ragged.slots // store.page_size).tolist())
             if written & set(pool._key_of):
                 self._problems.append(f"pages {written & set(pool._key_of)} are written")
             self.most_shared = max([self.most_shared, *list(pool._references.values())])
-            return attend(ragged, read, observe)
+            return attend(ragged, *others)
 
         def ended(name: str) -> Any:
             d = stages.decoding.live[name]

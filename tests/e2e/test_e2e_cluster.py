@@ -256,7 +256,7 @@ def test_kv_in_eight_bits_give_answers_of_the_same_form(ray: None, config: Confi
                 done = finished(call)
                 assert done.text == text(call)
                 if call.request.constraint is not None:
-                    assert set(json.loads(done.text)) == {"a"}
+                    assert isinstance(json.loads(done.text)["a"], int)
 
 
 @pytest.mark.slow

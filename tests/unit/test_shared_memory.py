@@ -208,6 +208,9 @@ def test_a_reader_that_goes_in_the_middle_leaves_nothing(arena: Arena) -> None:
     own = Reader()
     taken(own, ticket)
     own.close()
+    with pytest.raises(TransferError, match="reads no more payloads"):
+        own.take(ticket)
+    eventually(lambda: descriptors() <= before, "a closed reader opens no connection")
 
 
 def test_other_users_get_nothing(arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmserve.constraint.search.vocabulary import spell
 from mmserve.models.base import LoadedModel
+from mmserve.models.lora import Adapted
 
 #: What a position may be mad about, of the bytes of a token.
 _OBSESSIONS: list[Callable[[bytes], bool]] = [
@@ -41,8 +42,8 @@ def adversarial(model: LoadedModel) -> LoadedModel:
     decoder = copy.deepcopy(model.decoder)
     own = decoder.logits
 
-    def logits(hidden: Tensor) -> Tensor:
-        plain = own(hidden)
+    def logits(hidden: Tensor, adapted: Adapted | None = None) -> Tensor:
+        plain = own(hidden, adapted)
         kind = (hidden.abs().sum(-1) * 997).long() % len(urges)
         sure = torch.where(kind == len(urges) - 1, 10.0, 1.0)
         return plain * sure[..., None] + urges[kind]

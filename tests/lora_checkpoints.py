@@ -68,6 +68,7 @@ def save_adapter(folder: Path, tensors: dict[str, Tensor], *, rank: int = 4, **c
 def merged(model: Any, tensors: dict[str, Tensor], *, alpha: float = 6, rslora: bool = False) -> Any:
     """A copy of ``model`` with ``W + scale * B A`` for each pair."""
     made = copy.deepcopy(model)
+    made.lm_head.weight = torch.nn.Parameter(made.lm_head.weight.clone())  # no longer the embeddings', if it was
     for name, a in tensors.items():
         if name.endswith(".lora_A.weight"):
             stem = name.removesuffix(".lora_A.weight")

@@ -16,7 +16,7 @@ from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import DeepStack
 from mmserve.decode.branched import Attended, attended, fork_of
 from mmserve.decode.graphs import Graphs
-from mmserve.decode.logits import Logits, by_slices, padded_rows
+from mmserve.decode.logits import Logits, RowAdapters, by_slices, padded_rows
 from mmserve.encode.embedding import deep_rows
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import Fork, KVStore, Observe
@@ -268,7 +268,19 @@ def forward(
         wanted.append(offset + found)
         offset += len(p.rows)
     chosen = hidden[torch.from_numpy(np.concatenate(wanted)).to(model.device)]
-    return by_slices(model.decoder, chosen, [len(w) for w in wanted], floor)
+    adapters = _head_adapters([(len(w), p.adapter) for w, p in zip(wanted, batch, strict=True)], model, stacks)
+    return by_slices(model.decoder, chosen, [len(w) for w in wanted], floor, adapters)
+
+
+def _head_adapters(
+    batch: list[tuple[int, Adapter | None]], model: LoadedModel, stacks: Stacks | None
+) -> RowAdapters | None:
+    """The adapters that change the output layer, of each request's wanted rows; None where there is none."""
+    if not any(adapter is not None and adapter.has_head for _rows, adapter in batch):
+        return None
+    assert stacks is not None, "callers that give passes adapters have their weights side by side"
+    of_rows = [adapter for rows, adapter in batch for _ in range(rows)]
+    return RowAdapters(of_rows, model.device, stacks)
 
 
 def _inputs(

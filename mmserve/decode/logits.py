@@ -7,6 +7,7 @@ states are kept, which are small, and become logits only when they are read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmserve.models.decoder import Decoder
+from mmserve.models.lora import Adapted, Adapter, Stacks
 from mmserve.models.packed import FEWEST_ROWS
 
 #: Elements of a slice: 33 rows of LLaDA's vocabulary, 16 MiB in fp32.
@@ -39,6 +41,23 @@ def padded_rows(rows: int, floor: int, fewest: int = FEWEST_ROWS) -> int:
 def slice_rows(vocabulary: int) -> int:
     """Rows of a slice over ``vocabulary`` tokens, at least one."""
     return max(1, SLICE_ELEMENTS // vocabulary)
+
+
+@dataclass(frozen=True)
+class RowAdapters:
+    """The adapter, if any, of each row of which logits are wanted."""
+
+    rows: Sequence[Adapter | None]
+    device: torch.device
+    stacks: Stacks
+
+    def only(self, rows: np.ndarray) -> RowAdapters:
+        """Those of some of the rows (int64)."""
+        return replace(self, rows=[self.rows[row] for row in rows])
+
+    def of(self, start: int, end: int) -> Adapted:
+        """What the adapters of rows ``start`` to ``end`` add."""
+        return Adapted([1] * (end - start), self.rows[start:end], self.device, self.stacks)
 
 
 class RowLogits(Protocol):
@@ -87,14 +106,23 @@ class Logits:
 class _Head:
     """Hidden states of a batch, and the latest of the matrix products that make logits of them."""
 
-    def __init__(self, decoder: Decoder, hidden_TD: Tensor, floor: int, bounds: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        hidden_TD: Tensor,
+        floor: int,
+        bounds: Sequence[tuple[int, int]],
+        adapters: RowAdapters | None,
+    ) -> None:
         self._decoder, self._hidden, self._floor, self._bounds = decoder, hidden_TD, floor, bounds
+        self._adapters = adapters
         self._index, self._made = -1, hidden_TD[:0]
 
     def only(self, rows: np.ndarray) -> Logits:
         """The logits of some rows of the batch."""
         hidden = self._hidden[torch.from_numpy(rows).to(self._hidden.device)]
-        return by_slices(self._decoder, hidden, [len(rows)], self._floor)[0]
+        adapters = self._adapters and self._adapters.only(rows)
+        return by_slices(self._decoder, hidden, [len(rows)], self._floor, adapters)[0]
 
     def none(self) -> Tensor:
         """Logits ``[0, V]`` of no row, fp32."""
@@ -106,13 +134,17 @@ class _Head:
             self._made = self._hidden[:0]
             start, end = self._bounds[index]
             padding = padded_rows(end - start, self._floor, self._decoder.fewest_rows) - (end - start)
-            self._made = self._decoder.logits(F.pad(self._hidden[start:end], (0, 0, 0, padding)))
+            adapted = self._adapters and self._adapters.of(start, end)
+            self._made = self._decoder.logits(F.pad(self._hidden[start:end], (0, 0, 0, padding)), adapted)
             self._index = index
         return self._made
 
 
-def by_slices(decoder: Decoder, hidden_TD: Tensor, counts: Sequence[int], floor: int) -> list[Logits]:
-    """The logits of requests with ``counts`` rows each of ``hidden_TD``, one after another.
+def by_slices(
+    decoder: Decoder, hidden_TD: Tensor, counts: Sequence[int], floor: int, adapters: RowAdapters | None = None
+) -> list[Logits]:
+    """The logits of requests with ``counts`` rows each of ``hidden_TD``, one after another; ``adapters`` of those rows,
+    where one changes the output layer.
 
     Each request is cut every ``slice_rows``, and as many cuts of one or more requests as fit in a slice go through one
     matrix product, padded to a multiple of ``floor`` rows (see ``row_floor``).
@@ -133,7 +165,7 @@ def by_slices(decoder: Decoder, hidden_TD: Tensor, counts: Sequence[int], floor:
             first = bounds[-1][0]
             cuts[-1].append((len(bounds) - 1, begin - first, end - first))
         offset += count
-    head = _Head(decoder, hidden_TD, floor, bounds)
+    head = _Head(decoder, hidden_TD, floor, bounds, adapters)
     return [Logits(head, own, start) for own, start in zip(cuts, starts, strict=True)]
 
 

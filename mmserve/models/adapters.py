@@ -17,9 +17,9 @@ from mmserve.models.lora_files import adapter_bytes, read_adapter
 
 #: Names of adapters: they are names of folders, and come after a model's name and a colon.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-#: Those for questions about streams of video, and for typed questions, where a checkpoint has such: sessions, and
-#: ``DecisionService``, use them unless they name another.
-STREAMS, DECISIONS = "streams", "decisions"
+#: Those for questions about streams of video, for typed questions, and for requests with tools, where a checkpoint has
+#: such: they are used unless another is named.
+STREAMS, DECISIONS, TOOLS = "streams", "decisions", "tools"
 
 
 class Adapters:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.decoder_rows import DecoderRows
-from mmserve.models.lora import Adapted
+from mmserve.models.lora import HEAD, Adapted
 from mmserve.models.moe import MoE
 from mmserve.models.packed import FEWEST_ROWS, has_few_rows
 from mmserve.models.rotary import rotary_table
@@ -267,9 +267,12 @@ class Decoder(nn.Module):
         """How many rows a pass runs at least, since fewer take no less time."""
         return 1 if self._few_rows and torch.get_num_threads() == 1 else FEWEST_ROWS
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary logits ``[..., V]`` of hidden states ``[..., D]``, in the model's dtype."""
-        return capped(self.head(hidden), self.config.logit_cap)
+    def logits(self, hidden: Tensor, adapted: Adapted | None = None) -> Tensor:
+        """Vocabulary logits ``[..., V]`` of hidden states ``[..., D]``, in the model's dtype; ``adapted`` is for ``[T, D]``."""
+        made: Tensor = self.head(hidden)
+        if adapted is not None:
+            adapted.add(self.config.num_layers, HEAD, hidden, (made,))
+        return capped(made, self.config.logit_cap)
 
 
 def dense_attention(mask: Tensor | None = None, config: DecoderConfig | None = None) -> Attend:

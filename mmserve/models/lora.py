@@ -26,6 +26,8 @@ SITES: Mapping[str, tuple[str, ...]] = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
+#: The output layer is a site of its own, after those of all layers.
+HEAD = "head"
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +45,13 @@ class Adapter:
     name: str
     key: str
     rank: int  # the highest of its layers'
-    layers: tuple[Mapping[str, Site], ...]
+    layers: tuple[Mapping[str, Site], ...]  # of each of the decoder's layers, and ``HEAD`` in one more
     wide: bool = False  # whether products of ``WIDE`` rows give the bits of those of ``TILE``
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it changes the output layer."""
+        return bool(self.layers[-1])
 
     @property
     def bytes(self) -> int:

@@ -14,7 +14,7 @@ from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import ADAPTER, Weights, read_json
 from mmserve.models.decoder import Decoder
 from mmserve.models.keys import Keys
-from mmserve.models.lora import SITES, Adapter, Site, gives_same_bits_wide
+from mmserve.models.lora import HEAD, SITES, Adapter, Site, gives_same_bits_wide
 from mmserve.models.tensor_parts import Rows
 
 WEIGHTS = "adapter_model.safetensors"
@@ -47,7 +47,7 @@ def read_adapter(name: str, folder: Path, decoder: Decoder, dtype: torch.dtype, 
     """The adapter in ``folder`` for ``decoder``, whose tensors have the names they were loaded by.
 
     Raises ``ConfigError`` naming the setting, tensor or file that is wrong, and every tensor that is for no layer of
-    the decoder's attention and dense feed-forward.
+    the decoder's attention and dense feed-forward, nor for an output layer with weights of its own.
     """
     config = read_json(folder / ADAPTER)
     keys = Keys(config, folder / ADAPTER)
@@ -57,11 +57,14 @@ def read_adapter(name: str, folder: Path, decoder: Decoder, dtype: torch.dtype, 
     modules = _modules(decoder)
     layers: list[dict[str, Site]] = []
     rank = 0
-    for index in range(decoder.config.num_layers):
+    of_layer = {site: tuple(f"layers.{{}}.{part}" for part in parts) for site, parts in SITES.items()}
+    for index in range(decoder.config.num_layers + 1):
         sites: dict[str, Site] = {}
-        for site, parts in SITES.items():
-            found = [_pair(weights, modules.get(f"layers.{index}.{part}")) for part in parts]
-            shapes = [modules[f"layers.{index}.{part}"][1] for part in parts if f"layers.{index}.{part}" in modules]
+        of_this = of_layer if index < decoder.config.num_layers else {HEAD: (HEAD,)}
+        for site, names in of_this.items():
+            parts = [name.format(index) for name in names]
+            found = [_pair(weights, modules.get(part)) for part in parts]
+            shapes = [modules[part][1] for part in parts if part in modules]
             if not any(found):
                 continue
             ranks = [0 if pair is None else len(pair[0]) for pair in found]
@@ -77,8 +80,9 @@ def read_adapter(name: str, folder: Path, decoder: Decoder, dtype: torch.dtype, 
 
 
 def _modules(decoder: Decoder) -> dict[str, tuple[str | Rows, torch.Size]]:
-    """Of each linear layer of the decoder's layers: the tensor that it was loaded from, and its shape."""
-    known = {each for parts in SITES.values() for each in parts}
+    """Of each linear layer of the decoder's layers, and of the output layer: the tensor that it was loaded from, and its
+    shape."""
+    known = {HEAD, *(each for parts in SITES.values() for each in parts)}
     found: dict[str, tuple[str | Rows, torch.Size]] = {}
     for name, (part, shape) in decoder.origins.items():
         module, _, leaf = name.rpartition(".")

@@ -66,7 +66,7 @@ ROWS = {
     "cells": Rows(rows=16, canvas=((64,), (1.0,))),
     "watch": Rows(rows=24, canvas=((16,), (1.0,))),
     "stream": Rows(rows=16, packed=8),
-    "calls": Rows(rows=14, canvas=((64, 96), (0.3, 0.7))),
+    "calls": Rows(rows=14, packed=4, canvas=((64, 96, 128, 224), (0.3, 0.3, 0.3, 0.1))),
     "decisions": Rows(rows=24, canvas=((0,), (1.0,))),
     "decisions_text": Rows(rows=24, canvas=((0,), (1.0,))),
     "decisions_video": Rows(rows=24, canvas=((0,), (1.0,))),
@@ -314,7 +314,7 @@ def _prompt(
     media: list[list[int]], question: Question, tokenizer: PreTrainedTokenizerFast, question_first: bool
 ) -> tuple[list[int], int]:
     """The prompt's ids with its media in place, and how many of them come before the question's own: of a typed
-    question what it is about and the instruction."""
+    question what it is about and the instruction, of one with tools their descriptions."""
     image, video = token_id(tokenizer, IMAGE), token_id(tokenizer, VIDEO)
     shown = [{"type": "video" if video in ids else "image"} for ids in media]
     asked = {"type": "text", "text": question.text}
@@ -327,6 +327,8 @@ def _prompt(
             shared = len(prompt)
         else:
             prompt.append(token)
+    if question.tools:
+        shared = prompt.index(token_id(tokenizer, EOT)) + 1
     if question.decision is not None:
         closing = closing_ids(tokenizer)
         shared = len(prompt) - len(closing)

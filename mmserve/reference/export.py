@@ -56,7 +56,7 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None
         for path in (run / QUALITY, run / STREAMS, run / DECISIONS)
     )
     if rank := state["recipe"].get("rank", 0):
-        add_low_rank(model, rank)
+        add_low_rank(model, rank, output=state["recipe"].get("output", False))
         model.load_state_dict(state["average"])
         write_adapter(model, out, dtype=dtype)
         (out / "README.md").write_text(_adapter_card(state, streams, decisions), encoding="utf-8")

@@ -9,12 +9,14 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.reference.data import Batch, Sample, collate, draw
 from mmserve.reference.model import ReferenceModel, mixed_precision
-from mmserve.reference.recipe import Recipe
+from mmserve.reference.recipe import MIXES, Recipe
 from mmserve.reference.tasks import SUBJECTS
 from mmserve.reference.tokenizer import MASK, token_id
 
 #: Forward passes that an answer of the diffusion model may take.
 PASSES = 16
+#: Kinds that are measured so: those whose batches need nothing but what is drawn.
+MEASURED = (*SUBJECTS, "calls")
 
 
 @torch.no_grad()
@@ -48,10 +50,11 @@ def answer_errors(
 
 def _held_out(recipe: Recipe) -> dict[str, tuple[list[Sample], int]]:
     found: dict[str, tuple[list[Sample], int]] = {}
-    step = 2_000_000
-    while len(found) < len(SUBJECTS):
-        kind, samples, canvas = draw(step, recipe.seed + 1, looking=False, scale=recipe.scale)
-        if kind in SUBJECTS:
+    step, mix = 2_000_000, recipe.mix if recipe.trained == "adapter" else "broad"
+    kinds = {kind for kind in MIXES[mix] if kind in MEASURED}
+    while len(found) < len(kinds):
+        kind, samples, canvas = draw(step, recipe.seed + 1, looking=False, scale=recipe.scale, mix=mix)
+        if kind in kinds:
             found.setdefault(kind, (samples, canvas))
         step += 1
     return found

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from mmserve.models.checkpoint import ADAPTER, write_json
 from mmserve.models.layouts import HUGGING_FACE, LLAVA_LLAMA
-from mmserve.models.lora import SITES
+from mmserve.models.lora import HEAD, SITES
 from mmserve.models.lora_files import LORA_A, LORA_B, PREFIX, WEIGHTS
 from mmserve.reference.model import ReferenceModel
 
@@ -31,10 +31,11 @@ class LowRank(nn.Module):
         return weight + self.b @ self.a
 
 
-def add_low_rank(model: ReferenceModel, rank: int) -> None:
-    """Give each linear layer of the decoder's layers a ``LowRank`` of its own; nothing else is trained any more."""
+def add_low_rank(model: ReferenceModel, rank: int, *, output: bool = False) -> None:
+    """Give each linear layer of the decoder's layers a ``LowRank`` of its own, and the output layer where ``output``;
+    nothing else is trained any more."""
     model.requires_grad_(requires_grad=False)
-    for _name, linear in _linears(model):
+    for _name, linear in [*_linears(model), *([(HEAD, model.decoder.head)] if output else [])]:
         register_parametrization(linear, "weight", LowRank(linear.weight, rank))
 
 
@@ -43,7 +44,8 @@ def write_adapter(model: ReferenceModel, folder: Path, *, dtype: torch.dtype = t
     layout = LLAVA_LLAMA if model.causal else HUGGING_FACE
     tensors: dict[str, Tensor] = {}
     rank, targets = 0, set[str]()
-    for name, linear in _linears(model):
+    adapted = [(name, linear) for name, linear in [*_linears(model), (HEAD, model.decoder.head)] if _is_adapted(linear)]
+    for name, linear in adapted:
         added = _added(linear)
         stem = PREFIX + layout.tensor(f"{name}.weight").removesuffix(".weight")
         tensors[stem + LORA_A] = added.a.detach().to(dtype).contiguous()
@@ -62,9 +64,10 @@ def write_adapter(model: ReferenceModel, folder: Path, *, dtype: torch.dtype = t
 def merge_adapter(model: ReferenceModel, tensors: Mapping[str, Tensor]) -> None:
     """Add the tensors of an adapter that ``write_adapter`` wrote to the weights of ``model``."""
     layout = LLAVA_LLAMA if model.causal else HUGGING_FACE
-    for name, linear in _linears(model):
+    for name, linear in [*_linears(model), (HEAD, model.decoder.head)]:
         stem = PREFIX + layout.tensor(f"{name}.weight").removesuffix(".weight")
-        linear.weight += tensors[stem + LORA_B].float() @ tensors[stem + LORA_A].float()
+        if stem + LORA_B in tensors:
+            linear.weight += tensors[stem + LORA_B].float() @ tensors[stem + LORA_A].float()
 
 
 def _linears(model: ReferenceModel) -> Iterator[tuple[str, nn.Linear]]:
@@ -72,6 +75,10 @@ def _linears(model: ReferenceModel) -> Iterator[tuple[str, nn.Linear]]:
     for index, layer in enumerate(model.decoder.layers):
         for part in parts:
             yield f"layers.{index}.{part}", layer.get_submodule(part)  # type: ignore[misc]
+
+
+def _is_adapted(linear: nn.Linear) -> bool:
+    return is_parametrized(linear, "weight")
 
 
 def _added(linear: nn.Linear) -> LowRank:

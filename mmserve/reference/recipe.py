@@ -123,6 +123,7 @@ MIXES: dict[str, dict[str, float]] = {
     # What adapters are taught.
     "streams_alone": {"stream": 1.0},
     "decisions_alone": {"decisions": 0.5, "decisions_named": 0.3, "decisions_text": 0.08, "decisions_video": 0.12},
+    "calls_alone": {"calls": 1.0},
     # What the diffusion model is taught last, all at once: streams, tools, and typed questions.
     "deciding": {
         "calls": 0.27,
@@ -142,7 +143,7 @@ MIXES: dict[str, dict[str, float]] = {
 #: Tasks that a mix asks more often than the others of their kind, once more for each time named here.
 REPEATED: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("perfecting", "reckoning"), ("count", "count", "comparison", "yes_no")
-)
+) | {"calls_alone": ("call", "two_calls")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +168,7 @@ class Recipe:
     #: is, and what is trained is added to the decoder's layers
     trained: str = "all"
     rank: int = 0  # of the adapter
+    output: bool = False  # whether the adapter has the output layer too: tokens that the model has never learned to give
 
 
 #: The recipes by name: a CPU takes hours for the first, one data-centre GPU minutes for the second.

@@ -181,7 +181,8 @@ class Run:
         if self.model.causal:
             return causal_loss(self.model, visual, batch)
         generator = torch.Generator().manual_seed((self.recipe.seed * 1_000_003 + self.done) * 64 + self.processes.rank)
-        if float(torch.rand((), generator=generator)) < STAIRCASE.get(batch.kind, 0.0):
+        stairs = 0.0 if batch.packed else STAIRCASE.get(batch.kind, 0.0)
+        if float(torch.rand((), generator=generator)) < stairs:
             trained, ids, weight = staircase(batch, self.mask_id, generator)
         else:
             trained, (ids, weight) = batch, mask_answers(batch, self.mask_id, self.recipe.lowest_rate, generator)
@@ -260,7 +261,7 @@ class Run:
         """Beside the weights that it is for, which are there now; nothing for other recipes."""
         if self.recipe.trained == "adapter":
             for model in (self.model, self.average):
-                add_low_rank(model, self.recipe.rank)
+                add_low_rank(model, self.recipe.rank, output=self.recipe.output)
             self.average.load_state_dict(self.model.state_dict())
             self.optimizers = Optimizers(self.model, self.heads, self.recipe)
 
@@ -285,9 +286,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="processes that draw batches (0 = this one)")
     changeable = [field for field in fields(Recipe) if field.name != "objective"]
     for field in changeable:
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=type(field.default), help="in place of the recipe's"
-        )
+        kind: dict[str, Any] = {"type": type(field.default)}
+        if isinstance(field.default, bool):
+            kind = {"action": argparse.BooleanOptionalAction, "default": None}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", **kind, help="in place of the recipe's")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     given = {field.name: getattr(arguments, field.name) for field in changeable}

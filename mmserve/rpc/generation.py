@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,11 +18,12 @@ from mmserve.core.slo import SLO
 from mmserve.core.tenant import Tenant
 from mmserve.encode.store import MediaStore
 from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError
+from mmserve.models.adapters import TOOLS
 from mmserve.observe import calls, traces
 from mmserve.observe.metrics import Metrics
 from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
-from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.engines import EngineLike, Engines, own_adapter
 from mmserve.rpc.fetching import Fetcher, urls_in
 from mmserve.rpc.memory_budget import MemoryBudget, media_files, text_bytes
 from mmserve.rpc.request_messages import to_request
@@ -114,7 +116,7 @@ class Generations:
         fetched: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Request:
         """The request of ``message`` to ``engine``; arguments and errors as of ``accepted``."""
-        return to_request(
+        request = to_request(
             message,
             request_id=own,
             info=engine.info,
@@ -125,6 +127,9 @@ class Generations:
             tenant=tenant,
             slo=self._slo,
         )
+        if request.tools is not None and not request.adapter:
+            request = replace(request, adapter=own_adapter(engine, TOOLS))
+        return request
 
 
 async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncGenerator[Event]:

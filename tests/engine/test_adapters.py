@@ -29,14 +29,15 @@ KINDS: dict[str, tuple[int, tuple[str, ...] | None]] = {
     "other": (4, None),
     "attention": (8, ATTENTION),
     "one": (2, ("q_proj", "down_proj")),
+    "head": (4, ("v_proj", "lm_head")),
+    "headonly": (2, ("lm_head",)),
     "a1": (4, None),
     "a2": (4, None),
-    "a3": (4, None),
-    "a4": (4, None),
 }
 ORACLES: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "qwen2": lambda: qwen("qwen2"),
+    "qwen2 tied": lambda: qwen("qwen2", tie_word_embeddings=True),
     "phi3": lambda: text_oracle("phi3"),
     "gemma3_text": lambda: text_oracle("gemma3_text"),
 }
@@ -206,14 +207,24 @@ def test_adapters_that_cannot_be_served(made: Made, bench: Make, changes: dict[s
 
 def test_tensors_that_are_for_no_layer_are_refused(made: Made, bench: Make) -> None:
     running = serving(bench, made)
-    more = {f"base_model.model.lm_head.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
+    more = {f"base_model.model.score.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
     save_adapter(made.folder / "wrong", {**adapter_tensors(made.base, 3), **more})
-    with pytest.raises(InvalidArgument, match=r"2 tensors are not used: base_model\.model\.lm_head\.lora_A"):
+    with pytest.raises(InvalidArgument, match=r"2 tensors are not used: base_model\.model\.score\.lora_A"):
         running.engine.stages.adapters.load("wrong")
     wide = adapter_tensors(llama(hidden_size=48), 3)
     save_adapter(made.folder / "wrong", wide)
     with pytest.raises(InvalidArgument, match=r"lora_A\.weight has shape \[4, 48\], expected \[4, 32\]"):
         running.engine.stages.adapters.load("wrong")
+
+
+def test_an_output_layer_that_shares_its_weights_with_the_embeddings(tmp_path: Path, bench: Make) -> None:
+    """What the adapter adds changes the logits alone, as in peft: the embeddings stay as they are."""
+    made = Made(tmp_path, "qwen2 tied", {"head": (4, ("lm_head",))})
+    running = serving(bench, made, "head")
+    text = "a red circle"
+    tokens = [answer(running, call) for call in running.submit(asked("r", text, "head"), asked("p", text, ""))]
+    assert tokens == [made.expected(running, text, name) for name in ("head", "")]
+    assert tokens[0] != tokens[1]
 
 
 def test_rank_stabilised_scale(made: Made, bench: Make) -> None:

@@ -407,7 +407,7 @@ def test_early_commit_scores_its_block_and_the_answer_until_it_is_sure(
     """Then once all that is left; until then the rest of a long canvas costs no logits."""
     scored: list[int] = []
     real = model.decoder.logits
-    monkeypatch.setattr(model.decoder, "logits", lambda hidden: scored.append(len(hidden)) or real(hidden))
+    monkeypatch.setattr(model.decoder, "logits", lambda hidden, _: scored.append(len(hidden)) or real(hidden))
     b: Bench = bench(stages="inline", watch=False)
     for gap, last in ((1e9, 0), (-1e9, 56)):
         answer = policy("early_commit", early=1e9, middle=1e9, late=gap, answer_start=60, answer_length=4)

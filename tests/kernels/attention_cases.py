@@ -95,7 +95,7 @@ def build(
 
 
 def plain(case: Case) -> torch.Tensor:
-    """Softmax attention in fp64, one query row and head at a time, from its definition."""
+    """Softmax attention in fp64 over all of each request's keys, masked."""
     return _plain(case)[0]
 
 
@@ -109,15 +109,19 @@ def _plain(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     out, sums = torch.empty(count, heads, head_dim).double(), torch.empty(count, heads).double()
     start = 0
     for rows, key, value in zip(case.ragged.row_counts, case.keys, case.values, strict=True):
-        for row in range(start, start + rows):
-            limit = len(key) if case.ragged.kv_limit is None else int(case.ragged.kv_limit[row])
-            for head, query in enumerate(case.q[row].double()):
-                shared = head * key.shape[1] // heads
-                end = limit if case.ragged.window_end is None else int(case.ragged.window_end[row])
-                seen = slice(max(0, end - case.window) if case.window else 0, limit)
-                scores = key[seen, shared].double() @ query / head_dim**0.5
-                scores = case.cap * torch.tanh(scores / case.cap) if case.cap else scores
-                out[row, head] = scores.softmax(0) @ value[seen, shared].double()
-                sums[row, head] = scores.logsumexp(0)
+        own = slice(start, start + rows)
+        shared = torch.arange(heads) * key.shape[1] // heads
+        scores = torch.einsum("rhd,nhd->rhn", case.q[own].double(), key[:, shared].double()) / head_dim**0.5
+        scores = case.cap * torch.tanh(scores / case.cap) if case.cap else scores
+        whole = torch.full((rows,), len(key))
+        limit = whole if case.ragged.kv_limit is None else case.ragged.kv_limit[own]
+        end = limit if case.ragged.window_end is None else case.ragged.window_end[own]
+        first = (end - case.window).clamp(min=0) if case.window else torch.zeros_like(whole)
+        at = torch.arange(len(key))
+        seen = (first[:, None] <= at) & (at < limit[:, None])
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        weights = scores.softmax(-1).masked_fill(~seen[:, None], 0.0)  # of a row that sees nothing, 0
+        out[own] = torch.einsum("rhn,nhd->rhd", weights, value[:, shared].double())
+        sums[own] = scores.logsumexp(-1)
         start += rows
     return out, sums

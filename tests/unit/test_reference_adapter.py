@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import ask
 from safetensors.torch import load_file
 
 from mmserve.config import ModelConfig
 from mmserve.models.adapters import Adapters
 from mmserve.models.base import LoadedModel
+from mmserve.models.decoder import dense_attention
+from mmserve.models.lora import Adapted
 from mmserve.models.lora_files import WEIGHTS
 from mmserve.models.registry import load_model, model_folder
 from mmserve.reference.data import Batch, collate, draw
@@ -108,6 +111,41 @@ def test_steps_change_the_adapter_alone_and_resume_and_export_keep_it(tmp_path: 
     served.load_own()
     [info] = served.listed()
     assert (info.name, info.rank) == ("own", 3)
+
+
+def test_an_adapter_of_the_output_layer_is_trained_written_and_served(tmp_path: Path, batch: Batch) -> None:
+    recipe = replace(TEACHING, output=True)
+    run = run_in(tmp_path / "run", recipe)
+    run.begin_from(BUNDLED)
+    head = run.model.decoder.head.weight.clone()
+    for _ in range(2):
+        run.step(batch)
+    assert not run.model.decoder.head.weight.equal(head)
+    run.save()
+    export(tmp_path / "run", tmp_path / "adapters" / "own", dtype=torch.float32)
+    plain = ReferenceModel(logits(run.model, batch).shape[-1], causal=False)
+    read_exported(BUNDLED, plain)
+    merge_adapter(plain, load_file(tmp_path / "adapters" / "own" / WEIGHTS))
+    trained = logits(run.average, batch)
+    assert (logits(plain, batch) - trained).abs().max() < 1e-3
+
+    model = load_model(ModelConfig(path="bundled"))
+    assert isinstance(model, LoadedModel)
+    adapters = Adapters(replace(model, adapters=tmp_path / "adapters"), most=1 << 30)
+    adapters.load_own()
+    request = adapters.resolved(replace(ask("r", "a"), adapter="own"))
+    adapter = adapters.of(request)
+    assert adapter is not None and adapter.has_head
+    counts = [int(n) for n in batch.seen.sum(1)]
+    rows = torch.cat([row[:n] for row, n in zip(model.decoder.embed(batch.ids), counts, strict=True)])
+    places = torch.cat([row[:n] for row, n in zip(batch.positions, counts, strict=True)])
+    sees = torch.block_diag(*(torch.ones(n, n) for n in counts)).bool()[None]
+    adapted = Adapted(counts, [adapter] * len(counts), model.device, adapters.stacks)
+    with torch.no_grad():
+        hidden = model.decoder(rows, places, dense_attention(sees), None, adapted)
+        served = model.decoder.logits(hidden, adapted)
+    expected = torch.cat([row[:n] for row, n in zip(trained, counts, strict=True)])
+    assert (served - expected).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("given", [{"rank": 0}, {"trained": "decoder"}])

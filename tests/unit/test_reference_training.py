@@ -124,7 +124,7 @@ def test_training_lowers_the_loss_of_a_batch_it_sees_again(tmp_path, tokenizer):
         assert sum(losses[-8:]) / 8 < 0.6 * sum(losses[:3]) / 3, objective
 
 
-@pytest.mark.parametrize("kind", ["image", "video", "pair"])
+@pytest.mark.parametrize("kind", ["image", "video", "pair", "calls"])
 def test_a_question_in_a_packed_row_gets_the_logits_it_gets_alone_in_a_causal_model(kind, tokenizer):
     torch.manual_seed(0)
     model = ReferenceModel(640, causal=True).eval()
@@ -134,7 +134,9 @@ def test_a_question_in_a_packed_row_gets_the_logits_it_gets_alone_in_a_causal_mo
 
     def logits(batch):
         with torch.no_grad():
-            visual = model.visual(model.look(batch.pixels)[0], pooled=batch.pooled)
+            visual = None
+            if batch.pixels is not None:
+                visual = model.visual(model.look(batch.pixels)[0], pooled=batch.pooled)
             return model(visual, batch.ids, batch.visual_at, batch.positions, batch.sees(causal=True))[0]
 
     together = logits(packed)
@@ -148,7 +150,9 @@ def test_a_question_in_a_packed_row_gets_the_logits_it_gets_alone_in_a_causal_mo
 
 
 def _packed(kind: str) -> list[tuple[object, list[Question]]]:
-    return next(s[:3] for k, s, _c in (draw(i, 0, looking=False, packed=True) for i in range(60)) if k == kind)
+    mix = "calls_alone" if kind == "calls" else "broad"
+    drawn = (draw(i, 0, looking=False, packed=True, mix=mix) for i in range(60))
+    return next(s[:3] for k, s, _c in drawn if k == kind)
 
 
 def test_packed_rows_ask_different_questions_and_single_rows_one():

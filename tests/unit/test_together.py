@@ -35,7 +35,7 @@ class Head:
         self.products, self.fewest_rows = 0, FEWEST_ROWS
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapted: None = None) -> torch.Tensor:
         self.products += 1
         made: torch.Tensor = self._linear(hidden)
         return made

@@ -2,9 +2,9 @@
 
 ``viewers``: sixteen clients that ask again as soon as they have their answer, all streamed; four of them with drafts of
 the canvas and four alternatives a token, and the same without, in turn. ``slow``: a viewer that reads nothing until
-another has its whole answer. ``front``: short requests one after another: the processor time of the thread that
-serves HTTP, and what the client waited beyond the engine's own time, which is the front's, the client's, and that of
-whatever else the machine runs.
+another has its whole answer. ``front``: short requests one after another, over one connection as clients keep it, and
+over one each: the processor time of the thread that serves HTTP, and what the client waited beyond the engine's own
+time, which is the front's, the client's, and that of whatever else the machine runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
@@ -34,7 +35,7 @@ TASKS = ("viewers", "slow", "front")
 _TOKENS, _SHORT_TOKENS, _LONG_TOKENS, _SHORT_REQUESTS = 64, 8, 256, 100
 _CHAT = "/v1/chat/completions"
 _PLAIN: dict[str, Any] = {"lowConfidence": {}, "noCache": {}}
-_HEADERS = {"connection": "close", "content-type": "application/json"}
+_HEADERS = {"content-type": "application/json"}
 _DRAFTS = {"drafts": True, "alternatives": 4}
 #: Of the slow viewer: answers that do not end before the canvas does, and large drafts, of which most of it changes.
 _LARGE: dict[str, Any] = {
@@ -77,10 +78,20 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 class _Client:
-    """Sends chat completions to ``port`` of this machine, each over a connection of its own."""
+    """Sends chat completions to ``port`` of this machine, each over a connection of its own unless one is kept."""
 
     def __init__(self, port: int) -> None:
         self._port = port
+
+    def connected(self, buffer: int = 0) -> HTTPConnection:
+        """A new connection. ``buffer``: bytes that the client's socket holds, 0 = as it is."""
+        connection = HTTPConnection("127.0.0.1", self._port)
+        connection.sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a request is two writes
+        if buffer:
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.sock.connect(("127.0.0.1", self._port))
+        return connection
 
     def stream(
         self,
@@ -91,27 +102,25 @@ class _Client:
         drafts: bool = False,
         large: bool = False,
         buffer: int = 0,
+        kept: HTTPConnection | None = None,
         first: Callable[[], object] = lambda: None,
     ) -> Streamed:
         """Ask for a stream, and read it to its end.
 
-        plain: one token a step, in one block. large: with large drafts. buffer: bytes that the client's socket holds,
-        0 = as it is. first: called before anything is read.
+        plain: one token a step, in one block. large: with large drafts. buffer: as of ``connected``. kept: a connection
+        to use and leave open, in place of a new one. first: called before anything is read.
         """
-        connection = HTTPConnection("127.0.0.1", self._port)
-        connection.sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a request is two writes
-        if buffer:
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        connection.sock.connect(("127.0.0.1", self._port))
+        connection = kept or self.connected(buffer)
+        headers = _HEADERS if kept else {**_HEADERS, "connection": "close"}
         body = _body(prompt, tokens, plain=plain, drafts=drafts)
         began = time.monotonic()
-        connection.request("POST", _CHAT, json.dumps({**body, **_LARGE} if large else body), _HEADERS)
+        connection.request("POST", _CHAT, json.dumps({**body, **_LARGE} if large else body), headers)
         first()
         response = connection.getresponse()
         data = response.read()
         seconds = time.monotonic() - began
-        connection.close()
+        if kept is None:
+            connection.close()
         if response.status != 200:
             raise RuntimeError(f"the server refused a request: {data[:400]!r}")
         return _streamed(data, seconds)
@@ -194,18 +203,27 @@ def _slow(client: _Client, progress: Progress) -> list[Figures]:
 
 
 def _front(client: _Client, served: ServedProcess, arguments: argparse.Namespace, progress: Progress) -> list[Figures]:
-    progress(f"front: {_SHORT_REQUESTS} short requests")
-    used = served.loop_seconds()
-    found = [
-        client.stream(item("arithmetic", index, arguments.seed)[1].text, _SHORT_TOKENS)
-        for index in range(_SHORT_REQUESTS)
-    ]
-    own = 1000 * (served.loop_seconds() - used) / len(found)
+    texts = [item("arithmetic", index, arguments.seed)[1].text for index in range(_SHORT_REQUESTS)]
+
+    def asked(kept: HTTPConnection | None) -> tuple[float, list[Streamed]]:
+        """The front's processor time a request (ms), and the answers."""
+        used = served.loop_seconds()
+        found = [client.stream(text, _SHORT_TOKENS, kept=kept) for text in texts]
+        return 1000 * (served.loop_seconds() - used) / len(found), found
+
+    with closing(client.connected()) as kept:
+        rounds = []
+        for repeat in range(arguments.repeats):
+            progress(f"front: round {repeat + 1} of {arguments.repeats}, {_SHORT_REQUESTS} short requests each way")
+            rounds.append((asked(kept), asked(None)))
+    own, each = (statistics.median(one[way][0] for one in rounds) for way in (0, 1))
+    found = [one for (_own, over_one), _each in rounds for one in over_one]
     whole = 1000 * statistics.median(one.seconds for one in found)
     beside = [1000 * one.seconds - one.engine_ms for one in found]
     return [
         at_most("the front, processor time a request", own, "ms, mean", MOST_OWN_MS),
         at_most("the front, of a short request", own / whole, "of its time", MOST_OWN_SHARE),
+        stated("the same, over a connection each", each, "ms, mean"),
         stated("a short request", whole, "ms, p50"),
         stated("front, client and machine beside the engine", statistics.median(beside), "ms, p50"),
         stated("front, client and machine at their quickest", min(beside), "ms"),

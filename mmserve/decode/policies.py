@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -69,6 +70,12 @@ def commit_policy(request: Request, offered: Offered) -> Commit:
     return made
 
 
+@cache
+def _taken(make: Callable[..., Any]) -> frozenset[str]:
+    """Names of the arguments of a policy's class or function."""
+    return frozenset(inspect.signature(make).parameters)
+
+
 def _policy(
     path: str,
     kind: str,
@@ -81,7 +88,7 @@ def _policy(
     if policy.name not in known:
         raise InvalidArgument.of(f"{path}.{kind}", f"there is no policy {policy.name!r}; known are {sorted(known)}")
     path = f"{path}.{policy.name}"
-    taken = set(inspect.signature(known[policy.name]).parameters)
+    taken = _taken(known[policy.name])
     shared: dict[str, Any] = {
         "steps": request.diffusion.steps_for(request.sampling.max_new_tokens),
         "seed": request.sampling.seed,

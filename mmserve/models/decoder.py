@@ -268,7 +268,9 @@ class Decoder(nn.Module):
         return 1 if self._few_rows and torch.get_num_threads() == 1 else FEWEST_ROWS
 
     def logits(self, hidden: Tensor, adapted: Adapted | None = None) -> Tensor:
-        """Vocabulary logits ``[..., V]`` of hidden states ``[..., D]``, in the model's dtype; ``adapted`` is for ``[T, D]``."""
+        """Vocabulary logits ``[..., V]`` of hidden states ``[..., D]``, in the model's dtype.
+
+        ``adapted`` is for hidden states ``[T, D]``."""
         made: Tensor = self.head(hidden)
         if adapted is not None:
             adapted.add(self.config.num_layers, HEAD, hidden, (made,))

@@ -80,7 +80,7 @@ def read_adapter(name: str, folder: Path, decoder: Decoder, dtype: torch.dtype, 
 
 
 def _modules(decoder: Decoder) -> dict[str, tuple[str | Rows, torch.Size]]:
-    """Of each linear layer of the decoder's layers, and of the output layer: the tensor that it was loaded from, and its
+    """Of each linear layer of the decoder's layers, and of the output layer: its tensor in the checkpoint, and its
     shape."""
     known = {HEAD, *(each for parts in SITES.values() for each in parts)}
     found: dict[str, tuple[str | Rows, torch.Size]] = {}

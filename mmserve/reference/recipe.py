@@ -168,7 +168,7 @@ class Recipe:
     #: is, and what is trained is added to the decoder's layers
     trained: str = "all"
     rank: int = 0  # of the adapter
-    output: bool = False  # whether the adapter has the output layer too: tokens that the model has never learned to give
+    output: bool = False  # whether the adapter changes the output layer, for tokens that the model has never given
 
 
 #: The recipes by name: a CPU takes hours for the first, one data-centre GPU minutes for the second.

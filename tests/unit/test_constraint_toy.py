@@ -129,7 +129,7 @@ def test_a_budget_is_refused_exactly_where_no_answer_fits(name: str, size: int) 
 @pytest.mark.parametrize(("size", "block"), [(4, 2), (5, 5), (6, 3)])
 @pytest.mark.parametrize("most", [1_500, pytest.param(6_000, marks=pytest.mark.slow)])
 def test_every_subset_of_every_witness_can_be_committed(name: str, size: int, block: int, most: int) -> None:
-    """Canvases reachable from the empty one are visited, ``most`` of them, by any part of any witness found on the way."""
+    """Of the canvases reachable from the empty one ``most`` are visited, by any part of any witness on the way."""
     grammar, lexicon = setting(name)
     if not len(valid_rows(name, size)):
         with pytest.raises(Infeasible):

@@ -48,14 +48,14 @@ def decoder_for(
             pack(each.decoder)
     if model.device.type == "cuda":
         _check_room([m for m in (model, beside) if m is not None], engine, kv.capacity)
-    store = _store(model, engine)
+    store, adapters = _store(model, engine), adapters or Adapters(model)
     extensions: list[Extension] = [KVEviction(model, store), ImageKVReuse(model, store, kv), Decisions(model)]
     if beside is not None:
         extensions.append(DraftModel(beside, _store(beside, engine), model))
     elif model.spec.draft_mask is not None and not chosen and not engine.kv_bits:
-        extensions.append(SelfDraft(model, store))
+        extensions.append(SelfDraft(model, store, adapters.stacks))
     if model.spec.draft_mask is not None and not chosen and not engine.kv_bits:
-        extensions.append(OwnBlocks(model, store))
+        extensions.append(OwnBlocks(model, store, adapters.stacks))
     sparse = Sparse(model, store, engine) if chosen else None
     return DiffusionDecoder(
         Parts.of(

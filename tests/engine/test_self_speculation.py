@@ -12,6 +12,7 @@ import torch
 from harness import Bench, Call
 from helpers import ask
 from llama_checkpoints import edit, load
+from lora_checkpoints import adapter_tensors, merged, save_adapter
 from safetensors.torch import load_file, save_file
 from test_causal_engine import LAST, answer
 from text_checkpoints import oracle, save
@@ -152,6 +153,38 @@ def test_blocks_are_those_of_the_authors_loop(pair: tuple[Any, LoadedModel], ben
         one_a_pass += NEW - i - -(-(NEW - i) // 8)
     total = sum(call.finished().companion_forwards for call in calls)
     assert total == one_a_pass if sure_at > 1 else total < one_a_pass
+
+
+def with_adapter(pair: tuple[Any, LoadedModel], bench: Make, folder: Path) -> tuple[Any, Bench]:
+    """The weights with an adapter merged into them, and an engine that has it as ``mine``."""
+    made, model = pair
+    tensors = adapter_tensors(made, 1)
+    renamed = {name.replace(".model.model.", ".model.encoder.", 1): tensor for name, tensor in tensors.items()}
+    save_adapter(folder / "mine", renamed)
+    running = bench(replace(model, spec=replace(model.spec, draft_block=8)), adapter_folder=str(folder))
+    running.engine.stages.adapters.load("mine")
+    return merged(made, tensors), running
+
+
+def test_blocks_of_an_adapter_are_filled_with_it(
+    pair: tuple[Any, LoadedModel], bench: Make, tmp_path: Path
+) -> None:
+    theirs, running = with_adapter(pair, bench, tmp_path)
+    banned, commit = set(pair[1].spec.banned_ids), Policy(name="threshold", options={"confidence": 0.2})
+    requests = [ask(text, text, max_new_tokens=NEW, recompute=LAST, commit=commit) for text in TEXTS]
+    calls = running.submit(*[replace(r, adapter="mine") for r in requests], replace(requests[0], id="plain"))
+    expected = [authors_blocks(theirs, prompt_of(running, text), NEW, 8, 0.2, banned) for text in TEXTS]
+    expected.append(authors_blocks(pair[0], prompt_of(running, TEXTS[0]), NEW, 8, 0.2, banned))
+    assert [(answer(running, call), call.finished().companion_forwards) for call in calls] == expected
+    assert expected[0] != expected[-1]
+
+
+def test_an_adapter_drafts_for_itself(pair: tuple[Any, LoadedModel], bench: Make, tmp_path: Path) -> None:
+    theirs, running = with_adapter(pair, bench, tmp_path)
+    calls = running.submit(*[replace(asked(text, text, 6), adapter="mine") for text in TEXTS])
+    for call, text in zip(calls, TEXTS, strict=True):
+        expected = authors_loop(theirs, prompt_of(running, text), NEW, 6, set(pair[1].spec.banned_ids))
+        assert (answer(running, call), call.finished().companion_forwards) == expected
 
 
 def test_drawn_answers_are_the_same_alone_and_together(pair: tuple[Any, LoadedModel], bench: Make) -> None:

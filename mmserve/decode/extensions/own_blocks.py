@@ -25,6 +25,7 @@ from mmserve.decode.scores import scores_for
 from mmserve.decode.state import Answer, Decoding, Live
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
+from mmserve.models.lora import Stacks
 
 #: The commit policy that fills the blocks.
 FILLING = "threshold"
@@ -106,14 +107,15 @@ class _Filling:
 
 
 class OwnBlocks(Extension):
-    """``model`` fills blocks with its own weights and pages, for requests whose commit policy is ``FILLING``.
+    """``model`` fills blocks with its own pages and weights, a request's adapter among them, for requests whose commit
+    policy is ``FILLING``; ``stacks``: as of ``Runner``.
 
     Constrained requests, typed questions and requests whose K/V are reduced go token by token.
     """
 
-    def __init__(self, model: LoadedModel, store: KVStore) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, stacks: Stacks) -> None:
         assert model.spec.draft_mask is not None
-        self._model, self._store, self._mask = model, store, model.spec.draft_mask
+        self._model, self._store, self._mask, self._stacks = model, store, model.spec.draft_mask, stacks
         self._scores, self._floor = scores_for(model, store), row_floor(model)
         self._banned = tuple(sorted({*model.spec.banned_ids, self._mask}))
 
@@ -136,7 +138,8 @@ class OwnBlocks(Extension):
                 filling.append(_Filling.of(d, found.state, count))
         open_ = filling
         while open_:
-            logits = forward(self._model, self._store, [self._pass(each) for each in open_], self._floor)
+            passes = [self._pass(each) for each in open_]
+            logits = forward(self._model, self._store, passes, self._floor, stacks=self._stacks)
             for each, rows in zip(open_, logits, strict=True):
                 self._fill(each, rows.whole())
             open_ = [each for each in open_ if not each.full(self._model.spec.end_ids)]
@@ -163,4 +166,5 @@ class OwnBlocks(Extension):
         made = self._model.decoder.embed(torch.from_numpy(tokens).to(self._model.device))
         prefilled.embeddings[own[0] : own[-1] + 1] = made
         end = int(rows[-1]) + 1
-        return Pass(each.d.canvas, prefilled.pages, prefilled.embeddings, rows, masked, masked, end, sight=end)
+        where = each.d.canvas, prefilled.pages, prefilled.embeddings
+        return Pass(*where, rows, masked, masked, end, adapter=prefilled.adapter, sight=end)

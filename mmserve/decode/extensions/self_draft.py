@@ -25,6 +25,7 @@ from mmserve.decode.scores import scores_for
 from mmserve.decode.state import Answer, Decoding, Live
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
+from mmserve.models.lora import Stacks
 
 
 @dataclass
@@ -61,11 +62,12 @@ class SelfSpeculation(RequestExtension):
 
 
 class SelfDraft(Extension):
-    """``model`` drafts with its own weights and pages, for requests whose commit policy is ``draft_model``."""
+    """``model`` drafts with its own pages and weights, a request's adapter among them, for requests whose commit policy
+    is ``draft_model``; ``stacks``: as of ``Runner``."""
 
-    def __init__(self, model: LoadedModel, store: KVStore) -> None:
+    def __init__(self, model: LoadedModel, store: KVStore, stacks: Stacks) -> None:
         assert model.spec.draft_mask is not None
-        self._model, self._store, self._mask = model, store, model.spec.draft_mask
+        self._model, self._store, self._mask, self._stacks = model, store, model.spec.draft_mask, stacks
         self._scores, self._floor = scores_for(model, store), row_floor(model)
         self._banned = tuple(sorted({*model.spec.banned_ids, self._mask}))
 
@@ -94,7 +96,8 @@ class SelfDraft(Extension):
                 found.state.drafted = np.zeros(0, np.int64)
         if not waiting:
             return
-        logits = forward(self._model, self._store, [p for _d, _state, p in waiting], self._floor)
+        passes = [p for _d, _state, p in waiting]
+        logits = forward(self._model, self._store, passes, self._floor, stacks=self._stacks)
         for (d, state, p), rows in zip(waiting, logits, strict=True):
             made = candidates(
                 rows.whole(), p.targets, d.canvas, d.request.sampling, self._banned, None, self._scores, d.commit.reads
@@ -110,4 +113,5 @@ class SelfDraft(Extension):
         masks = torch.full((count,), self._mask, device=self._model.device)
         prefilled.embeddings[first : first + count] = self._model.decoder.embed(masks)
         end = first + count
-        return Pass(d.canvas, prefilled.pages, prefilled.embeddings, rows, rows[1:], rows[1:], end, sight=end)
+        own = d.canvas, prefilled.pages, prefilled.embeddings
+        return Pass(*own, rows, rows[1:], rows[1:], end, adapter=prefilled.adapter, sight=end)

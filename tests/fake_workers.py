@@ -116,7 +116,8 @@ def submit(made: Coordinator, request: Request) -> Call:
     return call
 
 
-def finish(made: Coordinator, worker: Worker, name: str) -> None:
+def finish(made: Coordinator, worker: Worker, name: str, sample: int | None = None) -> None:
     usage, times = Usage(1, 0, 1), StageTimes(0.0, 0.0, 0.0, 0.0, 0.0)
-    event = Finished(reason="stop", text="", usage=usage, times=times, forwards=1, recomputed_tokens=0)
-    made.take(worker.name, [Happened(MODEL, name, None, event)])
+    own = {} if sample is None else {"sample": sample}
+    event = Finished(reason="stop", text="", usage=usage, times=times, forwards=1, recomputed_tokens=0, **own)
+    made.take(worker.name, [Happened(MODEL, name, sample, event)])

@@ -120,7 +120,7 @@ class InFlight:
         for part in group.parts.values():
             worker = self.dispatch.workers.get(part.worker or "")
             if worker is not None:
-                worker.cancel(self._model, [part.id], Cancelled("the request was cancelled"))
+                worker.cancel(self._model, [part.id_there], Cancelled("the request was cancelled"))
             else:
                 self.dispatch.withdraw(part)
             self._forget_payloads(part)

@@ -62,7 +62,14 @@ class Group:
                 fresh = Handover(one, Stage.QUEUED, None)
                 again = {i: part.skip[i]} if i in part.skip else {}
                 self.parts[i] = Part(
-                    self, i, fresh, worker=part.worker, stage=part.stage, losses=part.losses, skip=again
+                    self,
+                    i,
+                    fresh,
+                    worker=part.worker,
+                    taken_as=part.id,
+                    stage=part.stage,
+                    losses=part.losses,
+                    skip=again,
                 )
 
 
@@ -78,6 +85,7 @@ class Part:
     point: Handover
     parcel: Parcel = None
     worker: str | None = None  # None = it waits
+    taken_as: RequestId = ""  # the id of all samples together, where the worker took it in with the others
     stage: str = "encode"  # for which it waits, or came to its worker
     cost: float = 1.0  # there
     losses: int = 0  # workers that ended while they had it
@@ -92,8 +100,13 @@ class Part:
 
     @property
     def id(self) -> RequestId:
-        """The id that it has on its worker."""
+        """The id that it has on a worker that takes it in by itself."""
         return self.point.request.id
+
+    @property
+    def id_there(self) -> RequestId:
+        """The id that it has on its worker."""
+        return self.taken_as or self.id
 
     def waits(self) -> None:
         """It goes on from ``point``, wherever."""
@@ -102,7 +115,7 @@ class Part:
 
     def order(self, model: str, worker: str, sent: Callable[[Parcel], Parcel]) -> Order:
         """Have ``worker`` go on with it; from now on it does. ``sent``: a parcel as the worker can read it."""
-        self.worker = worker
+        self.worker, self.taken_as = worker, ""
         of = self.group.sent if self.sample is None else {self.sample: self.group.sent.get(self.sample, 0)}
         self.skip = {sample: sent - self.point.sent for sample, sent in of.items() if sent > self.point.sent}
         handover, left = self._timed(self.point)

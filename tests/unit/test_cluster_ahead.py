@@ -10,7 +10,9 @@ from helpers import ask
 
 from mmserve.cluster.coordinator import Coordinator
 from mmserve.cluster.messages import Chunk, Moved, Order, Refused
+from mmserve.core.events import Failed
 from mmserve.core.request import Request, Stage
+from mmserve.core.samples import samples
 from mmserve.errors import Cancelled, TransferError
 
 ONE = ask("one")
@@ -184,3 +186,18 @@ def test_each_sample_has_chunks_of_its_own() -> None:
     assert found == [(0, [(0, "chunk 0")]), (1, [(0, "chunk 0")])]
     cluster.made.cancel("one")
     assert not cluster.payloads.held
+
+
+def test_samples_that_are_still_where_all_began_are_cancelled_there() -> None:
+    """A worker knows samples that it has itself taken apart by their request."""
+    request = replace(ONE, sampling=replace(ONE.sampling, n=3))
+    payloads, worker = PayloadStore(), Worker("0")
+    made = coordinator(worker, payloads=payloads)
+    call = submit(made, request)
+    [order] = worker.orders
+    for i, one in enumerate(samples(request)):
+        handover = replace(order.handover, request=one, stage=Stage.READY)
+        made.take("0", [Moved(MODEL, "one", i, handover, f"saved {i}", stays=True)])
+    finish(made, worker, "one", sample=0)
+    made.cancel("one")
+    assert set(worker.cancelled) == {"one"} and isinstance(call.events[-1], Failed) and not payloads.held

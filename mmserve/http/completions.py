@@ -35,6 +35,8 @@ NEUTRAL: Neutral = {
 LABELS = ("user",)
 #: OpenAI's default.
 DEFAULT_TOKENS = 16
+#: The largest number of a message's field; no model has so many positions.
+_MOST_TOKENS = (1 << 32) - 1
 _REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 
@@ -85,7 +87,7 @@ def _pin(found: pb.GenerateRequest, suffix: str) -> None:
     room = found.sampling.max_new_tokens
     found.constraint.template.parts.add(hole=pb.Hole(max_tokens=room))
     found.constraint.template.parts.add(text=suffix)
-    found.sampling.max_new_tokens = room + len(suffix.encode())  # at most a token a byte
+    found.sampling.max_new_tokens = min(room + len(suffix.encode()), _MOST_TOKENS)  # at most a token a byte
 
 
 class _Reply(Chunks):

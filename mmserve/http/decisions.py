@@ -84,6 +84,8 @@ class DecisionsApi:
         for i, each in enumerate(given):
             with Fields.of(each, f"questions[{i}]") as own:
                 kind, name = required(own, "type", str), required(own, "id", str)
+                if not name:
+                    raise InvalidArgument.of(own.path("id"), "must not be empty")
                 asked = message.questions.add(id=name, text=_text(own, "question"))
                 named.append(_decision(own, kind, name, asked))
         return DecisionsAsked(message, tuple(named), temperature)
@@ -128,6 +130,8 @@ class SystemOneApi:
             if fields.any(name) is not None:
                 raise InvalidArgument.of(name, "is no field of this API; /v1/decisions has it")
         given = required(fields, "questions", dict)
+        if "" in given:
+            raise InvalidArgument.of("questions", "must have names that are not empty")
         _no_template_options(fields)  # other fields are left: the published schema allows them
         named = []
         for name, each in given.items():
@@ -191,11 +195,14 @@ def _image(given: Any, path: str) -> generation_pb2.ContentPart:
 def _decision(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestion) -> Named:
     """Put what follows the question's text of ``/v1/decisions`` into ``asked``."""
     if kind == CHOICE:
-        names = []
+        names = dict[str, None]()  # in their order
         for i, option in enumerate(required(fields, "options", list)):
             with Fields.of(option, fields.path(f"options[{i}]")) as own:
-                names.append(required(own, "name", str))
-                asked.choice.options.append(_described(names[-1], _text(own, "description")))
+                option_name = required(own, "name", str)
+                if option_name in names:
+                    raise InvalidArgument.of(own.path("name"), f"{option_name!r} is that of another option")
+                names[option_name] = None
+                asked.choice.options.append(_described(option_name, _text(own, "description")))
         asked.choice.SetInParent()
         return Named(name, kind, tuple(names))
     if kind == SCORE:

@@ -1,0 +1,37 @@
+"""Bodies of typed questions over HTTP: what would leave an answer without a name of its own is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mmserve.errors import InvalidArgument
+from mmserve.http.decisions import DECISION_APIS
+
+YES_NO = {"type": "yes_no", "question": "Is it red?"}
+
+
+def refusal(path: str, body: dict[str, Any]) -> str:
+    with pytest.raises(InvalidArgument) as raised:
+        DECISION_APIS[path].read({"model": "m", **body})
+    return raised.value.message
+
+
+def test_options_have_names_of_their_own() -> None:
+    """They are told apart by their descriptions, but probabilities are by name."""
+    options = [{"name": "a", "description": "one"}, {"name": "b"}, {"name": "a", "description": "two"}]
+    question = {"id": "q", "type": "choice", "question": "Which?", "options": options}
+    why = refusal("/v1/decisions", {"input": "A circle.", "questions": [question]})
+    assert why == "questions[0].options[2].name: 'a' is that of another option"
+
+
+def test_questions_have_ids() -> None:
+    """Those without one would all be answered under the same name."""
+    questions = [{"id": "", **YES_NO}, {"id": "", **YES_NO}]
+    why = refusal("/v1/decisions", {"input": "A circle.", "questions": questions})
+    assert why == "questions[0].id: must not be empty"
+    noul = {"type": "noul", "instructions": "Is it red?"}
+    assert refusal("/v1/systemone", {"state": "A circle.", "questions": {"": noul, "1": noul}}) == (
+        "questions: must have names that are not empty"
+    )

@@ -95,7 +95,8 @@ class Engine:
             config.page_size,
             self.stages.page_bytes,
         )
-        self._migration = Migration(self._live, self.stages, self._pool, config)
+        copy_evicted = self._prefixes.copy_evicted
+        self._migration = Migration(self._live, self.stages, self._pool, config, copy_evicted)
         self._outcomes = StageOutcomes(
             self._live, self._queue, self._pool, self._prefixes, self._migration, self.stages, config
         )
@@ -273,7 +274,6 @@ class Engine:
         states = sorted(self._live, key=lambda r: r.group.arrived)
         size, frames, now = self.config.page_size, self.info.frames_per_video, time.monotonic()
         arrived_wait = self._migration.open_arrived(states, self._now)
-        self._prefixes.evicted()()  # here: decode writes to the pages that arrived requests were given
         tokens, causal = self.config.prefill_tokens, self.stages.model.spec.causal
         entries = [r.entry(size, frames, tokens, now, causal=causal) for r in states if not r.waits]
         budgets = self._budgets(0 if arrived_wait else self._pool.free)

@@ -30,13 +30,21 @@ class Migration:
     ``roles``: the stages that this engine does. A request whose next stage is none of them leaves; a stage that is
     begun ends here. ``save_every``: decode steps between two copies of a request's state (``Saved``); 0 = none.
     ``ahead_bytes``: K/V of a prompt whose decode is elsewhere go ahead of it in chunks of so many bytes (``Ahead``);
-    0 = they go with it.
+    0 = they go with it. ``copy_evicted`` copies what pages held that have just been taken from the pool.
     """
 
-    def __init__(self, live: LiveRequests, stages: Stages, pool: PagePool, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        live: LiveRequests,
+        stages: Stages,
+        pool: PagePool,
+        config: EngineConfig,
+        copy_evicted: Callable[[], None],
+    ) -> None:
         self.roles = frozenset(ROLES)
         self.save_every = self.ahead_bytes = 0
         self._live, self._stages, self._pool, self._config = live, stages, pool, config
+        self._copy_evicted = copy_evicted
 
     # --- in ---
 
@@ -93,6 +101,7 @@ class Migration:
                         return stage is Stage.ARRIVED
                     room -= 1
                     state.pages = PageTable.take(self._pool, count, ())
+                    self._copy_evicted()  # before K/V that go ahead may be written there, by another thread
                     self._stages.decoding.expect(state.request.id, state.pages)
                 if stage is Stage.ARRIVED:
                     state.turn = now

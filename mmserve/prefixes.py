@@ -101,6 +101,10 @@ class Prefixes:
         self._pool.evicted, tier = [], self._tier
         return lambda: tier.save(pages)
 
+    def copy_evicted(self) -> None:
+        """Copy them now."""
+        self.evicted()()
+
     # --- from any thread ---
 
     def blocks(self) -> list[Block]:

@@ -134,7 +134,7 @@ class _Head:
             self._made = self._hidden[:0]
             start, end = self._bounds[index]
             padding = padded_rows(end - start, self._floor, self._decoder.fewest_rows) - (end - start)
-            adapted = self._adapters and self._adapters.of(start, end)
+            adapted = None if self._adapters is None else self._adapters.of(start, end)
             self._made = self._decoder.logits(F.pad(self._hidden[start:end], (0, 0, 0, padding)), adapted)
             self._index = index
         return self._made

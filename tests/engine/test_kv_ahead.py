@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from apart import ENGINE, ENGINES, cases, load
+from apart import ENGINE, ENGINES, LAST, cases, load
 from harness import Bench, Gate, eventually
 from helpers import ask
 from test_migration import Trip, over_the_wire
 
+from mmserve.config import EncoderCacheConfig, KVCacheConfig
 from mmserve.core.events import Event, Failed, Finished
-from mmserve.core.handover import Ahead, Handover, Left, Saved
+from mmserve.core.handover import ROLES, Ahead, Handover, Left, Saved
 from mmserve.core.payloads import KVChunk, PrefilledPayload
 from mmserve.core.progress import Progress
 from mmserve.core.request import Request, Stage
 from mmserve.errors import Cancelled, TransferError
+from mmserve.tiers.caches import Caches
 
 #: Their K/V do not depend on constraints, whose search takes its time.
 CASES = {name: [each for each in requests if each.constraint is None] for name, requests in cases().items()}
@@ -277,3 +279,40 @@ def test_the_receiver_waits_for_pages_with_chunks_in_hand(fleets: Callable[[str]
     for other in others:
         other.wait()
     same(done, led.finished[request.id])
+
+
+def test_what_pages_held_is_kept_before_chunks_are_written_there() -> None:
+    """Pages of a prompt that the pool gives up for a request whose chunks are coming go to the memory beyond it."""
+    config = {**ENGINE, **ENGINES["causal"], "pages": 20}
+    kept = Caches.of(EncoderCacheConfig(), KVCacheConfig(host_bytes=64 << 20))
+    there = Bench(load("causal", ""), watch=False, cache=kept, **config)
+    sender = Bench(load("causal", ""), watch=False, **config)
+    sender.engine.serve_roles(["encode", "prefill"], ahead_bytes=CHUNK)
+    first, second = (ask(name, name * 36, max_new_tokens=8, recompute=LAST) for name in ("come", "dome"))
+    done, elsewhere = there.ask(first), sender.engine
+    there.engine.serve_roles(["decode"])
+    tier, copying, go_on = there.engine.stages.tier, threading.Event(), threading.Event()
+    assert tier is not None
+    save = tier.save
+
+    def hold(number: int) -> None:
+        assert number < 1 or copying.wait(60), "pages are given up for it"
+
+    led = Led(there, hold)
+
+    def slow(pages: object) -> None:
+        copying.set()
+        assert go_on.wait(60)
+        save(pages)  # type: ignore[arg-type]
+
+    tier.save = slow  # type: ignore[method-assign, assignment]
+    elsewhere.submit(second, led.sink(second.id))
+    eventually(lambda: bool(led.handovers), "all chunks")
+    go_on.set()
+    led.wait()
+    there.engine.serve_roles(ROLES)
+    again = there.ask(dataclasses.replace(first, id="again"))
+    assert again.usage.cached_tokens > 0 and (again.text, again.tokens) == (done.text, done.tokens)
+    for bench in (there, sender):
+        bench.await_nothing_left()
+        bench.close()

@@ -166,9 +166,7 @@ def with_adapter(pair: tuple[Any, LoadedModel], bench: Make, folder: Path) -> tu
     return merged(made, tensors), running
 
 
-def test_blocks_of_an_adapter_are_filled_with_it(
-    pair: tuple[Any, LoadedModel], bench: Make, tmp_path: Path
-) -> None:
+def test_blocks_of_an_adapter_are_filled_with_it(pair: tuple[Any, LoadedModel], bench: Make, tmp_path: Path) -> None:
     theirs, running = with_adapter(pair, bench, tmp_path)
     banned, commit = set(pair[1].spec.banned_ids), Policy(name="threshold", options={"confidence": 0.2})
     requests = [ask(text, text, max_new_tokens=NEW, recompute=LAST, commit=commit) for text in TEXTS]

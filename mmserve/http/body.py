@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from concurrent.futures import Executor
 from http import HTTPStatus
@@ -74,7 +75,7 @@ _MAYBE_SURROGATE = re.compile(rb"\\u[dD]|\xed|\x00")
 
 def _parsed(data: bytes) -> Any:
     try:
-        found = json.loads(data, parse_constant=_constant)
+        found = json.loads(data, parse_constant=_constant, parse_float=_float)
         if _MAYBE_SURROGATE.search(data):
             json.dumps(found, ensure_ascii=False).encode()
         if data.count(b"{") + data.count(b"[") > MAX_DEPTH and _too_deep(found):
@@ -101,6 +102,13 @@ def _too_deep(found: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def _float(text: str) -> float:
+    """A number; what is beyond all of them could not be written again, as in a response that repeats a field."""
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
 
 
 def _constant(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -173,7 +174,7 @@ class _Reply:
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
         (one,) = finished
         content = [{"type": "text", "text": one.text, "citations": None}] if one.text or not one.tool_calls else []
-        content += [_tool_use(call.id, call.name, json.loads(call.arguments)) for call in one.tool_calls]
+        content += [_tool_use(call.id, call.name, _given(call.arguments)) for call in one.tool_calls]
         return {**self._message(content, one.reason), "usage": _usage(one), "mmserve": own_fields(finished)}
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
@@ -216,6 +217,20 @@ class _Reply:
     def _message(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
         end = {"stop_reason": None if reason is None else _REASONS[reason], "stop_sequence": None, "stop_details": None}
         return {**self._common, "content": content, **end, "container": None}
+
+
+def _given(arguments: str) -> dict[str, Any]:
+    """The object in the text of a call's ``arguments``; numbers beyond all floats become the last one."""
+    given: dict[str, Any] = json.loads(arguments, parse_float=_float, parse_int=_integer)
+    return given
+
+
+def _float(text: str) -> float:
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
+
+
+def _integer(text: str) -> float:
+    return int(text) if len(text) <= sys.float_info.max_10_exp else _float(text)
 
 
 def _tool_use(own: str, name: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -152,6 +152,7 @@ class Engine:
         state = open_group(request, cast(Sink, sink), time.monotonic())
         with self._queue.lock:
             ahead = self._queue.take(request, state.due, of_session=of_session)
+            self.stages.adapters.keep(request)
             if prompt is not None:
                 self.stages.encoding.give(request.id, prompt)
             # Within the lock: a drain that begins now must find the request in the inbox before its own message.

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmserve.core.info import AdapterInfo
-from mmserve.core.request import Request
+from mmserve.core.request import Request, RequestId
+from mmserve.core.samples import samples
 from mmserve.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unimplemented
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.lora import Adapter, Stacks
@@ -32,6 +33,7 @@ class Adapters:
         self._model, self._folder, self._most = model, folder, most
         self._by_key: dict[str, Adapter] = {}
         self._names: dict[str, str] = {}  # name to key
+        self._waiting: dict[RequestId, Adapter] = {}  # of those that have not ended
         self._lock = threading.Lock()
         self.stacks = Stacks(most)
 
@@ -42,7 +44,7 @@ class Adapters:
                 self.load(folder.name)
 
     def load(self, name: str) -> AdapterInfo:
-        """Read the adapter ``name``, in place of one of that name; requests under way go on with theirs.
+        """Read the adapter ``name``, in place of one of that name; requests that were taken in go on with theirs.
 
         Raises ``Unimplemented`` where the model takes none, ``NotFound``, ``InvalidArgument`` for what is wrong with
         its files, ``ResourceExhausted`` where there is no room.
@@ -87,7 +89,7 @@ class Adapters:
         return made
 
     def drop(self, name: str) -> None:
-        """Serve ``name`` no longer; requests that decode with it go on. Raises ``NotFound``."""
+        """Serve ``name`` no longer; requests that were taken in with it go on. Raises ``NotFound``."""
         with self._lock:
             if name not in self._names:
                 raise unknown(self._model.spec.name, name, self._names)
@@ -113,11 +115,27 @@ class Adapters:
                 raise unknown(self._model.spec.name, request.adapter, self._names)
         return replace(request, adapter=key or request.adapter)
 
+    def keep(self, request: Request) -> None:
+        """Have the adapter of a resolved request, which was taken in, for each of its samples until ``let_go``,
+        whatever is loaded or dropped meanwhile."""
+        with self._lock:
+            if (found := self._by_key.get(request.adapter)) is not None:
+                self._waiting.update((each.id, found) for each in samples(request))
+
+    def let_go(self, request: RequestId) -> None:
+        """A request, or sample, has ended."""
+        self._waiting.pop(request, None)
+
+    @property
+    def kept(self) -> int:
+        """Requests and samples whose adapter is kept for them."""
+        return len(self._waiting)
+
     def of(self, request: Request) -> Adapter | None:
         """The adapter of a resolved request, None where it asks for none; raises ``NotFound`` where it was dropped."""
         if not request.adapter:
             return None
-        found = self._by_key.get(request.adapter)
+        found = self._by_key.get(request.adapter) or self._waiting.get(request.id)
         if found is None:
             raise NotFound(f"the adapter {name_of(request.adapter)!r} was dropped while the request waited")
         return found

@@ -132,12 +132,13 @@ class Stages:
         self.encoding.release(request)
         self.prefilling.forget(request)
         self.decoding.release(request)
+        self.adapters.let_go(request)
 
     @property
     def held(self) -> int:
         """Requests of which anything is kept."""
         waiting = self.to_prefill.waiting + self.to_decode.waiting
-        return waiting + self.encoding.held + self.prefilling.held + self.decoding.held
+        return waiting + self.encoding.held + self.prefilling.held + self.decoding.held + self.adapters.kept
 
     @property
     def page_bytes(self) -> int:

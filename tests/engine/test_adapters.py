@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Bench
+from harness import Bench, eventually
 from helpers import ask
 from llama_checkpoints import greedy, llama, load, save
 from lora_checkpoints import ALL, ATTENTION, adapter_tensors, merged, save_adapter
@@ -17,6 +17,7 @@ from qwen_checkpoints import qwen
 from test_causal_engine import LAST, NONE, answer, endless
 from text_checkpoints import oracle as text_oracle
 
+from mmserve.core.events import Finished
 from mmserve.core.request import Request
 from mmserve.errors import InvalidArgument, NotFound, ResourceExhausted, Unimplemented
 from mmserve.models.base import LoadedModel
@@ -172,6 +173,26 @@ def test_requests_under_way_keep_an_adapter_that_is_dropped(made: Made, bench: M
         assert "was dropped while the request waited" in str(gone)
     else:
         assert tokens == made.expected(running, "a red circle", "wide")
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_requests_that_wait_keep_an_adapter_that_is_loaded_again_or_dropped(
+    bench: Make, tmp_path: Path, again: bool
+) -> None:
+    here, text = Made(tmp_path, "llama", {"mine": (4, None)}), "what is it?"
+    running = serving(bench, here, "mine")
+    expected, adapters = here.expected(running, text, "mine"), running.engine.stages.adapters
+    gate = running.gate("prefill")
+    calls = running.submit(asked("r", text, "mine"), asked("two", text, "mine", n=2))
+    if again:
+        save_adapter(here.folder / "mine", tensors_of(here.base, 99, 4, None))
+        adapters.load("mine")
+    else:
+        adapters.drop("mine")
+    gate.open()
+    assert answer(running, calls[0]) == expected
+    eventually(lambda: sum(isinstance(event, Finished) for event in calls[1].events) == 2, "both samples")
+    running.await_nothing_left()
 
 
 def test_memory_is_bounded(made: Made, bench: Make) -> None:

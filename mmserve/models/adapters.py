@@ -64,8 +64,9 @@ class Adapters:
         others of that name. Raises what ``load`` raises."""
         made = self._read(name)
         with self._lock:
-            self._check_room(name, made.bytes)
-            self._by_key.setdefault(made.key, made)
+            if made.key not in self._by_key:
+                self._check_room("", made.bytes)  # one of that name stays, too
+                self._by_key[made.key] = made
         return _info(made)
 
     def forget(self, keys: Iterable[str]) -> None:

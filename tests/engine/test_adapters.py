@@ -20,6 +20,7 @@ from text_checkpoints import oracle as text_oracle
 from mmserve.core.events import Finished
 from mmserve.core.request import Request
 from mmserve.errors import InvalidArgument, NotFound, ResourceExhausted, Unimplemented
+from mmserve.models.adapters import key_of
 from mmserve.models.base import LoadedModel
 
 Make = Callable[..., Bench]
@@ -208,6 +209,20 @@ def test_memory_is_bounded(made: Made, bench: Make) -> None:
     for call in running.submit(*requests):
         call.finished()
     assert adapters.stacks.held <= 1.5 * size
+
+
+def test_an_adapter_that_is_held_beside_one_of_its_name_is_counted(bench: Make, tmp_path: Path) -> None:
+    """A worker of a cluster has both until no request uses the older one."""
+    here = Made(tmp_path, "llama", {"mine": (4, None)})
+    size = serving(bench, here, "mine").engine.stages.adapters.listed()[0].bytes
+    adapters = serving(bench, here, adapter_bytes=int(1.5 * size)).engine.stages.adapters
+    old = adapters.hold("mine")
+    assert adapters.hold("mine") == old
+    save_adapter(here.folder / "mine", tensors_of(here.base, 99, 4, None))
+    with pytest.raises(ResourceExhausted, match=r"\[engine\] adapter_bytes is"):
+        adapters.hold("mine")
+    adapters.forget([key_of(old)])
+    assert adapters.hold("mine").digest != old.digest
 
 
 @pytest.mark.parametrize(

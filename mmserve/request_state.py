@@ -127,6 +127,9 @@ class RequestState:
         wanted = self.pages_wanted(config.page_size)
         if wanted <= config.pages:
             return None
+        if self.request.decisions:
+            needed = f"{len(self.request.decisions)} questions need {wanted} K/V pages, and there are {config.pages}"
+            return InvalidArgument.of("questions", f"{needed}: ask fewer at once, or shorten them or the context")
         why = (
             f"{self.tokens} positions of {self.request.sequences} sequences need {wanted} K/V pages, and there are "
             f"{config.pages}: leave out cfg_scale, or shorten the prompt or max_new_tokens"

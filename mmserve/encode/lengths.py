@@ -25,10 +25,13 @@ def check_length(request: Request, prompt: int, new: int, limit: int, *, pruned:
         field = "sampling.max_new_tokens" if prompt < limit else "messages"
         field = "questions" if request.decisions and prompt < limit else field
         before = " (before pruning)" if pruned else ""
+        shorter = "shorten the prompt or lower max_new_tokens"
+        if request.decisions:
+            shorter = "shorten the context or the questions"
         error = DoesNotFit.of(
             field,
             f"a prompt of {prompt} tokens{before} and {new} new ones exceed the limit of {limit}; "
-            "shorten the prompt or lower max_new_tokens (a server raises it by [engine] max_tokens, and past its "
+            f"{shorter} (a server raises it by [engine] max_tokens, and past its "
             "model's context by positions and rope_scaling under [[models]])",
         )
         error.room = max(0, limit - prompt)

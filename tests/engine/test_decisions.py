@@ -239,6 +239,18 @@ def test_what_a_model_cannot_answer_in_one_pass_is_refused_by_name(
     failed = call.wait()
     assert isinstance(failed, Failed) and isinstance(failed.error, DoesNotFit)
     assert [v.field for v in failed.error.violations] == ["questions"]
+    assert "shorten the context or the questions" in str(failed.error)
+
+
+def test_more_questions_than_there_are_pages_for_are_refused_by_name(bench: Make, model: LoadedModel) -> None:
+    running = bench(model, max_tokens=160, pages=20)
+    assert len(running.ask(asked("few", *QUESTIONS)).decisions) == 4
+    [call] = running.submit(asked("many", *QUESTIONS * 8))
+    error = call.error()
+    assert isinstance(error, InvalidArgument)
+    [wrong] = error.violations
+    assert wrong.field == "questions" and "32 questions" in wrong.description and "there are 20" in wrong.description
+    assert "cfg_scale" not in str(error) and "max_new_tokens" not in str(error)
 
 
 def test_the_text_of_a_question_makes_no_control_token(bench: Make, model: LoadedModel) -> None:

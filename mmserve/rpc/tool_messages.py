@@ -49,6 +49,8 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
             yield f"tools[{i}].name", f"is that of another tool: {tool.name!r}"
         if tool.parameters_json_schema and not _is_object(tool.parameters_json_schema):
             yield f"tools[{i}].parameters_json_schema", "must be the JSON text of a schema that is an object"
+        elif tool.parameters_json_schema and not _takes_objects(json.loads(tool.parameters_json_schema)):
+            yield f"tools[{i}].parameters_json_schema", "must have the type object: arguments are one"
     if asked == "required_tool" and message.required_tool not in names:
         yield "required_tool", "must be the name of one of the tools"
     if message.tool_choice and message.tool_choice not in TOOL_CHOICES:
@@ -89,14 +91,20 @@ def asked_tools(message: pb.GenerateRequest) -> ToolUse | None:
     )
 
 
+def _takes_objects(schema: dict[str, Any]) -> bool:
+    kind = schema.get("type", "object")
+    return kind == "object" or (isinstance(kind, list) and "object" in kind)
+
+
 def _tool(tool: pb.Tool) -> Tool:
-    schema = _compact(tool.parameters_json_schema or NO_PARAMETERS)
+    schema = _of_objects(tool.parameters_json_schema or NO_PARAMETERS)
     return Tool(tool.name, schema, tool.description, strict=tool.strict if tool.HasField("strict") else True)
 
 
-def _compact(text: str) -> str:
-    value: Any = json.loads(text)
-    return json.dumps(value, ensure_ascii=False)
+def _of_objects(text: str) -> str:
+    """The schema in ``text``, for objects alone: it may leave that open, and nothing else is read as arguments."""
+    schema: dict[str, Any] = json.loads(text)
+    return json.dumps({**schema, "type": "object"}, ensure_ascii=False)
 
 
 def asked_calls(chat: pb.ChatMessage) -> tuple[ToolCall, ...]:

@@ -25,10 +25,12 @@ from mmserve.errors import InvalidArgument
 from mmserve.models.chat import load_tokenizer, prompt_ids
 from mmserve.models.registry import load_model, model_folder
 from mmserve.reference.calls import CALLS, NO_TOOL
+from mmserve.rpc.tool_messages import asked_tools, wrong_tools
 from mmserve.tools.answer import ToolAnswers
 from mmserve.tools.formats import FORMATS, HERMES, LLAMA3, ToolFormat, format_in
 from mmserve.tools.grammar import _not_begun, _without, tool_grammar
 from mmserve.tools.parse import CallPiece, CallReader, TextPiece, written
+from mmserve.v1 import generation_pb2 as pb
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = (Tool("get_weather", json.dumps(CITY), "Weather of a city"), Tool("now"))
@@ -81,6 +83,42 @@ def test_the_grammar_takes_text_or_calls_as_asked(admission: Admission, form: To
         assert takes(admission, use, form, one) and not takes(admission, use, form, "It rains.")
     assert not takes(admission, ToolUse(tools=TOOLS, named="get_weather"), form, one)
     assert not takes(admission, ToolUse(tools=TOOLS, parallel=False), form, both)
+
+
+A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"properties": {"a": {"type": "integer"}}},
+        {"type": ["object", "string", "integer"]},
+        {"anyOf": [A, {"type": "string"}, {"type": "integer"}]},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [A, {"type": ["string", "integer"]}]}}},
+    ],
+    ids=lambda schema: next(iter(schema), "any"),
+)
+def test_arguments_are_an_object_also_where_their_schema_leaves_that_open(
+    admission: Admission, schema: dict[str, Any]
+) -> None:
+    """Of anything else the reader finds no end."""
+    message = pb.GenerateRequest(tool_choice=pb.TOOL_CHOICE_REQUIRED)
+    message.tools.add(name="f", parameters_json_schema=json.dumps(schema), strict=False)
+    assert not list(wrong_tools(message))
+    use = asked_tools(message)
+    assert use is not None
+    assert takes(admission, use, HERMES, written(HERMES, [("f", '{"a": 1}')]))
+    for other in ("5", '"x"'):
+        assert not takes(admission, use, HERMES, written(HERMES, [("f", other)]))
+
+
+@pytest.mark.parametrize("kind", ["string", ["array", "null"]])
+def test_a_schema_of_arguments_that_takes_no_object_is_refused(kind: Any) -> None:
+    message = pb.GenerateRequest()
+    message.tools.add(name="f", parameters_json_schema=json.dumps({"type": kind}))
+    [(field, why)] = wrong_tools(message)
+    assert field == "tools[0].parameters_json_schema" and "must have the type object" in why
 
 
 def test_the_shortest_answer_is_one_call(admission: Admission) -> None:

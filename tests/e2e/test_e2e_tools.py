@@ -115,7 +115,8 @@ def test_wrong_tools_are_refused_with_their_fields(served: Running) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{**FORECAST, "name": "a b"}]}, r"tools\[0\].name"),
         ({"tools": [FORECAST, FORECAST]}, r"tools\[1\].name"),
-        ({"tools": [{**FORECAST, "parameters": {"type": "strange"}}]}, "constraint"),
+        ({"tools": [{**FORECAST, "parameters": {"type": "string"}}]}, r"tools\[0\].parameters_json_schema"),
+        ({"tools": [{**FORECAST, "parameters": {"properties": {"a": {"type": "strange"}}}}]}, "constraint"),
         ({"tools": [FORECAST], "tool_choice": "gone"}, "required_tool"),
         ({"tools": [FORECAST], "regex": "a"}, "constraint"),
         ({"tool_choice": "required"}, "tool_choice"),

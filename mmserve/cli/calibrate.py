@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         items = bundled_items(arguments.limit, arguments.seed)
     else:
         raise ConfigError("--questions is needed: only the bundled models have questions of their own")
+    if sum(len(item.questions) for item in items) < 2:
+        raise ConfigError("--questions must hold two questions at least: the error is measured on every second one")
     with BackgroundServer(config) as server, server.client(3600) as client:
         model = client.describe()
         found = list(judged(client, items, model.name, load_calibration(folder), show_progress))

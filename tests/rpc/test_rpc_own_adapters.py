@@ -1,16 +1,17 @@
-"""Adapters of a checkpoint's own: sessions with a model that keeps no K/V of frames use the one for streams, and typed
-questions the one for decisions, unless they name another."""
+"""Adapters of a checkpoint's own: sessions with a model that keeps no K/V of frames use the one for streams, typed
+questions the one for decisions, and requests with tools the one for tools, unless they name another."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from video_client import picture, sdk, video_server
 
-from mmserve.client import YesNo
+from mmserve.client import Tool, YesNo
 from mmserve.config import ModelConfig
 from mmserve.errors import InvalidArgument, NotFound
 from mmserve.models.base import LoadedModel
@@ -22,13 +23,13 @@ QUESTIONS = ("what is it?", "How many shapes are there?", "Is there a red circle
 
 
 def bundled(folder: Path, path: str) -> LoadedModel:
-    """A bundled model with three random adapters in its checkpoint."""
+    """A bundled model with four random adapters in its checkpoint."""
     model = load_model(ModelConfig(path=path))
     assert isinstance(model, LoadedModel)
-    for seed, name in enumerate(("decisions", "other", "streams")):
+    for seed, name in enumerate(("decisions", "other", "streams", "tools")):
         torch.manual_seed(seed)
         made = ReferenceModel(model.vocab_size, causal=model.spec.causal)
-        add_low_rank(made, 4)
+        add_low_rank(made, 4, output=name == "tools")
         for parameter_name, parameter in made.named_parameters():
             if parameter_name.endswith(".0.b"):
                 torch.nn.init.normal_(parameter, std=0.4)
@@ -45,7 +46,7 @@ def test_a_session_uses_the_adapter_for_streams_or_the_one_it_names(tmp_path: Pa
                     session.push(picture(number, (40, 40)), float(number))
                 return [session.stream(asked, max_new_tokens=12).result().text for asked in QUESTIONS]
 
-        assert [adapter.name for adapter in client.adapters()] == ["decisions", "other", "streams"]
+        assert [adapter.name for adapter in client.adapters()] == ["decisions", "other", "streams", "tools"]
         default, other = answers(""), answers("reference:other")
         assert default == answers("reference:streams") != other
         client.drop_adapter("streams")
@@ -74,3 +75,21 @@ def test_typed_questions_use_the_adapter_for_decisions_or_the_one_they_name(tmp_
         assert default == probability("reference:decisions") != other
         client.drop_adapter("decisions")
         assert probability("") not in (default, other)
+
+
+def test_requests_with_tools_use_the_adapter_for_tools_or_the_one_they_name(tmp_path: Path) -> None:
+    with video_server(model=bundled(tmp_path, "bundled")) as (address, _), sdk(address) as client:
+        tool = Tool(name="find", parameters={"type": "object", "properties": {"word": {"enum": ["a", "b", "c", "d"]}}})
+
+        def answer(model: str, **choice: Any) -> str:
+            result = client.generate("Find it.", tools=[tool], model=model, max_new_tokens=48, **choice)
+            return result.text + "".join(call.arguments for call in result.tool_calls)
+
+        default, other = answer(""), answer("reference:other")
+        assert default == answer("reference:tools") != other
+        plain = answer("", tool_choice="none", ignore_end=True)
+        assert plain != answer("reference:tools", tool_choice="none", ignore_end=True), (
+            "tools that are not shown need no adapter"
+        )
+        client.drop_adapter("tools")
+        assert answer("") not in (default, other)

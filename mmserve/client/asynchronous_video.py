@@ -44,7 +44,11 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
     async def open(self) -> Self:
         """Connect; what ``async with`` does."""
         self._running = asyncio.create_task(self._run())
-        await self._changes.until(self._opened)
+        try:
+            await self._changes.until(self._opened)
+        except asyncio.CancelledError:  # nobody has the session, so nobody would close it
+            await self._leave()
+            raise
         self._check_opened()
         return self
 
@@ -117,7 +121,12 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
         self, text: str, *, scope: Any = "now", schema: Any = None, timeout: float | None = None, **options: Any
     ) -> Result[Any]:
         """As ``VideoSession.ask``."""
-        return await self.stream(text, scope=scope, schema=schema, timeout=timeout, **options).result()
+        question = self.stream(text, scope=scope, schema=schema, timeout=timeout, **options)
+        try:
+            return await question.result()
+        except asyncio.CancelledError:
+            question.cancel()
+            raise
 
     async def decide(
         self,
@@ -177,8 +186,10 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
                 await self._running
 
     async def _until(self, so: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait until ``so()``, which still holds when the caller goes on: no other task runs in between."""
         try:
-            await asyncio.wait_for(self._changes.until(so), seconds)
+            async with asyncio.timeout(seconds):  # ``wait_for`` of Python 3.11 waits in a task of its own
+                await self._changes.until(so)
         except TimeoutError:
             raise DeadlineExceeded(f"{what} in time") from None
 
@@ -280,7 +291,8 @@ class AsyncAlerts(AlertsView):
     async def next(self, timeout: float | None = None) -> Alert | None:
         """As ``Alerts.next``."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._session._changes.until(self._ready), timeout)
+            async with asyncio.timeout(timeout):  # as ``_until``
+                await self._session._changes.until(self._ready)
         return self._popped()
 
     async def __aenter__(self) -> Self:

@@ -13,8 +13,8 @@ from mmserve.video import messages as m
 from mmserve.video.alerts import Watch as WatchRule
 from mmserve.video.base import Seen
 from mmserve.video.reported import reported
-from mmserve.video.session_context import SessionContext
-from mmserve.video.standing import Judged, StandingQuestion
+from mmserve.video.session_context import Judge, SessionContext
+from mmserve.video.standing import MAX_QUESTIONS, Judged, StandingQuestion
 
 
 @dataclass(eq=False)
@@ -99,14 +99,8 @@ class Watches:
             seen, watches = self._to_judge.popleft()
             still = [each for each in watches if self._asked.get(each.request.watch_id) is each]
             if still and self._around.standing is not None:
-                try:
-                    questions = [each.question for each in still]
-                    judged = await self._around.judge(self._around.standing.judge, seen, questions)
-                    for each, found in zip(still, judged, strict=True):
-                        self._judged(each, found, seen.seconds)
-                except Exception as error:  # noqa: BLE001 - the same
-                    for each in still:
-                        self._stop(each, reported(error))
+                for begin in range(0, len(still), MAX_QUESTIONS):
+                    await self._ask(self._around.standing, seen, still[begin : begin + MAX_QUESTIONS])
             self.waiting -= 1
             del seen, watches, still
             self._changed()
@@ -114,6 +108,16 @@ class Watches:
     def clear(self) -> None:
         """Let go of all frames."""
         self._to_judge.clear()
+
+    async def _ask(self, standing: Judge, seen: Seen, watches: list[Watching]) -> None:
+        """Judge a frame by some of those that are asked, in one call."""
+        try:
+            judged = await self._around.judge(standing.judge, seen, [each.question for each in watches])
+            for each, found in zip(watches, judged, strict=True):
+                self._judged(each, found, seen.seconds)
+        except Exception as error:  # noqa: BLE001 - the same
+            for each in watches:
+                self._stop(each, reported(error))
 
     def _judged(self, watching: Watching, found: Judged, seconds: float) -> None:
         request = watching.request

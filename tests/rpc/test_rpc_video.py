@@ -27,6 +27,7 @@ from mmserve.tenants import TenantConfig
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Frame, Seen, StreamStats
 from mmserve.video.reading import MAX_INIT_BYTES
+from mmserve.video.standing import MAX_QUESTIONS
 from mmserve.video.streams import EngineStream
 
 INVALID, PRECONDITION, EXHAUSTED, CANCELLED = 3, 9, 8, 1
@@ -296,6 +297,21 @@ def test_standing_questions_are_accepted_removed_and_bounded(raw: Raw) -> None:
     raw.wait_taken(6)
     raw.send(watch=pb.Watch(watch_id="bad", text="", yes_no=pb.YesNo()))
     assert raw.wait("watch_state", lambda s: s.watch_id == "bad").error.code == INVALID
+
+
+def test_a_session_may_have_more_standing_questions_than_one_pass_takes() -> None:
+    names = [f"w{number}" for number in range(MAX_QUESTIONS + 2)]
+    rule = {"on_threshold": 0.01, "off_threshold": 0.0, "min_mass": 0.0}
+    with video_server({"max_watches": len(names)}) as (address, _):
+        raw = Raw.opened(address)
+        for name in names:
+            raw.send(watch=pb.Watch(watch_id=name, text=f"is it {name}?", yes_no=pb.YesNo(), **rule))
+        raw.send(push_image=image(0))
+        raw.send(get_statistics=pb.GetStatistics())
+        raw.wait("statistics")
+        raw.close()  # once every question was asked
+        assert not any(r.watch_state.HasField("error") for r in raw.responses)
+        assert {r.alert.watch_id for r in raw.responses if r.HasField("alert")} == {*names}
 
 
 def test_alerts_say_when_a_standing_question_turns_true(raw: Raw) -> None:

@@ -1,0 +1,72 @@
+"""Sessions of the client for asyncio: what is cancelled leaves nothing at the server, and pushes share the credit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from clips import clip
+from video_client import PATIENCE, picture, registries, video_server
+
+from mmserve.client import AsyncClient
+
+
+async def _until(so: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    async with asyncio.timeout(seconds):
+        while not so():
+            await asyncio.sleep(0.01)
+
+
+async def _cancelled_question(address: str, live: Callable[[], int]) -> None:
+    async with AsyncClient(address, timeout=PATIENCE) as client, client.video_session() as session:
+        await session.push(picture(0), 0.0)
+        asking = asyncio.create_task(session.ask("what is it?", max_new_tokens=64))
+        await _until(lambda: live() == 1)
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+        await _until(lambda: live() == 0, 5.0)
+
+
+def test_a_question_whose_task_is_cancelled_ends_at_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with video_server() as (address, engine):
+        propose = engine.stages.decoder.propose
+
+        def slow(batch: list[Any]) -> list[None]:
+            time.sleep(0.5)
+            return propose(batch)
+
+        monkeypatch.setattr(engine.stages.decoder, "propose", slow)
+        asyncio.run(_cancelled_question(address, lambda: engine.stats().live))
+
+
+async def _cancelled_opening(address: str, sessions: Callable[[], int]) -> None:
+    async with AsyncClient(address, timeout=PATIENCE) as client:
+        opening = asyncio.create_task(client.video_session().open())
+        await asyncio.sleep(0)
+        opening.cancel()
+        with suppress(asyncio.CancelledError):
+            await opening
+        await asyncio.sleep(0.5)  # time enough to open a session
+        assert not sessions()
+
+
+def test_a_session_whose_opening_is_cancelled_is_not_opened() -> None:
+    with registries() as found, video_server() as (address, _engine):
+        asyncio.run(_cancelled_opening(address, lambda: len(found[0]._sessions)))
+
+
+async def _pushed_at_once(address: str) -> None:
+    async with AsyncClient(address, timeout=PATIENCE) as client, client.video_session() as session:
+        await asyncio.gather(*(session.push_segment(clip(frames=10, rate=10)) for _ in range(8)))
+        assert (await session.statistics()).frames_taken == 8
+        assert session.push_failures == ()
+
+
+def test_pushes_of_several_tasks_share_the_credit() -> None:
+    with video_server({"credit_pushes": 2}) as (address, _engine):
+        asyncio.run(_pushed_at_once(address))

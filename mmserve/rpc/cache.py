@@ -66,9 +66,10 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         label, own = calls.current().request_id, uuid.uuid4().hex
         with ExitStack() as held:
             async with errors_to_status(context, f"Warm {label}"):
-                if message.pin:
+                pin, made = message.pin, message.request
+                del message  # it may hold media
+                if pin:
                     check_admin("pin or drop cache entries")
-                made = message.request
                 for field in ("constraint", "tools", "tool_choice", "required_tool", "stream"):
                     made.ClearField(field)
                 made.sampling.max_new_tokens, made.sampling.n = 1, 1
@@ -79,11 +80,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                         )
                     except MMServeError as error:
                         raise error.with_traceback(None) from None  # whose frames hold the message
+                    finally:
+                        del made
                     request = replace(request, streaming=Streaming(deltas=False))
                     async with aclosing(answered(engine, request, watch)) as events:
                         ends = [event async for event in events if isinstance(event, Finished)]
                 name = await asyncio.to_thread(_kept(engine).prefix_of, own)
-                if message.pin and name:
+                if pin and name:
                     await asyncio.to_thread(_kept(engine).pin, [name], True)
                 usage = ends[-1].usage
                 return pb.WarmResponse(

@@ -24,7 +24,7 @@ from mmserve.rpc.memory_budget import MemoryBudget
 from mmserve.rpc.status import abort
 from mmserve.rpc.turns import Turns
 from mmserve.rpc.wire import Shape, check_fields, shape_of
-from mmserve.v1 import decision_pb2, generation_pb2, media_pb2, video_pb2
+from mmserve.v1 import cache_pb2, decision_pb2, generation_pb2, media_pb2, video_pb2
 
 #: Larger messages are parsed off the event loop (bytes).
 INLINE_BYTES = 1 << 20
@@ -34,6 +34,7 @@ _LARGE = {
     "/mmserve.v1.DecisionService/Decide": shape_of(decision_pb2.DecideRequest.DESCRIPTOR),
     "/mmserve.v1.MediaService/UploadMedia": shape_of(media_pb2.UploadMediaRequest.DESCRIPTOR),
     "/mmserve.v1.VideoService/Session": shape_of(video_pb2.SessionRequest.DESCRIPTOR),
+    "/mmserve.v1.CacheService/Warm": shape_of(cache_pb2.WarmRequest.DESCRIPTOR),
 }
 #: The refusal of a large message is sent late: a client that only ever sends such messages, one after another, is
 #: received at this rate (bytes a second).

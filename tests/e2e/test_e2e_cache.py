@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from e2e_helpers import command, settings
 from helpers import picture
 from llama_checkpoints import Sighted
+from PIL import Image
 from prometheus_client import generate_latest
 
 from mmserve.assembly import BackgroundServer
-from mmserve.client import AsyncClient, Client, FailedPrecondition, Result, Unauthenticated
+from mmserve.client import AsyncClient, Client, FailedPrecondition, ResourceExhausted, Result, Unauthenticated
 from mmserve.config import KVCacheConfig, ModelConfig, TenantConfig
 
 LONG = "what is left of the red circle, and what is right of it? " * 5
@@ -83,6 +85,17 @@ def test_prompts_are_warmed_pinned_and_dropped(folder: Path, tmp_path: Path) -> 
         assert asyncio.run(drop(server.address, [prefix.id, visual.id, "0" * 64])) == prefix.tokens // PAGE + 1
         assert client.cache.list().entries == () and not list(tmp_path.iterdir())
         assert client.generate(LONG, shown, max_new_tokens=4).usage.cached_tokens == 0
+
+
+def test_warming_takes_what_a_request_takes_and_counts_as_one(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "one").write_text("one-token\n")
+    tenants = (TenantConfig(name="one", token_file=str(tmp_path / "one"), rate=0.005, burst=1),)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8))
+    with served(folder, KVCacheConfig(), tenants) as server:
+        client = Client(server.address, token="one-token", timeout=60, retries=False)
+        assert client.cache.warm(LONG, (noise,)).visual_tokens > 0  # a message of more than 100 KB
+        with pytest.raises(ResourceExhausted, match="rate"):
+            client.cache.warm(LONG)
 
 
 async def drop(address: str, ids: list[str]) -> int:

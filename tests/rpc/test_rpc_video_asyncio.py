@@ -10,26 +10,22 @@ from typing import Any
 
 import pytest
 from clips import clip
-from video_client import PATIENCE, picture, registries, video_server
+from video_client import PATIENCE, picture, registries, video_server, wait_for
 
 from mmserve.client import AsyncClient
-
-
-async def _until(so: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    async with asyncio.timeout(seconds):
-        while not so():
-            await asyncio.sleep(0.01)
 
 
 async def _cancelled_question(address: str, live: Callable[[], int]) -> None:
     async with AsyncClient(address, timeout=PATIENCE) as client, client.video_session() as session:
         await session.push(picture(0), 0.0)
         asking = asyncio.create_task(session.ask("what is it?", max_new_tokens=64))
-        await _until(lambda: live() == 1)
+        await asyncio.to_thread(wait_for, "the question", lambda: live() == 1)
         asking.cancel()
+        begun = time.monotonic()
         with suppress(asyncio.CancelledError):
             await asking
-        await _until(lambda: live() == 0, 5.0)
+        await asyncio.to_thread(wait_for, "its end", lambda: live() == 0)
+        assert time.monotonic() - begun < 10  # its 64 tokens take 32 s
 
 
 def test_a_question_whose_task_is_cancelled_ends_at_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ class _Kept:
     label: Label | None = None
     hits: int = 0
     pinned: bool = False
+    forgotten: bool = False  # dropped while it is used: it is there for those who use it alone
 
 
 @dataclass
@@ -79,9 +80,7 @@ class TensorCache:
             found = self._find(keys, make, fits, held, check, label)
             yield [found[key] for key in keys]
         finally:
-            with self._lock:
-                for key in held:
-                    self._kept[key].references -= 1
+            self._let_go(held)
 
     @contextmanager
     def found(
@@ -109,15 +108,13 @@ class TensorCache:
                     break
             yield taken
         finally:
-            with self._lock:
-                for key in held:
-                    self._kept[key].references -= 1
+            self._let_go(held)
 
     def _take(
         self, i: int, key: bytes, fits: Callable[[int, Entry], bool], held: list[bytes], label: Labels
     ) -> Entry | None:
         with self._lock:
-            kept = self._kept.get(key)
+            kept = self._there(key)
             if kept is not None and fits(i, kept.entry):
                 self._count["lookups"] += 1
                 self._count["hits"] += 1
@@ -139,8 +136,7 @@ class TensorCache:
         self._keep(key, entry, held, label)
         with self._lock:
             self._count["put"] += 1
-            for each in held:
-                self._kept[each].references -= 1
+        self._let_go(held)
         return self._writer is None or self._writer.put(key, entry, label)
 
     def flush(self) -> None:
@@ -161,7 +157,7 @@ class TensorCache:
     def blocks(self) -> list[tuple[bytes, Block]]:
         """What is there and has a label, tier by tier; slow where a disk has many files."""
         with self._lock:
-            kept = list(self._kept.items())
+            kept = [(key, each) for key, each in self._kept.items() if not each.forgotten]
         found = [
             (key, Block(each.label, "host", each.size, each.hits, each.pinned)) for key, each in kept if each.label
         ]
@@ -178,7 +174,7 @@ class TensorCache:
         self.flush()
         there = set[bytes]()
         with self._lock:
-            mine = [key for key in keys if key in self._kept]
+            mine = [key for key in keys if self._there(key) is not None]
             held = {key for key, kept in self._kept.items() if kept.pinned} | set(mine)
             if pinned and sum(self._kept[key].size for key in held) > self.capacity:
                 raise ResourceExhausted("pinned values would take more memory than the cache may: unpin others")
@@ -195,12 +191,14 @@ class TensorCache:
         there = set[bytes]()
         with self._lock:
             for key in keys:
-                if key in self._kept:
-                    there.add(key)
-                    if not self._kept[key].references:
-                        self._drop(key)
-                    else:
-                        self._kept[key].pinned = False
+                kept = self._there(key)
+                if kept is None:
+                    continue
+                there.add(key)
+                if kept.references:
+                    kept.pinned, kept.forgotten = False, True
+                else:
+                    self._drop(key)
         if self._disk is not None:
             there.update(key for key in keys if self._disk.drop(key))
         return len(there)
@@ -208,7 +206,7 @@ class TensorCache:
     def peek(self, key: bytes) -> Entry | None:
         """What is kept in memory under ``key``, for a look at it now."""
         with self._lock:
-            kept = self._kept.get(key)
+            kept = self._there(key)
             return kept.entry if kept is not None else None
 
     def stats(self) -> CacheStats:
@@ -269,7 +267,7 @@ class TensorCache:
         others: list[tuple[bytes, _Making]] = []
         with self._lock:
             for key in missing:
-                kept = self._kept.get(key)
+                kept = self._there(key)
                 if kept is not None and not fits(index[key], kept.entry):
                     self._count["unfit"] += 1
                     if not kept.references:
@@ -333,7 +331,7 @@ class TensorCache:
         """Keep ``entry``, referenced, if what is neither referenced nor pinned makes room for it."""
         size = sum(tensor.nbytes for tensor in entry.values())
         with self._lock:
-            if key in self._kept:  # one that did not fit, and that is still in use
+            if key in self._kept:  # one that did not fit, or was dropped, and that is still in use
                 return
             idle = [other for other, kept in self._kept.items() if not kept.references and not kept.pinned]
             if self._bytes + size - sum(self._kept[other].size for other in idle) > self.capacity:
@@ -346,6 +344,20 @@ class TensorCache:
             self._kept[key] = _Kept(entry, size, 1, label, hits)
             self._bytes += size
             held.append(key)
+
+    def _there(self, key: bytes) -> _Kept | None:
+        """With the lock: what others may find under ``key``."""
+        kept = self._kept.get(key)
+        return None if kept is None or kept.forgotten else kept
+
+    def _let_go(self, held: Sequence[bytes]) -> None:
+        """Give references back."""
+        with self._lock:
+            for key in held:
+                kept = self._kept[key]
+                kept.references -= 1
+                if kept.forgotten and not kept.references:
+                    self._drop(key)
 
     def _drop(self, key: bytes) -> None:
         self._bytes -= self._kept.pop(key).size

@@ -429,3 +429,19 @@ def test_digests_of_settings_and_weights() -> None:
         made.weight[2, 2] = torch.nextafter(made.weight[2, 2], torch.tensor(9.0))
     assert weights_digest(made) != before
     assert weights_digest(made) != weights_digest(made.bfloat16())
+
+
+def test_what_is_dropped_while_it_is_used_is_forgotten_after_that() -> None:
+    cache = TensorCache(10 * SIZE)
+    maker = Maker(cache)
+
+    def drop() -> None:
+        assert cache.drop([key(1)]) == 1
+        assert cache.drop([key(1)]) == cache.pin([key(1)], True) == 0 and cache.peek(key(1)) is None
+        maker.get(1)  # made anew, for it is forgotten
+
+    maker.get(1, inside=drop)
+    assert maker.made[1] == 2 and cache.stats().used_bytes == 0
+    maker.get(1)
+    maker.get(1)
+    assert maker.made[1] == 3 and cache.stats().used_bytes == SIZE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from mmserve.v1 import decision_pb2
 from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video import messages as m
+
+#: Longer times (seconds) are as good as none, and clocks would overflow.
+_LONGEST = 365 * 86_400.0
 
 
 class SessionQuestions:
@@ -46,8 +50,8 @@ class SessionQuestions:
 
     def _request(self, message: gen.GenerateRequest, asked: pb.Ask | pb.Decide, path: str) -> Request:
         late = asked.timeout_seconds if asked.HasField("timeout_seconds") else None
-        if late is not None and not 0 < late <= 86_400:
-            raise InvalidArgument.of(f"{path}.timeout_seconds", f"must be in (0, 86400], not {late}")
+        if late is not None and not 0 < late < math.inf:
+            raise InvalidArgument.of(f"{path}.timeout_seconds", f"must be finite and above 0, not {late}")
         return to_request(
             message,
             request_id=uuid.uuid4().hex,
@@ -55,7 +59,7 @@ class SessionQuestions:
             adapter=self._adapter,
             limits=self._limits,
             media=_no_media,
-            deadline=None if late is None else time.monotonic() + late,
+            deadline=None if late is None else time.monotonic() + min(late, _LONGEST),
             tenant=self._tenant,
         )
 

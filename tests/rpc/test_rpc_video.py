@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -89,6 +90,15 @@ def test_a_question_before_the_first_frame(raw: Raw) -> None:
     raw.send(push_image=image(0))
     raw.send(ask=ask("later"))
     assert raw.answer("later").text is not None
+
+
+def test_a_question_may_have_any_time_that_is_finite(raw: Raw) -> None:
+    raw.send(push_image=image(0))
+    raw.send(ask=ask("long", timeout_seconds=1e300))
+    assert raw.answer("long").text is not None
+    for name, seconds in (("never", math.inf), ("none", 0.0)):
+        raw.send(ask=ask(name, timeout_seconds=seconds))
+        assert raw.refusal(name).code == INVALID and "timeout_seconds" in raw.refusal(name).message
 
 
 def test_segments_and_images_become_frames_on_one_clock(raw: Raw) -> None:

@@ -23,8 +23,8 @@ def advanced(now: float, taken: Sequence[tuple[Entry, int]], live: float) -> tup
     """The clock after the batch ``taken``, each entry with its rows, and when each of its requests is due next.
 
     ``live``: requests in decode, at least those taken, each counted as one over its pace. Requests of one batch start
-    at the same time: what the batch     had room for is not held against the one that was due later. A request's first
-    step costs nothing: its tokens were     proposed by prefill.
+    at the same time: what the batch had room for is not held against the one that was due later. A request's first
+    step costs nothing: its tokens were proposed by prefill.
     """
     if not taken:
         return now, {}

@@ -47,7 +47,7 @@ def read_adapter(name: str, folder: Path, decoder: Decoder, dtype: torch.dtype, 
     """The adapter in ``folder`` for ``decoder``, whose tensors have the names they were loaded by.
 
     Raises ``ConfigError`` naming the setting, tensor or file that is wrong, and every tensor that is for no layer of
-    the decoder's attention and dense feed-forward, nor for an output layer with weights of its own.
+    the decoder's attention and dense feed-forward, nor for the output layer.
     """
     config = read_json(folder / ADAPTER)
     keys = Keys(config, folder / ADAPTER)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from mmserve.models.checkpoint import ADAPTER, write_json
-from mmserve.models.layouts import HUGGING_FACE, LLAVA_LLAMA
+from mmserve.models.layouts import HUGGING_FACE, LLAVA_LLAMA, Layout
 from mmserve.models.lora import HEAD, SITES
 from mmserve.models.lora_files import LORA_A, LORA_B, PREFIX, WEIGHTS
 from mmserve.reference.model import ReferenceModel
@@ -35,7 +35,7 @@ def add_low_rank(model: ReferenceModel, rank: int, *, output: bool = False) -> N
     """Give each linear layer of the decoder's layers a ``LowRank`` of its own, and the output layer where ``output``;
     nothing else is trained any more."""
     model.requires_grad_(requires_grad=False)
-    for _name, linear in [*_linears(model), *([(HEAD, model.decoder.head)] if output else [])]:
+    for _name, linear in _linears(model, output=output):
         register_parametrization(linear, "weight", LowRank(linear.weight, rank))
 
 
@@ -44,10 +44,9 @@ def write_adapter(model: ReferenceModel, folder: Path, *, dtype: torch.dtype = t
     layout = LLAVA_LLAMA if model.causal else HUGGING_FACE
     tensors: dict[str, Tensor] = {}
     rank, targets = 0, set[str]()
-    adapted = [(name, linear) for name, linear in [*_linears(model), (HEAD, model.decoder.head)] if _is_adapted(linear)]
-    for name, linear in adapted:
+    for name, linear in _linears(model, output=is_parametrized(model.decoder.head, "weight")):
         added = _added(linear)
-        stem = PREFIX + layout.tensor(f"{name}.weight").removesuffix(".weight")
+        stem = _stem(layout, name)
         tensors[stem + LORA_A] = added.a.detach().to(dtype).contiguous()
         tensors[stem + LORA_B] = added.b.detach().to(dtype).contiguous()
         rank = len(added.a)
@@ -64,21 +63,24 @@ def write_adapter(model: ReferenceModel, folder: Path, *, dtype: torch.dtype = t
 def merge_adapter(model: ReferenceModel, tensors: Mapping[str, Tensor]) -> None:
     """Add the tensors of an adapter that ``write_adapter`` wrote to the weights of ``model``."""
     layout = LLAVA_LLAMA if model.causal else HUGGING_FACE
-    for name, linear in [*_linears(model), (HEAD, model.decoder.head)]:
-        stem = PREFIX + layout.tensor(f"{name}.weight").removesuffix(".weight")
-        if stem + LORA_B in tensors:
-            linear.weight += tensors[stem + LORA_B].float() @ tensors[stem + LORA_A].float()
+    for name, linear in _linears(model, output=_stem(layout, HEAD) + LORA_B in tensors):
+        stem = _stem(layout, name)
+        linear.weight += tensors[stem + LORA_B].float() @ tensors[stem + LORA_A].float()
 
 
-def _linears(model: ReferenceModel) -> Iterator[tuple[str, nn.Linear]]:
+def _stem(layout: Layout, name: str) -> str:
+    """What peft's names of a layer's tensors begin with."""
+    return PREFIX + layout.tensor(f"{name}.weight").removesuffix(".weight")
+
+
+def _linears(model: ReferenceModel, *, output: bool) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers of the decoder's layers by name, and then the output layer where ``output``."""
     parts = [part for site in SITES.values() for part in site]
     for index, layer in enumerate(model.decoder.layers):
         for part in parts:
             yield f"layers.{index}.{part}", layer.get_submodule(part)  # type: ignore[misc]
-
-
-def _is_adapted(linear: nn.Linear) -> bool:
-    return is_parametrized(linear, "weight")
+    if output:
+        yield HEAD, model.decoder.head
 
 
 def _added(linear: nn.Linear) -> LowRank:

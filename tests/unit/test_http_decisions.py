@@ -19,7 +19,7 @@ def refusal(path: str, body: dict[str, Any]) -> str:
 
 
 def test_options_have_names_of_their_own() -> None:
-    """They are told apart by their descriptions, but probabilities are by name."""
+    """Descriptions distinguish them, but probabilities are by name."""
     options = [{"name": "a", "description": "one"}, {"name": "b"}, {"name": "a", "description": "two"}]
     question = {"id": "q", "type": "choice", "question": "Which?", "options": options}
     why = refusal("/v1/decisions", {"input": "A circle.", "questions": [question]})

@@ -193,12 +193,15 @@ SLOW = [("window", "renumber"), ("carrier", "gaps"), ("similarity", "reanchor"),
 @pytest.mark.parametrize(
     ("policy", "positions"), [*LONG, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )
-def test_positions_and_rows_stay_within_bounds_over_thousands_of_frames(policy: str, positions: str) -> None:
-    """2,000 frames of a model of 256 positions, whose questions run all rows: only the bookkeeping is at work here."""
+@pytest.mark.parametrize("frames", [2_000, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_positions_and_rows_stay_within_bounds_over_thousands_of_frames(
+    policy: str, positions: str, frames: int
+) -> None:
+    """``frames`` of a model of 256 positions, whose questions run all rows: only the bookkeeping is at work here."""
     model = streaming_model(Attention.FULL, 0, max_tokens=256)
     kept = Streaming(model, 1, False, 256, np.arange(100, 104))
     state = StreamState(kept, Memory(policy=policy, positions=positions, budget=100, carriers=16, host_bytes=1 << 16))
-    for i in range(2_000):
+    for i in range(frames):
         frame = state.units.chosen(shown(i))
         state.make_room(frame)
         rows = state.coming(frame, None)
@@ -211,5 +214,5 @@ def test_positions_and_rows_stay_within_bounds_over_thousands_of_frames(policy: 
             assert (np.diff(now.places) > 0).all()
             assert now.frame[-1] == i
     stats = state.stats()
-    assert stats.frames == 2_000
+    assert stats.frames == frames
     assert stats.feature_bytes <= 100 * 64 * 4 + (1 << 16)

@@ -66,6 +66,11 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
             optimizer.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Clear the gradients."""
+        for optimizer in self.all:
             optimizer.zero_grad(set_to_none=True)
 
 
@@ -130,6 +135,7 @@ class Run:
                 part.requires_grad_(False)
         self.optimizers = Optimizers(self.model, self.heads, recipe)
         self.done = 0
+        self.skipped = 0  # steps of this process whose gradients were not finite: they change nothing
         self.seconds = 0.0
         self.before: dict[str, Any] | None = None  # the run that this one took its first weights from
 
@@ -156,8 +162,12 @@ class Run:
         loss.backward()
         trained = [p for p in (*self.model.parameters(), *self.heads.parameters()) if p.requires_grad]
         self.processes.average(trained)
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        self.optimizers.step(self._rate(step))
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
+        if norm.isfinite():
+            self.optimizers.step(self._rate(step))
+        else:
+            self.optimizers.clear()
+            self.skipped += 1
         self.done += 1
         self._average()
         kind = "tower" if step < recipe.tower_steps else batch.kind
@@ -325,7 +335,8 @@ def train(run: Run, *, workers: int) -> None:
         figures = run.step(batch)
         if run.done % 10 == 0 or run.device.type == "cpu":
             kind, loss = figures["kind"], float(figures["loss"])
-            mean[kind] = 0.95 * mean.get(kind, loss) + 0.05 * loss
+            if math.isfinite(loss):
+                mean[kind] = 0.95 * mean.get(kind, loss) + 0.05 * loss
             if (changes := float(figures["changes"])) > 0:
                 mean[f"{kind}_changes"] = 0.95 * mean.get(f"{kind}_changes", changes) + 0.05 * changes
         spent = time.monotonic() - begun
@@ -334,6 +345,8 @@ def train(run: Run, *, workers: int) -> None:
         if (run.done % LOG_EVERY == 0 or last) and run.processes.first:
             line: dict[str, Any] = {"step": run.done, "seconds": round(run.seconds)}
             line |= {f"loss_{k}": round(v, 4) for k, v in sorted(mean.items())}
+            if run.skipped:
+                line["skipped"] = run.skipped
             if figures["tower"] is not None:
                 line["tower"] = round(float(figures["tower"]), 3)
             if (run.done % MEASURE_EVERY == 0 or last) and run.done > run.recipe.tower_steps:

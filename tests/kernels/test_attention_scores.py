@@ -37,7 +37,8 @@ def scores(attention_scores, case: Case, lse: torch.Tensor | None = None) -> tor
 
 def moved(ragged: Ragged) -> Ragged:
     limit = None if ragged.kv_limit is None else ragged.kv_limit.to(DEVICE)
-    return replace(ragged, page_tables=tuple(t.to(DEVICE) for t in ragged.page_tables), kv_limit=limit)
+    tables = tuple(table.to(DEVICE) for table in ragged.page_tables)
+    return replace(ragged, page_tables=tables, slots=ragged.slots.to(DEVICE), kv_limit=limit)
 
 
 def exact(case: Case) -> torch.Tensor:

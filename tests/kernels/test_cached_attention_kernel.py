@@ -58,7 +58,7 @@ def check(case: Case) -> None:
     out = attention(case, lse)
     assert out.shape == case.q.shape
     assert out.dtype == case.q.dtype
-    assert_near(out, plain(case), case.q.dtype)
+    assert_near(out, plain(case), case.q.dtype, scale=max(1.0, case.cap / 10))  # a capped score is as exact as its cap
     assert_near(lse, plain_lse(case), torch.float32, scale=8)
 
 

@@ -123,6 +123,7 @@ def test_flex_attention_computes_the_same(causal: bool) -> None:
     torch.testing.assert_close(requests.sdpa_gathering(), requests.exact(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # by torch itself, where it compiles
 def test_flex_attention_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch runs a function uncompiled, and slowly, behind its limit of shapes: eight, and here one."""
     compiled: list[int] = []

@@ -28,7 +28,7 @@ def rows(only: str | None = None, *, one: bool = False) -> Iterator[dict[str, ob
     for package in dict.fromkeys(op.package for name, op in OPS.items() if only in (None, name)):
         variants = list(import_module(f"{package}.kernel").variants())
         for target in TARGETS:
-            fitting = [v for v in variants if v.backend in (None, target.gpu.backend)]
+            fitting = [v for v in variants if v.backend in (None, target.gpu.backend, target.name)]
             for variant in fitting[:1] if one else fitting:
                 yield _row(package.rpartition(".")[2], variant, target)
 

@@ -18,7 +18,7 @@ import torch
 from mmserve_kernels.bench.harness import Case, Device, assert_near, measure
 from mmserve_kernels.bench.requests import DREAM, LLADA, Heads, Requests
 from mmserve_kernels.cached_attention import kernel
-from mmserve_kernels.cached_attention.tiles import Tiling, tiling
+from mmserve_kernels.cached_attention.tiles import Tiling, gpu_of, tiling
 
 #: What else each size may be.
 OTHERS: Mapping[str, tuple[int, ...]] = {
@@ -63,7 +63,7 @@ def rows(on: Device, shapes: tuple[Shape, ...], rounds: int) -> Iterator[dict[st
             bytes=r.bytes,
             operations=r.operations,
         )
-        for sizes in candidates(tiling(on.dtype, heads.size, backend=kernel.BACKEND)):
+        for sizes in candidates(tiling(on.dtype, heads.size, backend=gpu_of(on.device))):
             kernel.tiling = lambda *_, sizes=sizes, **__: sizes
             yield measure("cached_attention", case, on, rounds) | asdict(sizes)
         kernel.tiling = tiling

@@ -47,7 +47,7 @@ class Variant:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
-    backend: str | None = None  # ``cuda`` or ``hip``; None = launched so on both
+    backend: str | None = None  # ``cuda`` or ``hip``, or the name of a target; None = launched so on all
     fp_fusion: bool = True  # a product and a sum rounded once
 
 

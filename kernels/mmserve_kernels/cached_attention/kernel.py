@@ -18,11 +18,10 @@ from torch import Tensor
 
 from mmserve_kernels.aot import Variant
 from mmserve_kernels.cached_attention.batch import FixedBatch, Ragged
-from mmserve_kernels.cached_attention.tiles import QUANTIZED_HEAD_SIZE, Tiling, fixed_schedule, schedule, tiling
+from mmserve_kernels.cached_attention.tiles import QUANTIZED_HEAD_SIZE, Tiling, fixed_schedule, gpu_of, schedule, tiling
 from mmserve_kernels.kv_quant.kernel import read_pages
 from mmserve_kernels.kv_quant.pages import LEVELS, QuantizedPages
 
-BACKEND = "hip" if torch.version.hip else "cuda"
 #: Rows that a program folds: so few that nothing is spilled.
 FOLDED = 16
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -61,7 +60,7 @@ def _attend(
     K_KIND: tl.constexpr, K_PER: tl.constexpr, K_KEPT: tl.constexpr,
     V_KIND: tl.constexpr, V_PER: tl.constexpr, V_KEPT: tl.constexpr,
     HAS_LIMIT: tl.constexpr, HAS_END: tl.constexpr, HAS_LSE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    WHOLE_PAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows over one split or all of them. ``scale``: of the scores, in powers of two."""
     GROUP: tl.constexpr = HEADS // GROUPS
@@ -99,8 +98,14 @@ def _attend(
         for start in range(tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, last), BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             seen = n < last
-            page = tl.load(table_ptr + request * table_width + n // PAGE, mask=seen, other=0).to(tl.int64)
-            slot = page * PAGE + n % PAGE
+            if WHOLE_PAGES:  # a block begins with a page
+                listed = start // PAGE + tl.arange(0, BLOCK_N // PAGE)
+                pages = tl.load(table_ptr + request * table_width + listed, mask=listed < table_width, other=0)
+                slot = tl.reshape((pages.to(tl.int64) * PAGE)[:, None] + tl.arange(0, PAGE)[None, :], (BLOCK_N,))
+                page = slot // PAGE
+            else:
+                page = tl.load(table_ptr + request * table_width + n // PAGE, mask=seen, other=0).to(tl.int64)
+                slot = page * PAGE + n % PAGE
             k = read_pages(
                 k_ptr, k_scale_ptr, k_low_ptr, k_kept_ptr, k_kept_at_ptr, slot, page, group, seen, channel,
                 GROUPS, K, K_KIND, K_PER, K_KEPT,
@@ -180,7 +185,8 @@ def cached_attention(
     heads, head_size = q_THK.shape[1:]
     page, groups = k_PSGK.shape[1:3]
     quantized = isinstance(k_PSGK, QuantizedPages)
-    sizes = tiling(q_THK.dtype, head_size, quantized=quantized, backend=BACKEND, windowed=window > 0)
+    gpu = gpu_of(q_THK.device)
+    sizes = tiling(q_THK.dtype, head_size, quantized=quantized, backend=gpu, windowed=window > 0)
     if lse_TH is not None and not (lse_TH.is_contiguous() and lse_TH.dtype == torch.float32):
         raise ValueError("lse_TH is filled in place: it must be contiguous, and fp32")
     q_THK, out = q_THK.contiguous(), torch.empty_like(q_THK, memory_format=torch.contiguous_format)
@@ -213,14 +219,19 @@ def cached_attention(
             plan.table if end is None else end.contiguous(),
             plan.table.shape[1], head_size**-0.5 / math.log(2), *_parts(k_PSGK), *_parts(v_PSGK),
             **_kinds(k_PSGK, v_PSGK), PAGE=page, HAS_LIMIT=ragged.kv_limit is not None, HAS_END=end is not None,
-            WINDOW=window, CAP=cap, BLOCK_N=sizes.block_n, SPLIT=sizes.split, num_warps=sizes.num_warps,
-            num_stages=sizes.num_stages, **shared,
+            WINDOW=window, CAP=cap, WHOLE_PAGES=_whole_pages(page, sizes, quantized), BLOCK_N=sizes.block_n,
+            SPLIT=sizes.split, num_warps=sizes.num_warps, num_stages=sizes.num_stages, **shared,
         )  # fmt: skip
     if len(plan.folds):
         _combine[(len(plan.folds), groups, sizes.block_m // FOLDED)](
             out, out if lse_TH is None else lse_TH, partial, stats, plan.folds, FOLDED=FOLDED, num_warps=4, **shared
         )
     return out
+
+
+def _whole_pages(page: int, sizes: Tiling, quantized: bool) -> bool:
+    """Whether a block of positions is so many whole pages, each looked up once."""
+    return not quantized and sizes.block_n % page == 0
 
 
 def _codes(pages: Tensor | QuantizedPages) -> Tensor:
@@ -249,11 +260,14 @@ def variants() -> Iterator[Variant]:
     Windows and caps are variants of their own, of plain pages and for NVIDIA: on gfx942 they spill (108 bytes).
     """
     quantized = product(LEVELS, ("channel", "token"))
-    choices = product(("bf16", "fp16", "fp32"), (64, 128, 256), (("plain", "none"), *quantized), ("cuda", "hip"))
+    gpus = ("cuda", "sm_90", "hip")
+    choices = product(("bf16", "fp16", "fp32"), (64, 128, 256), (("plain", "none"), *quantized), gpus)
     for name, head_size, (kind, keys_per), backend in choices:
         if kind != "plain" and head_size > QUANTIZED_HEAD_SIZE:
             continue
         sizes = tiling(_DTYPES[name], head_size, quantized=kind != "plain", backend=backend)
+        if backend == "sm_90" and sizes == tiling(_DTYPES[name], head_size, quantized=kind != "plain"):
+            continue  # as on NVIDIA's others
         shared = {"HEADS": 28, "GROUPS": 4, "K": head_size, "HAS_LSE": True}
         shared |= {"BLOCK_M": sizes.block_m, "BLOCK_K": head_size}
         label = f"{name} {head_size}" + ("" if kind == "plain" else f" over {kind}, keys by {keys_per}")
@@ -287,4 +301,5 @@ def _settings(sizes: Tiling, kind: str, keys_per: str) -> dict[str, Any]:
     ranges = {"K_KIND": kind, "K_PER": keys_per, "V_KIND": kind, "V_PER": "token"}
     kept = {"K_KEPT": kind != "plain", "V_KEPT": kind != "plain"}
     blocks = {"PAGE": 16, "HAS_LIMIT": True, "HAS_END": False, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split}
-    return blocks | {"WINDOW": 0, "CAP": 0.0} | ranges | kept
+    whole = {"WHOLE_PAGES": _whole_pages(16, sizes, kind != "plain")}
+    return blocks | whole | {"WINDOW": 0, "CAP": 0.0} | ranges | kept

@@ -43,7 +43,7 @@ def tiling(
     lean: bool = False,
     windowed: bool = False,
 ) -> Tiling:
-    """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head, on NVIDIA's or AMD's (``hip``) GPUs.
+    """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head, on a GPU as ``gpu_of`` names it.
 
     All that ``kernels/bench/compile_table.py`` finds without spills. What is ``quantized`` takes more registers, and
     its many small loads are seldom copied ahead: ``ValueError`` where they are too many. ``lean``: of a kernel that
@@ -56,13 +56,27 @@ def tiling(
     if dtype == torch.float32 or quantized:
         block_n = 32 if dtype != torch.float32 and head_size <= 64 else 16
         # Where a stage more fits, the assembler does not squeeze registers, and spill some, to run more programs.
-        ahead = quantized and dtype == torch.float32 and head_size <= 64 and backend == "cuda"
-        return Tiling(32, block_n, 1024, 8 if backend == "cuda" else 4, 2 if ahead else 1)
+        ahead = quantized and dtype == torch.float32 and head_size <= 64 and backend != "hip"
+        return Tiling(32, block_n, 1024, 4 if backend == "hip" else 8, 2 if ahead else 1)
     # Of small heads four warps would do on NVIDIA's with Triton 3.7; with 3.6 they spill on an sm_80.
-    if windowed and head_size > 128 and backend == "cuda":
+    if windowed and head_size > 128 and backend != "hip":
         return Tiling(32, 16, 1024, 4, 2)
+    # A matrix product of Hopper has 64 rows and four warps: with eight, weights go through shared memory to the others,
+    # and all takes twice as long (seen on an H200, where splits of 512 were also faster for single requests).
+    if backend == "sm_90" and head_size <= 128 and not windowed:
+        return Tiling(64, 64, 512, 4, 3)
     few = 128 if backend == "hip" else 64 if lean else 0
     return Tiling(64, 16 if head_size > 128 else 64, 1024, 4 if head_size <= few else 8, 2)
+
+
+@lru_cache
+def gpu_of(device: torch.device) -> str:
+    """The kind of GPU that block sizes are chosen for: ``hip`` (AMD's), ``sm_90`` (Hopper), or ``cuda`` (NVIDIA's
+    others)."""
+    if torch.version.hip:
+        return "hip"
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return "sm_90" if hopper else "cuda"
 
 
 @dataclass(frozen=True)

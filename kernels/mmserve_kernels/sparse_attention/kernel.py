@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmserve_kernels.aot import Variant
 from mmserve_kernels.cached_attention import Ragged
-from mmserve_kernels.cached_attention.tiles import Tiling, tiling
+from mmserve_kernels.cached_attention.tiles import Tiling, gpu_of, tiling
 from mmserve_kernels.sparse_attention.index import BlockIndex
 
 
@@ -84,7 +85,7 @@ def sparse_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragg
     index.check(ragged.row_counts, heads, groups)
     if not len(q_THK):
         return torch.empty_like(q_THK)
-    sizes = _tiling(q_THK.dtype, head_size)
+    sizes = _tiling(q_THK.dtype, head_size, gpu_of(q_THK.device))
     options = _options(index, heads, groups, head_size, page, ragged.kv_limit is not None, sizes)
     programs, table = _programs(ragged, index.q_block, heads // index.heads, options["BLOCK_M"])
     q_THK, k_PSGK, v_PSGK = (x.contiguous() for x in (q_THK, k_PSGK, v_PSGK))
@@ -99,9 +100,9 @@ def sparse_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragg
     return out
 
 
-def _tiling(dtype: torch.dtype, head_size: int) -> Tiling:
+def _tiling(dtype: torch.dtype, head_size: int, gpu: str) -> Tiling:
     """Dense attention's blocks, but in fp32, where the way through a list takes registers that those leave none of."""
-    return Tiling(16, 16, 1024, 4, 1) if dtype == torch.float32 else tiling(dtype, head_size, lean=True)
+    return Tiling(16, 16, 1024, 4, 1) if dtype == torch.float32 else tiling(dtype, head_size, backend=gpu, lean=True)
 
 
 def _room(q_THK: Tensor) -> Tensor:
@@ -152,12 +153,15 @@ def variants() -> Iterator[Variant]:
     nothing = torch.empty(0, dtype=torch.int32)
     sizes_of = {"prefill": (64, 64, 28), "decode": (32, 16, 4), "decode of one row": (1, 16, 4)}
     cases = {use: BlockIndex(*of, nothing, nothing) for use, of in sizes_of.items()}
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
-        for head_size in (64, 128, 256):
-            sizes = _tiling(dtype, head_size)
-            types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{name}")
-            types |= dict.fromkeys(("programs_ptr", "table_ptr", "starts_ptr", "blocks_ptr"), "*i32")
-            types |= {"limit_ptr": "*i64", "row_blocks": "i32", "table_width": "i32", "scale": "fp32"}
-            for use, index in cases.items():
-                options = _options(index, 28, 4, head_size, 16, True, sizes)
-                yield Variant(f"{use} {name} {head_size}", _attend, types, options, sizes.num_warps, sizes.num_stages)
+    dtypes = ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32"))
+    for (dtype, name), head_size, gpu in product(dtypes, (64, 128, 256), ("", "sm_90")):
+        sizes = _tiling(dtype, head_size, gpu or "cuda")
+        if gpu and sizes == _tiling(dtype, head_size, "cuda"):
+            continue  # as on the others
+        types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{name}")
+        types |= dict.fromkeys(("programs_ptr", "table_ptr", "starts_ptr", "blocks_ptr"), "*i32")
+        types |= {"limit_ptr": "*i64", "row_blocks": "i32", "table_width": "i32", "scale": "fp32"}
+        for use, index in cases.items():
+            options = _options(index, 28, 4, head_size, 16, True, sizes)
+            launch = (sizes.num_warps, sizes.num_stages, gpu or None)
+            yield Variant(f"{use} {name} {head_size}", _attend, types, options, *launch)

@@ -18,6 +18,7 @@ from mmserve.decode.branched import Attended, attended, fork_of
 from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits, RowAdapters, by_slices, padded_rows
 from mmserve.encode.embedding import deep_rows
+from mmserve.kv.on_device import on_device
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import Fork, KVStore, Observe
 from mmserve.models.base import Attention, LoadedModel, ModelSpec, Products
@@ -267,7 +268,7 @@ def forward(
             raise ValueError("logits are wanted of rows that are not run")
         wanted.append(offset + found)
         offset += len(p.rows)
-    chosen = hidden[torch.from_numpy(np.concatenate(wanted)).to(model.device)]
+    chosen = hidden[on_device(np.concatenate(wanted), model.device)]
     adapters = _head_adapters([(len(w), p.adapter) for w, p in zip(wanted, batch, strict=True)], model, stacks)
     return by_slices(model.decoder, chosen, [len(w) for w in wanted], floor, adapters)
 
@@ -295,7 +296,7 @@ def _inputs(
     found = [canvas.rotary_positions(rows) for canvas, _embeddings, rows in batch]
     if axes > 1:
         found = [np.broadcast_to(places, (axes, places.shape[-1])) for places in found]
-    positions = torch.from_numpy(np.concatenate(found, axis=-1)).to(model.device)
+    positions = on_device(np.concatenate(found, axis=-1), model.device)
     x = torch.cat([_rows_of(embeddings, rows) for _canvas, embeddings, rows in batch])
     short = padded_rows(len(x), floor, fewest) - len(x)
     return (F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))) if short else (x, positions)
@@ -305,7 +306,7 @@ def _rows_of(embeddings: Tensor, rows: np.ndarray) -> Tensor:
     """Embeddings ``[n, D]`` of ``rows``; of a single one, a view."""
     if len(rows) == 1:
         return embeddings.narrow(0, int(rows[0]), 1)
-    return embeddings[torch.from_numpy(rows).to(embeddings.device)]
+    return embeddings[on_device(rows, embeddings.device)]
 
 
 def _pausing(attend: Attend, between: Callable[[], None]) -> Attend:

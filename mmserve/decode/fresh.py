@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 
 from mmserve.decode.state import Decoding
+from mmserve.kv.on_device import on_device
 from mmserve.models.base import LoadedModel
 
 
@@ -16,14 +16,12 @@ def embed_fresh(model: LoadedModel, batch: Iterable[Decoding]) -> None:
     waiting = [(d, *d.fresh) for d in batch if d.fresh is not None]
     if not waiting:
         return
-    found = model.decoder.embed(
-        torch.from_numpy(np.concatenate([tokens for _d, _at, tokens in waiting])).to(model.device)
-    )
+    found = model.decoder.embed(on_device(np.concatenate([tokens for _d, _at, tokens in waiting]), model.device))
     for (d, at, _tokens), rows in zip(waiting, found.split([len(at) for _d, at, _tokens in waiting]), strict=True):
         guidance = d.prefilled.guidance
         for embeddings in (d.prefilled.embeddings, *([] if guidance is None else [guidance.embeddings])):
             if len(at) == 1:
                 embeddings.narrow(0, int(at[0]), 1).copy_(rows)
             else:
-                embeddings.index_copy_(0, torch.from_numpy(at).to(model.device), rows)
+                embeddings.index_copy_(0, on_device(at, model.device), rows)
         d.fresh = None

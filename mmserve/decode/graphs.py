@@ -31,6 +31,7 @@ from mmserve_kernels.cached_attention import FixedBatch
 from torch import Tensor
 
 from mmserve.kv.layout import Layout
+from mmserve.kv.on_device import on_device
 from mmserve.kv.pool import pages_for
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.sparse import Sparse
@@ -209,7 +210,7 @@ class _Buffers:
         for row, pages, length in zip(tables, layout.page_tables, layout.kv_lengths, strict=False):
             held = pages_for(length, self._page_size)
             row[:held] = pages[:held]
-        self._ints.copy_(torch.from_numpy(host))
+        self._ints.copy_(on_device(host, self._ints.device))
         for buffer, fresh in ((self.x_TD, x_TD), (self.cos, cos), (self.sin, sin)):
             buffer[: len(fresh)].copy_(fresh)
             buffer[len(fresh) :].zero_()

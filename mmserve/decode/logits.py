@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmserve.kv.on_device import on_device
 from mmserve.models.decoder import Decoder
 from mmserve.models.lora import Adapted, Adapter, Stacks
 from mmserve.models.packed import FEWEST_ROWS
 
-#: Elements of a slice: 33 rows of LLaDA's vocabulary, 16 MiB in fp32.
-SLICE_ELEMENTS = 1 << 22
+#: Elements of a slice, on a CPU and on a GPU: 33 and 530 rows of LLaDA's vocabulary, 16 and 256 MiB in fp32. The output
+#: layer's weights are read once a slice, and requests share one call of the sampler only within one.
+SLICE_ELEMENTS, GPU_SLICE_ELEMENTS = 1 << 22, 1 << 26
 
 
 def padded_rows(rows: int, floor: int, fewest: int = FEWEST_ROWS) -> int:
@@ -38,9 +40,9 @@ def padded_rows(rows: int, floor: int, fewest: int = FEWEST_ROWS) -> int:
     return rows + -rows % step
 
 
-def slice_rows(vocabulary: int) -> int:
-    """Rows of a slice over ``vocabulary`` tokens, at least one."""
-    return max(1, SLICE_ELEMENTS // vocabulary)
+def slice_rows(vocabulary: int, device: torch.device) -> int:
+    """Rows of a slice over ``vocabulary`` tokens on ``device``, at least one."""
+    return max(1, (SLICE_ELEMENTS if device.type == "cpu" else GPU_SLICE_ELEMENTS) // vocabulary)
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class _Head:
 
     def only(self, rows: np.ndarray) -> Logits:
         """The logits of some rows of the batch."""
-        hidden = self._hidden[torch.from_numpy(rows).to(self._hidden.device)]
+        hidden = self._hidden[on_device(rows, self._hidden.device)]
         adapters = self._adapters and self._adapters.only(rows)
         return by_slices(self._decoder, hidden, [len(rows)], self._floor, adapters)[0]
 
@@ -149,7 +151,7 @@ def by_slices(
     Each request is cut every ``slice_rows``, and as many cuts of one or more requests as fit in a slice go through one
     matrix product, padded to a multiple of ``floor`` rows (see ``row_floor``).
     """
-    most = slice_rows(decoder.config.vocab_size)
+    most = slice_rows(decoder.config.vocab_size, hidden_TD.device)
     bounds: list[tuple[int, int]] = []
     cuts: list[list[tuple[int, int, int]]] = []
     offset, starts = 0, list[int]()
@@ -172,7 +174,7 @@ def by_slices(
 def slices(logits: Tensor | RowLogits) -> Iterator[Tensor]:
     """Slices of logits that are there, or are yet to be made."""
     if isinstance(logits, Tensor):
-        return iter(logits.split(slice_rows(logits.shape[-1])))
+        return iter(logits.split(slice_rows(logits.shape[-1], logits.device)))
     return logits.slices()
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mmserve.errors import ConfigError, TransferError
 from mmserve.kv.layout import Layout, Piece, by_page, cascade_of
+from mmserve.kv.on_device import on_device
 from mmserve.models.decoder import Attend
 from mmserve.models.decoder_config import DecoderConfig
 
@@ -287,7 +288,7 @@ class KVStore:
         return None if rows is None else Stored(self.keys, self.values, ragged.slots.numpy(), rows)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+        return on_device(np.ascontiguousarray(array, dtype=np.int64), self.device)
 
 
 def layer_of(name: str) -> int:

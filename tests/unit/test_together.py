@@ -102,5 +102,5 @@ def test_blocks_of_a_batch_are_those_of_each_request() -> None:
 
 @torch.inference_mode()
 def test_requests_of_several_products_are_each_in_one_of_them() -> None:
-    most = slice_rows(VOCABULARY)
+    most = slice_rows(VOCABULARY, torch.device("cpu"))
     assert judge([most - 1, 3, most - 3, 2, most + 5, 2], causal=False) == (2, 5)  # a penalty, and one cut in two

@@ -1,0 +1,33 @@
+"""Integers of the host on the model's device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mmserve.decode.logits import GPU_SLICE_ELEMENTS, SLICE_ELEMENTS, slice_rows
+from mmserve.kv.on_device import on_device
+
+CPU = torch.device("cpu")
+
+
+def test_values_and_dtype_stay() -> None:
+    rows = np.array([3, 1, 2])
+    made = on_device(rows, CPU)
+    assert made.dtype == torch.int64 and made.tolist() == [3, 1, 2]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU to copy to")
+def test_a_copy_to_a_gpu_does_not_wait_for_what_is_queued() -> None:
+    device = torch.device("cuda")
+    torch.cuda._sleep(200_000_000)  # some 100 ms
+    made = on_device(np.arange(5), device)
+    assert not torch.cuda.current_stream(device).query(), "the host waited"
+    assert made.tolist() == list(range(5))
+
+
+def test_a_slice_on_a_gpu_has_more_rows() -> None:
+    vocabulary = 126_464
+    assert slice_rows(vocabulary, CPU) == SLICE_ELEMENTS // vocabulary == 33
+    assert slice_rows(vocabulary, torch.device("cuda")) == GPU_SLICE_ELEMENTS // vocabulary == 530

@@ -4,7 +4,7 @@ The result is an ordinary directory in LLaDA-V's or LLaVA's layout, loaded by th
 trained an adapter it is a directory in peft's layout, for ``adapters/NAME`` of the model that it is added to. Its card
 takes accuracy from files in the run's folder, if there are any: ``quality.json``, what ``mmserve bench quality --json``
 prints; ``streams.json``, of ``python -m mmserve.reference.stream_accuracy --json``; for an adapter ``decisions.json``,
-of ``mmserve bench decisions --tasks accuracy --json``.
+of ``mmserve bench decisions --tasks accuracy --json``, and ``tools.json``, of ``mmserve bench tools --json``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mmserve.reference.tokenizer import BOS, EOS, EOT, HEADER, HEADER_END, MASK,
 from mmserve.reference.train import VOCAB_MULTIPLE
 
 #: Reports in a run's folder that go into the card.
-QUALITY, STREAMS, DECISIONS = "quality.json", "streams.json", "decisions.json"
+QUALITY, STREAMS, DECISIONS, TOOLS = "quality.json", "streams.json", "decisions.json", "tools.json"
 
 
 def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -51,15 +51,15 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None
     causal = state["recipe"]["objective"] == "causal"
     layout = LLAVA_LLAMA if causal else HUGGING_FACE
     model = ReferenceModel(rows, causal=causal)
-    quality, streams, decisions = (
+    quality, streams, decisions, tools = (
         json.loads(path.read_text()) if path.is_file() else None
-        for path in (run / QUALITY, run / STREAMS, run / DECISIONS)
+        for path in (run / QUALITY, run / STREAMS, run / DECISIONS, run / TOOLS)
     )
     if rank := state["recipe"].get("rank", 0):
         add_low_rank(model, rank, output=state["recipe"].get("output", False))
         model.load_state_dict(state["average"])
         write_adapter(model, out, dtype=dtype)
-        (out / "README.md").write_text(_adapter_card(state, streams, decisions), encoding="utf-8")
+        (out / "README.md").write_text(_adapter_card(state, streams, decisions, tools), encoding="utf-8")
         return
     model.load_state_dict(state["average"])
     tensors = decoder_tensors(layout, model.decoder) | vision_tensors(model.tower, model.projector, None)
@@ -153,14 +153,18 @@ words or as JSON, and does small sums. It exists to try and measure mmserve with
 
 
 def _adapter_card(
-    state: Mapping[str, Any], streams: Sequence[Mapping[str, Any]] | None, decisions: Mapping[str, Any] | None
+    state: Mapping[str, Any],
+    streams: Sequence[Mapping[str, Any]] | None,
+    decisions: Mapping[str, Any] | None,
+    tools: Mapping[str, Any] | None,
 ) -> str:
+    layers = "decoder and for the output layer" if state["recipe"].get("output") else "decoder"
     return f"""# Adapter of the mmserve reference model
 
-LoRA of rank {state["recipe"]["rank"]} for all linear layers of the decoder, trained on the mix
+LoRA of rank {state["recipe"]["rank"]} for all linear layers of the {layers}, trained on the mix
 `{state["recipe"]["mix"]}` of generated data while the model's own weights stayed as they are. Made by
 `python -m mmserve.reference.train --trained adapter` and `python -m mmserve.reference.export`. License: Apache-2.0.
-{_streams(streams)}{_decisions(decisions)}{_legs(_of_adapter(state))}"""
+{_streams(streams)}{_decisions(decisions)}{_tools(tools)}{_legs(_of_adapter(state))}"""
 
 
 def _of_adapter(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -187,6 +191,25 @@ commit `{settings["commit"]}`, on {machine["cpu"]}, torch {machine["torch"]}:
 
 | task | items | right | 95% interval |
 |---|---|---|---|
+{rows}
+"""
+
+
+def _tools(report: Mapping[str, Any] | None) -> str:
+    """The table of ``mmserve bench tools``."""
+    if report is None:
+        return ""
+    rows = "\n".join(
+        f"| {row['task']} | {row['n']} | {row['valid']:.1%} | {row['right_tools']:.1%} | {row['right']:.1%} |"
+        for row in report["rows"]
+    )
+    return f"""
+## Accuracy of tool calls
+
+`mmserve bench tools --limit {report["rows"][-1]["n"]} --seed {report["settings"]["seed"]}`:
+
+| task | requests | calls with valid arguments | right tools | right tools and arguments |
+|---|---|---|---|---|
 {rows}
 """
 

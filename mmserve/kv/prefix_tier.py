@@ -19,7 +19,8 @@ from mmserve.config import EngineConfig
 from mmserve.core.cached import Block, Label
 from mmserve.errors import TransferError
 from mmserve.kv.store import KVStore, check_form
-from mmserve.tiers.keys import digest, settings_digest, software
+from mmserve.models.base import LoadedModel
+from mmserve.tiers.keys import digest, settings_digest, software, weights_digest
 from mmserve.tiers.memory import Entry, TensorCache
 
 logger = logging.getLogger("mmserve.kv")
@@ -30,12 +31,19 @@ _BITS = ("page_size", "prefill_tokens", "sparse_", "kv_")
 _AT_ONCE = 64
 
 
-def fingerprint(weights: bytes, engine: EngineConfig, store: KVStore) -> bytes:
-    """Of all that computes K/V: software, kernels, the device, settings of ``engine`` (resolved), and ``weights``
-    (``weights_digest`` of the decoder as it was loaded)."""
+def decoder_digest(model: LoadedModel) -> bytes:
+    """Of the model's decoder as it was loaded: its weights, and how it computes with them."""
+    spec = model.spec
+    how = repr((model.decoder.config, spec.attention, spec.attention_block))
+    return digest(weights_digest(model.decoder), how.encode())
+
+
+def fingerprint(decoder: bytes, engine: EngineConfig, store: KVStore) -> bytes:
+    """Of all that computes K/V: software, kernels, the device, settings of ``engine`` (resolved), and the ``decoder``
+    (``decoder_digest``)."""
     settings = {name: value for name, value in asdict(engine).items() if name.startswith(_BITS)}
     settings["kernels"], settings["device"] = dict(store.kernels), _device(store.device)
-    return digest(software(), settings_digest(settings), weights)
+    return digest(software(), settings_digest(settings), decoder)
 
 
 def _device(device: torch.device) -> str:

@@ -24,7 +24,7 @@ from mmserve.decode.schedulers import Discrete
 from mmserve.decoders import decoder_for
 from mmserve.encode.decoders import Decoders
 from mmserve.encode.decoding import DecodePool
-from mmserve.kv.prefix_tier import PrefixTier, fingerprint
+from mmserve.kv.prefix_tier import PrefixTier, decoder_digest, fingerprint
 from mmserve.kv.store import KVStore
 from mmserve.models.adapters import Adapters
 from mmserve.models.base import CanvasModel, LoadedModel, Model
@@ -34,7 +34,6 @@ from mmserve.stages.encode import EncodeStage
 from mmserve.stages.prefill import PrefillStage
 from mmserve.stages.prompt import plain_prompt
 from mmserve.tiers.caches import Caches
-from mmserve.tiers.keys import weights_digest
 from mmserve.transfer.base import Transport
 from mmserve.transfer.local import LocalTransport
 
@@ -75,9 +74,9 @@ class Stages:
         # Two kinds of decoder whose states differ and never meet: what one began it alone goes on with.
         caches = self.encoder.cache
         shares = self.encoding.summaries.shares and caches.prefix.room > 0
-        weights = weights_digest(model.decoder) if shares and isinstance(model, LoadedModel) else b""
+        made_by = decoder_digest(model) if shares and isinstance(model, LoadedModel) else b""
         self.decoder: Any = decoder_for(model, engine, offered, caches.kv, self.adapters)
-        self.tier = PrefixTier(self.store, caches.prefix, fingerprint(weights, engine, self.store)) if weights else None
+        self.tier = PrefixTier(self.store, caches.prefix, fingerprint(made_by, engine, self.store)) if made_by else None
         self.prefilling = PrefillStage(
             model, self.decoder, self.encoding.summaries, self.to_prefill, self.to_decode, self.tier, max_tokens=most
         )

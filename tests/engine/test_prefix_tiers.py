@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import Bench, eventually
 from helpers import ask, picture
-from llama_checkpoints import Sighted, load
+from llama_checkpoints import Sighted, llama, load, save
 from qwen_checkpoints import MASK_ID, qwen, save_sdar
 
 from mmserve.config import EncoderCacheConfig, KVCacheConfig
@@ -125,6 +125,20 @@ def test_another_engine_answers_from_disk(bench: Make, causal: LoadedModel, tmp_
     assert told(other)[:2] == told(first)[:2] and other.usage.cached_tokens == 0
     tenant = dataclasses.replace(request, tenant=dataclasses.replace(request.tenant, cache="somebody"))
     assert bench(causal, cache=caches(on_disk(tmp_path))).ask(tenant).usage.cached_tokens == 0
+
+
+def test_pages_of_another_rotary_embedding_are_not_taken(bench: Make, tmp_path: Path) -> None:
+    """Two models of one checkpoint, whose weights are equal, share a cache."""
+    folder = save(llama(max_position_embeddings=256), tmp_path)
+    plain, longer = endless(load(folder)), endless(load(folder, positions=1024, rope_scaling="ntk"))
+    asked = prompts(images=False)
+    expected = [told(bench(longer, prefix_cache=False).ask(r)) for r in asked]
+    kept = caches(HOST)
+    first = bench(plain, pages=16, cache=kept)
+    for request in asked:
+        first.ask(request)
+    b = bench(longer, cache=kept)
+    assert [told(b.ask(again(r, "longer"))) for r in asked] == expected
 
 
 def test_a_poisoned_page_is_computed_instead(bench: Make, causal: LoadedModel, tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from mmserve.core.cached import Block, Label, alone, named
 from mmserve.core.request import TERMINAL, RequestId
@@ -19,6 +18,7 @@ from mmserve.request_state import RequestState
 from mmserve.tiers.memory import TensorCache
 
 logger = logging.getLogger("mmserve.engine")
+_T = TypeVar("_T")
 
 #: Prompts whose pages are read from disk at once.
 _READERS = 2
@@ -61,7 +61,7 @@ class Prefixes:
         self.latest[state.request.id] = state.keys[-1].hex()
         if len(self.latest) > _LATEST:
             self.latest.popitem(last=False)
-        if state.keys[-1] not in self._labels:
+        if not self._labels.keys() >= set(state.keys):  # a page may have gone while one that follows it stayed
             self._labels.update(zip(state.keys, self._labels_of(state), strict=True))
         if len(self._labels) > 2 * self._pool.total:
             there = self._pool.published()
@@ -109,7 +109,7 @@ class Prefixes:
 
     def blocks(self) -> list[Block]:
         """All that is kept."""
-        found: list[Block] = self._ask(self._in_pool)
+        found = self._ask(self._in_pool)
         return found + (self._tier.blocks() if self._tier is not None else [])
 
     def pin(self, ids: Sequence[str], pinned: bool) -> int:
@@ -170,32 +170,33 @@ class Prefixes:
         assert tier is not None, "asked for by ``pin`` alone"
 
         def hold() -> list[tuple[int, Label]]:
-            pages = self._pool.published()
-            wanted = [(pages[key], self._labels[key]) for key in map(bytes.fromhex, names) if key in pages]
+            pages, labels = self._pool.published(), self._labels
+            keys = map(bytes.fromhex, names)
+            wanted = [(pages[key], labels[key]) for key in keys if key in pages and key in labels]
             self._pool.hold([page for page, _label in wanted])
             return wanted
 
-        held: list[tuple[int, Label]] = self._ask(hold)
+        held = self._ask(hold)
         try:
             tier.save(held)
         finally:
             self._ask(lambda: self._pool.release(tuple(page for page, _label in held)))
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """What ``question`` returns on the engine's thread."""
-        answer: list[Any] = []
-        done = threading.Event()
+    def _ask(self, question: Callable[[], _T]) -> _T:
+        """What ``question`` returns on the engine's thread, or raises there."""
+        answer: Future[_T] = Future()
 
         def put() -> None:
             try:
-                answer.append(question())
-            finally:
-                done.set()
+                answer.set_result(question())
+            except Exception as error:  # noqa: BLE001 - the caller's, and no request's
+                answer.set_exception(error)
 
         self._post(put)
-        if not done.wait(_PATIENCE) or not answer:
-            raise FailedPrecondition("the engine is not running: its caches cannot be asked now")
-        return answer[0]
+        try:
+            return answer.result(_PATIENCE)
+        except TimeoutError:
+            raise FailedPrecondition("the engine is not running: its caches cannot be asked now") from None
 
 
 def own(blocks: Sequence[Block], worker: str) -> list[Block]:

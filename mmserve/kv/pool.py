@@ -13,7 +13,8 @@ class PagePool:
     A page is handed out blank by ``allocate``, and may then be published under a key of all that its K/V depends on
     (``kv.prefix``). ``share`` hands it to others as well. A published page without references is kept, and is
     blank again when room is needed: least recently used first, and of one request's pages the last first, for without
-    the pages before it a page is of no use. Pages are shared in whole units of ``unit`` pages.
+    the pages before it a page is of no use. A request that computed a page again, whose key was published meanwhile,
+    counts as one that used the published page. Pages are shared in whole units of ``unit`` pages.
     """
 
     def __init__(self, total: int, *, unit: int = 1) -> None:
@@ -26,6 +27,7 @@ class PagePool:
         self._references: dict[int, int] = {}  # of the pages that are handed out
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        self._duplicates: dict[int, bytes] = {}  # of pages that were computed when another had their key
         self._idle: OrderedDict[int, None] = OrderedDict()  # published, without references; least recently used first
 
     @property
@@ -115,6 +117,9 @@ class PagePool:
             raise ValueError(f"page {page} cannot be published: it is not handed out, or has another key")
         if key not in self._page_of:
             self._page_of[key], self._key_of[page] = page, key
+            self._duplicates.pop(page, None)
+        elif self._page_of[key] != page:
+            self._duplicates[page] = key
 
     def release(self, pages: tuple[int, ...]) -> None:
         """Take one reference to each page back; a page that is free already is a bug and raises ``ValueError``."""
@@ -128,8 +133,11 @@ class PagePool:
             del self._references[page]
             if page in self._key_of:
                 self._idle[page] = None
-            else:
-                insort(self._blank, page)
+                continue
+            insort(self._blank, page)
+            used = self._page_of.get(self._duplicates.pop(page, b""), -1)
+            if used in self._idle:
+                self._idle.move_to_end(used)
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)

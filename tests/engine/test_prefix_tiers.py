@@ -17,7 +17,7 @@ from qwen_checkpoints import MASK_ID, qwen, save_sdar
 from mmserve.config import EncoderCacheConfig, KVCacheConfig
 from mmserve.core.cached import listing
 from mmserve.core.events import Finished
-from mmserve.core.request import Policy, Request
+from mmserve.core.request import Policy, Request, Stage
 from mmserve.errors import Cancelled, FailedPrecondition
 from mmserve.models.base import LoadedModel
 from mmserve.tiers.caches import Caches
@@ -185,6 +185,49 @@ def test_what_others_begin_with_is_not_dropped(bench: Make, causal: LoadedModel)
     assert left == other
     with pytest.raises(FailedPrecondition, match="kv_cache"):
         b.engine.kept.pin([left.id], pinned=True)
+
+
+def test_pages_that_are_published_again_are_pinned(bench: Make, causal: LoadedModel) -> None:
+    """The first page of two prompts goes and comes back while the last of one stays."""
+    b = bench(causal, pages=40, cache=caches(HOST), max_tokens=320)
+    same = "what is left of the red circle, and what is right of it? " * 2
+
+    def asked(name: str, text: str, new: int = 6) -> Request:
+        return ask(name, text, max_new_tokens=new, recompute=LAST)
+
+    late = f"{same}but not below, nor anywhere else in the picture that you see"
+    gate = b.gate("prefill")
+    first = b.submit(asked("first", "q", 2))
+    gate.wait()
+    calls = b.submit(asked("a", f"{same}and above"), asked("b", late))  # prefilled together: neither finds the other
+    for name in ("a", "b"):
+        b.await_stage(name, Stage.ENCODED)
+    gate.open()
+    for call in (*first, *calls):
+        call.finished()
+    pool = b.engine._pool
+    short = b.ask(asked("short", "x", 1)).usage.prompt_tokens
+    b.ask(asked("long", "x", (pool.free - 6) * PAGE - short))  # takes all but the pages that were used last
+    b.ask(asked("again", late))
+    live = b.submit(asked("live", "hello there", 200))[0]
+    assert b.engine.kept.pin([b.engine.kept.prefix_of("again")], pinned=True) > 0
+    assert isinstance(live.wait(), Finished)
+
+
+def test_an_error_of_pinning_is_the_callers_alone(
+    bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench(causal, cache=caches(HOST), max_tokens=320)
+    b.ask(ask("first", LONG, max_new_tokens=2, recompute=LAST))
+    live = b.submit(ask("live", "hello there", max_new_tokens=200, recompute=LAST))[0]
+
+    def broken(_pages: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(b.engine._pool, "hold", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        b.engine.kept.pin([b.engine.kept.prefix_of("first")], pinned=True)
+    assert isinstance(live.wait(), Finished)
 
 
 def test_a_request_that_ends_while_its_pages_are_read_leaves_nothing(

@@ -77,3 +77,17 @@ def test_pages_for_is_the_least_number_that_holds_the_positions(positions: int, 
     pages = pages_for(positions, page_size)
     assert pages * page_size >= positions
     assert (pages - 1) * page_size < positions
+
+
+def test_a_shared_beginning_goes_after_what_follows_it_also_where_it_was_computed_twice() -> None:
+    pool = PagePool(4)
+    keys = (b"begin", b"one"), (b"begin", b"other")
+    held = [pool.allocate(2) for _ in keys]
+    for pages, names in zip(held, keys, strict=True):
+        for page, key in zip(pages, names, strict=True):
+            pool.publish(page, key)
+    for pages in held:
+        pool.release(pages)
+    pool.evicted = []
+    pool.allocate(4)
+    assert [key for _page, key in pool.evicted] == [b"one", b"other", b"begin"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from mmserve.core.cached import Block, Label
 from mmserve.kv.pool import PagePool
 from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.table import PageTable
+from mmserve.prefixes import Prefixes
 
 NO_ROWS = np.empty(0, np.int64)
 
@@ -210,3 +214,36 @@ def test_the_end_of_a_prompt_is_given_up_before_its_beginning() -> None:
     pool.release(table.ids)
     pool.release(pool.allocate(1))
     assert PageTable.take(pool, 2, (b"1", b"2", b"3")[:2]).shared == 2
+
+
+class Beyond:
+    """What is beyond the pool, as labels alone."""
+
+    def __init__(self) -> None:
+        self.labels: list[Label] = []
+
+    def save(self, pages: list[tuple[int, Label]]) -> None:
+        self.labels += [label for _page, label in pages]
+
+    def blocks(self) -> list[Block]:
+        return [Block(label, "host", 1) for label in self.labels]
+
+    def pin(self, names: list[str], _pinned: bool) -> int:
+        return len({label.name for label in self.labels} & set(names))
+
+
+def test_a_page_that_went_and_came_back_is_known_again_where_one_that_follows_it_stayed() -> None:
+    pool, tier, keys = PagePool(3), Beyond(), (b"begin", b"end")
+    kept: Any = Prefixes(pool, cast(Any, tier), {}, lambda call: call(), "m", 16, 1)
+
+    def prefilled(keys: tuple[bytes, ...]) -> Any:
+        return SimpleNamespace(keys=keys, request=SimpleNamespace(id="r", tenant=SimpleNamespace(cache="")))
+
+    for count in (2, 1):  # both pages, then the first of them again
+        for page, key in zip(pool.allocate(count), keys, strict=False):
+            pool.publish(page, key)
+        kept.published(prefilled(keys))
+        if count == 2:
+            pool.withdraw(keys[:1])
+            kept.published(prefilled(tuple(bytes([i]) for i in range(8))))  # pages that are not there are forgotten
+    assert kept.pin([keys[-1].hex()], pinned=True) == 2

@@ -27,6 +27,7 @@ class TextStream:
         self.tokenizer, self._stop = tokenizer, stop
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
+        self._pending: list[int] = []  # the last of them, which are no whole characters yet
         self._decoded = ""  # whole characters so far
         self._sent = 0
         self.stopped = False
@@ -36,7 +37,7 @@ class TextStream:
         """A stream that goes on from ``state``."""
         made = cls(tokenizer, stop)
         for token in state.tokens:  # a character may be begun: its bytes are in the decoder
-            made._decoder.step(tokenizer.backend_tokenizer, token)
+            made._step(token)
         made._tokens, made._decoded = list(state.tokens), state.text
         made._sent, made.stopped = state.sent, state.stopped
         return made
@@ -61,9 +62,26 @@ class TextStream:
             if self.stopped:
                 break
             self._tokens.append(token)
-            self._decoded += self._decoder.step(self.tokenizer.backend_tokenizer, token) or ""
+            self._decoded += self._step(token)
             self._cut()
         return self._take(len(self._decoded) - self._held())
+
+    def _step(self, token: int) -> str:
+        """The text that ``token`` completes.
+
+        A byte fallback decodes a run of bytes as one, and as replacement characters where it is no text: also a part of
+        it that is text, and was shown. That stays, and the run then begins after it.
+        """
+        self._pending.append(token)
+        try:
+            text = self._decoder.step(self.tokenizer.backend_tokenizer, token)
+        except Exception:  # noqa: BLE001 - the tokenizers library raises nothing narrower
+            self._decoder = DecodeStream(skip_special_tokens=True)
+            steps = [self._decoder.step(self.tokenizer.backend_tokenizer, each) for each in self._pending]
+            text = "".join(step or "" for step in steps)
+        if text:
+            self._pending = []
+        return text or ""
 
     def advance(self, answer: np.ndarray, complete: bool, budget: int) -> tuple[str, str | None]:
         """New final text of ``answer``, its final tokens so far, and why it ended, if it did.
@@ -82,6 +100,8 @@ class TextStream:
             whole = _decode(self.tokenizer, self._tokens)
             if whole.startswith(self._decoded):
                 self._decoded = whole
+            else:
+                self._decoded += _decode(self.tokenizer, self._pending)
             self._cut()
         return self._take(len(self._decoded))
 

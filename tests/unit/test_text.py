@@ -7,6 +7,8 @@ import pytest
 from helpers import blank, tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from mmserve.decode.text import MASK_GLYPH, TextStream, canvas_text
 from mmserve.reference.tokenizer import EOS, EOT, HEADER, IMAGE
@@ -226,3 +228,37 @@ def test_a_full_canvas_shows_the_text_and_an_empty_one_only_glyphs(content: str,
 def test_a_masked_position_is_no_end_even_where_the_mask_is_an_end_token() -> None:
     canvas = blank(2, 4, 4, mask_id=1)
     assert canvas_text(canvas, TOKENIZER, frozenset({1})) == MASK_GLYPH * 4
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Some words and every byte, as of Llama 2 and Gemma."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b"]
+    made = Tokenizer(
+        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\xc3\xa9\xa9", f"aé{BROKEN}"),
+        (b"\n\xe2", f"a\n{BROKEN}"),
+        (b"\n\xf0\x9f\x98\n", f"a\n{BROKEN * 4}"),
+        (b"\xc3\xa9\xa9\xc3\xa9\xa9", f"aé{BROKEN * 4}"),
+    ],
+)
+def test_broken_bytes_after_a_character_that_was_sent(data: bytes, text: str) -> None:
+    """A byte fallback decodes a run of bytes as one: with them it is no longer the character that was sent."""
+    made = byte_fallback()
+    tokens = made.convert_tokens_to_ids(["▁a", *(f"<0x{byte:02X}>" for byte in data), "b"])
+    for end, expected in ((len(tokens), f"{text}b"), (len(tokens) - 1, text)):
+        for cut in range(end + 1):
+            stream = TextStream(made, ())
+            deltas = [stream.push(np.array(tokens[: i + 1])) for i in range(cut)]
+            stream = TextStream.restored(made, (), stream.state())
+            deltas += [stream.push(np.array(tokens[: i + 1])) for i in range(cut, end)]
+            assert "".join([*deltas, stream.finish()]) == stream.text == expected

@@ -7,6 +7,7 @@ of four. Shapes in names: N patches, U visual tokens, C width of the tower, D wi
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -129,10 +130,13 @@ class QwenVision(VisionEncoder):
 
     @contextmanager
     def _watched(self, wanted: frozenset[Evidence]) -> Iterator[dict[Evidence, Tensor]]:
-        """Filled with the ``wanted`` evidence, a value for each visual token, by the tower's next run."""
+        """Filled with the ``wanted`` evidence, a value for each visual token, by the next run of this thread."""
         seen: dict[Evidence, Tensor] = {}
+        me = threading.get_ident()
 
         def watch(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            if threading.get_ident() != me:
+                return
             merged = self.config.spatial_merge_size**2
             for kind, values in _evidence(block, arguments[0], wanted, **options):
                 seen[kind] = values.unflatten(0, (-1, merged)).mean(1)

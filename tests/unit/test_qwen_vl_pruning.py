@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -187,3 +188,31 @@ def test_pictures_seen_together_are_those_seen_alone(both: tuple[Qwen, LoadedMod
         assert (one.tokens - alone.tokens).abs().max() < 1e-4
         for kind in wanted:
             assert (one.grids[0].view[kind] - alone.grids[0].view[kind]).abs().max() < 1e-4
+
+
+def test_evidence_is_of_its_own_run_whatever_other_threads_look_at(both: tuple[Qwen, LoadedModel]) -> None:
+    vision = both[1].vision
+    assert isinstance(vision, QwenVision)
+    one, other = (
+        vision.prepare(decode_image(picture(i, size), MediaConfig())) for i, size in ((1, (40, 30)), (2, (20, 48)))
+    )
+    wanted, own = frozenset({Evidence.COLUMN_MEANS}), threading.get_ident()
+
+    @torch.inference_mode()
+    def look(what: Any, kinds: frozenset[Evidence]) -> list[torch.Tensor]:
+        [seen] = vision.see([what], kinds, clip=False)
+        return [grid.view.evidence[kind] for grid in seen.grids for kind in kinds]
+
+    def meanwhile(_module: Any, _arguments: Any) -> None:
+        if threading.get_ident() == own:
+            thread = threading.Thread(target=look, args=(other, frozenset()))
+            thread.start()
+            thread.join()
+
+    [alone] = look(one, wanted)
+    hook = vision.tower.get_submodule("merger").register_forward_pre_hook(meanwhile)
+    try:
+        [beside] = look(one, wanted)
+    finally:
+        hook.remove()
+    assert torch.equal(alone, beside)

@@ -299,6 +299,10 @@ class Checkpoint:
         config = read_json(folder / CONFIG)
         return cls(folder, config, Weights(folder, config=config), stretch)
 
+    def with_config(self, config: dict[str, Any]) -> Self:
+        """The same directory, with another ``config``."""
+        return type(self)(self.folder, config, self.weights, self.stretch)
+
     @property
     def architecture(self) -> str:
         """The configuration's ``model_type``."""

@@ -35,8 +35,7 @@ _SWITCHES = {
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load the layout; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
-    checkpoint = Checkpoint(checkpoint.folder, {**checkpoint.config, "model_type": KIND}, checkpoint.weights)
-    return load_text(checkpoint, target, _spec)
+    return load_text(checkpoint.with_config({**checkpoint.config, "model_type": KIND}), target, _spec)
 
 
 def _spec(sources: Sources) -> ModelSpec:

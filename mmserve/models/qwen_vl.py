@@ -137,7 +137,7 @@ def _flat(checkpoint: Checkpoint) -> Checkpoint:
         raise ConfigError(f"{checkpoint.folder / CONFIG}: text_config must be an object, not {text!r}")
     own = {name: value for name, value in checkpoint.config.items() if name != "text_config"}
     tied = any(values.get("tie_word_embeddings") for values in (own, text))
-    return Checkpoint(checkpoint.folder, {**text, **own, "tie_word_embeddings": tied}, checkpoint.weights)
+    return checkpoint.with_config({**text, **own, "tie_word_embeddings": tied})
 
 
 def tower_config(checkpoint: Checkpoint, kind: Kind) -> Any:

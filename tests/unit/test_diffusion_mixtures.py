@@ -76,6 +76,16 @@ def test_llada_moe_is_qwen3_moe_with_full_attention(tmp_path: Path, case: str) -
     assert (spec.logit_shift, spec.mask_id, spec.banned_ids, spec.max_tokens) == (0, MASK_ID, (MASK_ID,), 8192)
 
 
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"positions": 100}, 100), ({"positions": 16_384, "rope_scaling": "yarn"}, 16_384)],
+)
+def test_llada_moe_has_the_positions_that_are_configured(tmp_path: Path, options: dict[str, Any], most: int) -> None:
+    model = load(llada_moe(tmp_path, oracle("qwen3_moe flat")), **options)
+    assert model.spec.max_tokens == most
+    assert (model.decoder.config.rope_scaling is None) is ("rope_scaling" not in options)
+
+
 @torch.no_grad()
 def test_sdar_with_experts_is_qwen3_moe_in_blocks(tmp_path: Path) -> None:
     made = oracle("qwen3_moe")

@@ -65,6 +65,13 @@ def test_logits_are_those_of_transformers(both: tuple[Qwen, LoadedModel], what: 
         assert (renumbered - made.logits(inputs)).abs().max() > 1e-2, "rows and columns do matter"
 
 
+def test_positions_are_as_configured(tmp_path: Path) -> None:
+    where = {"path": str(Qwen(tmp_path, "qwen2_vl").folder), "device": "cpu"}
+    assert load_model(ModelConfig(**where, positions=100)).spec.max_tokens == 100
+    with pytest.raises(ConfigError, match="positions of several axes"):
+        load_model(ModelConfig(**where, positions=16_384, rope_scaling="yarn"))
+
+
 def test_what_they_are(both: tuple[Qwen, LoadedModel]) -> None:
     made, model = both
     spec = model.spec

@@ -69,8 +69,11 @@ class DecoderConfig:
     @property
     def plain_attention(self) -> bool:
         """Whether all layers attend alike, to all positions, by scores as they are, and turn by one table."""
-        return not (any(self.windows) or self.score_cap or self.local_theta)
+        windows = map(self.window, range(len(self.windows)))
+        return not (any(windows) or self.score_cap or self.local_theta)
 
     def window(self, layer: int) -> int:
-        """The last positions that a row of ``layer`` sees; 0 = all."""
-        return self.windows[layer] if self.windows else 0
+        """The last positions that a row of ``layer`` sees; 0 = all: a window that no request outgrows is none, unless
+        its layers have a base of their own."""
+        window = self.windows[layer] if self.windows else 0
+        return window if window < self.max_positions or self.local_theta else 0

@@ -16,9 +16,9 @@ def layer_windows(
 ) -> DecoderConfig:
     """``config`` with the windows that ``sliding_window`` and ``layer_types`` give its layers.
 
-    A window that no request outgrows is none. ``switch``: the key without which ``sliding_window`` means nothing. Where
-    ``layer_types`` is not set, all layers have the window (``everywhere``), all but each ``pattern``-th, or, as in
-    Qwen2, those from ``max_window_layers`` on. Raises ``ConfigError``.
+    ``switch``: the key without which ``sliding_window`` means nothing. Where ``layer_types`` is not set, all layers
+    have the window (``everywhere``), all but each ``pattern``-th, or, as in Qwen2, those from ``max_window_layers``
+    on. Raises ``ConfigError``.
     """
     kinds = _kinds(keys, config.num_layers)
     window = keys.integer("sliding_window", default=config.max_positions)
@@ -32,8 +32,6 @@ def layer_windows(
         first = keys.values.get("max_window_layers", 28)
         kinds = [SLIDING if layer >= first else FULL for layer in range(config.num_layers)]
     if SLIDING not in kinds:
-        return config
-    if window >= config.max_positions and not config.local_theta:
         return config
     return replace(config, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
 

@@ -14,6 +14,9 @@ from llama_checkpoints import llama, load, our_logits, save
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError, DoesNotFit
+from mmserve.models.dimensions import decoder_config
+from mmserve.models.keys import Keys
+from mmserve.models.stretch import Stretch
 from mmserve.needs import fitted, free_memory
 
 CPU = torch.device("cpu")
@@ -74,6 +77,23 @@ def test_errors_name_the_setting(options: dict[str, Any], why: str, tmp_path: Pa
     folder = save(llama(max_position_embeddings=KNOWN), tmp_path)
     with pytest.raises(ConfigError, match=why):
         load(folder, **options)
+
+
+def test_a_window_of_all_positions_is_one_again_when_there_are_more(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mistral",
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 100,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": KNOWN,
+        "sliding_window": KNOWN,
+    }
+    made = decoder_config(Keys(config, tmp_path))
+    longer = Stretch(MORE, "ntk").applied(made, tmp_path)
+    assert (made.plain_attention, made.window(0)) == (True, 0)
+    assert (longer.plain_attention, longer.window(0), longer.window(1)) == (False, KNOWN, KNOWN)
 
 
 def test_a_checkpoint_that_is_stretched_already_is_refused(tmp_path: Path) -> None:

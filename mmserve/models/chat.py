@@ -111,16 +111,24 @@ def prompt_ids(
 
     def render(messages: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
         *tools, options = others
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
-            )
-        )
+        given: dict[str, Any] = {"tools": tools or None, "tokenize": False, "add_generation_prompt": True, **options}
+        try:
+            return str(tokenizer.apply_chat_template(messages, **given))
+        except TypeError:  # a template that adds a text to a message, for example Pixtral's to the system's
+            return str(tokenizer.apply_chat_template([_text_alone(message) for message in messages], **given))
 
     try:
         return encoded(tokenizer, chat, [*tools, dict(options)], render, special_tokens=special_tokens)
     except (TemplateError, TypeError) as error:  # a template that adds strings to a message's list of parts
         raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
+
+
+def _text_alone(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of texts with one text as its content; any other as it is."""
+    parts = message["content"]
+    if isinstance(parts, str) or any(part["type"] != "text" for part in parts):
+        return message
+    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

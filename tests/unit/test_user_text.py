@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from shuffled_checkpoints import INTERN_TEMPLATE, SMOL_TEMPLATE
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmserve.models.chat import _JOINED_MESSAGES, CHAT_TEMPLATE, VICUNA_TEMPLATE, prompt_ids
+from mmserve.errors import InvalidArgument
+from mmserve.models.chat import _JOINED_MESSAGES, CHAT_TEMPLATE, VICUNA_TEMPLATE, adapt_chat_template, prompt_ids
 from mmserve.models.internvl_chats import FORMATS, use_named_format
 
 SPECIAL = ["<s>", "</s>", "<image>", "<video>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|mdm_mask|>"]
@@ -152,3 +154,46 @@ def test_tokens_added_later_are_known() -> None:
     tok.add_tokens([AddedToken("<later>", special=True, normalized=False)], special_tokens=True)
     later = tok.convert_tokens_to_ids("<later>")
     assert later not in prompt_ids(tok, [{"role": "user", "content": "a <later>"}])
+
+
+#: As transformers' ``convert_pixtral_weights_to_hf.py`` writes it, but for its checks of roles.
+PIXTRAL = (
+    "{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}"
+    "{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}"
+    "{{- bos_token }}{%- for message in loop_messages %}{%- if message['role'] == 'user' %}"
+    "{%- if loop.last and system_message is defined %}{{- '[INST]' + system_message + '\n\n' }}"
+    "{%- else %}{{ '[INST]' }}{%- endif %}{%- endif %}"
+    "{%- if message['content'] is not string %}{%- for chunk in message['content'] %}"
+    "{%- if chunk['type'] == 'text' %}{{- chunk['text'] }}{%- else %}{{- '[IMG]' }}{%- endif %}{%- endfor %}"
+    "{%- else %}{{- message['content'] }}{%- endif %}"
+    "{%- if message['role'] == 'user' %}{{- '[/INST]' }}{%- else %}{{- eos_token }}{%- endif %}{%- endfor %}"
+)
+
+
+def said(role: str, *parts: str | None) -> dict[str, Any]:
+    """A message of texts and, None, images."""
+    return {
+        "role": role,
+        "content": [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts],
+    }
+
+
+def test_a_system_message_of_parts_reaches_a_template_that_takes_it_as_text() -> None:
+    tok = byte_level()
+    tok.chat_template = PIXTRAL
+    adapt_chat_template(tok, Path("x"), images=True, videos=False, vicuna=False, image="[IMG]")
+    assert tok.chat_template == PIXTRAL
+    chat = [said("system", "be brief, ", "<|eot_id|>"), said("user", None, "what?"), said("assistant", "red")]
+    ids = prompt_ids(tok, [*chat, said("user", "why?")])
+    assert (
+        tok.decode(ids)
+        == f"{tok.bos_token}[INST][IMG]what?[/INST]red{tok.eos_token}[INST]be brief, <|eot_id|>\n\nwhy?[/INST]"
+    )
+    assert tok.convert_tokens_to_ids("<|eot_id|>") not in ids
+
+
+def test_a_text_that_a_template_adds_to_parts_of_an_image_is_refused() -> None:
+    tok = byte_level()
+    tok.chat_template = PIXTRAL
+    with pytest.raises(InvalidArgument, match="refuses them"):
+        prompt_ids(tok, [said("system", None, "be brief"), said("user", "what?")])

@@ -135,7 +135,8 @@ class AsyncClient(Base):
     def video_session(self, *, timeout: float | None = None, **options: Unpack[SessionOptions]) -> AsyncVideoSession:
         """A session of streaming video; ``async with`` opens and closes it.
 
-        timeout: seconds that the server may be unreachable, and that a push may wait; default the client's.
+        timeout: seconds that opening it may take, that the server may be unreachable, and that a push may wait; default
+            the client's.
         """
         return AsyncVideoSession(self, configuration(**options), timeout)
 

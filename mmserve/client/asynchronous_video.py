@@ -45,8 +45,8 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
         """Connect; what ``async with`` does."""
         self._running = asyncio.create_task(self._run())
         try:
-            await self._changes.until(self._opened)
-        except asyncio.CancelledError:  # nobody has the session, so nobody would close it
+            await self._until(self._opened, self._timeout, "the session was not opened")
+        except (asyncio.CancelledError, DeadlineExceeded):  # nobody has the session, so nobody would close it
             await self._leave()
             raise
         self._check_opened()
@@ -212,6 +212,8 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
         retries = self._client._retries(self._timeout)
         while not self._state.over:
             writing: asyncio.Task[None] | None = None
+            if self._client._closed:
+                raise Cancelled("the client was closed")
             call = self._client._open(grpc.aio).video.Session(metadata=self._client._metadata())
             try:
                 writing = asyncio.create_task(self._write(call))

@@ -126,7 +126,8 @@ class Client(Base):
     def video_session(self, *, timeout: float | None = None, **options: Unpack[SessionOptions]) -> VideoSession:
         """Open a session of streaming video; use it as a context manager, which closes it.
 
-        timeout: seconds that the server may be unreachable, and that a push may wait; default the client's.
+        timeout: seconds that opening it may take, that the server may be unreachable, and that a push may wait; default
+            the client's.
         """
         return VideoSession(self, configuration(**options), timeout)
 

@@ -45,8 +45,12 @@ class VideoSession(SessionView["Question", "Alerts"]):
         self._leaving = False
         self._thread = threading.Thread(target=self._run, name="mmserve-session", daemon=True)
         self._thread.start()
-        with self._changed:
-            self._changed.wait_for(self._opened)
+        try:
+            with self._changed:
+                self._until(self._opened, self._timeout, "the session was not opened")
+        except DeadlineExceeded as error:
+            self._leave(error)
+            raise
         self._check_opened()
 
     def _act(self, act: Callable[[], _T]) -> _T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 from clips import clip
-from video_client import PATIENCE, picture, registries, video_server, wait_for
+from video_client import PATIENCE, held, picture, registries, video_server, wait_for
 
 from mmserve.client import AsyncClient
+from mmserve.errors import Cancelled, DeadlineExceeded
+from mmserve.video.streams import EngineStreams
 
 
 async def _cancelled_question(address: str, live: Callable[[], int]) -> None:
@@ -54,6 +57,31 @@ async def _cancelled_opening(address: str, sessions: Callable[[], int]) -> None:
 def test_a_session_whose_opening_is_cancelled_is_not_opened() -> None:
     with registries() as found, video_server() as (address, _engine):
         asyncio.run(_cancelled_opening(address, lambda: len(found[0]._sessions)))
+
+
+async def _unopened(address: str, began: threading.Event) -> None:
+    async with AsyncClient(address, timeout=PATIENCE) as client:
+        with pytest.raises(DeadlineExceeded, match="the session was not opened in time"):
+            await client.video_session(timeout=1).open()
+    assert began.is_set()
+
+
+def test_a_session_that_the_server_does_not_open_fails_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with video_server() as (address, _engine), held(monkeypatch, EngineStreams, "open") as began:
+        asyncio.run(_unopened(address, began))
+
+
+async def _closed_while_opening() -> None:
+    client = AsyncClient("localhost:1", timeout=PATIENCE)
+    opening = asyncio.create_task(client.video_session().open())
+    await asyncio.sleep(0.6)  # it waits for its next attempt
+    await client.close()
+    with pytest.raises(Cancelled, match="the client was closed"):
+        await opening
+
+
+def test_a_session_whose_client_is_closed_while_it_is_opened_is_cancelled() -> None:
+    asyncio.run(_closed_while_opening())
 
 
 async def _pushed_at_once(address: str) -> None:

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from clips import clip
 from echo_server import served
-from video_client import PATIENCE, Raw, ask, image, sdk, video_engine, video_server, wait_for
+from video_client import PATIENCE, Raw, ask, held, image, sdk, video_engine, video_server, wait_for
 
 from mmserve.config import Config
 from mmserve.core.request import Request
@@ -40,23 +40,6 @@ def address() -> Iterator[str]:
         yield found
 
 
-@contextmanager
-def held(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> Iterator[threading.Event]:
-    """Calls of a method wait; yields what is set once one does."""
-    method, gate, began = getattr(owner, name), threading.Event(), threading.Event()
-
-    def waiting(*args: Any) -> Any:
-        began.set()
-        assert gate.wait(PATIENCE)
-        return method(*args)
-
-    monkeypatch.setattr(owner, name, waiting)
-    try:
-        yield began
-    finally:
-        gate.set()
-
-
 def test_a_client_that_leaves_while_its_session_is_opened_leaves_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     with video_server({"max_sessions": 1}) as (address, _):
         with held(monkeypatch, EngineStreams, "open") as began:
@@ -72,6 +55,12 @@ def test_a_client_that_leaves_while_its_session_is_opened_leaves_no_stream(monke
 
         wait_for("room for a session", again)
         opened[-1].close()
+
+
+def test_a_session_that_the_server_does_not_open_fails_in_time(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = pytest.raises(DeadlineExceeded, match="the session was not opened in time")
+    with held(monkeypatch, EngineStreams, "open"), sdk(address) as client, late:
+        client.video_session(timeout=1)
 
 
 def test_a_client_that_resumes_and_never_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

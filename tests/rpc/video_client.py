@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 from echo_server import threaded
 from PIL import Image
 from streaming import streaming_model
@@ -185,6 +186,23 @@ class Raw:
         except grpc.RpcError as error:
             self.error = from_rpc_error(error)
         self.ended.set()
+
+
+@contextlib.contextmanager
+def held(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> Iterator[threading.Event]:
+    """Calls of a method wait; yields what is set once one does."""
+    method, gate, began = getattr(owner, name), threading.Event(), threading.Event()
+
+    def waiting(*args: Any) -> Any:
+        began.set()
+        assert gate.wait(PATIENCE)
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, waiting)
+    try:
+        yield began
+    finally:
+        gate.set()
 
 
 @contextlib.contextmanager

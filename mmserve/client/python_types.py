@@ -33,7 +33,12 @@ def adapter_of(kind: Any) -> TypeAdapter[Any]:
     if isinstance(kind, TypeAdapter):
         return kind
     try:
-        return TypeAdapter(_rebuilt(kind))
+        try:
+            return TypeAdapter(kind)
+        except PydanticUserError:
+            return TypeAdapter(_rebuilt(kind))
+    except RecursionError as error:
+        raise TypeError(f"{kind!r} holds itself: make it a typing_extensions.TypedDict, or a model") from error
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
         raise TypeError(f"pydantic has no schema of {kind!r}: {_first_line(error)}") from error
 

@@ -306,3 +306,25 @@ assert "mmserve.client.python_types" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class Branch(typing_extensions.TypedDict):
+    name: str
+    parts: list[Branch]
+
+
+class OldBranch(typing.TypedDict):
+    parts: list[OldBranch]
+
+
+def test_a_typed_dictionary_may_hold_others_of_its_type() -> None:
+    assert schema_matcher(json.loads(schema_text(Branch)))
+    read = reader(Branch)
+    assert read is not None
+    assert read('{"name": "a", "parts": [{"name": "b", "parts": []}]}')["parts"] == [{"name": "b", "parts": []}]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic takes typing.TypedDict there")
+def test_one_of_typing_that_holds_itself_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"typing_extensions\.TypedDict"):
+        schema_text(OldBranch)

@@ -111,9 +111,13 @@ def _parameters(function: Callable[..., Any], place: str) -> Any:
     """A typed dictionary of the parameters of ``function``; those with a default may be missing."""
     import typing_extensions  # of pydantic, which types need
 
-    hints = typing.get_type_hints(function, include_extras=True)
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError, NameError) as error:
+        raise InvalidArgument.of(place, f"must be a function with annotations that are known: {error}") from error
     fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or name not in hints:
             raise InvalidArgument.of(place, f"the parameter {name!r} must be annotated, and have a name of its own")
         required = parameter.default is parameter.empty
@@ -123,4 +127,6 @@ def _parameters(function: Callable[..., Any], place: str) -> Any:
 
 
 def _first_paragraph(tool: Any) -> str:
-    return (inspect.getdoc(tool) or "").split("\n\n")[0].replace("\n", " ")
+    """Of a type only what it says itself: the types that it is made from document pydantic, or ``dict``."""
+    text = inspect.cleandoc(vars(tool).get("__doc__") or "") if isinstance(tool, type) else inspect.getdoc(tool)
+    return (text or "").split("\n\n")[0].replace("\n", " ")

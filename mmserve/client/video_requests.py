@@ -137,6 +137,8 @@ def watch_message(
 ) -> pb.Watch:
     """The message of a standing question; ``numbers`` by their names in it."""
     watch = pb.Watch(watch_id=watch_id, text=text)
+    if choices is not None and not choices:
+        raise InvalidArgument.of("choices", "must not be empty")
     if choices is None:
         watch.yes_no.SetInParent()
     else:

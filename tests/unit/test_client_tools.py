@@ -1,0 +1,73 @@
+"""Tools of the client: what functions and types are described by, and what is refused before it is sent."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from mmserve.client.schemas import schema_text
+from mmserve.client.tools import described
+from mmserve.client.video_requests import watch_message
+from mmserve.errors import InvalidArgument
+
+
+class Look(BaseModel):
+    place: str
+
+
+class Said(Look):
+    """Say where.
+
+    And more.
+    """
+
+
+class Found(typing.TypedDict):
+    place: str
+
+
+def look(place: str, *, times: int = 1) -> str:
+    """Look at a
+    place."""
+    return place * times
+
+
+class Looking:
+    """Has eyes."""
+
+    def __call__(self, place: str) -> str:
+        return place
+
+
+def unknown(place: Nowhere) -> str:  # type: ignore[name-defined]  # noqa: F821
+    return str(place)
+
+
+@pytest.mark.parametrize(
+    ("kind", "description"),
+    [(Look, ""), (Said, "Say where."), (Found, ""), (look, "Look at a place.")],
+)
+def test_a_tool_is_described_by_its_own_documentation(kind: Any, description: str) -> None:
+    assert described(kind, "tools[0]").description == description
+
+
+def test_parameters_of_a_function_are_those_without_a_value() -> None:
+    tool = described(look, "tools[0]")
+    assert (tool.name, set(typing.get_type_hints(tool.parameters))) == ("look", {"place", "times"})
+    assert '"required":["place"]' in schema_text(tool.parameters).replace(" ", "")
+
+
+@pytest.mark.parametrize("tool", [functools.partial(look, times=2), Looking(), unknown, print, 3])
+def test_what_has_no_name_or_no_annotations_is_refused(tool: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"tools\[0\]"):
+        described(tool, "tools[0]")
+
+
+def test_a_standing_question_needs_a_choice() -> None:
+    with pytest.raises(InvalidArgument, match="choices"):
+        watch_message("a", "where is it?", [], None, {})
+    assert watch_message("a", "where is it?", ["left", "right"], None, {}).choices.wanted == "left"

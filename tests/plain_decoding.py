@@ -225,7 +225,9 @@ class PlainDecoder:
             at = np.array(positions, dtype=np.int64)
             nearly = torch.where(torch.arange(logits.shape[1]) % 2 == 0, ROUNDING, -ROUNDING)
             drawn, *others = (
-                candidates(shown.float(), at, self.canvas(), sampling, self.spec.banned_ids).tokens.tolist()
+                candidates(
+                    shown.float(), at, self.canvas(), sampling, self.spec.banned_ids, end_ids=self.spec.end_ids
+                ).tokens.tolist()
                 for shown in (logits, logits + nearly, logits - nearly)
             )
             tied = others != [drawn, drawn]
@@ -267,6 +269,7 @@ class PlainDecoder:
         for token, bias in sampling.logit_bias.items():
             row[token] += bias
         answer = [int(t) for p, t in enumerate(self.tokens) if p >= self.prompt and self.committed_at[p] != MASKED]
+        answer = [token for token in answer if token not in self.spec.end_ids]
         for token in set(answer):
             row[token] -= sampling.presence_penalty + sampling.frequency_penalty * answer.count(token)
         penalty = sampling.repetition_penalty

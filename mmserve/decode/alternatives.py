@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +51,8 @@ class _Noted:
 class NotingLogits:
     """A request's rows, as ``RowLogits``, for ``positions`` (int64, ascending); what is read of them is noted first.
 
-    Penalties and biases of ``sampling`` are part of what is noted, as they are of log-probabilities.
+    Penalties and biases of ``sampling`` are part of what is noted, as they are of log-probabilities; ``end_ids`` as
+    of ``sampler.candidates``.
     """
 
     def __init__(
@@ -64,17 +65,30 @@ class NotingLogits:
         banned: tuple[int, ...],
         mask_id: int | None,
         noted: _Noted | None = None,
+        *,
+        end_ids: Collection[int] = (),
     ) -> None:
         self._rows, self._count = rows, count
         self._all = noted or _Noted(positions, Alternatives.none(len(positions), count))
         self._positions = positions
         self._given = canvas, sampling, banned, mask_id
+        self._end_ids = end_ids
 
     def only(self, rows: np.ndarray) -> NotingLogits:
         """As of ``RowLogits``; what is noted of them is noted here."""
         canvas, sampling, banned, mask_id = self._given
         kept = self._positions[rows]
-        return NotingLogits(self._rows.only(rows), kept, canvas, sampling, self._count, banned, mask_id, self._all)
+        return NotingLogits(
+            self._rows.only(rows),
+            kept,
+            canvas,
+            sampling,
+            self._count,
+            banned,
+            mask_id,
+            self._all,
+            end_ids=self._end_ids,
+        )
 
     def slices(self) -> Iterator[Tensor]:
         done = 0
@@ -101,7 +115,7 @@ class NotingLogits:
     def _note(self, part: Tensor, positions: np.ndarray) -> None:
         canvas, sampling, banned, mask_id = self._given
         logits = part.float()
-        penalties = Penalties.of(canvas, sampling, logits.shape[-1], logits.device)
+        penalties = Penalties.of(canvas, sampling, logits.shape[-1], logits.device, self._end_ids)
         if penalties is not None:
             logits = logits.clone()
             penalties.apply(logits)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.core.canvas import Canvas
+from mmserve.core.canvas import Canvas, among
 from mmserve.core.request import Sampling
 
 #: Penalised logits stay within this: far above the logits of any model, and far from the end of fp32.
@@ -24,13 +25,24 @@ class Penalties:
     repetition: float
 
     @classmethod
-    def of(cls, canvas: Canvas, sampling: Sampling, vocabulary: int, device: torch.device) -> Penalties | None:
-        """The penalties and biases of ``sampling`` for ``canvas`` as it is; None where there are none."""
+    def of(
+        cls,
+        canvas: Canvas,
+        sampling: Sampling,
+        vocabulary: int,
+        device: torch.device,
+        end_ids: Collection[int],
+    ) -> Penalties | None:
+        """The penalties and biases of ``sampling`` for ``canvas`` as it is; None where there are none.
+
+        ``end_ids`` are not counted in the answer: they fill a canvas after its end.
+        """
         if not sampling.changes_logits:
             return None
         gains = dict(sampling.logit_bias)
         if sampling.frequency_penalty or sampling.presence_penalty:
-            tokens, counts = np.unique(_held(canvas, canvas.prompt_length), return_counts=True)
+            answer = _held(canvas, canvas.prompt_length)
+            tokens, counts = np.unique(answer[~among(answer, end_ids)], return_counts=True)
             for token, count in zip(tokens.tolist(), counts.tolist(), strict=True):
                 lost = sampling.frequency_penalty * count + sampling.presence_penalty
                 gains[token] = gains.get(token, 0.0) - lost

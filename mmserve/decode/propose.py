@@ -39,11 +39,13 @@ class Proposer:
         """The candidates of a pass, with alternatives on request; what observes its logits is shown them."""
         spec, sampling = self._spec, request.sampling
         if isinstance(logits, Shared):
-            return candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids)
+            return candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, end_ids=spec.end_ids)
         if not (request.streaming.records and request.streaming.alternatives):
             return self._proposed(request, commit, extensions, p, logits)
         count, mask_id = request.streaming.alternatives, judged_mask(spec)
-        noting = NotingLogits(logits, p.targets, p.canvas, sampling, count, spec.banned_ids, mask_id)
+        noting = NotingLogits(
+            logits, p.targets, p.canvas, sampling, count, spec.banned_ids, mask_id, end_ids=spec.end_ids
+        )
         found = self._proposed(request, commit, extensions, p, noting)
         return replace(found, alternatives=noting.of(found.positions))
 
@@ -71,7 +73,18 @@ class Proposer:
         """The sampler's candidates for ``positions``, from their logits."""
         spec, sampling = self._spec, request.sampling
         mask_id = judged_mask(spec)
-        return candidates(logits, positions, canvas, sampling, spec.banned_ids, observer, self.scores, reads, mask_id)
+        return candidates(
+            logits,
+            positions,
+            canvas,
+            sampling,
+            spec.banned_ids,
+            observer,
+            self.scores,
+            reads,
+            mask_id,
+            end_ids=spec.end_ids,
+        )
 
     def _in_part(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,7 @@ def candidates(
     mask_id: int | None = None,
     *,
     confident: bool = True,
+    end_ids: Collection[int] = (),
 ) -> Candidates:
     """One token for each of ``positions`` (ascending), from the logits of those positions.
 
@@ -56,7 +57,8 @@ def candidates(
     slice (``decode/logits.py``): no temporary is larger than one. ``best`` notes more of each row than its candidate,
     and may rule tokens out.
 
-    The confidence is 1 where it is not asked for (``confident``).
+    The confidence is 1 where it is not asked for (``confident``). ``end_ids``: the model's, which penalties do not
+    count.
 
     With ``scores``, rows that nothing is noted of, greedy or drawn without filters, are judged by it in one pass. All
     noise is then counted, so that a seed draws from the same one with filters and without.
@@ -76,7 +78,7 @@ def candidates(
         done += len(part)
         logits = part if fused is not None and not penalised else part.float()
         if penalised:
-            penalties = penalties or Penalties.of(canvas, sampling, logits.shape[-1], logits.device)
+            penalties = penalties or Penalties.of(canvas, sampling, logits.shape[-1], logits.device, end_ids)
             assert penalties is not None
             penalties.apply(logits)
         if fused is not None:

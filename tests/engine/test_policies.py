@@ -16,10 +16,12 @@ from harness import Bench, Call
 from helpers import ask, dkv, picture, threshold
 from plain_decoding import History, block_counts, plain_decoding
 
+from mmserve.config import ModelConfig
 from mmserve.core.canvas import MASKED
 from mmserve.core.events import Finished
 from mmserve.core.request import Policy, Request
 from mmserve.models.base import LoadedModel
+from mmserve.models.registry import load_model
 
 Make = Callable[..., Bench]
 
@@ -346,6 +348,16 @@ def test_a_step_commits_something_whatever_the_penalty(shared: Bench) -> None:
     entropy, penalty = policy("entropy_bound"), 1e-39
     done = shared.ask(ask("nan", commit=entropy, max_new_tokens=8, block=8, repetition_penalty=penalty))
     assert 1 <= done.forwards <= 8
+
+
+def test_what_fills_a_canvas_after_the_answers_end_is_not_penalised(bench: Make) -> None:
+    b = bench(load_model(ModelConfig(path="bundled", device="cpu")))
+    question = "Describe a red circle."  # without a picture, which the model leaves unanswered
+    said = [
+        b.ask(ask(f"r{penalty}", question, max_new_tokens=64, block=64, frequency_penalty=penalty)).text
+        for penalty in (0.0, 0.5)
+    ]
+    assert said == ["", ""]
 
 
 # --- company ---

@@ -173,8 +173,8 @@ class DraftModel(Extension):
             state.verdict = Verdict(self._candidates(logits, part.asked, before, d), rank, relative)
 
     def _candidates(self, logits: Tensor, positions: np.ndarray, canvas: Canvas, d: Decoding) -> Candidates:
-        sampling, reads = d.request.sampling, d.commit.reads
-        return candidates(logits, positions, canvas, sampling, self._banned, None, self._scores, reads)
+        sampling, reads, ends = d.request.sampling, d.commit.reads, self._served.spec.end_ids
+        return candidates(logits, positions, canvas, sampling, self._banned, None, self._scores, reads, end_ids=ends)
 
     def _standing(self, logits: Tensor, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each drafted token: how many tokens are more probable, and its probability over that of the first."""

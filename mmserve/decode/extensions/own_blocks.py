@@ -151,7 +151,15 @@ class OwnBlocks(Extension):
     def _fill(self, each: _Filling, logits: torch.Tensor) -> None:
         d, canvas = each.d, each.canvas
         found = candidates(
-            logits, canvas.block_masked(), canvas, d.request.sampling, self._banned, None, self._scores, d.commit.reads
+            logits,
+            canvas.block_masked(),
+            canvas,
+            d.request.sampling,
+            self._banned,
+            None,
+            self._scores,
+            d.commit.reads,
+            end_ids=self._model.spec.end_ids,
         )
         canvas.count_forward()
         chosen = found.where(d.commit.choose(canvas, found))

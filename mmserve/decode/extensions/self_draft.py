@@ -99,10 +99,19 @@ class SelfDraft(Extension):
         passes = [p for _d, _state, p in waiting]
         logits = forward(self._model, self._store, passes, self._floor, stacks=self._stacks)
         for (d, state, p), rows in zip(waiting, logits, strict=True):
+            end_ids = self._model.spec.end_ids
             made = candidates(
-                rows.whole(), p.targets, d.canvas, d.request.sampling, self._banned, None, self._scores, d.commit.reads
+                rows.whole(),
+                p.targets,
+                d.canvas,
+                d.request.sampling,
+                self._banned,
+                None,
+                self._scores,
+                d.commit.reads,
+                end_ids=end_ids,
             ).tokens
-            ends = np.flatnonzero(among(made, self._model.spec.end_ids))
+            ends = np.flatnonzero(among(made, end_ids))
             state.drafted = made[: ends[0] + 1] if len(ends) else made
             state.forwards += 1
 

@@ -52,7 +52,8 @@ class Member:
         self.described: Described | None = None  # while it serves
         self.silent = 0.0  # seconds since it reported anything
         self.begun = 0  # processes so far
-        self._free: list[int] = []  # memory that may be written again
+        self._free: list[Ticket] = []  # memory that may be written again
+        self._noting = threading.Lock()
         self._drained: frozenset[str] | None = None  # its roles, while it has none because it is slow
 
     def take(self, orders: list[Order]) -> None:
@@ -95,15 +96,20 @@ class Member:
         """Whether it has no role because it is slow."""
         return self._drained is not None
 
-    def reuse(self, number: int) -> None:
+    def reuse(self, ticket: Ticket) -> None:
         """Note memory that may be written again."""
-        self._free.append(number)
+        with self._noting:
+            self._free.append(ticket)
 
     def flush(self) -> None:
-        """Send what ``reuse`` noted."""
-        if self._free and self.actor is not None:
+        """Send what ``reuse`` noted of the process that is there now; each process numbers its memory from 1."""
+        with self._noting:
             free, self._free = self._free, []
-            self.actor.call("reuse", free)
+        actor, described = self.actor, self.described  # in this order: none gets another one's numbers
+        if actor is None or described is None:
+            return
+        if numbers := [ticket.number for ticket in free if ticket.address == described.arena]:
+            actor.call("reuse", numbers)
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Have the worker call its method ``name``, unless it has ended."""
@@ -350,7 +356,7 @@ class Fleet:
     def _reuse(self, ticket: Ticket) -> None:
         for member in self.members:
             if member.described is not None and member.described.arena == ticket.address:
-                member.reuse(ticket.number)
+                member.reuse(ticket)
 
     def _thread(self, name: str, target: Callable[[], None]) -> None:
         self._threads.append(threading.Thread(target=target, name=name, daemon=True))

@@ -1,4 +1,4 @@
-"""Which workers count as slow, and what is done about it; spares; forked processes."""
+"""Which workers count as slow, and what is done about it; workers that are replaced; spares; forked processes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness import eventually
 
+from mmserve.cluster.config import ClusterConfig
 from mmserve.cluster.draining import PROBATION, REST, SUSTAINED, Act, Draining
+from mmserve.cluster.fleet import Fleet
 from mmserve.cluster.messages import Described
 from mmserve.cluster.pace import Pace
 from mmserve.cluster.spares import Loaded, Spares
+from mmserve.config import Config
 from mmserve.core.stats import Pass
 from mmserve.errors import Unavailable
+from mmserve.transfer.shared_memory import Ticket
 
 
 def passes(seconds: float, count: int = 40, size: int = 8) -> list[Pass]:
@@ -99,6 +106,33 @@ def test_after_a_while_a_worker_that_was_slow_is_as_any_other() -> None:
 def test_no_factor_drains_nobody() -> None:
     draining = Draining(factor=0.0)
     assert all(draining.look(now, "w", 99.0, spared=True, replaceable=True) is None for now in (0.0, 10.0, 20.0))
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Of one worker, which is not started."""
+    made = Fleet(Config(), ClusterConfig())
+    yield made
+    made.payloads.close()
+
+
+def described(arena: str = "") -> Described:
+    return Described({}, {}, {}, "here", 0, arena)
+
+
+def test_memory_of_a_worker_that_ended_is_not_reused_at_its_successor(fleet: Fleet) -> None:
+    [member] = fleet.members
+    called: list[Any] = []
+    actor: Any = SimpleNamespace(call=lambda *given: called.append(given))
+    member.actor, member.described = actor, described("first")
+    fleet.payloads.drop(Ticket("here", "first", 1, 64))
+    fleet._gone(member)
+    member.actor, member.described = actor, described("second")
+    fleet.payloads.drop(Ticket("here", "first", 2, 64))
+    fleet.payloads.drop(Ticket("here", "second", 3, 64))
+    member.flush()
+    member.flush()
+    assert called == [("reuse", [3])]
 
 
 class Process:

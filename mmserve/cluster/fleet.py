@@ -27,7 +27,7 @@ from mmserve.cluster.payload_store import SharedPayloadStore
 from mmserve.cluster.spares import Loaded, Spares
 from mmserve.config import Config, ServerConfig
 from mmserve.core.request import RequestId
-from mmserve.errors import ConfigError, MMServeError
+from mmserve.errors import MMServeError, Unavailable
 from mmserve.transfer.shared_memory import Ticket, host_id
 
 logger = logging.getLogger("mmserve.cluster")
@@ -137,7 +137,7 @@ class Fleet:
         self._head: HeadWatch | None = None
         self.head_lost = False
         self.lost = 0  # workers that ended, or were given up
-        self._failed: MMServeError | None = None
+        self._failed: Exception | None = None
         self._stopping = False
         self._threads: list[threading.Thread] = []
 
@@ -145,7 +145,7 @@ class Fleet:
         """Start all workers and wait until they serve; the coordinator of each model, by name.
 
         ``on_head`` is called with whether Ray's head is lost, each time that changes. Raises ``ConfigError`` where the
-        cluster has no room, or a model cannot be loaded.
+        cluster has no room, or a model cannot be loaded, and whatever else a worker cannot begin for.
         """
         self._placement = ray_actors.Placement(self._cluster)
         for member in self.members:
@@ -173,7 +173,7 @@ class Fleet:
         if self._config.kv_cache.disk_folder:
             self._close_members()
         for member in self.members:
-            self._end(member)
+            self._end(member.actor, member.described)
         self._spares.stop()
         for thread in self._threads:
             thread.join(10.0)
@@ -193,30 +193,39 @@ class Fleet:
         pause = _AGAIN
         while not self._stopping:
             try:
-                described = self._begin(member)
-            except MMServeError as error:
-                self._gone(member)
-                if isinstance(error, ConfigError):
-                    with self._changed:
-                        self._failed = error
-                        self._changed.notify_all()
-                logger.error("worker %s could not begin: %s", member.name, error)
+                begun = self._begin(member)
+                self._joined(member, begun.described)
+            except Exception as error:  # noqa: BLE001 - the place is tried again, whatever went wrong
+                self._not_begun(member, error)
                 time.sleep(pause)
                 pause = min(2 * pause, _AGAIN_MOST)
                 continue
             pause = _AGAIN
-            self._joined(member, described)
-            assert member.actor is not None
-            for items in member.actor.events():
-                member.silent = 0.0
-                self._deliver(member, items)
-                if member.described is None:
-                    break  # it was given up
+            try:
+                for items in begun.actor.events():
+                    member.silent = 0.0
+                    self._deliver(member, items)
+                    if member.actor is not begun.actor:
+                        break  # it was given up
+            except Exception:
+                logger.exception("what worker %s reports cannot be read", member.name)
+                self._end(begun.actor, begun.described)
             if not self._stopping:
-                logger.warning("worker %s (process %d) has ended; it is replaced", member.name, described.pid)
-            self._gone(member)
+                logger.warning("worker %s (process %d) has ended; it is replaced", member.name, begun.described.pid)
+            self._gone(member, begun.actor)
 
-    def _begin(self, member: Member) -> Described:
+    def _not_begun(self, member: Member, error: Exception) -> None:
+        traceback = None if isinstance(error, MMServeError) else error
+        logger.error("worker %s could not begin: %s", member.name, error, exc_info=traceback)
+        actor = member.actor
+        self._end(actor, None)
+        self._gone(member, actor)
+        if not isinstance(error, Unavailable):
+            with self._changed:
+                self._failed = error
+                self._changed.notify_all()
+
+    def _begin(self, member: Member) -> Loaded:
         spare = self._spares.take(member.threads) if member.begun and not member.settings.gpus else None
         if spare is None:
             assert self._placement is not None, "workers begin once there is room for them"
@@ -227,7 +236,7 @@ class Fleet:
         member.name = f"{member.index}" if member.begun == 1 else f"{member.index}.{member.begun}"
         member.actor = spare.actor
         member.serve(member.roles)
-        return spare.described
+        return spare
 
     def _spare(self, threads: int) -> Loaded:
         return self._load(ray_actors.Actor({"num_cpus": 0, **ray_actors.forked(self._cluster)}), threads)
@@ -273,19 +282,33 @@ class Fleet:
             else:
                 by_model[item.model].append(item)
         for model, own in by_model.items():
-            self.coordinators[model].take(member.name, own)
+            try:
+                self.coordinators[model].take(member.name, own)
+            except Exception:
+                logger.exception("what worker %s reports of %s is lost", member.name, model)
 
-    def _gone(self, member: Member) -> None:
-        """``member`` does not serve any more; may be called again."""
+    def _give_up(self, member: Member, actor: ray_actors.Actor | None) -> None:
+        """End ``actor`` and do without it, if it is still that of ``member``."""
         with self._lock:
-            described, member.described, member.actor = member.described, None, None
-            self._pace.forget(member.name)
-            self._draining.forget(member.name)
+            described = member.described
+            if member.actor is not actor:
+                return
+        self._end(actor, described)
+        self._gone(member, actor)
+
+    def _gone(self, member: Member, actor: ray_actors.Actor | None) -> None:
+        """``member`` does not serve by ``actor`` any more; may be called again."""
+        with self._lock:
+            if member.actor is not actor:
+                return
+            name, described, member.described, member.actor = member.name, member.described, None, None
+            self._pace.forget(name)
+            self._draining.forget(name)
         member.resume()
         if described is not None:
             self.lost += not self._stopping
             for coordinator in self.coordinators.values():
-                coordinator.left(member.name)
+                coordinator.left(name)
 
     def _close_members(self) -> None:
         """Have all workers end in order, side by side."""
@@ -293,14 +316,16 @@ class Fleet:
         with ThreadPoolExecutor(len(self.members)) as threads:
             list(threads.map(lambda actor: actor.close(_CLOSING), actors))
 
-    def _end(self, member: Member) -> None:
-        """End the process of ``member`` now, even if it is stopped."""
-        actor, described = member.actor, member.described
+    def _end(self, actor: ray_actors.Actor | None, described: Described | None) -> None:
+        """End a process now, even if it is stopped; ``described``: None = it has not begun."""
         if described is not None and described.host == self._here:
             with suppress(ProcessLookupError):
                 os.kill(described.pid, signal.SIGKILL)
         if actor is not None:
-            actor.kill()
+            try:
+                actor.kill()
+            except Exception as error:  # noqa: BLE001 - Ray's, whose head may be lost
+                logger.warning("a worker's process could not be ended: %r", error)
 
     # --- beside them ---
 
@@ -311,14 +336,14 @@ class Fleet:
             now = time.monotonic()
             passed, before = min(now - before, 2 * _TICK), now  # where this process had to wait, so had the workers
             for member in self.members:
+                actor = member.actor  # before what is known of it: a successor is not taken for it
                 member.flush()
                 member.silent += passed
                 if member.described is not None and member.silent > self._cluster.cluster.silent_seconds:
                     logger.warning("worker %s has been silent for %.1f s: it is given up", member.name, member.silent)
-                    self._end(member)
-                    self._gone(member)
+                    self._give_up(member, actor)
                 elif member.described is not None:
-                    self._mind(member, now)
+                    self._mind(member, actor, now)
             for coordinator in list(self.coordinators.values()):
                 coordinator.tick(now)
                 if self._cluster.cluster.switching and now - looked >= 1.0:
@@ -326,7 +351,7 @@ class Fleet:
             if now - looked >= 1.0:
                 looked = now
 
-    def _mind(self, member: Member, now: float) -> None:
+    def _mind(self, member: Member, actor: ray_actors.Actor | None, now: float) -> None:
         """Keep work from ``member`` where it is slow, and replace it where it stays so."""
         others = [each for each in self.members if each is not member and each.described is not None]
         spared = all(any(role in each.roles for each in others) for role in member.roles)
@@ -344,8 +369,7 @@ class Fleet:
             for coordinator in self.coordinators.values():
                 coordinator.joined(member)
         else:
-            self._end(member)
-            self._gone(member)
+            self._give_up(member, actor)
 
     def _host_of(self, name: str) -> str:
         for member in self.members:

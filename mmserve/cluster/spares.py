@@ -69,8 +69,9 @@ class Spares:
         while (kind := self._missing()) is not None:
             try:
                 made = self._load(kind)
-            except MMServeError as error:
-                logger.error("a spare worker could not begin: %s", error)
+            except Exception as error:
+                traceback = None if isinstance(error, MMServeError) else error
+                logger.error("a spare worker could not begin: %s", error, exc_info=traceback)
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping, pause)
                 pause = min(2 * pause, _AGAIN_MOST)

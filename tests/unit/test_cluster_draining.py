@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from harness import eventually
 
+from mmserve.cluster import fleet as fleets
+from mmserve.cluster import spares as spares_module
 from mmserve.cluster.config import ClusterConfig
 from mmserve.cluster.draining import PROBATION, REST, SUSTAINED, Act, Draining
-from mmserve.cluster.fleet import Fleet
-from mmserve.cluster.messages import Described
+from mmserve.cluster.fleet import Fleet, Member
+from mmserve.cluster.messages import Described, Item
 from mmserve.cluster.pace import Pace
 from mmserve.cluster.spares import Loaded, Spares
 from mmserve.config import Config
@@ -126,7 +128,7 @@ def test_memory_of_a_worker_that_ended_is_not_reused_at_its_successor(fleet: Fle
     actor: Any = SimpleNamespace(call=lambda *given: called.append(given))
     member.actor, member.described = actor, described("first")
     fleet.payloads.drop(Ticket("here", "first", 1, 64))
-    fleet._gone(member)
+    fleet._gone(member, actor)
     member.actor, member.described = actor, described("second")
     fleet.payloads.drop(Ticket("here", "first", 2, 64))
     fleet.payloads.drop(Ticket("here", "second", 3, 64))
@@ -135,30 +137,91 @@ def test_memory_of_a_worker_that_ended_is_not_reused_at_its_successor(fleet: Fle
     assert called == [("reuse", [3])]
 
 
-class Process:
-    """Stands in for an actor: all that a spare is asked is to end."""
+@pytest.mark.timeout(60)
+def test_a_place_is_tried_again_whatever_went_wrong_and_the_start_ends_with_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
 
-    def __init__(self) -> None:
+    def begin(_member: Member) -> Loaded:
+        tried.append(1)
+        fleet._stopping = len(tried) == 2
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(fleet, "_begin", begin)
+    monkeypatch.setattr(fleets, "_AGAIN", 0.0)
+    monkeypatch.setattr(fleets.ray_actors, "Placement", lambda _cluster: None)
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        fleet.start()
+    eventually(lambda: len(tried) == 2, "another attempt")
+
+
+class Process:
+    """Stands in for an actor, which reports ``events`` and ends then, or when it is to."""
+
+    def __init__(self, *events: list[Item]) -> None:
         self.killed = False
+        self._events = events
+
+    def call(self, *given: Any) -> None:
+        """It does nothing."""
+
+    def events(self) -> Iterator[list[Item]]:
+        yield from self._events
 
     def kill(self) -> None:
         self.killed = True
 
 
-def test_spares_are_loaded_again_as_they_are_taken() -> None:
+def test_what_cannot_be_taken_of_a_workers_reports_ends_neither_the_rest_nor_its_place(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+
+    class Model:
+        def take(self, _worker: str, items: list[Any]) -> None:
+            if len(taken) == 2:
+                fleet._stopping = True
+            taken.append(items)
+            raise KeyError("a bug")
+
+        def left(self, _worker: str) -> None:
+            pass
+
+    item: Any = SimpleNamespace(model="m")
+    actor: Any = Process([item], [item], [item])
+    fleet.coordinators["m"] = Model()  # type: ignore[assignment]
+    monkeypatch.setattr(fleet, "_begin", lambda _member: Loaded(actor, described()))
+    monkeypatch.setattr(fleet, "_joined", lambda member, _described: setattr(member, "actor", actor))
+    fleet._keep(fleet.members[0])
+    assert len(taken) == 3
+
+
+def test_a_worker_that_was_replaced_meanwhile_is_not_given_up(fleet: Fleet) -> None:
+    [member] = fleet.members
+    old, new = Process(), Process()
+    member.actor, member.described = new, described()  # type: ignore[assignment]
+    fleet._give_up(member, old)  # type: ignore[arg-type]
+    assert not new.killed and member.actor is new and not fleet.lost  # type: ignore[comparison-overlap]
+    fleet._give_up(member, new)  # type: ignore[arg-type]
+    assert new.killed and not old.killed and member.actor is None and fleet.lost == 1
+
+
+def test_spares_are_loaded_again_as_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares_module, "_AGAIN", 0.01)
     made: list[Process] = []
-    failures = iter([True, False, False, False])
+    failures = iter([Unavailable("it ended while it began"), RuntimeError("CUDA out of memory"), None, None, None])
 
     def load(kind: int) -> Loaded:
-        if next(failures):
-            raise Unavailable("it ended while it began")
+        if (failure := next(failures)) is not None:
+            raise failure
         made.append(Process())
         return Loaded(made[-1], Described({}, {}, {}, "here", kind, ""))  # type: ignore[arg-type]
 
     spares = Spares({2}, 2, load)
     assert spares.take(2) is None, "none is ready"
     spares.start()
-    eventually(lambda: spares.ready == 2, "two spares, though the first attempt failed")
+    eventually(lambda: spares.ready == 2, "two spares, though the first attempts failed")
     assert spares.take(3) is None, "of no such kind"
     taken = spares.take(2)
     assert taken is not None and taken.actor is made[0]

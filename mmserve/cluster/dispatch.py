@@ -76,15 +76,17 @@ class Dispatch:
             for i, (chosen, request) in enumerate(found)
         ]
 
-    def send(self) -> tuple[list[Part], list[Part]]:
+    def send(self) -> tuple[list[Part], list[Part], list[tuple[Part, Exception]]]:
         """Send what waits to workers that have room for it; the last stage first, which ends requests.
 
-        Returns what was sent, and what no worker can go on with because none has its adapter.
+        Returns what was sent, what no worker can go on with because none has its adapter, and what could not be sent
+        because its state cannot be handed on, with the error.
         """
         sent: list[Part] = []
         stuck: list[Part] = []
+        lost: list[tuple[Part, Exception]] = []
         if not any(self._waiting.values()):
-            return sent, stuck
+            return sent, stuck, lost
         in_hand, loads = self._in_hand(), self._loads()
         orders: dict[str, list[Order]] = {}
         for role in reversed(ROLES):
@@ -106,17 +108,22 @@ class Dispatch:
                 if name is None:
                     self._waiting[role].append(part)
                     continue
-                if part.reserved not in (None, name) and (other := self.workers.get(part.reserved or "")) is not None:
+                reserved = part.reserved
+                try:
+                    order = part.order(self._model, name, partial(self._payloads.sent, worker=name))
+                except Exception as error:  # noqa: BLE001 - TransferError, or Ray's: the others are sent
+                    lost.append((part, error))
+                    continue
+                if reserved not in (None, name) and (other := self.workers.get(reserved or "")) is not None:
                     other.cancel(self._model, [part.id], None)
                 self._served[role] = charged(self._served[role], [(entries[i], costs[i])])
                 in_hand[name][role] += 1
                 loads[name, role] += part.cost
-                order = part.order(self._model, name, partial(self._payloads.sent, worker=name))
                 orders.setdefault(name, []).append(order)
                 sent.append(part)
         for name, each in orders.items():
             self.workers[name].take(each)
-        return sent, stuck
+        return sent, stuck, lost
 
     def reserve(self, part: Part) -> str | None:
         """The decode worker for K/V of ``part`` while it is prefilled: one with room; None while others wait for it."""

@@ -108,12 +108,17 @@ class InFlight:
 
     def send(self) -> None:
         """Send on what waits, as far as workers have room."""
-        sent, stuck = self.dispatch.send()
+        sent, stuck, lost = self.dispatch.send()
         for part in sent:
             self._leave_queue(part.group)
         for part in stuck:
             if part.group.id in self.groups:  # not where another part of it ended it
                 self.fail(part.group, missing(part.group.request.adapter, part.stage))
+        for part, error in lost:
+            if part.group.id in self.groups:
+                self._begin_anew(part, f"its state cannot be handed on: {error!r}")
+        if lost:
+            self.send()
 
     def fail(self, group: Group, error: MMServeError) -> None:
         """End a request with ``error``."""
@@ -188,10 +193,7 @@ class InFlight:
         elif isinstance(item, Chunk):
             self._came_ahead(self._split(group, part, item), item)
         elif isinstance(item, Refused):
-            logger.warning("request %s begins anew, refused by worker %s: %s", group.id, part.worker, item.error)
-            self._forget_payloads(part)
-            part.point, part.parcel = Handover(self._own(part), Stage.QUEUED, None), None
-            self._lost(part)
+            self._begin_anew(part, f"refused by worker {part.worker}: {item.error}")
         elif isinstance(item, Happened):
             self._happened(group, part, item.event)
 
@@ -274,13 +276,20 @@ class InFlight:
             group.begun = True
             self._queue.leave(group.request.tenant, group.request.sampling.n, group.work, group.due)
 
+    def _begin_anew(self, part: Part, why: str) -> None:
+        """No state of it is of use."""
+        logger.warning("request %s begins anew, %s", part.group.id, why)
+        self._forget_payloads(part)
+        part.point, part.parcel = Handover(self._own(part), Stage.QUEUED, None), None
+        self._lost(part)
+
     def _lost(self, part: Part) -> None:
         """Its worker ended, or never had it: it goes on from where it was saved."""
         if part.point.stage not in (Stage.PREFILLED, Stage.READY):
             self._forget_ahead(part)
         part.losses += 1
         if part.losses > self._settings.max_losses:
-            why = f"{part.losses} workers ended while they had the request; it may be the cause: send it again, or not"
+            why = f"the request lost its worker or its state {part.losses} times; it may be the cause itself"
             self.fail(part.group, Unavailable(why))
             return
         self._go_on(part)

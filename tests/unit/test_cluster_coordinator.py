@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_workers import MODEL, PATIENCE, PayloadStore, Worker, coordinator, finish, join, submit
 from helpers import ask, picture
 
 from mmserve.cluster.asking import WorkerEnded
+from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.messages import Heartbeat, Moved
 from mmserve.cluster.metrics import FleetMetrics
 from mmserve.core.cached import Block, Label
@@ -25,6 +27,7 @@ from mmserve.errors import (
     MMServeError,
     NotFound,
     ResourceExhausted,
+    TransferError,
     Unavailable,
     Unimplemented,
 )
@@ -85,6 +88,33 @@ def test_a_state_that_comes_after_its_worker_was_given_up_is_dropped() -> None:
     other = Worker("1")
     join(made, other)
     assert [each.handover.stage for each in other.orders] == [Stage.QUEUED]
+
+
+@pytest.mark.parametrize("error", [TransferError("it is not there any more"), RuntimeError("Ray's store is full")])
+def test_a_request_whose_state_cannot_be_sent_begins_anew_and_the_others_are_sent(error: Exception) -> None:
+    class Store(PayloadStore):
+        def sent(self, parcel: Any, worker: str) -> Any:
+            if parcel == "lost":
+                raise error
+            return parcel
+
+    payloads = Store()
+    encode, rest = Worker("e", frozenset({"encode"})), Worker("0", frozenset({"prefill", "decode"}))
+    made = coordinator(encode, rest, payloads=payloads, settings=ClusterSettings(max_losses=1))
+    calls = {name: submit(made, ask(name)) for name in ("one", "two")}
+
+    def encoded(name: str, parcel: str) -> Moved:
+        order = next(each for each in encode.orders[::-1] if each.key == name)
+        return Moved(MODEL, name, None, replace(order.handover, stage=Stage.ENCODED), parcel, stays=False)
+
+    made.take("e", [encoded("one", "lost"), encoded("two", "fine")])
+    assert [each.key for each in rest.orders] == ["two"]
+    assert [(each.key, each.handover.stage) for each in encode.orders[2:]] == [("one", Stage.QUEUED)]
+    assert payloads.held == ["fine"]
+    made.take("e", [encoded("one", "lost")])
+    assert isinstance(calls["one"].error(), Unavailable), "not again and again"
+    finish(made, rest, "two")
+    assert calls["two"].ended and made.stats().live == 0 and not payloads.held
 
 
 # --- adapters ---

@@ -36,6 +36,7 @@ logger = logging.getLogger("mmserve.cluster")
 
 #: Seconds until a worker must be there that goes on with a stream.
 PATIENCE = 120.0
+_NOT_TAKEN_IN = "the session's frames are not taken in: their worker is being replaced; try again"
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,17 @@ class ClusterStream:
         future: Future[Seen] = Future()
         image = frame.image.convert("RGB")
         pixels = image.size, image.tobytes(), frame.detail
+
+        def taken_in() -> bool:
+            return not self._journal.full and (self._ready or self._journal.kept)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None or not self._journal.full, PATIENCE)
+            self._changed.wait_for(lambda: self._ended is not None or taken_in(), PATIENCE)
             if self._ended is not None:
                 raise self._ended
-            if self._journal.full:
+            if not taken_in():
+                if not self._ready:
+                    raise Unavailable(_NOT_TAKEN_IN)
                 self._streams.drop(self._journal.give_up())
             self._number, self._seconds = self._number + 1, frame.seconds
             given = GivenFrame(self._number, frame.seconds, pixels)
@@ -102,9 +109,9 @@ class ClusterStream:
         """As of ``Stream.ask``."""
         once = admitted_once(sink)
         for _ in range(self._most_losses + 1):
-            owner, name = self._there()
+            owner, worker, name = self._there()
             with self._changed:
-                given, worker = GivenQuestion(request.id, self._number, scope), self.worker
+                given = GivenQuestion(request.id, self._number, scope)
                 self._journal.add(given)
             put = partial(self._put, owner, name, scope)
             try:
@@ -134,7 +141,7 @@ class ClusterStream:
     def question(self, question: str, *arguments: Any, frame: int | None = None) -> Any:
         """What the worker answers that has ``frame``, None = all of them; raises ``StreamLost``."""
         for _ in range(self._most_losses + 1):
-            owner, name = self._there(frame)
+            owner, _, name = self._there(frame)
             try:
                 return owner.ask(self._streams.model, question, (name, *arguments))
             except MMServeError as error:
@@ -211,8 +218,8 @@ class ClusterStream:
         asked: Asked = owner.ask(self._streams.model, "stream.ask", (name, order, scope))
         return asked
 
-    def _there(self, frame: int | None = None) -> tuple[Worker, str]:
-        """Its worker and its name there, once that has ``frame``, None = all of them; raises ``StreamLost``."""
+    def _there(self, frame: int | None = None) -> tuple[Worker, str, str]:
+        """``owner``, ``worker`` and ``name``, once it has ``frame``, None = all of them; raises ``StreamLost``."""
 
         def has() -> bool:
             return self._ready and (not self._out if frame is None else frame not in self._out)
@@ -222,8 +229,8 @@ class ClusterStream:
             if self._ended is not None:
                 raise self._ended
             if not has() or self.owner is None:
-                raise Unavailable("the session's frames are not taken in: their worker is being replaced; try again")
-            return self.owner, self.name
+                raise Unavailable(_NOT_TAKEN_IN)
+            return self.owner, self.worker, self.name
 
     # --- when its worker ends, or is to have it no longer ---
 

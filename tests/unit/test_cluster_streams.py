@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,7 +14,7 @@ from harness import Call, eventually
 from helpers import ask
 from PIL import Image
 
-from mmserve.cluster import journal
+from mmserve.cluster import journal, stream
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.coordinator import Coordinator
@@ -215,6 +216,61 @@ def test_without_saved_states_a_session_ends_with_what_it_lost() -> None:
         with pytest.raises(StreamLost):
             use()
     cluster.streams.stop()
+
+
+def test_without_saved_states_a_frame_waits_until_its_stream_is_open_again() -> None:
+    cluster, opens = Cluster(save_frames=0), threading.Event()
+    cluster.next.answers["stream.open"] = lambda *_arguments: 0 if opens.wait(PATIENCE) else 1
+    cluster.leave(cluster.owner)
+    until(lambda: of(cluster.next, "stream.open"))
+    frames: list[Future[Seen]] = []
+    pushing = threading.Thread(target=lambda: frames.extend(cluster.append()))
+    pushing.start()
+    pushing.join(0.1)
+    opens.set()
+    pushing.join(PATIENCE)
+    assert given(cluster.next) == [1]
+    cluster.report(cluster.next, 1)
+    assert frames[0].result(PATIENCE).seconds == 0.0
+    cluster.streams.stop()
+
+
+@pytest.mark.parametrize("save_frames", [0, 4])
+def test_a_frame_that_no_worker_takes_in_and_nothing_keeps_is_refused(
+    save_frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "MOST_BYTES", 36)
+    cluster, opens = Cluster(save_frames=save_frames), threading.Event()
+    cluster.next.answers["stream.open"] = lambda *_arguments: 0 if opens.wait(PATIENCE) else 1
+    cluster.leave(cluster.owner)
+    until(lambda: of(cluster.next, "stream.open"))
+    frames = cluster.append(3) if save_frames else []  # as many as are kept
+    monkeypatch.setattr(stream, "PATIENCE", 0.01)
+    with pytest.raises(Unavailable, match="frames are not taken in"):
+        cluster.append()
+    opens.set()
+    until(lambda: given(cluster.next) == list(range(1, len(frames) + 1)))
+    cluster.report(cluster.next, *range(1, len(frames) + 1))
+    assert [each.result(PATIENCE).seconds for each in frames] == [float(i) for i in range(len(frames))]
+    cluster.streams.stop()
+
+
+def test_a_question_is_of_the_worker_that_it_was_put_to_where_its_stream_moves_meanwhile(cluster: Cluster) -> None:
+    there = cluster.stream._there  # type: ignore[attr-defined]
+
+    def moves(*given: Any) -> Any:
+        found = there(*given)
+        cluster.stream.move()  # type: ignore[attr-defined]
+        until(lambda: of(cluster.next, "stream.open") and cluster.stream._ready)  # type: ignore[attr-defined]
+        return found
+
+    cluster.stream._there = moves  # type: ignore[attr-defined]
+    cluster.asked_once("q")
+    [(_name, order, _scope)] = of(cluster.owner, "stream.ask")
+    moved = Moved(MODEL, "q", None, replace(order.handover, stage=Stage.ENCODED), "state", stays=False)
+    cluster.made.take("e", [moved])
+    assert [each.key for each in cluster.rest.orders] == ["q"]
+    finish(cluster.made, cluster.rest, "q")
 
 
 def test_a_question_that_cannot_be_asked_again_ends_typed() -> None:

@@ -55,17 +55,28 @@ class Budget:
                 while self._waiting[0] is not ticket or self.used + size > self.limit:
                     self._changed.wait(0.02)
                     check()
-                self.used += size
-                self.most = max(self.most, self.used)
+                self._use(size)
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
+
+    def take_now(self, size: int) -> bool:
+        """Whether ``size`` bytes were free; if so, they are taken before all requests that wait."""
+        with self._changed:
+            if self.used + size > self.limit:
+                return False
+            self._use(size)
+            return True
 
     def give_back(self, size: int) -> None:
         """``size`` bytes are free again."""
         with self._changed:
             self.used -= size
             self._changed.notify_all()
+
+    def _use(self, size: int) -> None:
+        self.used += size
+        self.most = max(self.most, self.used)
 
 
 class _Processes:
@@ -315,9 +326,10 @@ class _Taken:
         if self.bytes + size > self._limits.decode_bytes:
             why = f"the limit is {self._limits.decode_bytes} {named('decode_bytes')}"
             raise InvalidArgument.of(self.name, f"takes {self.bytes + size} bytes of decoded pixels; {why}")
-        if self.bytes and self._budget.used + size > self._budget.limit:  # who holds some must not wait for more
+        if not self.bytes:
+            self._budget.take(size, self.check)
+        elif not self._budget.take_now(size):  # who holds some must not wait for more, nor after who waits for that
             raise ResourceExhausted("too many media are decoded at once; try again later", retry_after=1.0)
-        self._budget.take(size, self.check)
         self.bytes += size
 
     def back_to(self, size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import time
 import tracemalloc
 from contextlib import closing
 from fractions import Fraction
@@ -19,11 +20,11 @@ from clips import clip
 from mmserve.config import MediaConfig
 from mmserve.encode import frames, video
 from mmserve.encode.containers import file_demuxer
-from mmserve.encode.decoding import DecodePool
+from mmserve.encode.decoding import Budget, DecodePool, _Taken
 from mmserve.encode.frames import opened
 from mmserve.encode.video import read_video
 from mmserve.encode.wire import MediaFile
-from mmserve.errors import InvalidArgument
+from mmserve.errors import InvalidArgument, ResourceExhausted
 
 SHAPES = {
     "closed groups": clip(gop=8),
@@ -124,6 +125,32 @@ def still_life(kind: str, count: int, codec: str = "mpeg4", size: tuple[int, int
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux lists them")
+def test_a_file_that_turns_out_larger_waits_for_none_that_waits_for_it() -> None:
+    limits, until = MediaConfig(decode_bytes=400), time.monotonic() + 10
+
+    def check() -> None:
+        assert time.monotonic() < until, "each waits for the other"
+
+    budget = Budget(limits.decode_bytes)
+    small, other, large = (_Taken(budget, limits, check) for _ in range(3))
+    small.reserve(50)
+    other.reserve(25)
+    waiting = threading.Thread(target=large.reserve, args=(90,))
+    waiting.start()
+    try:
+        while not budget._waiting:
+            time.sleep(0.001)
+        small.reserve(10)
+        with pytest.raises(ResourceExhausted, match="too many media"):
+            small.reserve(20)
+        assert budget.used == 340
+    finally:
+        small.back_to(0)
+        other.back_to(0)
+        waiting.join()
+    assert budget.used == 360 and large.bytes == 360
+
+
 def test_pictures_leave_no_threads() -> None:
     """Each picture had two for its conversion, until it was collected."""
     usual = len(list(Path("/proc/self/task").iterdir()))

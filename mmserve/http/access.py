@@ -47,7 +47,7 @@ class Access:
         try:
             await self._app(scope, counted, sent)
         finally:
-            known = bool(call.request_id) or status not in _UNKNOWN_ROUTE
+            known = bool(call.request_id) or ("endpoint" in scope and status not in _UNKNOWN_ROUTE)
             code = "OK" if whole else "CANCELLED"
             if status >= 400:
                 code = _CODES.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")

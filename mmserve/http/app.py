@@ -53,6 +53,7 @@ _BEARER = "bearer "
 #: Most letters of a host and its port: a name of DNS has at most 253.
 _HOST_LETTERS = 300
 CONSTRAINTS = "/v1/constraints"
+_MODEL = "/v1/models/{name:path}"
 #: What of ``ModelInfo`` the list of models has.
 _DESCRIBED = (
     *("diffusion", "images", "videos", "recompute_policies", "commit_policies", "recompute_policy", "commit_policy"),
@@ -90,7 +91,7 @@ class App:
                 *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
                 *Pages([*APIS, CONSTRAINTS, *DECISION_APIS], server.guard.auth).routes,
                 Route("/v1/models", self._open(self._models), methods=["GET"]),
-                Route("/v1/models/{name:path}", self._open(self._model), methods=["GET"]),
+                Route(_MODEL, self._open(self._model, route=_MODEL), methods=["GET"]),
                 Route("/openapi.json", self._open(self._description), methods=["GET"]),
                 Route("/metrics", self._open(self._metrics), methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
@@ -113,12 +114,16 @@ class App:
         for pool in (self._parser, self._checker):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _open(self, handler: Handler, api: Api | DecisionApi = CHAT) -> Handler:
-        """``handler`` for callers with an accepted token, with errors of ``api``; ``calls.current()`` is its call."""
+    def _open(self, handler: Handler, api: Api | DecisionApi = CHAT, route: str = "") -> Handler:
+        """``handler`` for callers with an accepted token, with errors of ``api``; ``calls.current()`` is its call.
+
+        ``route``: of paths that clients choose a part of.
+        """
 
         async def answer(request: Request) -> Response:
             label = request.headers.get(request_id.KEY, "")
             call = calls.current()
+            call.route = route
             call.request_id = label if request_id.is_label(label) else uuid.uuid4().hex
             try:
                 self._check_host(request)

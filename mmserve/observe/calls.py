@@ -19,6 +19,7 @@ class Call:
     """One call, as far as it has come. Sizes are bytes of messages as they are on the wire, before compression."""
 
     method: str = ""  # full name, as in /mmserve.v1.GenerationService/Generate
+    route: str = ""  # what it is counted by, where ``method`` holds more than that
     peer: str = ""
     request_id: str = ""
     tenant: str = ""  # whose token it came with, if that is known

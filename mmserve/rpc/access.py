@@ -112,7 +112,7 @@ def ended(call: Call, code: str, metrics: Metrics, *, log: bool, known: bool = T
     ``known``: whether its method exists; one that does not is no label.
     """
     seconds = time.monotonic() - call.started
-    metrics.calls.handled(call.method if known else "", code, seconds)
+    metrics.calls.handled((call.route or call.method) if known else "", code, seconds)
     if not log:
         return
     fields = {

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from certificates import self_signed
 from echo_server import PATIENCE, EchoEngine, config
+from prometheus_client import generate_latest
 
 from mmserve.errors import ConfigError
 from mmserve.http import connections, front
@@ -341,3 +342,21 @@ def test_certificates_are_followed(parser: str, tmp_path: Path, monkeypatch: pyt
             with over_tls(served, Path(newer)) as still:
                 still.sendall(ask("e f"))
                 assert texts(rest(still)) == ["e f"]
+
+
+@pytest.mark.parametrize(
+    ("path", "counted_as"),
+    [
+        ("/v1/models/{}", "v1/models/{name:path}"),
+        ("/{}", "unknown/unknown"),
+        ("/health/{}", "unknown/unknown"),
+    ],
+)
+def test_paths_of_clients_are_no_labels(path: str, counted_as: str) -> None:
+    with Served(auth_tokens=("known",)) as served:
+        for own in ("guess-1", "guess-2", "//"):
+            served.send(f"GET {path.format(own)} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+        served.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        counted = generate_latest(served.server.metrics.registry).decode()
+    found = re.findall(r'grpc_code="[A-Z_]+",grpc_method="([^"]*)",grpc_service="([^"]*)"', counted)
+    assert {f"{service}/{method}" for method, service in found} == {"unknown/health", counted_as}

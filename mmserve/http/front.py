@@ -18,6 +18,7 @@ from mmserve.errors import ConfigError
 from mmserve.http.access import Access
 from mmserve.http.app import App
 from mmserve.http.connections import connection_class
+from mmserve.observe.endpoint import tls_context
 from mmserve.rpc.server import Server
 
 logger = logging.getLogger("mmserve.http")
@@ -43,6 +44,17 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class _Replaceable(ssl.SSLContext):
+    """Listens for connections, each of which has the ``latest`` context: from one context neither an authority nor the
+    keys of session tickets can be taken away."""
+
+    latest: ssl.SSLContext
+
+    def wrap_bio(self, *given: Any, **named: Any) -> ssl.SSLObject:
+        """As of ``SSLContext.wrap_bio``."""
+        return self.latest.wrap_bio(*given, **named)
+
+
 class HttpFront:
     """Serves the HTTP APIs of ``server`` on ``[server] http_port`` of its configuration, with its certificate."""
 
@@ -53,6 +65,7 @@ class HttpFront:
         self._app: App | None = None
         self._uvicorn: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
+        self._tls: _Replaceable | None = None
         self.port = 0
 
     async def start(self) -> None:
@@ -74,11 +87,11 @@ class HttpFront:
             loop="none",
             limit_concurrency=config.http_connections or None,
             timeout_keep_alive=int(config.connection_idle_seconds) or 1 << 30,
-            ssl_certfile=config.tls_certificate or None,
-            ssl_keyfile=config.tls_key or None,
-            ssl_ca_certs=config.tls_client_ca or None,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if config.tls_client_ca else ssl.CERT_NONE,
         )
+        settings.load()
+        if (context := tls_context(config)) is not None:
+            settings.ssl = self._tls = _Replaceable(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.latest = context
         self._uvicorn = _Uvicorn(settings)
         self._task = asyncio.create_task(self._uvicorn.serve([listener]))
         listening = asyncio.create_task(self._uvicorn.listening.wait())
@@ -102,12 +115,8 @@ class HttpFront:
 
     def follow(self, config: Config) -> None:
         """Use the certificates of ``config`` for new connections."""
-        context = None if self._uvicorn is None else self._uvicorn.config.ssl
-        if context is None:
-            return
-        context.load_cert_chain(config.server.tls_certificate, config.server.tls_key)
-        if config.server.tls_client_ca:
-            context.load_verify_locations(config.server.tls_client_ca)
+        if self._tls is not None and (context := tls_context(config.server)) is not None:
+            self._tls.latest = context
 
 
 def _listener(host: str, port: int) -> socket.socket:

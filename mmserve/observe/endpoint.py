@@ -32,7 +32,7 @@ class Endpoint:
         handler = _Text.factory(registry)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            self._server = _Server((host, port), handler, family, _tls(config))
+            self._server = _Server((host, port), handler, family, tls_context(config))
         except OSError as error:
             raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="mmserve-metrics", daemon=True)
@@ -41,7 +41,7 @@ class Endpoint:
 
     def follow(self, config: ServerConfig) -> None:
         """Use the TLS files of ``config`` as they are now, for new readers; those must be known to be good."""
-        self._server.tls = _tls(config)
+        self._server.tls = tls_context(config)
 
     def close(self) -> None:
         """Stop listening. Blocks for up to half a second."""
@@ -101,7 +101,8 @@ class _Server(ThreadingHTTPServer):
         logger.debug("a reader of metrics at %s went away", client_address, exc_info=True)
 
 
-def _tls(config: ServerConfig) -> ssl.SSLContext | None:
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """With the TLS files of ``config`` as they are now, which must be known to be good; None without TLS."""
     if not config.tls_key:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

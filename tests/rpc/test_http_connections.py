@@ -344,6 +344,36 @@ def test_certificates_are_followed(parser: str, tmp_path: Path, monkeypatch: pyt
                 assert texts(rest(still)) == ["e f"]
 
 
+def test_an_authority_of_clients_that_is_replaced_is_not_trusted_any_more(tmp_path: Path) -> None:
+    own, key = self_signed(tmp_path, "server")
+    known = {name: self_signed(tmp_path, name) for name in ("old", "new")}
+    authority = tmp_path / "clients.pem"
+    authority.write_bytes(known["old"][0].read_bytes())
+    contexts = {name: ssl.create_default_context(cafile=str(own)) for name in known}
+    for name, pair in known.items():
+        contexts[name].load_cert_chain(*pair)
+
+    def answer(name: str, session: ssl.SSLSession | None = None) -> tuple[bytes, Any]:
+        try:
+            with (
+                served.connect() as plain,
+                contexts[name].wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
+            ):
+                connection.sendall(ask("a b"))
+                return rest(connection), connection.session
+        except ssl.SSLError:
+            return b"", None
+
+    with Served(tls_certificate=str(own), tls_key=str(key), tls_client_ca=str(authority)) as served:
+        answered, session = answer("old")
+        assert b" 200 OK" in answered and session.has_ticket and not answer("new")[0]
+        authority.write_bytes(known["new"][0].read_bytes())
+        served.run(served.server.reload(lambda: served.server.config))
+        assert b" 200 OK" in answer("new")[0]
+        assert not answer("old")[0]
+        assert not answer("old", session=session)[0], "nor by a session from before"
+
+
 @pytest.mark.parametrize(
     ("path", "counted_as"),
     [

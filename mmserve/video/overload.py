@@ -27,13 +27,21 @@ class Overload(Enum):
     THIN = "thin"  # every second one of those that wait is dropped
 
 
-@dataclass(frozen=True)
-class WaitingFrame:
-    """A frame of the push ``index``, which came at ``arrived`` (monotonic clock, seconds)."""
+@dataclass(eq=False)
+class Origin:
+    """The push ``index``, which came at ``arrived`` (monotonic clock, seconds)."""
 
-    frame: Frame
     index: int
     arrived: float
+    failed: bool = False  # and that is reported
+
+
+@dataclass(frozen=True)
+class WaitingFrame:
+    """A frame of a push."""
+
+    frame: Frame
+    origin: Origin
 
     @property
     def bytes(self) -> int:

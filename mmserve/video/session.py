@@ -25,7 +25,7 @@ from mmserve.video import messages as m
 from mmserve.video.base import Frame, Seen, Stream, StreamLost
 from mmserve.video.connection import Connection
 from mmserve.video.indexes import Requests, Window
-from mmserve.video.overload import Overload, Waiting, WaitingFrame
+from mmserve.video.overload import Origin, Overload, Waiting, WaitingFrame
 from mmserve.video.questions import Question, Questions
 from mmserve.video.reported import reported
 from mmserve.video.response_queue import ResponseQueue
@@ -41,8 +41,7 @@ MOST_QUEUED = 1024
 @dataclass(eq=False)
 class _Pushed:
     push: m.Push
-    index: int
-    arrived: float
+    origin: Origin
     size: int
 
 
@@ -97,7 +96,6 @@ class Session:
         )
         self._closing = False
         self._closed = False
-        self._failed_push = 0  # index of the last push that was reported
         self._stats = Statistics()
         self._tasks = [asyncio.create_task(loop()) for loop in (self._decode, self._take, self._watches.judge)]
         for task in self._tasks:
@@ -201,14 +199,14 @@ class Session:
         self._changes.notify()
 
     def _push(self, index: int, push: m.Push) -> None:
-        size = m.push_bytes(push)
+        size, origin = m.push_bytes(push), Origin(index, time.monotonic())
         if size > self._config.credit_bytes:
             limit = f"the limit is {self._config.credit_bytes} ([video] credit_bytes of the server)"
-            self._fail_push(index, InvalidArgument.of("data", f"has {size} bytes; {limit}"))
+            self._fail_push(origin, InvalidArgument.of("data", f"has {size} bytes; {limit}"))
         elif self._window.push(size):
-            self._queue(_Pushed(push, index, time.monotonic(), size))
+            self._queue(_Pushed(push, origin, size))
         else:
-            self._fail_push(index, ResourceExhausted("it was pushed without credit; wait for `credit`"))
+            self._fail_push(origin, ResourceExhausted("it was pushed without credit; wait for `credit`"))
 
     def _queue(self, item: object) -> None:
         others = len(self._waiting) - self._waiting.frames
@@ -231,13 +229,13 @@ class Session:
 
     async def _read(self, pushed: _Pushed) -> None:
         def take(frame: Frame) -> None:
-            self._loop.call_soon_threadsafe(self._frame, WaitingFrame(frame, pushed.index, pushed.arrived))
+            self._loop.call_soon_threadsafe(self._frame, WaitingFrame(frame, pushed.origin))
 
         try:
             async with self._around.filled(pushed.push) as push:
                 await self._around.work(self._reader.read, push, take, self._check)
         except Exception as error:  # noqa: BLE001 - one push's failure is its own
-            self._fail_push(pushed.index, reported(error))
+            self._fail_push(pushed.origin, reported(error))
         finally:
             self._window.done(pushed.size)
             self._response_queue.acknowledge()
@@ -313,7 +311,7 @@ class Session:
         self._watches.see(done.result(), watches)
         seconds = waiting.frame.seconds
         self._stats = replace(self._stats, frames_taken=self._stats.frames_taken + 1, seconds=seconds)
-        ready = time.monotonic() - waiting.arrived
+        ready = time.monotonic() - waiting.origin.arrived
         self._around.metrics.taken(ready)
         self._report(m.FramesTaken(1, 0, seconds, ready))
 
@@ -321,7 +319,7 @@ class Session:
         if isinstance(error, StreamLost):
             self.end(reported(error))
         else:
-            self._fail_push(waiting.index, reported(error))
+            self._fail_push(waiting.origin, reported(error))
 
     # --- the rest ---
 
@@ -362,14 +360,14 @@ class Session:
 
     # --- responses ---
 
-    def _fail_push(self, index: int, error: MMServeError) -> None:
+    def _fail_push(self, push: Origin, error: MMServeError) -> None:
         """Report a push that failed, once."""
-        if self.over or index == self._failed_push:
+        if self.over or push.failed:
             return
-        self._failed_push = index
+        push.failed = True
         self._stats = replace(self._stats, pushes_failed=self._stats.pushes_failed + 1)
         self._around.metrics.push_failed(error.code)
-        self._report(PushFailed(index, error))
+        self._report(PushFailed(push.index, error))
 
     def _report(self, response: m.Numbered) -> None:
         if not self.over:

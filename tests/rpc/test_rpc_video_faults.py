@@ -337,3 +337,29 @@ def test_reports_of_failed_pushes_do_not_hold_what_was_pushed(address: str, monk
 
     wait_for("the pushes to be gone", gone)
     raw.close()
+
+
+def test_a_push_that_fails_frame_by_frame_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though another one fails between two of its frames."""
+    goes_on, frames = threading.Event(), []
+
+    def refused(_stream: EngineStream, frame: Any) -> None:
+        frames.append(frame.seconds)
+        assert len(frames) == 1 or goes_on.wait(PATIENCE)
+        raise InvalidArgument.of("frame", "is not wanted")
+
+    monkeypatch.setattr(EngineStream, "append", refused)
+    with video_server() as (address, _):
+        raw = Raw.opened(address)
+        first = raw.send(push_segment=pb.PushSegment(data=clip(frames=20, rate=10), start_seconds=1.0))
+        second = raw.send(push_segment=pb.PushSegment(data=b"none", start_seconds=9.0))
+
+        def failed() -> list[int]:
+            return [each.push_failed.request_index for each in list(raw.responses) if each.HasField("push_failed")]
+
+        wait_for("both reports", lambda: sorted(failed()) == [first, second])
+        goes_on.set()
+        raw.send(get_statistics=pb.GetStatistics())
+        assert raw.wait("statistics").pushes_failed == 2
+        assert len(frames) > 1 and sorted(failed()) == [first, second]
+        raw.close()

@@ -17,7 +17,7 @@ from mmserve.video import indexes
 from mmserve.video.base import Frame
 from mmserve.video.indexes import MOST_BEYOND, Requests, Responses, Window
 from mmserve.video.messages import Answer, FramesTaken, Numbered, response_bytes
-from mmserve.video.overload import Overload, Waiting, WaitingFrame
+from mmserve.video.overload import Origin, Overload, Waiting, WaitingFrame
 
 _TEXT = "abcdefghijklmnopqrstuvwxyz"
 FINISHED = Finished("end", _TEXT, Usage(1, 0, 1), 1, 1, StageTimes())
@@ -152,7 +152,7 @@ def test_what_is_not_confirmed_is_kept_within_bounds_and_a_resume_before_that_is
 
 def frames(policy: Overload, count: int, *, most: int = 4, size: int = 1 << 30) -> tuple[Waiting, int]:
     waiting, image = Waiting(policy, most, size), Image.new("RGB", (10, 10))
-    dropped = sum(waiting.put(WaitingFrame(Frame(float(i), image), i, 0.0)) for i in range(count))
+    dropped = sum(waiting.put(WaitingFrame(Frame(float(i), image), Origin(i, 0.0))) for i in range(count))
     return waiting, dropped
 
 
@@ -188,7 +188,7 @@ def test_questions_keep_their_place_among_dropped_frames() -> None:
     waiting.put(question)
     image = Image.new("RGB", (10, 10))
     for i in range(4, 7):
-        waiting.put(WaitingFrame(Frame(float(i), image), i, 0.0))
+        waiting.put(WaitingFrame(Frame(float(i), image), Origin(i, 0.0)))
     order = []
     while len(waiting):
         item = waiting.pop()

@@ -235,6 +235,8 @@ def _by_criteria(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestio
 
 
 def _levels(levels: Sequence[Any], path: str, name: str, asked: pb.DecisionQuestion) -> Named:
+    if len(levels) < 2:
+        raise InvalidArgument.of(path, f"must hold at least two levels, not {len(levels)}")
     texts = [_as_text(level) for level in levels]
     if not all(text.strip() for text in texts):
         raise InvalidArgument.of(path, "must hold a text for each level")

@@ -35,3 +35,13 @@ def test_questions_have_ids() -> None:
     assert refusal("/v1/systemone", {"state": "A circle.", "questions": {"": noul, "1": noul}}) == (
         "questions: must have names that are not empty"
     )
+
+
+@pytest.mark.parametrize("levels", [[], ["red"]])
+def test_a_score_has_levels(levels: list[str]) -> None:
+    question = {"id": "q", "type": "score", "question": "How red is it?", "levels": levels}
+    why = refusal("/v1/decisions", {"input": "A circle.", "questions": [question]})
+    assert why == f"questions[0].levels: must hold at least two levels, not {len(levels)}"
+    score = {"type": "score", "instructions": "How red is it?", "criteria": levels}
+    why = refusal("/v1/systemone", {"state": "A circle.", "questions": {"q": score}})
+    assert why == f"questions.q.criteria: must hold at least two levels, not {len(levels)}"

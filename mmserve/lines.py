@@ -18,7 +18,7 @@ def read_lines(path: Path, flag: str, read: Callable[[str], Read]) -> list[Read]
     ``ConfigError`` for a file without lines, and with the number of a line that ``read`` refuses.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028, which a text of JSON may hold
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
     made = []

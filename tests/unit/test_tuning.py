@@ -271,6 +271,14 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     assert two.schema == {"type": "object"} and three.right is None and three.schema is None
 
 
+def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    """Texts of JSON may hold every other separator of lines as it is."""
+    texts = ["one\u2028more", "two\u2029more", "three\x85more"]
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode())
+    assert [prompt.text for prompt in read_prompts(path)] == texts
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -25,6 +25,9 @@ from mmserve.wire.cached import KINDS, to_entry
 
 logger = logging.getLogger("mmserve.rpc")
 
+#: Fields of a request that make its prompt's entry.
+_OF_PROMPT = ("model", "messages", "raw", "template_options", "vision", "image_reuse", "adapter")
+
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
     """Manages the caches of all engines of a server."""
@@ -70,14 +73,17 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 del message  # it may hold media
                 if pin:
                     check_admin("pin or drop cache entries")
-                for field in ("constraint", "tools", "tool_choice", "required_tool", "stream"):
-                    made.ClearField(field)
+                for field, _ in made.ListFields():
+                    if field.name not in _OF_PROMPT:
+                        made.ClearField(field.name)
                 made.sampling.max_new_tokens, made.sampling.n = 1, 1
                 with logged(own, label), self._generations.watch() as watch:
                     try:
+                        files = await self._generations.fetched(made)
                         engine, request = self._generations.accepted(
-                            own, made, current_tenant(), deadline_of(context), held, watch
+                            own, made, current_tenant(), deadline_of(context), held, watch, files
                         )
+                        del files
                     except MMServeError as error:
                         raise error.with_traceback(None) from None  # whose frames hold the message
                     finally:

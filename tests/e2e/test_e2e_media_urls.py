@@ -43,6 +43,17 @@ def test_the_answer_is_that_of_the_file(served: tuple[Running, Host]) -> None:
     assert server.client.decide("A scene.", asked, images=[host.url("/scene.png")]) is not None
 
 
+def test_a_prompt_with_a_url_is_warmed(served: tuple[Running, Host]) -> None:
+    server, host = served
+    picture, question = sample("count", random.Random(7))
+    host.answers["/seven.png"] = whole(picture.png())
+    warmed = server.client.cache.warm(question.text, images=[host.url("/seven.png")])
+    found = server.client.generate(question.text, images=[picture.png()], max_new_tokens=2)
+    assert warmed.visual_tokens == found.usage.visual_tokens and warmed.prompt_tokens == found.usage.prompt_tokens
+    with pytest.raises(InvalidArgument, match="must be of a host"):
+        server.client.cache.warm("What?", images=["https://example.org/a.png"])
+
+
 def test_errors_over_grpc(served: tuple[Running, Host]) -> None:
     server, host = served
     host.answers["/text.png"] = whole(b"<html>")

@@ -141,12 +141,15 @@ _MADE = (_weather, _drawing, _adding, _moving, _reminding, _messaging)
 
 
 def draw_box(rng: random.Random) -> Box:
-    """One to four tools of different names, and one that is not there."""
+    """One to four tools for different purposes, and one that is not there.
+
+    Two names of one purpose would both fulfil a wish, and neither be the right one.
+    """
     made: dict[str, Function] = {}
     count = rng.choice((1, 1, 2, 2, 3, 4))
     while len(made) <= count:
         function = rng.choice(_MADE)(rng)
-        made.setdefault(function.name, function)
+        made.setdefault(function.description, function)
     *offered, absent = made.values()
     return Box(tuple(offered), (absent,))
 

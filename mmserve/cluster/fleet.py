@@ -373,13 +373,15 @@ class Fleet:
 
     def _host_of(self, name: str) -> str:
         for member in self.members:
-            if member.name == name and member.described is not None:
-                return member.described.host
+            described = member.described  # read once: it goes when the worker does
+            if member.name == name and described is not None:
+                return described.host
         return ""
 
     def _reuse(self, ticket: Ticket) -> None:
         for member in self.members:
-            if member.described is not None and member.described.arena == ticket.address:
+            described = member.described
+            if described is not None and described.arena == ticket.address:
                 member.reuse(ticket)
 
     def _thread(self, name: str, target: Callable[[], None]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mmserve.config import Config, ModelConfig, ServerConfig, from_mapping
+from mmserve.config.ports import try_port
 from mmserve.errors import ConfigError
 from mmserve.models.names import HUB, served_name, served_names
 from mmserve.observe import traces
@@ -116,26 +116,15 @@ def _findings(part: str, *checks: Callable[[], Any]) -> Iterator[Finding]:
 def _server(server: ServerConfig) -> Iterator[Finding]:
     from mmserve.rpc.certificates import check_certificates
 
-    yield from _findings(f"port {server.port}", lambda: _bind(server.host, server.port))
+    yield from _findings(f"port {server.port}", lambda: try_port(server.host, server.port, "port"))
     if server.http_port:
-        yield from _findings(f"port {server.http_port}", lambda: _bind(server.host, server.http_port))
+        yield from _findings(f"port {server.http_port}", lambda: try_port(server.host, server.http_port, "http_port"))
     if server.metrics_port:
-        yield from _findings(f"port {server.metrics_port}", lambda: _bind(server.metrics_host, server.metrics_port))
+        yield from _findings(
+            f"port {server.metrics_port}", lambda: try_port(server.metrics_host, server.metrics_port, "metrics_port")
+        )
     if server.tls_key:
         yield from _findings("certificates", lambda: check_certificates(server), lambda: _in_date(server))
-
-
-def _bind(host: str, port: int) -> None:
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # no matter who has just left the port
-            probe.bind(address)
-            probe.listen()
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def _in_date(server: ServerConfig) -> None:

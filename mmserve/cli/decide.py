@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from mmserve.cli.options import add_common, asked_model, connected, print_json
+from mmserve.cli.options import add_common, asked_model, connected, existing, print_json
 from mmserve.client import Choice, Score, YesNo
 from mmserve.errors import InvalidArgument
 
@@ -41,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     context = sys.stdin.read() if arguments.context == "-" else arguments.context
     if not arguments.questions:
         raise InvalidArgument.of("questions", "must be one at least: --yes-no, --choice or --score")
-    images, videos = [p.read_bytes() for p in arguments.image], [p.read_bytes() for p in arguments.video]
+    images = [existing("--image", path).read_bytes() for path in arguments.image]
+    videos = [existing("--video", path).read_bytes() for path in arguments.video]
     with connected(arguments) as client:
         decided = client.decide(
             context,

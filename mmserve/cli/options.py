@@ -17,7 +17,7 @@ from typing import Any
 from mmserve import config
 from mmserve.client import TLS, Client
 from mmserve.config import Config
-from mmserve.errors import ConfigError
+from mmserve.errors import ConfigError, InvalidArgument
 
 #: How long a command tries to reach a server that cannot be reached: a person waits for it.
 _RECONNECT_SECONDS = 2.0
@@ -91,6 +91,13 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def existing(flag: str, path: Path) -> Path:
+    """``path``, which the option ``flag`` names; raises ``InvalidArgument`` where nothing is there."""
+    if not path.exists():
+        raise InvalidArgument.of(flag, f"there is no file {path}")
+    return path
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

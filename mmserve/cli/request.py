@@ -10,6 +10,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mmserve.cli.options import existing
 from mmserve.client import Hole, Options, SeedCanvas, Template, VideoSampling
 from mmserve.core.constraint import ConstraintMode, ConstraintSampling, SchemaOption
 from mmserve.core.media_id import is_media_id, is_url
@@ -48,8 +49,8 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 def request_options(arguments: argparse.Namespace) -> Options:
     """The options of the request that ``arguments`` describe; its files are read."""
     given = {name: getattr(arguments, _FLAGS.get(name, name)) for name in Options.__annotations__ if name != "model"}
-    given["videos"] = [_media(video) for video in arguments.video]
-    given["grammar"] = None if arguments.grammar is None else arguments.grammar.read_text(encoding="utf-8")
+    given["videos"] = [_media("videos", video) for video in arguments.video]
+    given["grammar"] = None if arguments.grammar is None else _text("grammar", arguments.grammar)
     given["template"] = _template(arguments.template)
     given["tools"] = None if arguments.tools is None else _read("tools", arguments.tools)
     return given  # type: ignore[return-value]  # by the names of its keys
@@ -57,7 +58,7 @@ def request_options(arguments: argparse.Namespace) -> Options:
 
 def request_images(arguments: argparse.Namespace) -> list[bytes | str]:
     """The files and media ids of ``--image``."""
-    return [_media(image) for image in arguments.image]
+    return [_media("image", image) for image in arguments.image]
 
 
 def request_prompt(arguments: argparse.Namespace, prompt: str) -> str | list[dict[str, str]]:
@@ -81,7 +82,8 @@ def _flag(name: str) -> str:
 
 def _add(group: argparse._ActionsContainer, name: str, **how: Any) -> None:
     """The option ``name`` of a request, with its meaning, range and default as help."""
-    group.add_argument(_flag(name), help=_help(REQUEST[name]), **how)
+    repeated = "; may be repeated" if how.get("action") == "append" else ""
+    group.add_argument(_flag(name), help=_help(REQUEST[name]) + repeated, **how)
 
 
 def _help(option: Value) -> str:
@@ -111,7 +113,7 @@ def _add_messages(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help='messages before the prompt: a JSON array of {"role": …, "content": …}; default none',
     )
-    shown = "an image to show: a file, the media id of an upload, or a URL that the server may fetch"
+    shown = "an image to show: a file, the media id of an upload, or a URL that the server may fetch; may be repeated"
     group.add_argument("--image", help=shown, **files)  # type: ignore[arg-type]
     _add(group, "videos", **files)
     sampling = ", ".join(f"{name} ({value.sentence})" for name, value in values(VideoSampling).items())
@@ -271,11 +273,15 @@ def _template(path: Path | None) -> Template | None:
 
 def _read(name: str, path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(_text(name, path))
     except ValueError as error:
         raise InvalidArgument.of(name, f"{path} is no JSON: {error}") from error
 
 
-def _media(given: str) -> bytes | str:
+def _text(name: str, path: Path) -> str:
+    return existing(_flag(name), path).read_text(encoding="utf-8")
+
+
+def _media(name: str, given: str) -> bytes | str:
     """The media id or URL that ``given`` is, or the bytes of the file at that path."""
-    return given if is_media_id(given) or is_url(given) else Path(given).read_bytes()
+    return given if is_media_id(given) or is_url(given) else existing(_flag(name), Path(given)).read_bytes()

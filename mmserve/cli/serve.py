@@ -32,7 +32,12 @@ if TYPE_CHECKING:  # these import torch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve serve``."""
     add_config(parser)
-    parser.add_argument("--http", type=int, metavar="PORT", help="serve OpenAI's HTTP API, too (extra mmserve[http])")
+    parser.add_argument(
+        "--http",
+        type=int,
+        metavar="PORT",
+        help="serve OpenAI's, Anthropic's and the other HTTP APIs, and the playground (extra mmserve[http])",
+    )
     parser.add_argument(
         "--cluster", metavar="FILE", help="run the stages on a Ray cluster's workers, as FILE has them (mmserve[ray])"
     )

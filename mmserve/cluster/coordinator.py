@@ -35,7 +35,6 @@ from mmserve.errors import (
     MMServeError,
     TransferError,
     Unavailable,
-    Unimplemented,
 )
 from mmserve.video.facts import Facts, adapter_of
 from mmserve.video.host import Parts
@@ -130,9 +129,9 @@ class Coordinator:
             if self._in_flight.waits_for_stream(request):
                 self._in_flight.fail(self._in_flight.groups[request], lost_question())
 
-    def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
-        """``Unimplemented``: what compiles constraints is with the workers."""
-        raise Unimplemented("constraints are checked where the stages are: send the request itself")
+    def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint | None:
+        """None: what compiles constraints is with the workers, which check those of requests."""
+        return None
 
     def cancel(self, request_id: RequestId, error: MMServeError | None = None) -> None:
         """As of ``Engine.cancel``."""

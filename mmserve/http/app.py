@@ -201,6 +201,8 @@ class App:
                 found = await loop.run_in_executor(self._checker, engine.check_constraint, asked, answer)
             except MMServeError as error:
                 return JSONResponse(checks.verdict(error, names))
+        if found is None:
+            return JSONResponse(checks.UNCHECKED)
         judged = {} if answer is None else {"answer": checks.verdict(found.wrong, names)}
         return JSONResponse({**checks.verdict(None, names), "warnings": list(found.warnings), **judged})
 

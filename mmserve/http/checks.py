@@ -12,6 +12,8 @@ from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
+#: The answer of a server that cannot find out without a request.
+UNCHECKED = {"valid": None, "warnings": ["the constraint was not checked: this server does that with a request"]}
 _NAMES = {"sampling.max_new_tokens": "max_tokens"}
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 import uvicorn
 
 from mmserve.config import Config
+from mmserve.config.ports import cannot_listen
 from mmserve.errors import ConfigError
 from mmserve.http.access import Access
 from mmserve.http.app import App
@@ -125,4 +126,4 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot serve HTTP on {host}:{port}: is the port in use? ({error})") from error
+        raise cannot_listen(host, port, "http_port", error) from error

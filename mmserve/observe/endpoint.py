@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, MetricsHandler
 
 from mmserve.config import ServerConfig
-from mmserve.errors import ConfigError
+from mmserve.config.ports import cannot_listen
 
 logger = logging.getLogger("mmserve.observe")
 
@@ -34,7 +34,7 @@ class Endpoint:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
             self._server = _Server((host, port), handler, family, tls_context(config))
         except OSError as error:
-            raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}") from error
+            raise cannot_listen(host, port, "metrics_port", error) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="mmserve-metrics", daemon=True)
         self._thread.start()
         logger.info("metrics on %s://%s:%d/metrics", "https" if config.tls_key else "http", host, port)

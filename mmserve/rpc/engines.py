@@ -29,10 +29,10 @@ class EngineLike(Protocol):
         """Take ``request``, or raise ``ResourceExhausted`` or ``Unavailable``; ``sink`` then gets its events, and
         its progress where it has a ``trace``."""
 
-    def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
+    def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint | None:
         """Whether the constraint of ``request`` can be kept, and whether ``answer`` obeys it; may take seconds.
 
-        Raises what the request would fail with.
+        None where only the request itself can find out. Raises what the request would fail with.
         """
 
     def stats(self) -> Stats:

@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mmserve.config import Config
+from mmserve.config.ports import try_port
 from mmserve.encode.store import MediaStore
 from mmserve.errors import ConfigError
 from mmserve.observe.endpoint import Endpoint
@@ -353,4 +354,5 @@ class Server:
                 return int(self._grpc.add_insecure_port(f"{host}:{config.port}"))
             return int(self._grpc.add_secure_port(f"{host}:{config.port}", certificates.credentials()))
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {host}:{config.port}: is the port in use? ({error})") from error
+            try_port(config.host, config.port, "port")  # for gRPC does not name the reason
+            raise ConfigError(f"cannot listen on {host}:{config.port}: {error}") from error

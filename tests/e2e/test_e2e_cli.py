@@ -175,7 +175,7 @@ def test_what_is_wrong_is_said_before_a_server_is_started(
     monkeypatch.setattr("mmserve.assembly.BackgroundServer", None)
     for flag in ("--image", "--video"):
         assert main(["generate", "x", flag, str(tmp_path / "none")]) == 1
-        assert "No such file" in capsys.readouterr().err
+        assert f"{flag}: there is no file {tmp_path / 'none'}" in capsys.readouterr().err
     monkeypatch.setenv("MMSERVE_TOKEN", "ä")
     assert main(["models", "--server", "localhost:1"]) == 1
     assert capsys.readouterr().err == "mmserve models: a token must be printable ASCII\n"
@@ -221,7 +221,7 @@ def test_models_are_listed(server: Running, capsys: pytest.CaptureFixture[str]) 
 def test_serve_refuses_a_port_in_use(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     port = server.address.rpartition(":")[2]
     code = main(["serve", "--set", f"server.port={port}"])
-    assert_fails_clearly(CompletedProcess((), code, *capsys.readouterr()), "serve", port, "in use")
+    assert_fails_clearly(CompletedProcess((), code, *capsys.readouterr()), "serve", port, "another program uses the port")
 
 
 BROKEN = {

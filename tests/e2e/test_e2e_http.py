@@ -453,7 +453,10 @@ def test_tls(tmp_path: Path) -> None:
 def test_a_port_in_use_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = settings(server={"http_port": taken.getsockname()[1]})
-        with pytest.raises(ConfigError, match="is the port in use"), BackgroundServer(config):
+        with (
+            pytest.raises(ConfigError, match=r"another program uses the port.*server\.http_port=N"),
+            BackgroundServer(config),
+        ):
             pass
     monkeypatch.delitem(sys.modules, "mmserve.http.front")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -552,6 +555,16 @@ def test_constraints_are_judged_without_a_request(served: Running, port: int) ->
         assert (status, found["error"]["param"]) == (400, param)
     assert ask(port, {"model": "gone", "guided_regex": "a"}, "/v1/constraints")[0] == 404
     wait_for("an engine that was asked nothing", lambda: served.engine.stats().live == 0)
+
+
+def test_a_constraint_that_only_a_request_can_check_is_neither_valid_nor_wrong(
+    served: Running, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a cluster, where the workers compile constraints."""
+    monkeypatch.setattr(served.engine, "check_constraint", lambda request, answer: None)
+    found = check(port, guided_regex="[a-c]{3}")
+    assert found["valid"] is None and "not checked" in found["warnings"][0]
+    assert not check(port, guided_regex="[a-c]{3}", max_tokens=1 << 30)["valid"], "what the message alone shows"
 
 
 def test_the_page_is_there_in_the_wheel_and_needs_no_token(port: int) -> None:

@@ -253,6 +253,18 @@ def test_the_schema_is_judged_as_it_is_written_and_so_is_the_answer(page: Page) 
     page.wait("a refusal of the budget", lambda: "max_tokens" in page["schema-status"].text)
 
 
+def test_a_schema_that_only_a_request_can_check_is_neither_good_nor_bad(
+    served: Running, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.engine, "check_constraint", lambda request, answer: None)
+    page.run("document.getElementById('schema-editor').open = true")
+    page.click("constrained")
+    page.wait("no verdict", lambda: "not checked" in page["schema-status"].text)
+    assert str(page["schema-status"].get_attribute("class")).split() == ["verdict"]
+    ask(page, max_tokens=40)
+    page.wait("no judgement", lambda: "not checked" in page["answer-status"].text)
+
+
 def seen(served: Running, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """Requests as the engine gets them from now on."""
     found: list[Request] = []

@@ -305,7 +305,9 @@ def test_a_port_in_use_is_a_config_error(engine: EchoEngine) -> None:
     async def main() -> None:
         async with served(engine) as server:
             second = Server(config({"port": server.port}), {"echo": EchoEngine()})
-            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{server.port}"):
+            told = f"cannot listen on 127.0.0.1:{server.port}: another program uses the port; choose one with --set "
+            told += "server.port=N"
+            with pytest.raises(ConfigError, match=re.escape(told)):
                 await second.start()
             with pytest.raises(RuntimeError, match="once"):
                 await server.start()

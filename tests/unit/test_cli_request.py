@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mmserve.cli import build_parser
+from mmserve.cli import build_parser, main
 from mmserve.cli.request import request_options
 from mmserve.client import Blend, EarlyCommit, HeavyHitters, Learned, Options, Threshold, VideoSampling
 
@@ -76,3 +76,24 @@ def test_wrong_numbers_of_a_policy_are_named(
     with pytest.raises(SystemExit):
         options(*arguments)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--image", "--video", "--schema", "--grammar", "--template", "--chat", "--tools"])
+def test_a_missing_file_is_named_with_its_option(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "What is it?", flag, "missing.file"]) == 1
+    assert capsys.readouterr().err == f"mmserve generate: {flag}: there is no file missing.file\n"
+
+
+@pytest.mark.parametrize("flag", ["--image", "--video"])
+def test_a_missing_file_of_a_typed_question(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["decide", "", "--yes-no", "Is it red?", flag, "missing.file"]) == 1
+    assert capsys.readouterr().err == f"mmserve decide: {flag}: there is no file missing.file\n"
+
+
+def test_options_that_may_be_repeated_are_described_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for flag in ("--image FILE|ID", "--video FILE|ID", "--stop TEXT", "--choice TEXT"):
+        described = text.rpartition(f" {flag} ")[2]
+        assert "may be repeated" in described.partition(" --")[0], flag

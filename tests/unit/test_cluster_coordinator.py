@@ -117,6 +117,10 @@ def test_a_request_whose_state_cannot_be_sent_begins_anew_and_the_others_are_sen
     assert calls["two"].ended and made.stats().live == 0 and not payloads.held
 
 
+def test_a_constraint_without_a_request_is_not_judged() -> None:
+    assert coordinator(Worker("0")).check_constraint(ask("one"), None) is None
+
+
 # --- adapters ---
 
 

@@ -39,6 +39,7 @@ export class SchemaEditor {
     let found;
     try { found = await post("/v1/constraints", this.body()); } catch (error) { found = { valid: false, error }; }
     if (number !== this.number) return; // it was changed meanwhile
+    if (found.valid === null) { say(this.status, null, found.warnings.join("\n")); return; }
     say(this.status, found.valid, found.valid ? ["Valid, and the model can keep it.", ...found.warnings ?? []].join("\n") : found.error.message);
   }
 
@@ -52,6 +53,7 @@ export class SchemaEditor {
     if (!ended) { say(this.answer, null, text ? `So far: ${text.length} characters of valid JSON` : "No final text yet"); return; }
     let found;
     try { found = await post("/v1/constraints", { ...this.body(), answer: text }); } catch (error) { found = { valid: false, error }; }
+    if (found.valid === null) { say(this.answer, null, found.warnings.join("\n")); return; }
     const valid = found.valid && found.answer?.valid;
     say(this.answer, valid, valid ? "The answer is valid under the schema." : (found.answer?.error ?? found.error).message);
   }

@@ -221,7 +221,8 @@ def test_models_are_listed(server: Running, capsys: pytest.CaptureFixture[str]) 
 def test_serve_refuses_a_port_in_use(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     port = server.address.rpartition(":")[2]
     code = main(["serve", "--set", f"server.port={port}"])
-    assert_fails_clearly(CompletedProcess((), code, *capsys.readouterr()), "serve", port, "another program uses the port")
+    done = CompletedProcess((), code, *capsys.readouterr())
+    assert_fails_clearly(done, "serve", port, "another program uses the port")
 
 
 BROKEN = {

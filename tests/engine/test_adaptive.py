@@ -74,10 +74,10 @@ def test_a_failure_beside_it_does_not_change_an_answer(bench, monkeypatch: pytes
     bad_size = len(alone.canvases["good"][0]) + 7
     b: Bench = bench(tiny_model(vision=False), stages="inline")
 
-    def poisoned(logits, positions, canvas, *rest):
+    def poisoned(logits, positions, canvas, *rest, **named):
         if canvas.size == bad_size and canvas.step >= 3:
             raise RuntimeError("poisoned")
-        return real(logits, positions, canvas, *rest)
+        return real(logits, positions, canvas, *rest, **named)
 
     monkeypatch.setattr(propose, "candidates", poisoned)
     bad = ask("bad", "what is left of it?", max_new_tokens=31, recompute=policy)

@@ -735,11 +735,11 @@ def test_a_model_that_breaks_on_one_request_fails_that_one_only(
             raise RuntimeError("broken on purpose")
         return results
 
-    def broken_candidates(rows: Logits, wanted: Any, canvas: Canvas, *rest: Any) -> Candidates:
+    def broken_candidates(rows: Logits, wanted: Any, canvas: Canvas, *rest: Any, **named: Any) -> Candidates:
         if is_victim(canvas, step):
             sizes.append(len(b.batches[-1]) if step else 2)
             raise RuntimeError("broken on purpose")
-        return candidates(rows, wanted, canvas, *rest)
+        return candidates(rows, wanted, canvas, *rest, **named)
 
     if part == "forward":
         monkeypatch.setattr(mmserve.decode.runner, "forward", broken_forward)

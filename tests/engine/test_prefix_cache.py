@@ -439,10 +439,10 @@ def test_one_poisoned_request_of_a_batch_publishes_nothing_and_the_others_are_se
 
     real = propose.candidates
 
-    def poisoned(logits: Any, positions: Any, canvas: Any, sampling: Any, *rest: Any) -> Any:
+    def poisoned(logits: Any, positions: Any, canvas: Any, sampling: Any, *rest: Any, **named: Any) -> Any:
         if sampling.seed == 99:
             raise RuntimeError("poisoned")
-        return real(logits, positions, canvas, sampling, *rest)
+        return real(logits, positions, canvas, sampling, *rest, **named)
 
     monkeypatch.setattr(propose, "candidates", poisoned)
     bad = [ask(f"bad{i}", LONG + f"{i % 2}", max_new_tokens=5, recompute=LAST, seed=99) for i in range(4)]

@@ -305,10 +305,10 @@ def test_a_sample_that_breaks_ends_its_request_with_one_error(
     if part == "candidates":
         real = mmserve.decode.propose.candidates
 
-        def broken(rows: Any, wanted: Any, canvas: Canvas, sampling: Any, *rest: Any) -> Any:
+        def broken(rows: Any, wanted: Any, canvas: Canvas, sampling: Any, *rest: Any, **named: Any) -> Any:
             if sampling.seed == seed and canvas.step >= 3:
                 raise RuntimeError("broken on purpose")
-            return real(rows, wanted, canvas, sampling, *rest)
+            return real(rows, wanted, canvas, sampling, *rest, **named)
 
         monkeypatch.setattr(mmserve.decode.propose, "candidates", broken)
     else:

@@ -203,6 +203,11 @@ def test_strings_without_a_pattern_and_names_with_one_of_a_few_are_enforced() ->
     names = {"type": "object", "not": {"propertyNames": {"not": {"enum": ["a", "b"]}}}}
     enforced(names, [{"a": 1}, {"b": 1, "c": 1}], [{}, {"c": 1}])
     assert complement(searched("(ab|cd){60}")) is None, "too many states"
+    for more in ({"pattern": "^a"}, {"maxLength": 1}):
+        both = {"type": "object", "not": {"propertyNames": {"not": {"enum": ["a", "bb"], **more}}}}
+        enforced(both, [{"a": 1}, {"a": 1, "bb": 1}], [{}, {"bb": 1}])
+    with pytest.raises(Refused):
+        schema_matcher({"type": "object", "not": {"propertyNames": {"not": {"enum": 5}}}})
 
 
 def test_names_beside_patterns_of_names_are_enforced() -> None:

@@ -53,6 +53,18 @@ PERSON = {
     },
 }
 
+#: Integers as TypeScript's and Rust's enums have them in schemas.
+TITLED = {"type": "integer", "oneOf": [{"const": 1, "title": "low"}, {"const": 2, "title": "high"}]}
+#: Two integers: this draft ignores what is beside a reference.
+_IGNORED = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "type": "array",
+    "uniqueItems": True,
+    "items": [{"$ref": "#/definitions/n", "type": "string"}, {"type": "integer"}],
+    "additionalItems": False,
+    "definitions": {"n": {"type": "integer"}},
+}
+
 
 def spec(schema: Any, *options: str) -> ConstraintSpec:
     return ConstraintSpec(JsonSchema(json.dumps(schema), tuple(map(SchemaOption, options))))
@@ -223,6 +235,8 @@ def test_items_whose_values_are_named_elsewhere_come_once() -> None:
     enforced(either, [[None, True, "red", False]], [[None, None], [True, True], [0]])
     overlapping = {"oneOf": [color, {"enum": ["red", "pink"]}]}
     enforced({"type": "array", "items": overlapping, "uniqueItems": True}, [["pink", "green"]], [["red"], ["pink"] * 2])
+    titled = {"type": "array", "items": TITLED, "uniqueItems": True, "minItems": 1}
+    enforced(titled, [[1], [2, 1]], [[], [1, 1], [3]])
 
 
 def test_items_of_different_types_differ() -> None:
@@ -233,3 +247,41 @@ def test_items_of_different_types_differ() -> None:
     with pytest.raises(Refused, match="uniqueItems"):
         grammar_of(spec(schema))
     enforced({**schema, "maxItems": 2}, [["a", 7]], [["a", 7, True]])
+    for same in ({**schema, "prefixItems": [TITLED, TITLED]}, _IGNORED):
+        with pytest.raises(Refused, match="uniqueItems"):
+            grammar_of(spec(same))
+
+
+def test_names_of_patterns_are_none_of_a_property_that_may_not_be_there() -> None:
+    inner = {"type": "object", "properties": {"x": {}, "y": {}}, "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": False},
+        "patternProperties": {"^[a-z]$": inner},
+        "additionalProperties": False,
+    }
+    made, at = taken(schema, "any_order")
+    assert accepts(at, '{"b":{"x":1}}') and not accepts(at, '{"a":{"x":1}}')
+    assert made.warnings[1:] == (
+        ": members of objects that have patternProperties beside other properties come in the order of the schema",
+    )
+    once = {"type": "array", "uniqueItems": True, "items": {"enum": list(range(20))}}
+    with pytest.raises(Refused, match="uniqueItems"):
+        grammar_of(spec({**schema, "patternProperties": {"^[a-z]$": once}}))
+
+
+@pytest.mark.parametrize("names", [["n" * 70, "b"], [f"number_{i:03}_{'abcdefghij' * 3}" for i in range(40)]])
+def test_open_objects_keep_the_order_where_their_names_are_long(names: list[str]) -> None:
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+    made, at = taken(schema, "any_order")
+    assert accepts(at, compact({names[0]: 1, names[1]: 2})) and not accepts(at, compact({names[1]: 1, names[0]: 2}))
+    assert made.warnings[1:] == (
+        ": members of objects with names too many or too long to tell from others come in the order of the schema",
+    )
+    once = {"type": "array", "uniqueItems": True, "items": {"enum": list(range(20))}}
+    schema["properties"][names[0]] = once  # type: ignore[index]
+    with pytest.raises(Refused, match="uniqueItems"):
+        grammar_of(spec(schema))
+    made = grammar_of(ConstraintSpec(JsonSchema(json.dumps(schema)), ConstraintMode.VALIDATE))
+    at = matcher(made)
+    assert at is not None and not made.exact and accepts(at, compact({names[0]: [1, 2]}))

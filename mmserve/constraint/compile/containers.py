@@ -23,6 +23,7 @@ from mmserve.constraint.compile.keywords import (
     key,
     misshapen,
     modern,
+    type_of,
     types_of,
 )
 from mmserve.constraint.compile.negation import Scope, both, complement
@@ -54,7 +55,8 @@ def items_differ(node: dict[str, Any], scope: Scope) -> bool:
     first, longest = node.get("prefixItems", []), _longest(node)
     if longest is None or longest > max(len(first), 1):
         return False
-    found = [(values_of(each, scope), types_of(each if isinstance(each, dict) else {})) for each in first[:longest]]
+    row = [each if isinstance(each, dict) else {} for each in first[:longest]]
+    found = [(values_of(each, scope), types_of(modern(each, scope.draft, ""))) for each in row]
     for (mine, kinds), (theirs, others) in combinations(found, 2):
         if mine is not None and theirs is not None:
             if {key(value) for value in mine} & {key(value) for value in theirs}:
@@ -86,7 +88,7 @@ def values_of(schema: Any, scope: Scope, depth: int = _DEPTH) -> list[Any] | Non
             if keyword == "oneOf" and len(distinct(found)) < len(found):
                 return None
             allowed = types_of(body)
-            return [value for value in distinct(found) if types_of({"const": value}) <= allowed]
+            return [value for value in distinct(found) if type_of(value) in allowed]
     if body.keys() <= {"enum", "const", "type"} and not {"enum", "const"} <= body.keys():
         return finite(body)
     return _integers(body)

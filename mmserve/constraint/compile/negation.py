@@ -152,10 +152,18 @@ def _other_text(pattern: str) -> Any | None:
 def _other_name(names: Any, scope: Scope, pointer: str, depth: int) -> Any | None:
     """Objects with a member whose name is not one of ``names``, if those are all but a few."""
     other = negation(names, scope, pointer, frozenset({"string"}), depth - 1)
-    barred = [] if other.schema is False else finite(other.schema)
+    barred = [] if other.schema is False else _all_values(other.schema, scope, pointer)
     if not other.exact or barred is None:
         return None
     return either(*({"type": "object", "required": [name]} for name in barred if isinstance(name, str)))
+
+
+def _all_values(schema: Any, scope: Scope, pointer: str) -> list[Any] | None:
+    """The values under ``schema``, where ``type`` and either ``enum`` or ``const`` are all that it has."""
+    body = modern(schema, scope.draft, pointer) if isinstance(schema, dict) else {}
+    if any(misshapen(body, pointer)) or body.keys() - ANNOTATIONS - {"type"} not in (set(), {"enum"}, {"const"}):
+        return None
+    return finite(body)
 
 
 _OPPOSITE = {

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from mmserve.constraint.compile.derivatives import all_but
+from mmserve.constraint.compile.expression import BadPattern
 from mmserve.constraint.compile.keywords import Schema, children, names_of, nodes, target, types_of, writable
 from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.compile.scalars import anchored
@@ -149,7 +150,7 @@ class _Writer:
         named |= {name: rest for name in required if name not in properties}
         if node.keys() & {"minProperties", "maxProperties"}:
             return self._given_up(node, "whose properties are counted")
-        if patterns and (named or rest is not False):
+        if patterns and (properties or named or rest is not False):
             return self._given_up(node, "that have patternProperties beside other properties")
         if self._any_order and len(named) > MOST:
             return self._given_up(node, f"of more than {MOST} properties")
@@ -157,7 +158,10 @@ class _Writer:
             return self._given_up(node, "whose names cannot be written")
         others = [self._member(key, each) for key, each in patterns.items() if each is not False]
         if not patterns and rest is not False:
-            others = [self._member(anchored(searched(all_but([*properties, *named]))), rest)]
+            try:
+                others = [self._member(anchored(searched(all_but([*properties, *named]))), rest)]
+            except (BadPattern, RecursionError):
+                return self._given_up(node, "with names too many or too long to tell from others")
         members, ready, left = (self._in_any_order if self._any_order else self._in_order)(named, required)
         name = self._rules[f"object {len(self._rules)}"] = self._new()
         ways = [

@@ -180,13 +180,18 @@ class Prefixes:
         try:
             tier.save(held)
         finally:
-            self._ask(lambda: self._pool.release(tuple(page for page, _label in held)))
+            self._post(lambda: self._pool.release(tuple(page for page, _label in held)))  # however late it is
 
     def _ask(self, question: Callable[[], _T]) -> _T:
-        """What ``question`` returns on the engine's thread, or raises there."""
+        """What ``question`` returns on the engine's thread, or raises there.
+
+        Raises ``FailedPrecondition`` where that thread does not come to it, and then it never does.
+        """
         answer: Future[_T] = Future()
 
         def put() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
             try:
                 answer.set_result(question())
             except Exception as error:  # noqa: BLE001 - the caller's, and no request's
@@ -196,6 +201,8 @@ class Prefixes:
         try:
             return answer.result(_PATIENCE)
         except TimeoutError:
+            if not answer.cancel():
+                return answer.result()  # it is being answered
             raise FailedPrecondition("the engine is not running: its caches cannot be asked now") from None
 
 

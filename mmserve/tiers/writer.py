@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from mmserve.core.cached import Label
 from mmserve.tiers.disk import DiskCache
+
+logger = logging.getLogger("mmserve.tiers")
 
 #: Bytes that may wait to be written: more is not kept on disk.
 _WAITING = 256 << 20
@@ -50,8 +53,11 @@ class Writer:
                     self._running = False
                     return
                 key, entry, label, size = self._waiting.popleft()
-            if key not in self._disk:
-                self._disk.put(key, entry, label)
+            try:
+                if key not in self._disk:
+                    self._disk.put(key, entry, label)
+            except Exception as error:  # noqa: BLE001 - others are still to be written
+                logger.warning("a cache entry could not be written to disk: %s", error)
             with self._changed:
                 self._bytes -= size
                 self._changed.notify_all()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +17,13 @@ from helpers import ask, picture
 from llama_checkpoints import Sighted, llama, load, save
 from qwen_checkpoints import MASK_ID, qwen, save_sdar
 
+from mmserve import prefixes
 from mmserve.config import EncoderCacheConfig, KVCacheConfig
-from mmserve.core.cached import listing
+from mmserve.core.cached import Label, listing
 from mmserve.core.events import Finished
 from mmserve.core.request import Policy, Request, Stage
 from mmserve.errors import Cancelled, FailedPrecondition
+from mmserve.kv.pool import PagePool
 from mmserve.models.base import LoadedModel
 from mmserve.tiers.caches import Caches
 
@@ -228,6 +233,33 @@ def test_an_error_of_pinning_is_the_callers_alone(
     with pytest.raises(RuntimeError, match="a bug"):
         b.engine.kept.pin([b.engine.kept.prefix_of("first")], pinned=True)
     assert isinstance(live.wait(), Finished)
+
+
+@pytest.mark.parametrize("prompt", [1, 2])
+def test_an_engine_that_answers_late_holds_no_pages_for_a_pin(monkeypatch: pytest.MonkeyPatch, prompt: int) -> None:
+    """``prompt``: how many of the pin's questions it answers at once."""
+    label = Label("prefix", "m", "", PAGE, "ab" * 32)
+    key = bytes.fromhex(label.name)
+    pool = PagePool(8)
+    [page] = pool.allocate(1)
+    pool.publish(page, key)
+    pool.release((page,))
+    tier: Any = SimpleNamespace(blocks=list, pin=lambda names, pinned: len(names), save=lambda pages: None)
+    late: list[Callable[[], None]] = []
+    asked = itertools.count()
+
+    def post(call: Callable[[], None]) -> None:
+        call() if next(asked) < prompt else late.append(call)
+
+    monkeypatch.setattr(prefixes, "_PATIENCE", 0.05)
+    kept = prefixes.Prefixes(pool, tier, {}, post, "m", PAGE, 100)
+    kept._labels[key] = label
+    with nullcontext() if prompt == 2 else pytest.raises(FailedPrecondition, match="cannot be asked now"):
+        kept.pin([label.name], pinned=True)
+    assert late and (pool.free < pool.total) is (prompt == 2)
+    for call in late:
+        call()
+    assert pool.free == pool.total
 
 
 def test_a_request_that_ends_while_its_pages_are_read_leaves_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 from collections import Counter
@@ -21,6 +22,7 @@ from mmserve.tiers.caches import Caches
 from mmserve.tiers.disk import DiskCache
 from mmserve.tiers.keys import digest, settings_digest, weights_digest
 from mmserve.tiers.memory import Entry, TensorCache
+from mmserve.tiers.writer import Writer
 
 SIZE = 400  # bytes of a value
 
@@ -409,6 +411,26 @@ def test_a_disk_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFix
     folder.rename(tmp_path / "away")
     maker.get(6)
     assert caplog.text.count("cannot write") == 2
+
+
+def test_an_entry_that_cannot_be_looked_for_on_disk_keeps_no_other_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stale(_disk: DiskCache, _key: bytes) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    tier = DiskCache(tmp_path, 1 << 20)
+    writer = Writer(tier)
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskCache, "__contains__", stale)
+        assert writer.put(key(1), value(1), None)
+        flushing = threading.Thread(target=writer.flush, daemon=True)
+        flushing.start()
+        flushing.join(30)
+    assert not flushing.is_alive() and caplog.text.count("could not be written to disk") == 1
+    assert writer.put(key(2), value(2), None)
+    writer.flush()
+    assert key(2) in tier
 
 
 # --- keys ---

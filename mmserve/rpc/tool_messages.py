@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from mmserve.constraint.compile.keywords import ANNOTATIONS, KNOWN, dialect
+from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import MAX_GRAMMAR_BYTES
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, Lark
 from mmserve.core.info import ModelInfo
@@ -104,7 +106,18 @@ def _tool(tool: pb.Tool) -> Tool:
 def _of_objects(text: str) -> str:
     """The schema in ``text``, for objects alone: it may leave that open, and nothing else is read as arguments."""
     schema: dict[str, Any] = json.loads(text)
+    if "$ref" in schema and _is_alone(schema):
+        kept = {name: value for name, value in schema.items() if name in ANNOTATIONS or name not in KNOWN}
+        schema = {**kept, "allOf": [{"$ref": schema["$ref"]}]}
     return json.dumps({**schema, "type": "object"}, ensure_ascii=False)
+
+
+def _is_alone(schema: dict[str, Any]) -> bool:
+    """Whether what is beside a reference has no effect in the draft of ``schema``."""
+    try:
+        return dialect(schema) <= 7
+    except Refused:  # an unknown draft: reported when the grammar is compiled
+        return False
 
 
 def asked_calls(chat: pb.ChatMessage) -> tuple[ToolCall, ...]:

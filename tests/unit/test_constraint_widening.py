@@ -17,8 +17,9 @@ from mmserve.constraint.compile.service import Grammars
 from mmserve.constraint.compile.wire import BYTES
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.session.answer import Judge
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
-from mmserve.errors import InvalidArgument
+from mmserve.errors import FailedPrecondition, InvalidArgument
 
 VALIDATE, LENIENT = ConstraintMode.VALIDATE, ConstraintMode.LENIENT
 _PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
@@ -159,6 +160,11 @@ def test_each_wider_schema_accepts_what_the_one_before_did() -> None:
         accepted.append(sum(map(judge.is_valid, values)))
         before = judge
     assert accepted[0] == 2 and accepted[-1] == len(values) and accepted == sorted(accepted)
+
+
+def test_an_answer_that_is_nested_too_deep_is_no_valid_one() -> None:
+    with pytest.raises(FailedPrecondition, match="nested too deep"):
+        Judge('{"type": "array"}').check("[" * 5000 + "]" * 5000)
 
 
 def test_attempts_end_with_any_json_or_a_reason() -> None:

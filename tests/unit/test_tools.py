@@ -12,12 +12,14 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from grammars import accepts, grammar, matcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.config import ModelConfig
 from mmserve.constraint.admission import Admission
+from mmserve.constraint.findings import Refused
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, Lark
 from mmserve.core.events import Delta, Event, Finished, StageTimes, ToolCallDelta, Usage
 from mmserve.core.tools import Tool, ToolChoice, ToolUse
@@ -86,6 +88,8 @@ def test_the_grammar_takes_text_or_calls_as_asked(admission: Admission, form: To
 
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ANY = {"properties": {"a": {"type": "integer"}}}
+OLD = "http://json-schema.org/draft-07/schema#"  # what is beside $ref has no effect there
 
 
 @pytest.mark.parametrize(
@@ -96,6 +100,8 @@ A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a
         {"type": ["object", "string", "integer"]},
         {"anyOf": [A, {"type": "string"}, {"type": "integer"}]},
         {"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [A, {"type": ["string", "integer"]}]}}},
+        {"$schema": OLD, "$ref": "#/definitions/x", "definitions": {"x": ANY}, "required": ["b"]},
+        {"$schema": OLD, "$ref": "#/components/x", "components": {"x": ANY}, "allOf": 1},
     ],
     ids=lambda schema: next(iter(schema), "any"),
 )
@@ -111,6 +117,21 @@ def test_arguments_are_an_object_also_where_their_schema_leaves_that_open(
     assert takes(admission, use, HERMES, written(HERMES, [("f", '{"a": 1}')]))
     for other in ("5", '"x"'):
         assert not takes(admission, use, HERMES, written(HERMES, [("f", other)]))
+
+
+@pytest.mark.parametrize("part", [{"$ref": "#/components/schemas/X"}, {"enum": [0.12345678901234567]}])
+def test_arguments_of_a_tool_that_is_not_strict_are_enforced_in_part(part: Any) -> None:
+    schema = {"type": "object", "properties": {"a": part, "b": {"type": "integer"}}}
+    use = ToolUse(tools=(Tool("f", json.dumps(schema), strict=False),), choice=ToolChoice.REQUIRED)
+    text = Lark(tool_grammar(use, HERMES))
+    made = grammar(text, ConstraintMode.LENIENT)
+    assert made.warnings and "/properties/a" in made.warnings[0]
+    at = matcher(text, ConstraintMode.LENIENT)
+    assert accepts(at, written(HERMES, [("f", '{"a": 1, "b": 2}')]))
+    assert not accepts(at, written(HERMES, [("f", '{"a": 1, "b": "x"}')]))
+    for mode in (ConstraintMode.STRICT, ConstraintMode.VALIDATE):
+        with pytest.raises(Refused, match="/properties/a"):
+            grammar(text, mode)
 
 
 @pytest.mark.parametrize("kind", ["string", ["array", "null"]])

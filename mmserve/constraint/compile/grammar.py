@@ -113,7 +113,7 @@ def kind_of(spec: ConstraintSpec) -> str:
 
 def _inline(text: str, mode: ConstraintMode) -> tuple[Json, tuple[Finding, ...]]:
     """A schema within a grammar: as it is only a part of the answer, nothing of it can be checked afterwards."""
-    rewritten = rewrite(read_schema(text))
+    rewritten = rewrite(read_schema(text), strict=mode is not ConstraintMode.LENIENT)
     if rewritten.loose and mode is not ConstraintMode.LENIENT:
         raise Refused(*rewritten.loose)
     schema = {} if rewritten.schema is True else rewritten.schema

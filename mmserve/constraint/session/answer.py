@@ -318,6 +318,8 @@ class Judge:
             at = Finding(where, str(error.schema_path[-1]) if error.schema_path else "schema", error.message[:300])
             message = f"the answer does not satisfy its schema at {at}; ask again with another seed"
             raise FailedPrecondition(message) from error
+        except RecursionError as error:
+            raise FailedPrecondition("the answer is nested too deep to be checked") from error
         except ValueError as error:
             raise FailedPrecondition(f"the answer is no JSON: {error}") from error
         except ArithmeticError as error:

@@ -64,8 +64,10 @@ def read_tables(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         data, source = config.read(arguments.config), str(arguments.config)
     if arguments.model:
         data["models"] = [{"path": path} for path in arguments.model]
-    if arguments.companion:
-        data["models"] = [{**model, "companion": arguments.companion} for model in data.get("models", [{}])]
+    models = data.get("models", [{}])
+    if arguments.companion and isinstance(models, list):  # of anything else who reads the tables reports an error
+        beside = {"companion": arguments.companion}
+        data["models"] = [{**model, **beside} if isinstance(model, dict) else model for model in models]
     for override in arguments.set:
         name, equals, value = override.partition("=")
         table, dot, key = name.partition(".")

@@ -61,6 +61,16 @@ def test_every_problem_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(problems) == len(BROKEN), problems
 
 
+def test_models_that_are_no_tables_are_reported_beside_a_companion_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broken.toml"
+    for text in ("[models]\npath = 'bundled'", "models = [1]"):
+        path.write_text(text)
+        ok, parts = checked(capsys, "--config", str(path), "--companion", "bundled-causal")
+        assert not ok and "models" in parts["configuration"], parts
+
+
 def test_a_taken_port_and_a_certificate_that_has_expired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     certificate, key = self_signed(tmp_path, "server", days=-1)
     with socket.socket() as taken:

@@ -93,6 +93,33 @@ def test_objects_are_closed_on_request_but_those_that_are_joined() -> None:
     assert "at the root, /properties/plain, /properties/either/anyOf/0, /properties/either/anyOf/1" in made.warnings[0]
 
 
+_Q, _R = {"properties": {"q": {"type": "integer"}}}, {"properties": {"r": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("reference", "defs"),
+    [
+        ("#/$defs/b", {"b": {"$ref": "#/$defs/c"}, "c": _Q}),
+        ("#/$defs/b", {"b": {"anyOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}]}, "c": _Q, "d": _R}),
+        ("#/$defs/b", {"b": {"allOf": [{"$ref": "#/$defs/c"}]}, "c": _Q}),
+        ("#base", {"c": {**_Q, "$anchor": "base"}}),
+        ("#/$defs/my%20c", {"my c": _Q}),
+        ("#/$defs/a~1c", {"a/c": _Q}),
+    ],
+    ids=["reference", "alternatives", "parts", "anchor", "escape", "slash"],
+)
+def test_objects_that_are_joined_by_way_of_others_stay_open(reference: str, defs: Any) -> None:
+    schema = {"type": "object", "allOf": [{"$ref": reference}, _R], "$defs": defs}
+    made, at = grammar(schema, "closed_objects")
+    assert accepts(at, '{"q":1,"r":2}') and not accepts(at, '{"q":1,"r":"x"}') and not made.warnings
+
+
+def test_closed_objects_of_an_unknown_draft_are_not_enforced_in_the_mode_lenient() -> None:
+    schema = {"$schema": "https://example.com/draft", "type": "object", "properties": {"a": {}}}
+    made, _at = grammar(schema, "closed_objects", mode=ConstraintMode.LENIENT)
+    assert not made.exact and "$schema" in "".join(made.warnings)
+
+
 def test_white_space_on_request_lets_indented_documents_through_and_is_bounded() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"items": {"type": "integer"}}}}
     value = {"a": 1.5, "b": [1, {"c": []}], "d": {"e": None}}

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 import jsonschema_rs
 
 from mmserve.constraint.compile.keywords import IN_PLACE, Schema, is_schema, objects_within
-from mmserve.constraint.compile.references import NAMED, ONE, ROW, subschemas
+from mmserve.constraint.compile.references import NAMED, ONE, ROW, located, subschemas
 from mmserve.constraint.compile.scalars import FORMATS, HINTS, NUMBERS
 from mmserve.constraint.findings import Refused, child
 from mmserve.constraint.limits import MAX_DEPTH, MAX_ENUM_BYTES, MAX_ENUM_VALUES, MAX_PROPERTIES, MAX_SCHEMA_BYTES
@@ -305,17 +307,31 @@ def _open_objects(node: Any, pointer: str, joined: Collection[str], *, closable:
 
 
 def _joined_references(root: Any) -> frozenset[str]:
-    """The pointers of what is referred to by a schema that judges the same object as others do."""
-    found: set[str] = set()
+    """The pointers of what is referred to by a schema that judges the same object as others do, directly or not."""
+    joined: list[str] = []
+    same: dict[str, list[str]] = {}  # by a schema's pointer: others that it has judge the same object
 
     def of(node: Any, pointer: str, alone: bool) -> None:
         if not isinstance(node, dict):
             return
         here = alone and len(node.keys() & (IN_PLACE | {"properties", "patternProperties"})) == 1
-        if isinstance(target := node.get("$ref"), str) and not here:
-            found.add(target.removeprefix("#"))
+        others = same.setdefault(pointer, [])
+        if isinstance(reference := node.get("$ref"), str):
+            target = unquote(reference.removeprefix("#"))
+            others.append(target)
+            if not here:
+                joined.append(target)
         for keyword, inner, at in subschemas(node, pointer):
+            if keyword in _ALTERNATIVES | _JOINED:
+                others.append(at)
             of(inner, at, here if keyword in _ALTERNATIVES else keyword not in _JOINED)
 
+    with suppress(Refused):  # raised again when the schema is rewritten
+        root = located(root)
     of(root, "", True)
+    found: set[str] = set()
+    while joined:
+        if (pointer := joined.pop()) not in found:
+            found.add(pointer)
+            joined += same.get(pointer, ())
     return frozenset(found)

@@ -26,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mmserve.bench import vllm_peer
+from mmserve.bench.generation import generation_rows
 from mmserve.bench.in_process import ask_all
 from mmserve.bench.measures import Figures, Progress, quartiles, times_others
 from mmserve.bench.passes import missing, pass_rows
@@ -76,7 +77,14 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
         if not model.spec.causal:
             if absent:
                 raise ConfigError(f"{model.spec.name!r} is no next-token model, and llama.cpp: {why}")
-            return {"rows": passes, "settings": {"model": model.spec.name, "parameters": model.parameters}}
+            answers: list[Figures] = []
+            if model_folder(path) == shipped_folder("bundled"):  # others do not know what is asked
+                config = resolve(replace(settings.engine, torch_threads=threads))
+                answers = list(generation_rows(model, config, arguments.limit, threads, progress))
+            return {
+                "rows": passes + answers,
+                "settings": {"model": model.spec.name, "parameters": model.parameters},
+            }
         config = resolve(replace(settings.engine, torch_threads=threads))
         ours = stack.enter_context(_ours(model, config, max(BATCHES)))
         folder = model_folder(path)

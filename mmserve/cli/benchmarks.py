@@ -155,7 +155,9 @@ BENCHMARKS = {
         (_limit("requests of a row"), _CLIENTS, *_policies("the model's"), _SEED, add_config),
     ),
     "peers": Benchmark(
-        "peers", "Next-token decoding beside other engines", (_repeats("rounds of all engines"), *_PEERS, add_config)
+        "peers",
+        "Next-token decoding beside other engines; passes and answers of diffusion models beside llama.cpp",
+        (_repeats("rounds of all engines"), _limit("sums of the bundled diffusion model", 40), *_PEERS, add_config),
     ),
     "quality": Benchmark(
         "quality",

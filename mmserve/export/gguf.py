@@ -1,4 +1,6 @@
-"""A loaded text model as a GGUF file, which llama.cpp reads: LLaDA, Dream, LLaMA, Mistral, Qwen2 and Qwen3.
+"""A loaded model's decoder as a GGUF file, which llama.cpp reads: LLaDA, Dream, LLaMA, Mistral, Qwen2 and Qwen3.
+
+Of LLaDA-V and LLaVA checkpoints in LLaVA's own layout the decoder alone is written: the file answers texts, not images.
 
 Tensors are fp32, or q8_0 for those with rows of whole blocks. llama.cpp rotates neighbouring pairs in LLaMA and LLaDA
 where checkpoints (and ``Decoder``) rotate halves, so rows of queries and keys are reordered there.
@@ -38,6 +40,8 @@ FORMS = {
     "Dream": Form("dream", pairs=False, diffusion=True),
     "llada": Form("llada", pairs=True, diffusion=True),
     "llama": Form("llama", pairs=True),
+    "llava_llada": Form("llada", pairs=True, diffusion=True),
+    "llava_llama": Form("llama", pairs=True),
     "mistral": Form("llama", pairs=True),
     "qwen2": Form("qwen2", pairs=False),
     "qwen3": Form("qwen3", pairs=False),

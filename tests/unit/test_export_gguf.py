@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,9 @@ def test_the_command_line_writes_one(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> None:
     model = load_model(ModelConfig(path="bundled", device="cpu"))
     assert isinstance(model, LoadedModel)
-    with pytest.raises(ConfigError, match="'llava_llada' is not written as GGUF; written are Dream, llada"):
-        form_of(model)
+    other = replace(model, spec=replace(model.spec, architecture="sdar"))
+    with pytest.raises(ConfigError, match="'sdar' is not written as GGUF; written are Dream, llada"):
+        form_of(other)
     rope: dict[str, Any] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     save(llama(rope_parameters=rope), tmp_path)
     with pytest.raises(ConfigError, match="its rope_scaling is not the usual one"):

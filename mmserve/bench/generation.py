@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +60,7 @@ def generation_rows(
             return answer.whole().text
 
         runs: dict[str, Callable[[int], str]] = {"mmserve": ours} | {
-            f"llama.cpp {kind}": lambda index, its=its: generated(its, model, prompts[index])
-            for kind, its in theirs.items()
+            f"llama.cpp {kind}": partial(_theirs, its, model, prompts) for kind, its in theirs.items()
         }
         ours(0)  # warm-up
         seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -83,6 +83,10 @@ def generation_rows(
         }
 
 
+def _theirs(engine: LlamaCpp, model: LoadedModel, prompts: list[list[int]], index: int) -> str:
+    return generated(engine, model, prompts[index])
+
+
 def generated(engine: LlamaCpp, model: LoadedModel, prompt: list[int]) -> str:
     """The answer to ``prompt`` (token ids): in each step the most confident masked position of the first open block."""
     spec, size = model.spec, canvas(TASK)
@@ -103,6 +107,7 @@ def generated(engine: LlamaCpp, model: LoadedModel, prompt: list[int]) -> str:
 
 
 def _request(engine: Engine, number: int, text: str) -> Request:
+    assert engine.info.tuning is not None
     policies = engine.info.tuning.default
     return Request(
         id=f"sum-{number}",

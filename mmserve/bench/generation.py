@@ -59,9 +59,9 @@ def generation_rows(
             [answer] = ask_all(engine, [_request(engine, time.monotonic_ns(), questions[index].text)])
             return answer.whole().text
 
-        runs: dict[str, Callable[[int], str]] = {"mmserve": ours} | {
-            f"llama.cpp {kind}": partial(_theirs, its, model, prompts) for kind, its in theirs.items()
-        }
+        runs: dict[str, Callable[[int], str]] = {"mmserve": ours}
+        for kind, its in theirs.items():
+            runs[f"llama.cpp {kind}"] = partial(_theirs, its, model, prompts)
         ours(0)  # warm-up
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         right = dict.fromkeys(runs, 0)

@@ -66,6 +66,7 @@ def test_the_client_of_npm(package: Path, served: Running) -> None:
         "reference:streams",
         "reference-causal",
         "reference-causal:decisions",
+        "reference-causal:tools",
     ]
     assert found["chat"]["text"] == found["stream"]["text"] == found["runner"] == expected.text
     assert found["chat"]["usage"] == found["stream"]["usage"]

@@ -127,6 +127,6 @@ def _parameters(function: Callable[..., Any], place: str) -> Any:
 
 
 def _first_paragraph(tool: Any) -> str:
-    """Of a type only what it says itself: the types that it is made from document pydantic, or ``dict``."""
+    """Of the docstring; of a type only its own, for an inherited one documents pydantic, or ``dict``."""
     text = inspect.cleandoc(vars(tool).get("__doc__") or "") if isinstance(tool, type) else inspect.getdoc(tool)
     return (text or "").split("\n\n")[0].replace("\n", " ")

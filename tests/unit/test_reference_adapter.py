@@ -152,3 +152,27 @@ def test_an_adapter_of_the_output_layer_is_trained_written_and_served(tmp_path: 
 def test_a_rank_is_that_of_an_adapter(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(SystemExit, match="--rank"):
         run_in(tmp_path, replace(TEACHING, **given))
+
+
+def test_a_step_whose_gradients_are_not_finite_changes_nothing(
+    tmp_path: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_in(tmp_path)
+    run.begin_from(BUNDLED)
+    run.step(batch)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    loss_of = run._main_loss
+    with monkeypatch.context() as patch:
+
+        def broken(*given: Any) -> Any:
+            loss, hidden = loss_of(*given)
+            return loss * torch.nan, hidden
+
+        patch.setattr(run, "_main_loss", broken)
+        run.step(batch)
+    assert run.skipped == 1 and run.done == 2
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    run.step(batch)
+    assert run.skipped == 1 and any(
+        not torch.equal(value, before[name]) for name, value in run.model.state_dict().items()
+    )

@@ -73,8 +73,9 @@ class BackgroundServer:
 
     def __init__(self, config: Config) -> None:
         self.config = replace(config, server=replace(config.server, host="127.0.0.1"))
-        self.engines = build_engines(self.config)
-        self._server = Server(self.config, self.engines)
+        engines = build_engines(self.config)
+        self._cache = next(iter(engines.values())).stages.encoder.cache
+        self._server = Server(self.config, engines)
         self._server.loading.load = self._load
         attach(self._server)
         self._loop = asyncio.new_event_loop()
@@ -82,7 +83,12 @@ class BackgroundServer:
 
     def _load(self, config: Config) -> Iterator[Engine]:
         """The engines of models beside those that serve, whose cache they use."""
-        return load_engines(config, next(iter(self.engines.values())).stages.encoder.cache)
+        return load_engines(config, self._cache)
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """Those that serve now, by the names of their models."""
+        return {name: engine for name, engine in self._server.engines.items() if isinstance(engine, Engine)}
 
     @property
     def address(self) -> str:

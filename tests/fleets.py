@@ -47,9 +47,13 @@ def settings(folder: Path) -> Config:
 
 @contextmanager
 def fleet(config: Config, roles: str, **changes: Any) -> Iterator[Fleet]:
-    """Workers with these ``roles``, such as "e p d"; Ray must have started."""
+    """Workers with these ``roles``, such as "e p d"; Ray must have started.
+
+    None is taken for a slow one unless ``slow_factor`` says so: tests share their processors with others.
+    """
     workers = [{"roles": each} for each in roles.split()]
-    made = Fleet(config, cluster_config({"cluster": {"switching": False, "spares": 0, **changes}, "workers": workers}))
+    cluster = {"switching": False, "spares": 0, "slow_factor": 0, **changes}
+    made = Fleet(config, cluster_config({"cluster": cluster, "workers": workers}))
     try:
         for coordinator in made.start().values():
             coordinator.start()

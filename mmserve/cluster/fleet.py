@@ -54,6 +54,7 @@ class Member:
         self.begun = 0  # processes so far
         self._free: list[Ticket] = []  # memory that may be written again
         self._noting = threading.Lock()
+        self._assigning = threading.Lock()
         self._drained: frozenset[str] | None = None  # its roles, while it has none because it is slow
 
     def take(self, orders: list[Order]) -> None:
@@ -65,9 +66,12 @@ class Member:
         self._call("cancel", model, ids, error)
 
     def serve(self, roles: Iterable[str]) -> None:
-        """As of ``workers.Worker.serve``."""
-        self.roles = frozenset(roles)
-        self._call("serve", list(self.roles), self._cluster.save_every, self._cluster.ahead_kb << 10)
+        """As of ``workers.Worker.serve``; one that is drained has these roles once it gets work again."""
+        with self._assigning:
+            if self._drained is None:
+                self._run(frozenset(roles))
+            else:
+                self._drained = frozenset(roles)
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         """As of ``workers.Worker.ask``."""
@@ -82,14 +86,20 @@ class Member:
 
     def drain(self) -> None:
         """Run no stage until ``resume``: what it has goes on elsewhere."""
-        self._drained = self.roles
-        self.serve(())
+        with self._assigning:
+            self._drained = self.roles
+            self._run(frozenset())
 
     def resume(self) -> None:
-        """Have the roles from before ``drain`` again, if that was called."""
-        if self._drained is not None:
-            roles, self._drained = self._drained, None
-            self.serve(roles)
+        """Have its roles again after ``drain``, if that was called."""
+        with self._assigning:
+            if self._drained is not None:
+                roles, self._drained = self._drained, None
+                self._run(roles)
+
+    def _run(self, roles: frozenset[str]) -> None:
+        self.roles = roles
+        self._call("serve", list(roles), self._cluster.save_every, self._cluster.ahead_kb << 10)
 
     @property
     def drained(self) -> bool:

@@ -14,7 +14,7 @@ from mmserve.errors import ConfigError, FailedPrecondition, InvalidArgument, Not
 from mmserve.models.names import served_name
 from mmserve.needs import free_memory, memory_needed
 from mmserve.rpc.engines import EngineLike, Engines
-from mmserve.rpc.reload import Load, Replacement, forget
+from mmserve.rpc.reload import Load, Replacement
 
 logger = logging.getLogger("mmserve.rpc")
 
@@ -90,10 +90,7 @@ class Loading:
             gone = self._engines.replace(names, {})
             logger.info("unloading %s; serving %s", name, ", ".join(self._engines))
         drain = self._config.server.drain_seconds if seconds is None else seconds
-        ended = await self._replacement.retire(gone, drain)
-        gone.clear()
-        await self._run(forget)
-        return ended
+        return await self._replacement.retire(gone, drain)
 
     def _folder(self, path: str) -> Path:
         allowed = self._config.server.model_folder

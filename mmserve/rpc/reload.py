@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import gc
 import logging
+import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ logger = logging.getLogger("mmserve.rpc")
 #: Keys of [server] that are followed; a change of any other needs a restart, and so does any of these tables.
 _FOLLOWED = ("auth_tokens", "allow_plaintext_tokens", "tls_certificate", "tls_key", "tls_client_ca")
 _FIXED = ("engine", "media", "encoder_cache", "video", "schedulers", "slo")
+#: Seconds between two attempts to free an engine: each is a full collection, which other threads wait for.
+_FREEING = tuple(0.01 * 2**i for i in range(8))
 
 
 class Guard:
@@ -108,26 +112,29 @@ class Replacement:
         if self._task is not None:
             self._task.cancel()
 
-    async def retire(self, gone: Sequence[EngineLike], seconds: float) -> bool:
+    async def retire(self, gone: list[EngineLike], seconds: float) -> bool:
         """Stop engines whose models are gone once their requests have ended, after ``seconds`` at most, and give their
-        memory back. Returns whether all requests ended by themselves."""
+        memory back; empties ``gone``. Returns whether all requests ended by themselves."""
         self.leaving += gone
+        stopped: list[weakref.ref[EngineLike]] = []
         in_time = True
-        for engine in gone:
+        while gone:
+            engine = gone.pop(0)
             ended, _ = await asyncio.gather(self._run(engine.drain, seconds), self._leave(engine, seconds))
             if not ended:
                 logger.warning("a model was dropped while it had requests, which were cancelled")
                 in_time = False
             await self._run(engine.stop)
             self.leaving.remove(engine)
+            stopped.append(weakref.ref(engine))
+            del engine
+        await self._run(forget, stopped)
         return in_time
 
     async def _replace(self, config: Config, load: Load) -> None:
         async with self.lock:
             gone = await self._replaced(config, load)
         await self.retire(gone, config.server.drain_seconds)
-        gone.clear()
-        await self._run(forget)
 
     async def _replaced(self, config: Config, load: Load) -> list[EngineLike]:
         """Load what is new; returns the engines to stop. Models that were loaded on request stay."""
@@ -153,11 +160,22 @@ class Replacement:
         return gone
 
 
-def forget() -> None:
-    """Let go of the weights of models that are gone, back to the system: what ``settle`` set aside is looked at
-    again."""
+def forget(gone: Sequence[weakref.ref[EngineLike]]) -> None:
+    """Give the memory of engines that have stopped back to the system; blocks until the last references to them are
+    gone, for seconds at most.
+
+    ``settle`` would keep one that is still referenced for ever, such as by the thread that has just stopped it: the
+    collector never looks at it again.
+    """
     gc.unfreeze()
-    settle()
+    for seconds in _FREEING:
+        gc.collect()
+        if not any(engine() for engine in gone):
+            settle()
+            break
+        time.sleep(seconds)
+    else:
+        logger.warning("a model that was dropped is still referenced: its memory is freed later")
     trim()
 
 

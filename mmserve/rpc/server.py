@@ -155,6 +155,7 @@ class Server:
             await self._grpc.stop(None)
             await self._close_endpoint()
             raise
+        self._given.clear()  # one that is unloaded is kept by nothing
         if loading := ", ".join(self.engines.loading):
             logger.info("listening on %s:%d, loading %s", self.config.server.host, self.port, loading)
         self._announce()

@@ -105,7 +105,9 @@ def test_the_first_model_may_go_too(server: BackgroundServer) -> None:
         async with AsyncClient(server.address, timeout=PATIENCE) as client:
             info = await client.load_model("red", "other", dtype="bfloat16")
             assert info.dtype == "bfloat16" and info.name == "other"
+            first = weakref.ref(engine_of(server, "base"))
             assert await client.unload_model("base", drain_seconds=5)
+            assert first() is None, "what the server began with is freed, too"
             assert [model.name for model in await client.models()] == ["other"]
             assert (await client.generate(TEXT)).text  # of the default, which is another now
             with pytest.raises(InvalidArgument, match="drain_seconds: must be at least 0"):

@@ -17,7 +17,7 @@ from harness import eventually
 
 from mmserve.cluster import fleet as fleets
 from mmserve.cluster import spares as spares_module
-from mmserve.cluster.config import ClusterConfig
+from mmserve.cluster.config import ClusterConfig, ClusterSettings, WorkerSettings
 from mmserve.cluster.draining import PROBATION, REST, SUSTAINED, Act, Draining
 from mmserve.cluster.fleet import Fleet, Member
 from mmserve.cluster.messages import Described, Item
@@ -64,6 +64,17 @@ def test_one_long_pass_makes_nobody_slow() -> None:
         pace.note(name, passes(0.01, 50))
     pace.note("a", passes(60.0, 1))
     assert pace.slowness("a") < 4
+
+
+def test_roles_given_to_a_drained_worker_are_those_it_has_when_it_gets_work_again() -> None:
+    member = Member(0, WorkerSettings(roles="epd"), ClusterSettings())
+    member.serve(("encode", "prefill"))
+    member.drain()
+    assert member.drained and not member.roles
+    member.serve(("decode",))
+    assert member.drained and not member.roles, "it is slow as before"
+    member.resume()
+    assert not member.drained and member.roles == {"decode"}
 
 
 def test_a_slow_worker_is_drained_tried_again_and_then_replaced() -> None:

@@ -15,7 +15,7 @@ from mmserve.cluster.adapters import ClusterAdapters
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.in_flight import InFlight
 from mmserve.cluster.kept import ClusterKept
-from mmserve.cluster.messages import Appended, Chunk, Heartbeat, Item, Lost, Moved, Order, StreamSaved
+from mmserve.cluster.messages import Appended, Chunk, Happened, Heartbeat, Item, Lost, Moved, Order, StreamSaved
 from mmserve.cluster.requests import Sink
 from mmserve.cluster.streams import ClusterStreams, lost_question
 from mmserve.cluster.switching import Switching
@@ -23,6 +23,7 @@ from mmserve.cluster.totals import NOTHING, counted, total
 from mmserve.cluster.workers import PayloadStore, Worker
 from mmserve.config import Config, EngineConfig
 from mmserve.core.constraint import CheckedConstraint
+from mmserve.core.events import Failed, Finished
 from mmserve.core.info import AdapterInfo, ModelInfo
 from mmserve.core.request import Request, RequestId
 from mmserve.core.session import Asked
@@ -215,7 +216,8 @@ class Coordinator:
                     self._in_flight.reported(worker, item)
                 elif self._streams is not None:
                     self._streams.reported(item)
-            self._in_flight.send()
+            if any(_makes_room(item) for item in found):
+                self._in_flight.send()
 
     def tick(self, now: float) -> None:
         """To be called a few times a second; ``now`` is on the monotonic clock (seconds)."""
@@ -282,3 +284,9 @@ class Coordinator:
     def _dropped(self, pages: Sequence[bytes]) -> None:
         with self._lock:
             self._dispatch.index.dropped(pages)
+
+
+def _makes_room(item: Item | Lost) -> bool:
+    """Whether a request may have another place than before, so that others can go on; not so of text and of steps, of
+    which there are many."""
+    return not isinstance(item, Happened) or isinstance(item.event, Failed | Finished)

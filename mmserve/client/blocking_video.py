@@ -270,6 +270,8 @@ class VideoSession(SessionView["Question", "Alerts"]):
     def _outgoing(self, own: object) -> Iterator[pb.SessionRequest]:
         """The requests of one connection."""
         with self._changed:
+            if self._connection is not own:  # lost before gRPC asked for its first request
+                return
             opening = self._state.opening()
         yield opening
         while True:

@@ -62,8 +62,9 @@ def _cut(container: Any, stream: Any, seconds: float) -> Iterator[FileSegment]:
             yield _segment(stream, packets, first)
             packets = []
         packets.append(packet)
-    if packets:
-        yield _segment(stream, packets, first or 0)
+    if not packets:
+        raise InvalidArgument.of("path", "has no frame with a time, as raw H.264: put it into a container such as MP4")
+    yield _segment(stream, packets, first or 0)
 
 
 def _segment(stream: Any, packets: list[Any], first: int) -> FileSegment:

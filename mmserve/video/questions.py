@@ -37,8 +37,7 @@ class Question:
     left: int  # samples that have not finished
     typed: m.Typed | None = None  # what it asks, where its questions are typed
     submitted: bool = False
-    cancelled: bool = False
-    late: asyncio.TimerHandle | None = None  # ends it at its deadline, while it waits
+    late: asyncio.TimerHandle | None = None  # ends it at its deadline, until it is asked
     asked: Asked | None = None
     held: list[Event] | None = field(default_factory=list)  # that came before ``Asked``
     begun: float = field(default_factory=time.monotonic)
@@ -109,8 +108,7 @@ class Questions:
         question = self._questions.get(question_id)
         if question is None:
             return
-        question.cancelled = True
-        if question.submitted:
+        if question.asked is not None:
             self._stop(question)
         else:
             self._end(question, Cancelled("the question was cancelled"))
@@ -138,10 +136,11 @@ class Questions:
         except Exception as error:  # noqa: BLE001 - the same
             self._end(question, reported(error))
             return
-        if question.cancelled:  # before the engine knew of it
-            self._stop(question)
-        self._report(m.Answer(question.ask.question_id, question.asked))
         held, question.held = question.held or [], None
+        if self._questions.get(question.ask.question_id) is not question:  # it ended before the engine knew of it
+            self._stop(question)
+            return
+        self._report(m.Answer(question.ask.question_id, question.asked))
         for event in held:
             self._answered(question, event)
 
@@ -177,8 +176,8 @@ class Questions:
         return tuple(x for x in moments(event.text, asked.begin, asked.end, period) if x.seconds is not None)
 
     def _late(self, question: Question) -> None:
-        if not question.submitted:  # else the engine ends it
-            self._end(question, DeadlineExceeded("the deadline passed while the question waited for frames"))
+        if question.asked is None:  # else the engine ends it
+            self._end(question, DeadlineExceeded("the deadline passed while the question waited for its stream"))
 
     def _end(self, question: Question, error: MMServeError | None) -> None:
         """End a question: its answer is complete, or it has failed with ``error``, which is reported."""

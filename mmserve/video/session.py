@@ -22,7 +22,7 @@ from mmserve.core.session import PushFailed, Statistics
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Cancelled, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.video import messages as m
-from mmserve.video.base import Frame, Seen, Stream, StreamLost
+from mmserve.video.base import Frame, Seen, Stream, StreamLost, StreamStats
 from mmserve.video.connection import Connection
 from mmserve.video.indexes import Requests, Window
 from mmserve.video.overload import Origin, Overload, Waiting, WaitingFrame
@@ -328,7 +328,7 @@ class Session:
             of = await self._call(self._stream.stats)
         except Exception as error:  # noqa: BLE001 - counters are no reason to end
             logger.error("statistics of a stream: %r", error)
-            return
+            of = StreamStats(0, 0, 0, 0, 0)  # each request has its response: clients count them
         self._report(
             replace(
                 self._stats,

@@ -31,7 +31,7 @@ from mmserve.video.messages import Numbered
 from mmserve.video.reading import PushReader
 from mmserve.video.streams import EngineStream, EngineStreams
 
-DEADLINE, PRECONDITION, INTERNAL = 4, 9, 13
+CANCELLED, DEADLINE, PRECONDITION, INTERNAL = 1, 4, 9, 13
 
 
 @pytest.fixture(scope="module")
@@ -363,3 +363,60 @@ def test_a_push_that_fails_frame_by_frame_is_reported_once(monkeypatch: pytest.M
         assert raw.wait("statistics").pushes_failed == 2
         assert len(frames) > 1 and sorted(failed()) == [first, second]
         raw.close()
+
+
+def test_statistics_are_answered_where_the_stream_has_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the session's own counters; without an answer the client would wait, and take the next one for it."""
+
+    def none(stream: EngineStream) -> Any:
+        raise Unavailable("its worker is being replaced")
+
+    with sdk(address) as client, client.video_session() as session:
+        session.push(image(0).data, seconds=0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineStream, "stats", none)
+            found = session.statistics(timeout=5.0)
+        assert (found.frames_taken, found.kept_rows) == (1, 0)
+        assert session.statistics().kept_rows
+
+
+def test_a_question_ends_in_time_while_its_stream_is_asked(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a cluster, where that waits for a worker that goes on with the stream; nothing more is heard of it."""
+    raw = Raw.opened(address)
+    raw.send(push_image=image(0))
+    with held(monkeypatch, EngineStream, "ask") as began:
+        raw.send(ask=ask("late", timeout_seconds=0.2))
+        assert began.wait(PATIENCE)
+        assert raw.refusal("late").code == DEADLINE
+        raw.send(ask=ask("left"))
+        raw.send(cancel_ask=pb.CancelAsk(question_id="left"))
+        assert raw.refusal("left").code == CANCELLED
+    raw.send(ask=ask("next"))
+    raw.answer("next")
+    assert [r.answer.question_id for r in raw.responses if r.HasField("answer")][:2] == ["late", "left"]
+    assert {r.answer.question_id for r in raw.responses if r.HasField("answer")} == {"late", "left", "next"}
+    assert sum(r.answer.question_id in ("late", "left") for r in raw.responses) == 2
+    raw.close()
+
+
+def test_a_question_that_is_cancelled_while_its_stream_is_asked_ends_at_once(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = Raw.opened(address)
+    raw.send(push_image=image(0))
+    with held(monkeypatch, EngineStream, "ask") as began:
+        raw.send(ask=ask("left"))
+        assert began.wait(PATIENCE)
+        raw.send(cancel_ask=pb.CancelAsk(question_id="left"))
+        assert raw.refusal("left").code == CANCELLED
+    raw.send(ask=ask("left"))  # the name is free
+    raw.answer("left")
+    raw.close()
+
+
+def test_a_connection_that_was_lost_before_it_began_does_not_stop_its_successor(address: str) -> None:
+    """gRPC asks for the first request on a thread of its own, which may come late."""
+    with sdk(address) as client, client.video_session() as session:
+        list(session._outgoing(object()))  # of a connection that is not the session's any more
+        session.push(image(0).data, seconds=0.0, timeout=5.0)
+        assert session.statistics(timeout=5.0).frames_taken == 1

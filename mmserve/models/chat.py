@@ -183,7 +183,8 @@ def adapt_chat_template(
     if _renders_parts(tokenizer, images, videos, image, video):
         return
     joined = _JOINED_MESSAGES.replace(IMAGE, image).replace(VIDEO, video)
-    tokenizer.chat_template = joined + own if isinstance(own, str) else own
+    # Templates may have names: "default", and "tool_use" for chats with tools.
+    tokenizer.chat_template = joined + own if isinstance(own, str) else {name: joined + own[name] for name in own}
     if not _renders_parts(tokenizer, images, videos, image, video):
         raise ConfigError(f"{folder}: the chat template cannot render a user's message")
 

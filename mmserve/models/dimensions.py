@@ -128,7 +128,7 @@ def from_hugging_face(keys: Keys, *, partial: bool = False) -> DecoderConfig:
         rotary_width=0 if rope.share == 1.0 else int(head * rope.share),
         rope_axes=rope.axes,
         rms_norm_eps=keys.number("rms_norm_eps", default=1e-6),
-        max_positions=min(positions, rope.positions or positions),
+        max_positions=rope.positions or positions,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=keys.flag("mlp_bias"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,11 +20,20 @@ from mmserve.models.tensor_parts import Rows
 WEIGHTS = "adapter_model.safetensors"
 #: Names of an adapter's tensors: ``PREFIX``, the layer, ``LORA_A`` or ``LORA_B``.
 PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+#: Names of the text model and of the output layer: alone, and within a vision-language model, new and old.
+_NAMED = (
+    ("model", "lm_head"),
+    ("model.language_model", "lm_head"),
+    ("language_model.model", "language_model.lm_head"),
+)
 #: Settings of peft that change what an adapter computes, and the values of them that are implemented.
 _SWITCHES: Mapping[str, tuple[object, ...]] = {
+    "alora_invocation_tokens": (None, []),  # adds nothing before these tokens
     "alpha_pattern": ({}, None),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
+    # Others, such as PiSSA, change the model's own weights too, unless they are converted when saved: then it is true.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "layer_replication": (None,),
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
@@ -98,8 +107,8 @@ def _pair(weights: Weights, module: tuple[str | Rows, torch.Size] | None) -> tup
         return None
     part, (out, into) = module
     tensor = part if isinstance(part, str) else part.name
-    stem = PREFIX + tensor.removesuffix(".weight")
-    if stem + LORA_A not in weights:
+    stem = next((s for s in _stems(tensor) if s + LORA_A in weights), None)
+    if stem is None:
         return None
     rank = weights.shape(stem + LORA_A)[0]
     cpu = torch.device("cpu")
@@ -107,6 +116,17 @@ def _pair(weights: Weights, module: tuple[str | Rows, torch.Size] | None) -> tup
     a = weights.tensor(stem + LORA_A, torch.Size([rank, into]), torch.float32, cpu)
     b = weights.tensor(stem + LORA_B, torch.Size([total, rank]), torch.float32, cpu)
     return a, b if isinstance(part, str) else b[part.start : part.start + out]
+
+
+def _stems(tensor: str) -> Iterator[str]:
+    """What a layer's names may begin with in an adapter: as its tensor has it and, of a vision-language model, as other
+    versions of transformers do, which is what peft saves."""
+    module = tensor.removesuffix(".weight")
+    yield PREFIX + module
+    for own in (text for text, _head in _NAMED if module.startswith(f"{text}.layers.")):
+        yield from (PREFIX + text + module.removeprefix(own) for text, _head in _NAMED)
+    if module in (head for _text, head in _NAMED):
+        yield from (PREFIX + head for _text, head in _NAMED)
 
 
 def _joint(

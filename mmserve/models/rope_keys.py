@@ -27,7 +27,7 @@ class Rope:
     scaling: RopeScaling | None = None
     axes: tuple[int, ...] = ()
     share: float = 1.0
-    positions: int | None = None  # most positions it serves, where that is fewer than ``max_position_embeddings``
+    positions: int | None = None  # most positions it serves, where that is not ``max_position_embeddings``
 
 
 def read_rope(keys: Keys, *, partial: bool = False) -> Rope:
@@ -68,13 +68,17 @@ def _scaling(keys: Keys, rope: Keys) -> tuple[RopeScaling | None, int | None]:
     if kind == "linear":
         return LinearScaling(factor=rope.number("factor")), None
     if kind == "yarn":
-        return _yarn(keys, rope), None
+        return _yarn(keys, rope)
     if kind in ("longrope", "su"):
         return _longrope(keys, rope)
     return None, None
 
 
-def _yarn(keys: Keys, rope: Keys) -> YarnScaling:
+def _yarn(keys: Keys, rope: Keys) -> tuple[YarnScaling, int]:
+    """The scaling, and the positions that it extends the original ones to.
+
+    Qwen's model cards add ``rope_scaling`` and leave ``max_position_embeddings`` as it was.
+    """
     most = keys.integer("max_position_embeddings", default=2048)
     original = rope.integer("original_max_position_embeddings", default=most)
     factor = rope.number("factor", default=most / original)
@@ -83,7 +87,7 @@ def _yarn(keys: Keys, rope: Keys) -> YarnScaling:
         amplitude = usual(factor, rope.number("mscale")) / usual(factor, rope.number("mscale_all_dim"))
     else:
         amplitude = usual(factor)
-    return YarnScaling(
+    scaling = YarnScaling(
         factor=factor,
         original_positions=original,
         amplitude=rope.number("attention_factor", default=amplitude),
@@ -91,6 +95,8 @@ def _yarn(keys: Keys, rope: Keys) -> YarnScaling:
         beta_slow=rope.number("beta_slow", default=1.0),
         truncate=rope.values.get("truncate") is not False,
     )
+    stated = rope.values.get("original_max_position_embeddings") is not None
+    return scaling, max(most, int(factor * original)) if stated else most
 
 
 def _longrope(keys: Keys, rope: Keys) -> tuple[LongRopeScaling, int]:
@@ -108,7 +114,7 @@ def _longrope(keys: Keys, rope: Keys) -> tuple[LongRopeScaling, int]:
         raise ConfigError(f"{rope.path}: short_factor must be a list of positive numbers, not {factors!r}")
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     amplitude = rope.number("attention_factor", default=usual)
-    return LongRopeScaling(factors=tuple(map(float, factors)), amplitude=amplitude), original
+    return LongRopeScaling(factors=tuple(map(float, factors)), amplitude=amplitude), min(most, original)
 
 
 def _axes(rope: Keys, *, interleaved: bool) -> tuple[int, ...]:

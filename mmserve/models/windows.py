@@ -14,16 +14,18 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def layer_windows(
     keys: Keys, config: DecoderConfig, *, switch: str = "", everywhere: bool = False, pattern: int = 0
 ) -> DecoderConfig:
-    """``config`` with the windows that ``sliding_window`` and ``layer_types`` give its layers.
+    """``config`` with the windows that ``sliding_window`` and ``layer_types`` give its layers: none without a size.
 
     ``switch``: the key without which ``sliding_window`` means nothing. Where ``layer_types`` is not set, all layers
     have the window (``everywhere``), all but each ``pattern``-th, or, as in Qwen2, those from ``max_window_layers``
     on. Raises ``ConfigError``.
     """
     kinds = _kinds(keys, config.num_layers)
-    window = keys.integer("sliding_window", default=config.max_positions)
     if switch and not keys.flag(switch) and kinds is None:
         return config
+    if keys.values.get("sliding_window") is None and not config.local_theta:  # else windowed layers have another base
+        return config
+    window = keys.integer("sliding_window", default=config.max_positions)
     if kinds is None and everywhere:
         kinds = [SLIDING] * config.num_layers
     elif kinds is None and pattern:

@@ -14,6 +14,7 @@ from helpers import ask
 from llama_checkpoints import greedy, llama, load, save
 from lora_checkpoints import ALL, ATTENTION, adapter_tensors, merged, save_adapter
 from qwen_checkpoints import qwen
+from qwen_vl_checkpoints import Qwen
 from test_causal_engine import LAST, NONE, answer, endless
 from text_checkpoints import oracle as text_oracle
 
@@ -22,6 +23,7 @@ from mmserve.core.request import Request
 from mmserve.errors import InvalidArgument, NotFound, ResourceExhausted, Unimplemented
 from mmserve.models.adapters import key_of
 from mmserve.models.base import LoadedModel
+from mmserve.models.lora_files import read_adapter
 
 Make = Callable[..., Bench]
 NEW = 12
@@ -112,6 +114,28 @@ def test_other_layouts(tmp_path: Path, bench: Make, kind: str) -> None:
     expected = [made.expected(running, "a red circle", r.adapter) for r in requests]
     assert [answer(running, call) for call in running.submit(*requests)] == expected
     assert len({tuple(each) for each in expected}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "head"),
+    [
+        ("model", "lm_head"),
+        ("model.language_model", "lm_head"),
+        ("language_model.model", "language_model.lm_head"),
+    ],
+)
+def test_an_adapter_has_the_names_of_any_version_of_transformers(tmp_path: Path, text: str, head: str) -> None:
+    """The checkpoint has those that Qwen2-VL was published with, ``model.layers``; peft saves those of the class."""
+    made = Qwen(tmp_path / "model", "qwen2_vl")
+    tensors = adapter_tensors(made.oracle, 3, targets=(*ATTENTION, "lm_head"))
+    names = {name: name.replace("model.language_model", text).replace("lm_head", head) for name in tensors}
+    folder = save_adapter(tmp_path / "one", {names[name]: tensor for name, tensor in tensors.items()})
+    model = made.load()
+    adapter = read_adapter("one", folder, model.decoder, model.dtype, model.device)
+    for layer, sites in enumerate(adapter.layers[:-1]):
+        own = f"base_model.model.model.language_model.layers.{layer}.self_attn.o_proj.lora_A.weight"
+        assert torch.equal(sites["o"].a_IR, tensors[own].T) and set(sites) == {"qkv", "o"}
+    assert adapter.has_head
 
 
 def test_sampled_answers_are_bit_equal_alone_and_together(made: Made, bench: Make) -> None:
@@ -230,6 +254,9 @@ def test_an_adapter_that_is_held_beside_one_of_its_name_is_counted(bench: Make, 
     [
         ({"use_dora": True}, "use_dora = True is not supported"),
         ({"bias": "all"}, "bias = 'all' is not supported"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa_niter_16' is not supported"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights = 'olora' is not supported"),
+        ({"alora_invocation_tokens": [5, 7]}, r"alora_invocation_tokens = \[5, 7\] is not supported"),
         ({"peft_type": "LOHA"}, "peft_type = 'LOHA' is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\] is not supported"),
     ],

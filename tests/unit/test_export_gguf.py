@@ -38,6 +38,8 @@ def loaded(kind: str, folder: Path, *, tied: bool = False) -> LoadedModel:
         save_dream(qwen("qwen2"), folder)
     elif kind == "llama":
         save(llama(4, 2, tie_word_embeddings=tied), folder)
+    elif kind == "mistral":  # as from version 0.2 on: without a window
+        save(llama(4, 2), folder, model_type=kind, architectures=["MistralForCausalLM"], sliding_window=None)
     else:
         save(qwen(kind), folder)
     model = load_model(ModelConfig(path=str(folder), dtype="float32", device="cpu"))
@@ -45,7 +47,7 @@ def loaded(kind: str, folder: Path, *, tied: bool = False) -> LoadedModel:
     return model
 
 
-KINDS = ("llada", "llama", "qwen2", "qwen3")
+KINDS = ("llada", "llama", "mistral", "qwen2", "qwen3")
 
 
 def ours(model: LoadedModel, ids: list[int]) -> np.ndarray:

@@ -96,6 +96,34 @@ def test_a_window_of_all_positions_is_one_again_when_there_are_more(tmp_path: Pa
     assert (longer.plain_attention, longer.window(0), longer.window(1)) == (False, KNOWN, KNOWN)
 
 
+@pytest.mark.parametrize("kind", ["mistral", "ministral3", "mixtral", "phi3"])
+def test_a_checkpoint_without_a_window_has_none_when_there_are_more_positions(kind: str, tmp_path: Path) -> None:
+    config = {
+        "model_type": kind,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 100,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": KNOWN,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "sliding_window": None,
+    }
+    longer = Stretch(MORE, "ntk").applied(decoder_config(Keys(config, tmp_path)), tmp_path)
+    assert longer.plain_attention and longer.max_positions == MORE
+
+
+def test_yarn_of_a_checkpoint_extends_its_positions(tmp_path: Path) -> None:
+    """Qwen's model cards add ``rope_scaling`` alone; fewer positions than they give can be asked for."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": KNOWN}
+    values = {"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": yarn, "max_position_embeddings": KNOWN + 8}
+    folder = save(llama(), tmp_path, **values)
+    assert load(folder).spec.max_tokens == 4 * KNOWN
+    assert load(folder, positions=MORE).spec.max_tokens == MORE
+    save(llama(), tmp_path, **{**values, "max_position_embeddings": 5 * KNOWN})
+    assert load(folder).spec.max_tokens == 5 * KNOWN
+
+
 def test_a_checkpoint_that_is_stretched_already_is_refused(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     folder = save(llama(max_position_embeddings=KNOWN, rope_parameters=rope), tmp_path)

@@ -192,6 +192,18 @@ def test_a_system_message_of_parts_reaches_a_template_that_takes_it_as_text() ->
     assert tok.convert_tokens_to_ids("<|eot_id|>") not in ids
 
 
+def test_templates_with_names_that_take_plain_text_get_parts_joined() -> None:
+    """Hermes 2 Pro and 3 have one for chats with tools beside the default."""
+    tok = byte_level()
+    with_tools = "{% for tool in tools %}[{{ tool['name'] }}]{% endfor %}" + CHATML
+    tok.chat_template = {"default": CHATML, "tool_use": with_tools}
+    adapt_chat_template(tok, Path("x"), images=False, videos=False, vicuna=False)
+    chat = [said("user", "what ", "color?")]
+    plain = tok.decode(prompt_ids(tok, chat))
+    assert "what color?" in plain
+    assert tok.decode(prompt_ids(tok, chat, [{"name": "look"}])) == f"[look]{plain}"
+
+
 def test_a_text_that_a_template_adds_to_parts_of_an_image_is_refused() -> None:
     tok = byte_level()
     tok.chat_template = PIXTRAL

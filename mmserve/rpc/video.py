@@ -219,7 +219,9 @@ async def _read(
             if not connection.current:
                 return
             try:
-                session.take(message.index, message.received, to_session_request(message, questions))
+                request = to_session_request(message, questions)
+                session.take(message.index, message.received, request, message.ByteSize())
+                del request
             except MMServeError as error:
                 session.end(error)
                 return

@@ -52,7 +52,9 @@ def asked_sampler(sampler: pb.FrameSampler) -> Sampler:
 
 
 def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
-    """What is wrong with the numbers of a configuration."""
+    """What is wrong with the numbers of a configuration, and with its size: a session keeps it."""
+    if config.ByteSize() > MAX_OTHER_BYTES:
+        yield FieldViolation("configure", f"must be at most {MAX_OTHER_BYTES} bytes")
     for name, rule in wrong(FrameSampling, options_of(config.sampler)):
         yield FieldViolation(f"sampler.{name}", rule)
     if config.sampler.HasField("scene_frames") and not config.sampler.HasField("scene_similarity"):

@@ -36,12 +36,22 @@ logger = logging.getLogger("mmserve.video")
 
 #: Requests that wait, beside pushes; a client that sends more without waiting is sent away.
 MOST_QUEUED = 1024
+#: Their bytes together: a question is not longer than 1 MiB, but may be cancelled and stay in its place.
+MOST_QUEUED_BYTES = 32 << 20
 
 
 @dataclass(eq=False)
 class _Pushed:
     push: m.Push
     origin: Origin
+    size: int
+
+
+@dataclass(eq=False)
+class _Queued:
+    """What is not a push, and how many bytes its request has."""
+
+    item: object
     size: int
 
 
@@ -85,7 +95,8 @@ class Session:
             self.detach,
             self.end,
         )
-        self._to_decode: deque[object] = deque()
+        self._to_decode: deque[_Pushed | _Queued] = deque()
+        self._queued_bytes = 0  # of requests that wait, beside pushes
         self._waiting = Waiting(overload, config.waiting_frames, config.waiting_bytes)
         self._taking = False  # whether the first of those that waited is being seen to
         self._appending = 0  # frames that the stream has not seen yet
@@ -158,8 +169,8 @@ class Session:
 
     # --- requests ---
 
-    def take(self, index: int, received: int, request: m.SessionRequest | None) -> None:
-        """Take a request in, if it is new; None is an empty one, which confirms responses.
+    def take(self, index: int, received: int, request: m.SessionRequest | None, size: int) -> None:
+        """Take a request of ``size`` bytes in, if it is new; None is an empty one, which confirms responses.
 
         What is wrong with one push or question is reported in its response. Raises what ends the session:
         ``InvalidArgument`` for wrong indexes, ``ResourceExhausted`` for a client that pushes on without credit.
@@ -182,20 +193,20 @@ class Session:
                 self._push(index, request)
             case m.Ask() | m.Decide():
                 if (question := self._questions.begin(request)) is not None:
-                    self._queue(question)
+                    self._queue(_Queued(question, size))
             case m.CancelAsk(question_id):
                 self._questions.cancel(question_id)
             case m.Watch():
                 self._watches.name(request)
-                self._queue(request)
+                self._queue(_Queued(request, size))
             case m.Unwatch(watch_id):
                 self._watches.unname(watch_id)
-                self._queue(request)
+                self._queue(_Queued(request, size))
             case m.GetStatistics():
-                self._queue(request)
+                self._queue(_Queued(request, size))
             case m.Close():
                 self._closing = True
-                self._queue(_Closing())
+                self._queue(_Queued(_Closing(), size))
         self._changes.notify()
 
     def _push(self, index: int, push: m.Push) -> None:
@@ -208,10 +219,15 @@ class Session:
         else:
             self._fail_push(origin, ResourceExhausted("it was pushed without credit; wait for `credit`"))
 
-    def _queue(self, item: object) -> None:
+    def _queue(self, item: _Pushed | _Queued) -> None:
         others = len(self._waiting) - self._waiting.frames
         if len(self._to_decode) + others >= MOST_QUEUED + self._config.credit_pushes:
             raise ResourceExhausted(f"more than {MOST_QUEUED} requests wait; a session that sends on is ended")
+        if isinstance(item, _Queued):
+            self._queued_bytes += item.size
+            if self._queued_bytes > MOST_QUEUED_BYTES:
+                most = f"more than {MOST_QUEUED_BYTES} bytes of requests wait"
+                raise ResourceExhausted(f"{most}; a session that sends on is ended")
         self._to_decode.append(item)
 
     # --- decoding, one push after another ---
@@ -268,13 +284,15 @@ class Session:
             self._taking = False
             self._response_queue.wake()
 
-    async def _taken(self, item: object) -> None:
+    async def _taken(self, first: object) -> None:
         """See to the first of those that waited."""
-        if isinstance(item, WaitingFrame):
-            await self._append(item)
+        if isinstance(first, WaitingFrame):
+            await self._append(first)
             return
+        assert isinstance(first, _Queued)
+        self._queued_bytes -= first.size
         await self._changes.until(lambda: not self._appending)
-        match item:
+        match item := first.item:
             case Question():
                 await self._questions.submit(item, frames=self._stats.frames_taken > 0)
             case m.GetStatistics():

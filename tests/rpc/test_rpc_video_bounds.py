@@ -6,18 +6,27 @@ import asyncio
 
 import pytest
 from echo_server import served
-from video_client import Raw, image, video_engine, wait_for
+from video_client import PATIENCE, Raw, held, image, video_engine, video_server, wait_for
 
 from mmserve.config import Config
 from mmserve.core.session import Memory
 from mmserve.engine import Engine
 from mmserve.errors import InvalidArgument, ResourceExhausted
+from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.reading import MAX_INIT_BYTES
 from mmserve.video.state import state_bytes
-from mmserve.video.streams import EngineStreams
+from mmserve.video.streams import EngineStream, EngineStreams
 
 BUDGET = 64
+
+
+def _last_acknowledged(raw: Raw) -> int:
+    return max((r.acknowledged.index for r in list(raw.responses) if r.HasField("acknowledged")), default=0)
+
+
+def _watch_states(raw: Raw) -> int:
+    return sum(r.HasField("watch_state") for r in list(raw.responses))
 
 
 async def _opened(config: Config, engine: Engine, count: int) -> int:
@@ -49,3 +58,37 @@ def test_an_initialisation_segment_counts_for_what_a_session_keeps() -> None:
     with pytest.raises(ResourceExhausted, match=r"\[video\] total_bytes"):
         asyncio.run(_opened(*video_engine({"total_bytes": 2 * (rows + MAX_INIT_BYTES) - 1}), 2))
     assert asyncio.run(_opened(*video_engine({"session_bytes": rows + MAX_INIT_BYTES}), 1)) == rows + MAX_INIT_BYTES
+
+
+def test_requests_that_wait_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose name was free again before they were looked at."""
+    with video_server() as (address, _), held(monkeypatch, EngineStream, "stats") as began:
+        raw = Raw.opened(address)
+        raw.send(get_statistics=pb.GetStatistics())
+        assert began.wait(PATIENCE)
+        for _ in range(36):
+            raw.send(watch=pb.Watch(watch_id="w", text="x" * 1_000_000, yes_no=pb.YesNo()))
+            raw.send(unwatch=pb.Unwatch(watch_id="w"))
+        raw.send(get_statistics=pb.GetStatistics())
+        wait_for("the end, or the last request", lambda: raw.error or _last_acknowledged(raw) > 73)
+        with pytest.raises(ResourceExhausted, match="bytes of requests wait"):
+            raise raw.error or AssertionError("they were taken")
+
+
+def test_requests_that_waited_do_not_count_any_more() -> None:
+    with video_server() as (address, _):
+        raw = Raw.opened(address)
+        for number in range(1, 40):
+            raw.send(watch=pb.Watch(watch_id="w", text="x" * 1_000_000, yes_no=pb.YesNo()))
+            raw.send(unwatch=pb.Unwatch(watch_id="w"))
+            wait_for("its state", lambda number=number: raw.error or _watch_states(raw) >= number)
+        raw.close()
+
+
+def test_a_configuration_that_is_too_large_is_refused() -> None:
+    """A session keeps it, and sends it back with each resume."""
+    with video_server() as (address, _):
+        raw = Raw.opened(address, sampling=gen.SamplingParams(stop=["x" * (2 << 20)]))
+        wait_for("an answer", lambda: raw.error or raw.responses)
+        with pytest.raises(InvalidArgument, match="must be at most 1048576 bytes"):
+            raise raw.error or AssertionError("it was taken")

@@ -14,6 +14,7 @@ _PATTERNS = (
     ("(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}|", "qwen2"),
 )
 _GPT2 = "gpt-2"  # its pattern is the one that is built into byte-level pre-tokenizers
+_SMOLLM, _DIGITS = "smollm", {"type": "Digits", "individual_digits": True}  # the same after digits are taken one by one
 
 
 def add_tokenizer(writer: Any, model: LoadedModel) -> None:
@@ -59,9 +60,13 @@ def pre_tokenizer(data: dict[str, Any]) -> str:
     level = next((step for step in steps if step.get("type") == "ByteLevel"), None)
     if data["model"].get("type") != "BPE" or level is None or data["model"].get("byte_fallback"):
         raise ConfigError("only byte-level BPE tokenizers are written to GGUF files")
+    others = [step for step in steps if step.get("type") not in ("Split", "ByteLevel")]
     if not patterns and level.get("use_regex", True) and not level.get("add_prefix_space"):
-        return _GPT2
+        if not others:
+            return _GPT2
+        if others == [_DIGITS]:
+            return _SMOLLM
     for piece, name in _PATTERNS:
-        if len(patterns) == 1 and piece in patterns[0]:
+        if len(patterns) == 1 and not others and piece in patterns[0]:
             return name
     raise ConfigError(f"llama.cpp has no name for the tokenizer's pre-tokenizer {steps!r}")

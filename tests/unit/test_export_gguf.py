@@ -75,7 +75,7 @@ def test_the_file_holds_the_model_and_its_tokenizer(kind: str, tmp_path: Path) -
     assert len(tokens) == config.vocab_size
     own = model.tokenizer.get_vocab()
     assert all(tokens[number] == token for token, number in own.items() if number < len(tokens))
-    assert values["tokenizer.ggml.pre"] in ("gpt-2", "qwen2")
+    assert values["tokenizer.ggml.pre"] in ("smollm", "qwen2")
     assert values.get("tokenizer.ggml.mask_token_id") == (None if model.spec.causal else model.spec.mask_id)
     tensors = {tensor.name: tensor.data for tensor in read.tensors}
     layer = model.decoder.layers[1]
@@ -127,6 +127,22 @@ def test_what_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> None:
         form_of(load_model(ModelConfig(path=str(tmp_path), device="cpu")))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="only byte-level BPE tokenizers"):
         pre_tokenizer({"pre_tokenizer": None, "model": {"type": "BPE", "byte_fallback": True}})
+
+
+def test_what_splits_texts_before_bytes_is_named_or_refused() -> None:
+    """SmolLM takes digits one by one; GPT-2's pattern keeps them together."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    digits = {"type": "Digits", "individual_digits": True}
+
+    def named(*steps: dict[str, Any]) -> str:
+        return pre_tokenizer(
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps]}, "model": {"type": "BPE"}}
+        )
+
+    assert (named(level), named(digits, level)) == ("gpt-2", "smollm")
+    for other in ({**digits, "individual_digits": False}, {"type": "Punctuation", "behavior": "Isolated"}):
+        with pytest.raises(ConfigError, match=r"llama\.cpp has no name for the tokenizer's pre-tokenizer"):
+            named(other, level)
 
 
 @pytest.mark.skipif(library() is None, reason="xllamacpp is not installed")

@@ -214,6 +214,7 @@ class Finished:
     holes: tuple[str, ...] = field(default=())  # what fills each hole of a template
     tool_calls: tuple[ToolCall, ...] = field(default=())
     decisions: tuple[Decided, ...] = field(default=())  # of a request with typed questions, in their order
+    stop: str = ""  # the stop string that ended it, where the reason is ``stop``
 
     @property
     def tokens_per_forward(self) -> float:

@@ -56,7 +56,7 @@ def answer_of(d: Live, model: Model) -> Answer:
         evicted = sum(extension.evicted for extension in d.extensions)
         held = min(held, d.canvas.prompt_length + d.text.tokens - evicted)
     tokens = tokens_of(d, model) if d.request.streaming.tokens else ()
-    made = Answer(d.text.text, d.text.tokens, d.forwards, d.recomputed, d.edits, held, tokens)
+    made = Answer(d.text.text, d.text.tokens, d.forwards, d.recomputed, d.edits, held, tokens, stop=d.text.stop)
     for extension in d.extensions:
         made = extension.report(made, d)
     return made

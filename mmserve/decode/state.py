@@ -57,6 +57,7 @@ class Answer:
     constraint: ConstraintStats | None = None
     holes: tuple[str, ...] = ()  # of a template
     decisions: tuple[Decided, ...] = ()  # of typed questions
+    stop: str = ""  # the stop string that ended it
 
 
 class Live(Protocol):

@@ -31,6 +31,7 @@ class TextStream:
         self._decoded = ""  # whole characters so far
         self._sent = 0
         self.stopped = False
+        self.stop = ""  # the stop string that ended the text
 
     @classmethod
     def restored(cls, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], state: TextState) -> Self:
@@ -106,9 +107,10 @@ class TextStream:
         return self._take(len(self._decoded))
 
     def _cut(self) -> None:
-        found = [at for at in (self._decoded.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self._decoded.find(stop)) >= 0]
         if found:
-            self._decoded, self.stopped = self._decoded[: min(found)], True
+            at, self.stop = min(found)
+            self._decoded, self.stopped = self._decoded[:at], True
 
     def _held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

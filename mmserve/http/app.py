@@ -50,6 +50,8 @@ logger = logging.getLogger("mmserve.http")
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 _BEARER = "bearer "
+#: What OpenAI's clients read the id of a request from, and Anthropic's.
+_ID_HEADERS = (request_id.KEY, "request-id")
 #: Most letters of a host and its port: a name of DNS has at most 253.
 _HOST_LETTERS = 300
 CONSTRAINTS = "/v1/constraints"
@@ -135,7 +137,8 @@ class App:
                 response = _refusal(api, error)
             except Exception as error:  # noqa: BLE001 - a bug ends this request alone
                 response = _refusal(api, Internal.logged(error, request.scope["path"], logger))
-            response.headers[request_id.KEY] = call.request_id
+            for header in _ID_HEADERS:
+                response.headers[header] = call.request_id
             return response
 
         return answer

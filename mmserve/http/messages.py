@@ -175,11 +175,11 @@ class _Reply:
         (one,) = finished
         content = [{"type": "text", "text": one.text, "citations": None}] if one.text or not one.tool_calls else []
         content += [_tool_use(call.id, call.name, _given(call.arguments)) for call in one.tool_calls]
-        return {**self._message(content, one.reason), "usage": _usage(one), "mmserve": own_fields(finished)}
+        return {**self._common, "content": content, **_end(one), "usage": _usage(one), "mmserve": own_fields(finished)}
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """``message_start``, content blocks with their deltas, ``message_delta`` with the usage, ``message_stop``."""
-        begun = {**self._message([], None), "usage": _usage(None)}
+        begun = {**self._common, "content": [], **_end(None), "usage": _usage(None)}
         first = sse({"type": "message_start", "message": begun}, "message_start")
         index, kind = -1, ""  # of the open block
 
@@ -207,16 +207,11 @@ class _Reply:
             elif isinstance(event, Finished):
                 line = block(text) if index < 0 else ""  # a message has one block at least
                 line += sse({"type": "content_block_stop", "index": index}, "content_block_stop")
-                end = {"stop_reason": _REASONS[event.reason], "stop_sequence": None, "stop_details": None}
                 own = {"usage": _usage(event), "mmserve": own_fields([event])}
-                line += sse({"type": "message_delta", "delta": {**end, "container": None}, **own}, "message_delta")
+                line += sse({"type": "message_delta", "delta": _end(event), **own}, "message_delta")
                 line += sse({"type": "message_stop"}, "message_stop")
             yield first + line
             first = ""
-
-    def _message(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
-        end = {"stop_reason": None if reason is None else _REASONS[reason], "stop_sequence": None, "stop_details": None}
-        return {**self._common, "content": content, **end, "container": None}
 
 
 def _given(arguments: str) -> dict[str, Any]:
@@ -235,6 +230,13 @@ def _integer(text: str) -> float:
 
 def _tool_use(own: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": own, "name": name, "input": given, "caller": {"type": "direct"}}
+
+
+def _end(one: Finished | None) -> dict[str, Any]:
+    """Why the answer ended; all None before."""
+    reason = None if one is None else _REASONS[one.reason]
+    stop = None if one is None else one.stop or None
+    return {"stop_reason": reason, "stop_sequence": stop, "stop_details": None, "container": None}
 
 
 def _usage(one: Finished | None) -> dict[str, Any]:

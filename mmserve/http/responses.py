@@ -128,7 +128,7 @@ def _input(fields: Fields) -> list[pb.ChatMessage]:
         each = Fields.of(item, f"input[{i}]")
         kind = each.take("type", str, "message")
         if kind == "function_call":
-            if not (found and found[-1].tool_calls):  # calls side by side are of one message
+            if not (found and found[-1].role == pb.ROLE_ASSISTANT):  # calls are of the message in front of them
                 found.append(message("assistant", [], each.path("type"), {}))
             found[-1].tool_calls.append(_call(each))
             continue

@@ -97,15 +97,21 @@ def test_messages_of_anthropic(served: Running, of_anthropic: anthropic.Anthropi
     with of_anthropic.messages.stream(**asked) as stream:
         assert "".join(stream.text_stream) == expected.text
         assert stream.get_final_message().usage.output_tokens == expected.usage.completion_tokens
-    stopped = of_anthropic.messages.create(**{**asked, "stop_sequences": [expected.text[:1]]})
-    assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence is None
+    assert found._request_id and found.stop_sequence is None
+    stops = ["#", expected.text[:1]]
+    stopped = of_anthropic.messages.create(**asked, stop_sequences=stops)
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stops[1])
+    with of_anthropic.messages.stream(**asked, stop_sequences=stops) as stream:
+        streamed = stream.get_final_message()
+    assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", stops[1])
     for wrong, error in (
         ({"model": "gone"}, anthropic.NotFoundError),
         ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError),
         ({"tools": [{"name": "f", "input_schema": {"type": "strange"}}]}, anthropic.BadRequestError),
     ):
-        with pytest.raises(error):
+        with pytest.raises(error) as refused:
             of_anthropic.messages.create(**{**asked, **wrong})
+        assert refused.value.request_id == refused.value.body["request_id"]
 
 
 class Scene(pydantic.BaseModel):

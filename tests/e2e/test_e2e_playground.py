@@ -23,6 +23,7 @@ from test_e2e_http import free_port
 from mmserve.config import ModelConfig
 from mmserve.core.request import ImagePart, Request, VideoPart
 from mmserve.http import pages
+from mmserve.http.app import App
 from mmserve.reference.tasks import sample
 
 FILES = Path(pages.__file__).parent / "playground"
@@ -336,6 +337,73 @@ def test_a_next_token_model_fills_its_canvas_from_the_left(served: Running, page
     page.choose("model", "reference")
 
 
+def tag(page: Page) -> None:
+    """Mark the lane that is shown, so that it is known from one of a later run."""
+    page.run("document.querySelector('.lane').dataset.tagged = ''")
+
+
+def test_the_keyboard_starts_no_run_beside_another(served: Running, page: Page) -> None:
+    page.fill("prompt", QUESTION)
+    page.fill("max_tokens", "700")
+    page.choose("commit-a", "low_confidence")
+    page.choose("recompute-a", "none")
+    page["prompt"].send_keys(Keys.CONTROL, Keys.ENTER)
+    page.wait("a canvas", lambda: page.all(".canvas .tok.committed"))
+    tag(page)
+    page["prompt"].send_keys(Keys.CONTROL, Keys.ENTER)
+    assert page.all(".lane[data-tagged]") and not page["run"].is_enabled()
+    page.click("stop")
+    page.wait("the stop", lambda: page["status"].text == "Stopped.")
+    wait_for("an empty engine", lambda: served.engine.stats() == EMPTY)
+
+
+def test_keys_of_the_browser_pin_nothing(page: Page) -> None:
+    ask(page, **PLAIN)
+    press = """const token = document.querySelector('.canvas .tok'); token.focus();
+    return token.dispatchEvent(new KeyboardEvent("keydown", { bubbles: true, cancelable: true, ...arguments[0] }))"""
+    for name in ("ctrlKey", "metaKey", "altKey"):
+        assert page.run(press, {"key": "p", name: True}), f"{name} and p are left to the browser"
+        assert page.run(press, {"key": "ArrowLeft", name: True})
+    assert not page.all("#pin-list li")
+    assert not page.run(press, {"key": "p"}) and page.all("#pin-list li")
+
+
+def test_a_model_without_eyes_is_sent_no_pictures(served: Running, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = App._described
+
+    def blind(app: App, name: str) -> dict[str, Any]:
+        found = described(app, name)
+        return {**found, "mmserve": {**found["mmserve"], "images": False, "videos": False}}
+
+    monkeypatch.setattr(App, "_described", lambda app, name: (blind if "causal" in name else described)(app, name))
+    page.open(url(served))
+    page.wait("the models", page["run"].is_enabled)
+    page.click("sample")
+    page.wait("the sample", lambda: page.all("#attached img"))
+    page.choose("model", "reference-causal")
+    page.run("""const ask = window.fetch; window.bodies = [];
+    window.fetch = (path, how) => { window.bodies.push(how?.body ?? ""); return ask(path, how); };""")
+    ask(page, max_tokens=4)
+    [body] = [each for each in page.run("return window.bodies") if "messages" in each]
+    assert [part["type"] for part in json.loads(body)["messages"][0]["content"]] == ["text"]
+    page.choose("model", "reference")
+
+
+def test_pins_go_on_whatever_the_schema_holds(page: Page) -> None:
+    ask(page, **PLAIN)
+    page.run("arguments[0].focus()", page.all(".canvas .tok")[2])
+    page.fill("phrase-2", "red")
+    page.named("Pin").click()
+    page.run("document.getElementById('schema-editor').open = true")
+    page.click("constrained")
+    page.fill("schema", "{")
+    tag(page)
+    page.click("go-on")
+    assert not page.all(".lane[data-tagged]")
+    page.wait("an answer", lambda: ended(page) or page["error"].text)
+    assert page["error"].text == ""
+
+
 def test_an_error_is_told(page: Page) -> None:
     page.fill("prompt", QUESTION)
     page.fill("max_tokens", "0")
@@ -400,6 +468,14 @@ def test_a_saved_run_is_one_small_file_that_replays_offline(page: Page) -> None:
     finally:
         online = {**offline, "offline": False, "downloadThroughput": -1, "uploadThroughput": -1}
         page.driver.execute_cdp_cmd("Network.emulateNetworkConditions", online)
+
+
+def test_a_saved_run_has_the_prompt_that_was_run(page: Page) -> None:
+    ask(page, max_tokens=8)
+    page.fill("prompt", "What else?")
+    page.open(download(page).as_uri())
+    page.wait("the replay", lambda: page.all(".canvas .tok"))
+    assert page["asked"].text == QUESTION
 
 
 def test_the_largest_run_of_256_tokens_in_48_steps_is_small_when_saved(page: Page) -> None:

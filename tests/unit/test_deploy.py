@@ -13,8 +13,11 @@ import kubernetes_validate
 import pytest
 import yaml
 from deployed import DEPLOY, ROOT, dashboard, panels
+from prometheus_client import CollectorRegistry
 
 from mmserve.config import load
+from mmserve.http.app import APIS
+from mmserve.observe.inventory import Calls
 
 #: The oldest minor version of Kubernetes that its project still supports, and the newest that is described here.
 VERSIONS = ("1.33", "1.37")
@@ -208,6 +211,8 @@ def test_compose_services_find_each_other() -> None:
         assert all(port.startswith("127.0.0.1:") for port in service["ports"]), "on this machine alone"
         assert set(service.get("depends_on", ())) <= set(services)
         assert "build" in service or not service["image"].endswith(":latest")
+    assert "TRITON_CACHE_DIR=/tmp/" in DOCKERFILE and services["mmserve"]["read_only"]
+    assert services["mmserve"]["tmpfs"] == ["/tmp:exec"], "Docker's are noexec, and Triton loads what it compiles"
     [scrape] = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     [target] = scrape["static_configs"][0]["targets"]
     assert (
@@ -217,6 +222,22 @@ def test_compose_services_find_each_other() -> None:
     assert source["url"] == "http://prometheus:9090" and source["type"] == "prometheus"
     [provider] = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/mmserve.yaml").read_text())["providers"]
     assert any(volume.split(":")[1] == provider["options"]["path"] for volume in services["grafana"]["volumes"])
+
+
+def test_the_alert_about_failing_requests_counts_them_over_grpc_and_http() -> None:
+    [group] = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
+    [expr] = [rule["expr"] for rule in group["rules"] if rule["alert"] == "MmserveRequestsFail"]
+    registry = CollectorRegistry()
+    calls = Calls(registry)
+    for method in ("/mmserve.v1.GenerationService/Generate", *APIS):
+        calls.handled(method, "OK", 1.0)
+    [counted] = [family for family in registry.collect() if family.name == "grpc_server_handled"]
+    methods = {each.labels["grpc_method"] for each in counted.samples}
+    patterns = re.findall(r'grpc_method=~"([^"]+)"', expr)
+    assert len(patterns) == 2
+    for pattern in patterns:
+        assert all(re.fullmatch(pattern, method) for method in methods)
+        assert not re.fullmatch(pattern, "Check"), "requests alone"
 
 
 def test_the_dashboard_is_whole() -> None:

@@ -160,6 +160,15 @@ def test_nothing_comes_after_a_stop() -> None:
     assert text.tokens == 4, "tokens past the stop are not counted"
 
 
+def test_the_stop_string_that_came_first_is_reported() -> None:
+    text = TextStream(TOKENIZER, ("green", "lu", "blue", "."))
+    text.push(np.array(byte_tokens("red blue. green")))
+    assert (text.text, text.stop) == ("red b", "lu")
+    unstopped = TextStream(TOKENIZER, (".",))
+    unstopped.push(np.array(byte_tokens("red")))
+    assert unstopped.stop == ""
+
+
 def test_what_may_begin_a_stop_is_held_until_it_is_sure() -> None:
     tokens = byte_tokens("ab<en<end>x")
     text = TextStream(TOKENIZER, ("<end>",))

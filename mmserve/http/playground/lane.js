@@ -125,6 +125,7 @@ export class Lane {
   }
 
   keys(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return; // the browser's own, such as Ctrl+P
     const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
     if (by !== undefined && this.tokens.length) {
       const from = this.tokens.indexOf(document.activeElement);

@@ -17,6 +17,8 @@ const pins = new Map();
 const media = new Media($("media"), $("media-status"));
 const schema = new SchemaEditor({ area: $("schema"), on: $("constrained"), status: $("schema-status"), answer: $("answer-status") },
   () => $("model").value, () => number("max_tokens") ?? model().max_new_tokens);
+/** What is attached, as far as the model can see it. */
+const attached = () => $("media").disabled ? { parts: [], items: [] } : media;
 const model = () => known.find((one) => one.id === $("model").value)?.mmserve ?? {};
 const camel = (name) => name.replace(/_(\w)/g, (_, letter) => letter.toUpperCase());
 
@@ -37,16 +39,16 @@ function chooseModel() {
   schema.changed();
 }
 
-/** What is asked, but for the policies: it can be asked again, and with pins. */
-function asked() {
-  const content = [...media.parts, { type: "text", text: $("prompt").value }];
+/** What is asked, but for the policies: it can be asked again, and with pins, whose `template` is then the constraint. */
+function asked(template) {
+  const content = [...attached().parts, { type: "text", text: $("prompt").value }];
   const body = { model: $("model").value, messages: [{ role: "user", content }] };
   for (const name of NUMBERED) body[name] = number(name);
   const diffusion = {};
   if (model().diffusion) Object.assign(diffusion, { steps: number("steps"), blockLength: number("block_length") });
-  const wanted = schema.value;
+  const wanted = template ? null : schema.value;
   if (wanted) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: wanted } };
-  return { body, diffusion, alternatives: number("alternatives") ?? 0 };
+  return { body, diffusion, alternatives: number("alternatives") ?? 0, template };
 }
 
 /** The policies of one lane: their name, and their fields under `mmserve.diffusion`. */
@@ -59,7 +61,7 @@ function policies(lane) {
   return { title: commit || recompute ? chosen : `${chosen} (the model's)`, fields };
 }
 
-const plan = () => ({ ...asked(), lanes: [policies("a"), ...($("compare").checked ? [policies("b")] : [])] });
+const plan = (template) => ({ ...asked(template), lanes: [policies("a"), ...($("compare").checked ? [policies("b")] : [])] });
 
 /** Ask one lane's request, and show it until its end. */
 async function ask(lane, { body, diffusion, alternatives, template }, fields, signal) {
@@ -156,8 +158,7 @@ function goOn() {
   const { parts, tokens } = templateOf(lanes[0]);
   const holes = parts.filter((part) => part.hole).length;
   if (!holes || holes > MOST_HOLES) { $("error").textContent = holes ? `At most ${MOST_HOLES} gaps can be left; keep less.` : "Everything is pinned: nothing is left to write."; return; }
-  const made = { ...plan(), template: { parts } };
-  delete made.body.response_format;
+  const made = plan({ parts });
   start({ ...made, body: { ...made.body, max_tokens: tokens } });
 }
 
@@ -184,6 +185,7 @@ async function load() {
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
+  if ($("run").disabled) return; // the keyboard submits it all the same
   let made;
   try { made = plan(); } catch (error) { $("error").textContent = `The schema is no JSON: ${error.message}`; return; }
   pins.clear();
@@ -196,7 +198,7 @@ $("retry").addEventListener("click", () => {
   start({ ...last, body: { ...last.body, seed } });
 });
 $("save").addEventListener("click", async () => {
-  const size = await save($("prompt").value, lanes.map((lane) => lane.run));
+  const size = await save(last.body.messages[0].content.at(-1).text, lanes.map((lane) => lane.run));
   $("status").textContent = `Saved: ${Math.ceil(size / 1000)} kB.`;
 });
 $("go-on").addEventListener("click", goOn);
@@ -211,6 +213,6 @@ $("token-form").addEventListener("submit", () => { useToken($("token").value); $
 busy(false);
 const server = await about();
 mountDecisions($("decisions"), server.apis, () => ({
-  model: $("model").value, input: $("prompt").value, images: media.items.filter(({ kind }) => kind === "image").map(({ url }) => url),
+  model: $("model").value, input: $("prompt").value, images: attached().items.filter(({ kind }) => kind === "image").map(({ url }) => url),
 }));
 if (server.tokens && !hasToken()) askToken(); else await load();

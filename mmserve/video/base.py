@@ -64,7 +64,8 @@ class StreamStats:
 
 
 class Stream(Protocol):
-    """The frames of one session as a model has seen them. Methods are called from one thread at a time."""
+    """The frames of one session as a model has seen them. Methods are called from one thread at a time, but
+    ``close`` at any."""
 
     def append(self, frame: Frame) -> Future[Seen]:
         """Take the next frame in; done when questions can see it. ``InvalidArgument`` if it is not after the last one.
@@ -87,7 +88,10 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Forget everything; frames in progress fail with ``Cancelled``, questions go on."""
+        """Forget everything; frames in progress fail with ``Cancelled``, questions go on.
+
+        Also while another method is called, which does not wait for anything any more then.
+        """
         ...
 
 

@@ -362,7 +362,7 @@ class Session:
 
     async def _close_stream(self) -> None:
         try:
-            await self._call(self._stream.close)
+            await self._around.work(self._stream.close)  # a call that waits for a worker ends then
         except Exception as error:  # noqa: BLE001 - there is no client any more
             logger.error("a stream could not be closed: %r", error)
 
@@ -374,6 +374,7 @@ class Session:
                 return await asyncio.shield(calling)
             except asyncio.CancelledError:
                 await asyncio.wait({calling})
+                calling.exception()  # nobody else looks at it
                 raise
 
     # --- responses ---

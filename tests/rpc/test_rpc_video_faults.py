@@ -420,3 +420,24 @@ def test_a_connection_that_was_lost_before_it_began_does_not_stop_its_successor(
         list(session._outgoing(object()))  # of a connection that is not the session's any more
         session.push(image(0).data, seconds=0.0, timeout=5.0)
         assert session.statistics(timeout=5.0).frames_taken == 1
+
+
+def test_a_session_that_ends_while_its_stream_is_asked_makes_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a cluster, where a question may wait long for a worker that goes on with the stream."""
+    with video_server() as (address, _):
+        raw = Raw.opened(address)
+        raw.send(push_image=image(0))
+        closed = threading.Event()
+        close = EngineStream.close
+
+        def noted(stream: EngineStream) -> None:
+            close(stream)
+            closed.set()
+
+        monkeypatch.setattr(EngineStream, "close", noted)
+        with held(monkeypatch, EngineStream, "ask") as began:
+            raw.send(ask=ask("q"))
+            assert began.wait(PATIENCE)
+            raw.send(index=99, push_image=image(1))  # which ends the session
+            assert isinstance(raw.failure(), InvalidArgument)
+            assert closed.wait(5.0)

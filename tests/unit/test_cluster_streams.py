@@ -24,7 +24,15 @@ from mmserve.core.info import AdapterInfo
 from mmserve.core.request import Stage
 from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
-from mmserve.errors import InvalidArgument, NotFound, ResourceExhausted, TransferError, Unavailable, Unimplemented
+from mmserve.errors import (
+    Cancelled,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    TransferError,
+    Unavailable,
+    Unimplemented,
+)
 from mmserve.models.adapters import key_of
 from mmserve.video.base import Frame, Seen, Stream, StreamLost
 from mmserve.video.facts import Facts
@@ -233,6 +241,27 @@ def test_without_saved_states_a_frame_waits_until_its_stream_is_open_again() -> 
     cluster.report(cluster.next, 1)
     assert frames[0].result(PATIENCE).seconds == 0.0
     cluster.streams.stop()
+
+
+def test_a_question_that_waits_for_a_worker_ends_when_its_stream_is_closed(cluster: Cluster) -> None:
+    opens, found = threading.Event(), []
+    cluster.next.answers["stream.open"] = lambda *_arguments: 0 if opens.wait(PATIENCE) else 1
+    cluster.leave(cluster.owner)
+    until(lambda: of(cluster.next, "stream.open"))
+
+    def asking() -> None:
+        with pytest.raises(Cancelled) as ended:
+            cluster.asked_once("q")
+        found.append(ended)
+
+    waiting = threading.Thread(target=asking)
+    waiting.start()
+    waiting.join(0.1)
+    assert not found
+    cluster.stream.close()
+    waiting.join(PATIENCE)
+    assert found
+    opens.set()
 
 
 @pytest.mark.parametrize("save_frames", [0, 4])

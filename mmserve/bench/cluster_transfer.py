@@ -21,12 +21,13 @@ import torch
 
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.cluster import prefork
-from mmserve.cluster.link import Listener, connected
+from mmserve.cluster.link import Listener, Offered, connected
 from mmserve.cluster.object_store import fetched, stored
+from mmserve.cluster.payload_store import SharedPayloadStore
 from mmserve.core.canvas import Canvas
 from mmserve.core.payloads import KVState, PrefilledPayload
 from mmserve.transfer.payloads import PAYLOADS
-from mmserve.transfer.shared_memory import Arena, Reader, Ticket
+from mmserve.transfer.shared_memory import Arena, Reader, Ticket, host_id
 
 #: Bytes of K/V.
 _SIZES = {"64 kB": 64 << 10, "1 MB": 1 << 20, "8 MB": 8 << 20, "64 MB": 64 << 20}
@@ -44,7 +45,7 @@ class _End:
         self._payloads: dict[int, PrefilledPayload] = {}
         self._pages: dict[int, torch.Tensor] = {}
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._listener = Listener()
+        self._listener = Listener(self._arena.offered)
         named: dict[str, Callable[..., Any]] = {"write": self.write, "read": self.read, "drop": self.drop}
         calls = {name: partial(self._answer, method) for name, method in named.items()}
         self._listener.serve(calls, lambda: iter(self._done.get, None))
@@ -104,20 +105,26 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     remote: Any = ray.remote
     actor = remote(num_cpus=0, runtime_env={"py_executable": prefork.command()})(_End)
     one, other = actor.remote(), actor.remote()
-    links = _Linked(ray.get(one.listen.remote())), _Linked(ray.get(other.listen.remote()))
+    reuse = queue.SimpleQueue[Ticket]()
+    store = SharedPayloadStore(lambda _worker: host_id(), reuse.put)
+    writer, receiver = (_Linked(ray.get(each.listen.remote()), store.offered) for each in (one, other))
     rows, measures = [], []
     for label, size in _SIZES.items():
         times: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(5 + 10 * max(1, arguments.repeats)):
-            for shared, seconds in ((True, _by_messages(*links, size)), (False, _by_ray(one, other, size))):
+            for shared, seconds in (
+                (True, _by_messages(store, reuse, writer, receiver, size)),
+                (False, _by_ray(one, other, size)),
+            ):
                 if turn >= 5:
                     times[shared].append(1000 * seconds)
         shared_ms, stored_ms = median(times[True]), median(times[False])
         rows.append({"bytes": size, "shared_ms": round(shared_ms, 3), "object_store_ms": round(stored_ms, 3)})
         progress(f"{label}: shared memory {shared_ms:.2f} ms, object store {stored_ms:.2f} ms")
-        name = f"{label} by shared memory, two messages and their answers included, p50"
+        name = f"{label} by shared memory, through the front, two messages and their answers included, p50"
         measures.append(at_most(name, shared_ms, "ms", 5.0) if size == 8 << 20 else stated(name, shared_ms, "ms"))
         measures.append(stated(f"{label} by Ray's object store, p50", stored_ms, "ms"))
+    store.close()
     measures += _kills(actor, one, progress)
     return {"rows": rows, "measures": measures, "settings": {"repeats": arguments.repeats, "kills": _KILLS}}
 
@@ -125,8 +132,8 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 class _Linked:
     """An actor that is asked by messages."""
 
-    def __init__(self, address: str) -> None:
-        self._link = connected(address)
+    def __init__(self, address: str, offered: Offered) -> None:
+        self._link = connected(address, offered)
         self._answers = self._link.messages()
 
     def ask(self, name: str, *arguments: Any) -> Any:
@@ -135,13 +142,16 @@ class _Linked:
         return next(self._answers)
 
 
-def _by_messages(one: _Linked, other: _Linked, size: int) -> float:
-    """Seconds to write a state by shared memory and to read it."""
+def _by_messages(
+    store: SharedPayloadStore, reuse: queue.SimpleQueue[Ticket], one: _Linked, other: _Linked, size: int
+) -> float:
+    """Seconds to write a state by shared memory, to hold it here as a front does, and to read it."""
     begun = time.perf_counter()
-    where = one.ask("write", size, True)
-    other.ask("read", where)
+    kept = store.keep(one.ask("write", size, True))
+    other.ask("read", store.sent(kept, ""))
     seconds = time.perf_counter() - begun
-    one.ask("drop", where)
+    store.drop(kept)
+    one.ask("drop", reuse.get())
     return seconds
 
 

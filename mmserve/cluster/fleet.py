@@ -256,7 +256,7 @@ class Fleet:
         transport = settings.transport
         shares = transport == "shared_memory" or (transport == "auto" and actor.host() == self._here)
         config = replace(self._config, engine=replace(self._config.engine, torch_threads=threads))
-        return Loaded(actor, actor.load(config, shares=shares, kv_bits=settings.kv_bits))
+        return Loaded(actor, actor.load(config, shares=shares, kv_bits=settings.kv_bits, offered=self.payloads.offered))
 
     def _joined(self, member: Member, described: Described) -> None:
         member.silent = 0.0

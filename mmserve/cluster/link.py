@@ -2,11 +2,16 @@
 
 A call of Ray's costs its caller a millisecond of processor time, an item of a stream a third of one; a message here
 costs some 30 microseconds. Messages are pickled, between processes of the same user alone, over an abstract unix
-socket, and come in the order in which they were sent. The socket's end is the end of the process.
+socket, and come in the order in which they were sent. The socket's end is the end of the process. The descriptors of
+the shared memory that a message has tickets for come with it, so that nobody has to ask for them.
 """
 
 from __future__ import annotations
 
+import array
+import errno
+import io
+import os
 import pickle
 import secrets
 import socket
@@ -15,39 +20,109 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from mmserve.core.peer_credentials import is_own_user
 from mmserve.errors import Unavailable
+from mmserve.transfer.shared_memory import Memory, Ticket
 
+#: The memory of a ticket of this process, by a descriptor of its own; None where it has none.
+Offered = Callable[[Ticket], Memory | None]
+#: Descriptors of one message, at most; Linux takes 253. Memory beyond them is asked for by its ticket.
+_MOST_DESCRIPTORS = 250
 _LENGTH = struct.Struct("=Q")
+_ROOM = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 #: Seconds for a process of this host to accept a connection.
 _PATIENCE = 5.0
 
 
-class Link:
-    """One end of a connection. ``send`` for any threads, ``messages`` for one."""
+class _Pickler(pickle.Pickler):
+    """Pickles tickets by what they are made of, and where in ``memories`` that of a ticket is."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, file: io.BytesIO, offered: Offered) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._offered = offered
+        self.memories: list[Memory] = []
+
+    def persistent_id(self, found: Any) -> tuple[object, ...] | None:
+        if type(found) is not Ticket or len(self.memories) == _MOST_DESCRIPTORS:
+            return None
+        memory = self._offered(found)
+        if memory is None:
+            return None
+        self.memories.append(memory)
+        return len(self.memories) - 1, memory.capacity, found.host, found.address, found.number, found.size
+
+
+class _Unpickler(pickle.Unpickler):
+    """``descriptors``: those that came with ``data``, all or none of them."""
+
+    def __init__(self, data: bytearray, descriptors: array.array[int]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._descriptors = descriptors
+
+    def persistent_load(self, given: Any) -> Ticket:
+        place, capacity, host, address, number, size = given
+        memory = Memory(self._descriptors[place], size, capacity) if self._descriptors else None
+        return Ticket(host, address, number, size, memory)
+
+
+@dataclass
+class _Message:
+    """What is left to send of one; ``memories`` go with its first byte."""
+
+    rest: memoryview
+    memories: list[Memory] = field(default_factory=list)
+
+    def send(self, connection: socket.socket, flags: int) -> None:
+        """Send what there is room for. Raises ``OSError``."""
+        descriptors = array.array("i", [memory.fd for memory in self.memories])
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if descriptors else []
+        try:
+            sent = connection.sendmsg([self.rest], ancillary, flags | socket.MSG_NOSIGNAL)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:  # too many are on their way: memory is asked for by its ticket
+                raise
+            sent = connection.send(self.rest, flags | socket.MSG_NOSIGNAL)
+        self.rest = self.rest[sent:]
+        for memory in self.memories:
+            memory.close()
+        self.memories = []
+
+
+def _nothing(_ticket: Ticket) -> None:
+    """Offers no memory."""
+
+
+class Link:
+    """One end of a connection. ``send`` for any threads, ``messages`` for one. ``offered``: see ``Offered``."""
+
+    def __init__(self, connection: socket.socket, offered: Offered = _nothing) -> None:
+        self._socket, self._offered = connection, offered
         self._changed = threading.Condition()
-        self._unsent: deque[memoryview] = deque()  # what the other end has had no room for, in order
+        self._unsent: deque[_Message] = deque()  # what the other end has had no room for, in order
         self._writing = False  # whether a thread waits for room
         self._closed = False
 
     def send(self, message: Any) -> None:
         """Send a message; waits for nothing: what the other end has no room for goes later, by a thread. Nothing
         happens where the other end is gone: ``messages`` ends then."""
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        rest = memoryview(_LENGTH.pack(len(data)) + data)
+        file = io.BytesIO(bytes(_LENGTH.size))
+        file.seek(_LENGTH.size)
+        pickler = _Pickler(file, self._offered)
+        pickler.dump(message)
+        data = file.getbuffer()
+        _LENGTH.pack_into(data, 0, len(data) - _LENGTH.size)
+        whole = _Message(data, pickler.memories)
         with self._changed:
             if self._closed:
                 return
             if not self._unsent:
-                rest = self._tried(rest)
-            if not len(rest):
+                self._try(whole)
+            if not len(whole.rest):
                 return
-            self._unsent.append(rest)
+            self._unsent.append(whole)
             self._changed.notify_all()
             if not self._writing:
                 self._writing = True
@@ -55,11 +130,15 @@ class Link:
 
     def messages(self) -> Iterator[Any]:
         """What comes, until the other end is gone."""
-        while (head := self._read(_LENGTH.size)) is not None:
-            data = self._read(_LENGTH.unpack(head)[0])
+        while True:
+            descriptors = array.array("i")
+            head = self._read(_LENGTH.size, descriptors)
+            data = None if head is None else self._read(_LENGTH.unpack(head)[0], descriptors)
             if data is None:
+                for each in descriptors:
+                    os.close(each)
                 return
-            yield pickle.loads(data)
+            yield _Unpickler(data, descriptors).load()
 
     def close(self) -> None:
         """End it, for both ends."""
@@ -71,29 +150,36 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _read(self, size: int) -> bytearray | None:
-        """The next ``size`` bytes; None where the connection ends before."""
+    def _read(self, size: int, descriptors: array.array[int]) -> bytearray | None:
+        """The next ``size`` bytes, and the ``descriptors`` that come with them; None where the connection ends before.
+        Where the process has no room for all descriptors, it takes none."""
         data = bytearray(size)
         rest = memoryview(data)
+        flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
         try:
             while len(rest):
-                if not (count := self._socket.recv_into(rest, 0, socket.MSG_WAITALL)):
+                count, ancillary, found, _ = self._socket.recvmsg_into([rest], _ROOM, flags)
+                for _level, _kind, given in ancillary:
+                    descriptors.frombytes(given[: len(given) - len(given) % descriptors.itemsize])
+                if found & socket.MSG_CTRUNC:
+                    while descriptors:
+                        os.close(descriptors.pop())
+                if not count:
                     return None
                 rest = rest[count:]
         except OSError:
             return None
         return data
 
-    def _tried(self, data: memoryview) -> memoryview:
-        """What is left of ``data`` once there is no room any more."""
+    def _try(self, message: _Message) -> None:
+        """Send what there is room for."""
         try:
-            while len(data):
-                data = data[self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
+            while len(message.rest):
+                message.send(self._socket, socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass
         except OSError:  # the other end is gone
-            return data[:0]
-        return data
+            message.rest = message.rest[:0]
 
     def _write(self) -> None:
         """Send what is unsent, waiting for room."""
@@ -102,23 +188,22 @@ class Link:
                 self._changed.wait_for(lambda: self._unsent or self._closed)
                 if self._closed:
                     return
-                data = self._unsent[0]
+                message = self._unsent[0]
             try:
-                sent = self._socket.send(data, socket.MSG_NOSIGNAL)
+                message.send(self._socket, 0)
             except OSError:  # the other end is gone
                 self.close()
                 return
             with self._changed:
-                if self._unsent and self._unsent[0] is data:  # else it was closed meanwhile
-                    self._unsent[0] = data[sent:]
-                    if sent == len(data):
-                        self._unsent.popleft()
+                if self._unsent and not len(message.rest):  # else it was closed meanwhile
+                    self._unsent.popleft()
 
 
 class Listener:
     """Where the front finds a worker: an ``address`` that takes one connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, offered: Offered = _nothing) -> None:
+        self._offered = offered
         self.address = f"mmserve-{secrets.token_hex(12)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
@@ -134,7 +219,7 @@ class Listener:
         if not is_own_user(connection):
             connection.close()
             return
-        link = Link(connection)
+        link = Link(connection, self._offered)
 
         def report() -> None:
             for event in events():
@@ -145,7 +230,7 @@ class Listener:
             calls[name](*arguments)
 
 
-def connected(address: str) -> Link:
+def connected(address: str, offered: Offered = _nothing) -> Link:
     """The front's end of a connection to the ``Listener`` at ``address``. Raises ``Unavailable`` where none accepts."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -157,4 +242,4 @@ def connected(address: str) -> Link:
     except OSError as error:
         connection.close()
         raise Unavailable(f"a worker on this host takes no connection: {error}") from error
-    return Link(connection)
+    return Link(connection, offered)

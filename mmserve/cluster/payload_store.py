@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mmserve.cluster.messages import Parcel
 from mmserve.cluster.object_store import fetched, stored
-from mmserve.transfer.shared_memory import Arena, Reader, Ticket, allow_descriptors
+from mmserve.transfer.shared_memory import Arena, Memory, Reader, Ticket, allow_descriptors
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ class SharedPayloadStore:
             self._reuse(parcel.origin)
         elif isinstance(parcel, Ticket):
             self._reuse(parcel)
+
+    def offered(self, ticket: Ticket) -> Memory | None:
+        """As of ``Arena.offered``."""
+        return self._arena.offered(ticket)
 
     @property
     def held(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from mmserve.cluster import prefork
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterConfig, WorkerSettings
-from mmserve.cluster.link import Link, connected
+from mmserve.cluster.link import Link, Offered, connected
 from mmserve.cluster.messages import STREAM, Described, Item
 from mmserve.config import Config
 from mmserve.errors import ConfigError, Unavailable
@@ -154,11 +154,12 @@ class Actor:
         self._handle: Any = _actor_class().options(**options).remote()
         self._link: Link | None = None
 
-    def load(self, config: Config, *, shares: bool, kv_bits: int) -> Described:
-        """As of ``Worker.load``. Raises what it raises, or ``Unavailable`` where the actor ends meanwhile."""
+    def load(self, config: Config, *, shares: bool, kv_bits: int, offered: Offered) -> Described:
+        """As of ``Worker.load``; ``offered``: memory of this process that it gets with orders. Raises what it raises,
+        or ``Unavailable`` where the actor ends meanwhile."""
         described: Described = self._waited(self._handle.load.remote(config, shares, kv_bits))
         if described.listener:
-            self._link = connected(described.listener)
+            self._link = connected(described.listener, offered)
         return described
 
     def host(self) -> str:

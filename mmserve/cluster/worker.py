@@ -91,7 +91,7 @@ class Worker:
         adapters = {name: tuple(engine.adapters.listed()) for name, engine in self._engines.items()}
         address = ""
         if shares:  # references to Ray's store travel by Ray alone
-            listener = Listener()
+            listener = Listener(self._arena.offered)
             listener.serve({name: getattr(self, name) for name in ("take", "cancel", "serve", "reuse")}, self.events)
             address = listener.address
         return Described(infos, facts, adapters, host_id(), os.getpid(), self._arena.address, address)

@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmserve.core.peer_credentials import is_own_user
@@ -85,15 +85,26 @@ class Memory:
         if fd >= 0:
             os.close(fd)
 
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, TypeError):  # the second at the interpreter's end
+            self.close()
+
 
 @dataclass(frozen=True)
 class Ticket:
-    """Where memory can be asked for: the ``host`` and socket ``address`` of its process, and its ``number`` there."""
+    """Where memory can be asked for: the ``host`` and socket ``address`` of its process, and its ``number`` there.
+
+    ``memory``: the memory itself, where its descriptor came with the ticket; it is not pickled.
+    """
 
     host: str
     address: str
     number: int
     size: int  # bytes
+    memory: Memory | None = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[type[Ticket], tuple[str, str, int, int]]:
+        return Ticket, (self.host, self.address, self.number, self.size)
 
 
 class Arena:
@@ -126,6 +137,12 @@ class Arena:
             self._next += 1
             self._kept[self._next] = memory
             return Ticket(self.host, self.address, self._next, memory.size)
+
+    def offered(self, ticket: Ticket) -> Memory | None:
+        """What ``ticket`` is for, by another descriptor, which the caller closes; None where it is not offered here."""
+        with self._lock:
+            memory = self._kept.get(ticket.number) if ticket.address == self.address else None
+            return None if memory is None else Memory(os.dup(memory.fd), memory.size, memory.capacity)
 
     def drop(self, ticket: Ticket) -> None:
         """Offer it no longer. Nothing happens where it is not there."""
@@ -203,7 +220,10 @@ class Reader:
         self._closed = False
 
     def take(self, ticket: Ticket) -> Memory:
-        """The memory of ``ticket``. Raises ``TransferError`` where its process is gone, stopped, or has it no more."""
+        """The memory of ``ticket``. Unless it came with the ticket, raises ``TransferError`` where its process is gone,
+        stopped, or has it no more."""
+        if ticket.memory is not None and ticket.memory.fd >= 0:
+            return ticket.memory
         with self._lock:
             turn = self._turns.setdefault(ticket.address, threading.Lock())
         with turn:

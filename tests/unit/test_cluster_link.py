@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import queue
+import resource
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import eventually
 
 from mmserve.cluster import link as links
 from mmserve.cluster.link import Link, Listener, connected
 from mmserve.errors import Unavailable
+from mmserve.transfer.shared_memory import Arena, Memory, Reader, Ticket
 
 PATIENCE = 60.0
 #: More than a socket has room for.
@@ -33,9 +39,34 @@ class Served:
             yield self.events.get()
 
 
-def pair() -> tuple[Link, Link]:
+def pair(arena: Arena | None = None) -> tuple[Link, Link]:
+    """Two ends; the first offers what is in ``arena``."""
     one, other = socket.socketpair()
-    return Link(one), Link(other)
+    return Link(one) if arena is None else Link(one, arena.offered), Link(other)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(spare=0)
+    yield made
+    made.close()
+
+
+def offer(arena: Arena, data: bytes) -> Ticket:
+    """Put ``data`` into the arena, by its descriptor alone."""
+    fd = os.memfd_create("test")
+    os.write(fd, data)
+    return arena.put(Memory(fd, len(data), len(data)))
+
+
+def content(ticket: Ticket) -> bytes:
+    """What the memory that came with ``ticket`` holds."""
+    assert ticket.memory is not None
+    return bytes(ticket.memory.read())
 
 
 def test_calls_and_events_come_in_order_whatever_their_sizes() -> None:
@@ -74,6 +105,58 @@ def test_messages_end_with_the_other_end_and_later_ones_are_dropped() -> None:
     other.send("nobody reads it")
     other.send("nor that")
     one.send("nor here")
+    other.close()
+
+
+def test_memory_comes_with_its_ticket(arena: Arena) -> None:
+    one, other = pair(arena)
+    tickets = [offer(arena, b"%d" % i) for i in range(links._MOST_DESCRIPTORS + 2)]
+    before = descriptors()
+    foreign = Ticket("elsewhere", "another", 1, 1)
+    one.send({"few": tickets[:3], "again": tickets[0], "foreign": foreign})
+    one.send(tickets)
+    one.send(LARGE)  # more than there is room for
+    one.send(tickets[5])
+    messages = other.messages()
+    few = next(messages)
+    assert [content(each) for each in (*few["few"], few["again"])] == [b"0", b"1", b"2", b"0"]
+    assert few["few"] == tickets[:3] and few["foreign"] == foreign and few["foreign"].memory is None
+    many = next(messages)
+    assert many == tickets
+    assert [each.memory is not None for each in many] == [True] * links._MOST_DESCRIPTORS + [False] * 2
+    assert content(many[links._MOST_DESCRIPTORS - 1]) == b"%d" % (links._MOST_DESCRIPTORS - 1)
+    arena.drop(tickets[5])
+    assert next(messages) == LARGE
+    late = next(messages)
+    assert content(late) == b"5", "it was on its way"
+    reader = Reader()
+    assert reader.take(late) is late.memory and bytes(reader.read(late)) == b"5"
+    reader.close()
+    assert pickle.loads(pickle.dumps(few["again"])).memory is None, "it goes by no other way"
+    one.send(tickets[5])
+    assert next(messages).memory is None, "not there any more"
+    del few, many, late
+    eventually(lambda: descriptors() == before - 1, "descriptors to be closed")
+    one.send(tickets[:4])
+    one.close()
+    other.close()
+    eventually(lambda: descriptors() == before - 3, "those that nobody read, too")
+
+
+def test_a_process_without_room_for_descriptors_gets_tickets_alone(arena: Arena) -> None:
+    one, other = pair(arena)
+    tickets = [offer(arena, b"%d" % i) for i in range(20)]
+    messages, limits = other.messages(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    one.send(tickets)
+    free = os.dup(0)  # the lowest number that is free
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 3, limits[1]))
+    try:
+        came = next(messages)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert came == tickets and all(each.memory is None for each in came)
+    one.close()
     other.close()
 
 

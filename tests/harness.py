@@ -39,7 +39,8 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 def descriptors(of: str = "") -> int:
     """How many descriptors this process has of files whose names begin with ``of``.
 
-    ``/memfd:`` are those of shared memory, which no thread that another test left opens or closes meanwhile. Objects that only wait for the garbage collector have none.
+    ``/memfd:`` are those of shared memory, which no thread that another test left opens or closes meanwhile. Objects
+    that only wait for the garbage collector have none.
     """
     gc.collect()
     count = 0

@@ -11,12 +11,13 @@ Action = Callable[[], None]
 class Clock:
     """Events by time, and passes by work: ``cores`` are shared out equally among the passes under way.
 
-    ``background``: threads of others that run all the time, and get their shares, too.
+    ``background``: threads of others that run all the time, and get their shares, too. ``crowding``: how many times as
+    long work takes while all cores are busy; in between, in proportion to the further cores that are.
     """
 
-    def __init__(self, cores: int | None, background: float = 0.0) -> None:
+    def __init__(self, cores: int | None, background: float = 0.0, crowding: float = 1.0) -> None:
         self.now = 0.0
-        self._cores, self._background = cores, background
+        self._cores, self._background, self._crowding = cores, background, crowding
         self._work = 0.0  # that each pass under way since the beginning would have had done
         self._events: list[tuple[float, int, Action]] = []
         self._passes: list[tuple[float, int, Action]] = []
@@ -41,7 +42,7 @@ class Clock:
         """Go on to whatever is next; False = nothing is."""
         if not self._events and not self._passes:
             return False
-        speed = 1.0 if self._cores is None else min(1.0, self._cores / max(1.0, len(self._passes) + self._background))
+        speed = self._speed()
         ends = self.now + max(0.0, self._passes[0][0] - self._work) / speed if self._passes else float("inf")
         if self._events and self._events[0][0] <= ends:
             time, _, action = heapq.heappop(self._events)
@@ -52,3 +53,11 @@ class Clock:
         self.now = time
         action()
         return True
+
+    def _speed(self) -> float:
+        """Work that each pass has done in a second."""
+        if self._cores is None:
+            return 1.0
+        threads = max(1.0, len(self._passes) + self._background)
+        further = (min(threads, self._cores) - 1) / (self._cores - 1) if self._cores > 1 else 0.0
+        return min(1.0, self._cores / threads) / (1 + (self._crowding - 1) * further)

@@ -8,6 +8,7 @@ Forms after DistServe (arXiv 2401.09670, appendix A) for prefill and decode, and
 - decode ``a + b·Σcontext + c·Σrows`` (``rows``: positions a step runs, 1 of a next-token model)
 - transfer between hosts ``latency + bytes / bandwidth``
 - hand-over between processes of one host ``a + b·bytes``, of which each second is one of a core
+- on one host, every pass takes longer the more of its cores are busy: ``crowding`` times as long where all are
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Costs:
     """What a model costs on one kind of worker.
 
     ``embedding_bytes`` of a visual token from encode to prefill; ``kv_bytes`` of a position from prefill to decode.
-    ``chunked``: longer prompts are prefilled in chunks. ``quality``: relative residuals of each fit, for reports.
+    ``chunked``: longer prompts are prefilled in chunks. ``crowding``: time of a pass while all cores of its host are
+    busy, over the time alone; at least 1. ``quality``: relative residuals of each fit, for reports.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Costs:
     load: Curve = Curve()
     link: Link = Link()
     handover: Curve = Curve()
+    crowding: float = 1.0
     embedding_bytes: float = 0.0
     kv_bytes: float = 0.0
     chunked: bool = False
@@ -112,8 +115,9 @@ def from_json(data: Any, where: str) -> Costs:
         raise ConfigError(f"{where}: {error}") from error
     if costs.first_token not in FIRST_TOKEN:
         raise ConfigError(f"{where}: first_token must be one of {', '.join(FIRST_TOKEN)}, not {costs.first_token!r}")
-    for key in ("embedding_bytes", "kv_bytes"):
-        _numbers({key: getattr(costs, key)}, where)
+    _numbers({key: getattr(costs, key) for key in ("embedding_bytes", "kv_bytes", "crowding")}, where)
+    if costs.crowding < 1:
+        raise ConfigError(f"{where}: crowding must be at least 1, not {costs.crowding!r}")
     return costs
 
 

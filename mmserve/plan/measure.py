@@ -2,7 +2,8 @@
 
 Passes of many sizes are run in turn, over and over, and the median of each size counts, so that a machine that is busy
 for a while does not bend the curves. On a CPU with one thread a stage, what counts is the thread's processor time: what
-else the machine does is then not in it.
+else the machine does is then not in it, as far as it does not slow the core itself. How far that is, is measured, too:
+by the same passes while other processes do the same on all other cores.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -34,6 +36,7 @@ from mmserve.models.registry import load_model
 from mmserve.needs import fitted
 from mmserve.observe.machine import describe
 from mmserve.plan.costs import Costs, Curve, Link
+from mmserve.plan.crowding import Neighbours, crowding
 from mmserve.plan.fit import Fit, Sample, fit
 from mmserve.plan.handover import handover_costs
 from mmserve.plan.pictures import picture
@@ -92,16 +95,17 @@ class StageBench:
     """The stages of the one model of ``config``, run on the caller's thread."""
 
     def __init__(self, config: Config) -> None:
+        self.config = config
         self.model = load_model(config.one_model("plan"))
         self.engine = fitted(config.engine, self.model, self.model.device)
         torch.set_num_threads(self.engine.torch_threads)
         cache, decoders = Caches.of(config.encoder_cache), InPlace(config.media)
         self.stages = Stages(self.model, self.engine, config.media, cache=cache, decoders=decoders)
-        alone = self.model.device.type == "cpu" and self.engine.torch_threads == 1
-        self.clock = time.thread_time if alone else time.perf_counter
+        self.one_thread = self.model.device.type == "cpu" and self.engine.torch_threads == 1
+        self.clock = time.thread_time if self.one_thread else time.perf_counter
         self.info = self.stages.describe()
         self.pool = PagePool(self.engine.pages, unit=self.stages.shared_pages)
-        self.times = Times()
+        self.times, self.crowded = Times(), Times()  # alone, and while the machine's other cores are busy
         self.kinds: dict[int, list[Kind]] = defaultdict(list)
         self._numbers = count()
 
@@ -129,10 +133,10 @@ class StageBench:
         together = batch * prompt <= max(prompt, self.engine.prefill_tokens * 2)
         return images <= self.info.max_images and prompt <= self.info.max_tokens and together
 
-    def run(self, images: int, batch: int, sentences: int, side: int, *, counts: bool = True) -> None:
-        """One batch through all stages; ``counts``: its times are noted."""
+    def run(self, images: int, batch: int, sentences: int, side: int, *, into: Times | None = None) -> None:
+        """One batch through all stages; its times are noted ``into`` what is given, or in ``times``."""
         requests = [self.request(images, sentences, side) for _ in range(batch)]
-        times = self.times if counts else Times()
+        times = self.times if into is None else into
         for request in requests:
             begun = self.clock()
             _raised(self.stages.encoding.load([request], Cancellation()))
@@ -165,7 +169,7 @@ class StageBench:
                 steps=passes[request.id],
                 rows=0 if ran and min(ran) >= whole else max(1, round(statistics.mean(ran))) if ran else 1,
             )
-            if counts and sentences == 1:
+            if times is self.times and sentences == 1:
                 self.kinds[images].append(kind)
 
     def _pages(self, prompt: EncodedPrompt) -> PageTable:
@@ -236,10 +240,16 @@ def measure(arguments: argparse.Namespace, rounds: int, progress: Progress) -> M
 def measured(bench: StageBench, rounds: int, progress: Progress) -> Measured:
     """``rounds`` rounds more of ``bench``, and what all of its rounds so far come to."""
     cases = [case for case in CASES if bench.fits(*case[:3])]
-    for number in range(-1 if not bench.times.by_stage else 0, rounds):
-        progress(f"round {number + 1} of {rounds}: {len(cases)} batches" if number >= 0 else "warm-up")
-        for case in cases:
-            bench.run(*case, counts=number >= 0)
+    with ExitStack() as stack:
+        beside = stack.enter_context(Neighbours(bench.config, cases)) if bench.one_thread else None
+        for number in range(-1 if not bench.times.by_stage else 0, rounds):
+            progress(f"round {number + 1} of {rounds}: {len(cases)} batches" if number >= 0 else "warm-up")
+            for case in cases:
+                bench.run(*case, into=None if number >= 0 else Times())
+            if beside is not None and beside.count and number >= 0:
+                with beside.at_work():
+                    for case in cases:
+                        bench.run(*case, into=bench.crowded)
     fits = {stage: bench.times.fit(stage) for stage in ("load", "encode", "prefill", "decode")}
     link, handover = _link(), handover_costs()
     curves = {stage: Curve() if one is None else one.curve for stage, one in fits.items()}
@@ -253,6 +263,7 @@ def measured(bench: StageBench, rounds: int, progress: Progress) -> Measured:
         load=curves["load"],
         link=Link(link.curve.a, 1.0 / max(link.curve.b, 1e-15)),
         handover=handover.curve,
+        crowding=crowding(bench.times.by_stage, bench.crowded.by_stage),
         embedding_bytes=embedding,
         kv_bytes=kv,
         chunked=bench.model.spec.causal,

@@ -50,7 +50,7 @@ class Simulation:
         self.costs, self.batching, self.asks, self.switching = costs, batching, asks, switching
         self.workers = [Worker(number, role) for number, role in enumerate(layout.roles)]
         self.queues = Queues(costs, batching)
-        self.clock = Clock(cores, background)
+        self.clock = Clock(cores, background, costs.crowding)
         self._one_host = cores is not None
         self.live: dict[int, Job] = {}
         self.served: list[Served] = []

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import helpers
 import pytest
+from harness import eventually
 
+from mmserve import memory
 from mmserve.cli import build_parser
-from mmserve.config import Config, EncoderCacheConfig, EngineConfig
+from mmserve.config import Config, EncoderCacheConfig, EngineConfig, ModelConfig
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.plan import costs as costs_file
 from mmserve.plan import measure
@@ -18,6 +21,7 @@ from mmserve.plan import workload as workload_file
 from mmserve.plan.beside import Beside
 from mmserve.plan.command import run
 from mmserve.plan.costs import Curve
+from mmserve.plan.crowding import Neighbours, crowding
 from mmserve.plan.layout import Batching, Layout
 from mmserve.plan.served import predicted
 from mmserve.plan.workload import Kind
@@ -37,6 +41,7 @@ def test_costs_of_every_stage_are_measured_and_nothing_is_left_behind(
 ) -> None:
     monkeypatch.setattr(measure, "load_model", lambda _: _tiny(attention))
     monkeypatch.setattr(measure, "CASES", FEW)
+    monkeypatch.setattr(memory, "available", lambda: 0)  # nothing beside: another process could not load this model
     engine = EngineConfig(max_tokens=160, torch_threads=1, prefill_tokens=64, max_running=4, prefix_cache=False)
     bench = measure.StageBench(Config(engine=engine, encoder_cache=EncoderCacheConfig(token_bytes=0, pixel_bytes=0)))
     try:
@@ -64,6 +69,48 @@ def test_costs_of_every_stage_are_measured_and_nothing_is_left_behind(
     whole = texts.prompt + (0 if attention is Attention.CAUSAL else measure.NEW_TOKENS)
     assert (whole, whole**2) in bench.times.by_stage["prefill"]
     assert (2 * whole, 2 * whole**2) in bench.times.by_stage["prefill"]
+
+
+def test_other_cores_are_busy_only_while_they_are_asked_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(
+        models=(ModelConfig(path="bundled-causal"),),
+        engine=EngineConfig(torch_threads=1, prefix_cache=False),
+        encoder_cache=EncoderCacheConfig(token_bytes=0, pixel_bytes=0),
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with Neighbours(config, ((1, 1, 1, 48),)) as beside:
+        [process] = beside._processes
+        assert beside.count == 1
+
+        def worked() -> float:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            return float(fields[11])  # clock ticks of processor time
+
+        eventually(lambda: _waits(process.pid), "it waits for its turn")
+        before = worked()
+        with beside.at_work():
+            eventually(lambda: worked() > before + 20, "it works")
+        eventually(lambda: _waits(process.pid), "it finishes its batch, and waits")
+    assert not process.is_alive()
+
+
+def _waits(pid: int | None) -> bool:
+    states = [file.read_text().rpartition(")")[2].split()[0] for file in Path(f"/proc/{pid}").glob("task/*/stat")]
+    return all(state == "S" for state in states)
+
+
+def test_without_memory_for_a_second_model_nothing_works_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda: memory.resident() - 1)
+    with Neighbours(Config(), ()) as beside:
+        assert not beside.count
+
+
+def test_crowding_is_the_median_of_batches_that_were_run_both_ways() -> None:
+    alone = {"encode": {(4.0, 16.0): [1.0, 9.0, 1.0], (8.0, 64.0): [2.0]}, "decode": {(1.0, 1.0): [1.0]}}
+    crowded = {"encode": {(4.0, 16.0): [1.3], (8.0, 64.0): [2.4, 5.0, 2.8]}, "decode": {(1.0, 1.0): [5.0]}}
+    assert crowding(alone, crowded) == pytest.approx(1.4)
+    assert crowding(alone, {}) == crowding({"load": {}}, {"load": {(1.0, 0.0): [1.0]}}) == 1.0
+    assert crowding(alone, {"decode": {(1.0, 1.0): [0.9]}}) == 1.0
 
 
 def test_a_longer_prompt_is_measured_in_the_chunks_that_it_is_run_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,6 +243,39 @@ def test_passes_on_one_host_share_its_cores() -> None:
     assert ended == pytest.approx([2.0])  # one of four has half a core
 
 
+@pytest.mark.parametrize(
+    ("cores", "background", "passes", "each"),
+    [
+        (2, 0.0, 1, 1.0),  # nothing else runs
+        (2, 0.0, 2, 1.4),
+        (2, 0.0, 4, 2.8),  # and half a core each
+        (2, 1.0, 1, 1.4),
+        (3, 0.0, 2, 1.2),  # one of two further cores is busy
+        (1, 0.0, 2, 2.0),  # one core has no neighbours
+        (None, 0.0, 5, 1.0),
+    ],
+)
+def test_passes_take_longer_the_more_cores_are_busy(
+    cores: int | None, background: float, passes: int, each: float
+) -> None:
+    ended: list[float] = []
+    clock = Clock(cores, background, crowding=1.4)
+    for _ in range(passes):
+        clock.run(1.0, lambda: ended.append(clock.now))
+    while clock.step():
+        pass
+    assert ended == pytest.approx([each] * passes)
+
+
+def test_a_simulation_is_as_crowded_as_its_costs_say() -> None:
+    crowded = replace(COSTS, crowding=1.5, link=Link())
+    alone, shared = (
+        simulated("2e1p1d", Workload("one", (IMAGES,)), math.inf, 30, costs=costs, cores=2).makespan
+        for costs in (replace(crowded, crowding=1.0), crowded)
+    )
+    assert 1.3 * alone < shared < 1.5 * alone
+
+
 def test_roles_switch_to_where_work_waits_and_that_is_sooner() -> None:
     heavy = Workload("heavy", (replace(IMAGES, patches=20_000),))
     stays = simulated("1e1p4d", heavy, math.inf, 40)

@@ -1,0 +1,92 @@
+"""How much longer passes take on a host whose cores are all at work: they share caches, memory and, in pairs, units."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event, Semaphore
+from types import TracebackType
+from typing import Self
+
+from mmserve import memory
+from mmserve.config import Config
+
+#: Seconds until a process that does not begin, or does not end, is given up.
+_PATIENCE = 300.0
+#: A batch, as of ``StageBench.run``: images, requests, sentences, pixels of a side.
+Case = tuple[int, int, int, int]
+#: Seconds of passes by stage, and by the sums of their batches.
+Seconds = Mapping[str, Mapping[tuple[float, float], Sequence[float]]]
+
+
+class Neighbours:
+    """Processes that run the same batches on the other cores, over and over, while ``at_work`` lasts.
+
+    One for each core but the caller's, as far as there is memory for their models; ``count`` is 0 where there is none
+    for any. ``config`` and ``cases``: what each of them runs.
+    """
+
+    def __init__(self, config: Config, cases: Sequence[Case]) -> None:
+        room = memory.available() // max(1, memory.resident())
+        self.count = max(0, min(len(os.sched_getaffinity(0)) - 1, room))
+        context = multiprocessing.get_context("spawn")
+        self._working, self._ended, self._ready = context.Event(), context.Event(), context.Semaphore(0)
+        given = (config, tuple(cases), self._working, self._ended, self._ready)
+        self._processes = [context.Process(target=_work, args=given, daemon=True) for _ in range(self.count)]
+
+    def __enter__(self) -> Self:
+        for process in self._processes:
+            process.start()
+        for _ in self._processes:
+            if not self._ready.acquire(timeout=_PATIENCE):
+                raise RuntimeError("a process that is to work beside did not begin")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._working.set()
+        for process in self._processes:
+            process.join(_PATIENCE)
+            process.kill()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The other cores are busy within the context."""
+        self._working.set()
+        try:
+            yield
+        finally:
+            self._working.clear()
+
+
+def crowding(alone: Seconds, crowded: Seconds) -> float:
+    """The median, over all batches that were run both ways, of the time beside others over the time alone: at least 1,
+    and 1 where nothing was."""
+    ratios = [
+        statistics.median(seconds) / statistics.median(alone[stage][sums])
+        for stage, each in crowded.items()
+        for sums, seconds in each.items()
+        if sums in alone[stage]
+    ]
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0
+
+
+def _work(config: Config, cases: Sequence[Case], working: Event, ended: Event, ready: Semaphore) -> None:
+    """All of a process that works beside."""
+    from mmserve.plan.measure import StageBench, Times  # which imports this module
+
+    bench = StageBench(config)
+    for case in cases[:1]:
+        bench.run(*case, into=Times())
+    ready.release()
+    while True:
+        for case in cases:
+            working.wait()
+            if ended.is_set():
+                return
+            bench.run(*case, into=Times())

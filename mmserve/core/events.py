@@ -39,11 +39,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A possible token of a position: its text alone, its log-probability before temperature and filters."""
+    """A possible token of a position: its text alone, its log-probability before temperature and filters, and the
+    bytes that it adds to the text, which may be a part of a character."""
 
     id: int
     text: str
     log_probability: float
+    text_bytes: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ class CommittedToken:
     forward passes made when it was committed, or last replaced.
 
     ``alternatives``: the most probable tokens of its position in that pass, so many as the request asks for; none where
-    the token was known before it.
+    the token was known before it. ``text_bytes``: what it adds to the text, in UTF-8: of a character that spans tokens
+    each has a part, whose ``text`` is U+FFFD. Of a special token, which is no text, it is the name.
     """
 
     id: int
@@ -175,6 +178,7 @@ class CommittedToken:
     log_probability: float
     step: int
     alternatives: tuple[Alternative, ...] = ()
+    text_bytes: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mmserve.core.events import Draft
 from mmserve.core.request import Streaming
 from mmserve.decode.commit import Candidates
 from mmserve.decode.state import Live
-from mmserve.decode.text import token_texts
+from mmserve.decode.token_texts import token_texts
 from mmserve.models.base import EncoderModel
 
 #: Of probabilities in drafts, which people look at.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Self
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from tokenizers.decoders import DecodeStream
@@ -14,10 +13,10 @@ from mmserve.core.candidates import Alternatives
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import Alternative, CommittedToken
 from mmserve.core.payloads import TextState
+from mmserve.decode.token_texts import beginning, token_bytes
 
 #: Shown in a snapshot where a position is still masked.
 MASK_GLYPH = "▒"
-_TEXTS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, str]] = WeakKeyDictionary()
 
 
 class TextStream:
@@ -134,21 +133,20 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray) -> list[list[str]]:
-    """The text of each of ``tokens`` (int64 ``[n, k]``) alone; kept, as the tokenizer takes tens of microseconds."""
-    known, rows = _TEXTS.setdefault(tokenizer, {}), tokens.tolist()
-    for token in {token for row in rows for token in row} - known.keys():
-        known[token] = str(tokenizer.decode([token]))
-    return [[known[token] for token in row] for row in rows]
-
-
 def listed(tokenizer: PreTrainedTokenizerBase, found: Alternatives) -> list[tuple[Alternative, ...]]:
-    """The alternatives of each position, with their texts."""
-    columns = found.tokens.tolist(), token_texts(tokenizer, found.tokens), found.log_probabilities.tolist()
+    """The alternatives of each position of an answer, with their texts and bytes."""
+    spelled = token_bytes(tokenizer, found.tokens)
+    tokens, likely = found.tokens.tolist(), found.log_probabilities.tolist()
+    if tokens:
+        spelled[0] = [beginning(tokenizer, *one) for one in zip(tokens[0], spelled[0], strict=True)]
     return [
-        tuple(Alternative(*one) for one in zip(*row, strict=True) if one[-1] > -np.inf)
-        for row in zip(*columns, strict=True)
+        tuple(Alternative(i, _shown(data), p, data) for i, data, p in zip(*row, strict=True) if p > -np.inf)
+        for row in zip(tokens, spelled, likely, strict=True)
     ]
+
+
+def _shown(data: bytes) -> str:
+    return data.decode(errors="replace")
 
 
 def speller(tokenizer: PreTrainedTokenizerBase) -> Callable[[np.ndarray], str]:
@@ -170,10 +168,11 @@ def committed_tokens(
     first = canvas.prompt_length
     at = first + np.flatnonzero(content)[:count]
     beside = listed(tokenizer, others.where(at - first)) if others is not None else [()] * len(at)
-    ids, steps = canvas.tokens[at], canvas.committed_at[at].tolist()
-    texts = [text for [text] in token_texts(tokenizer, ids[:, None])]
-    columns = ids.tolist(), texts, log_probabilities[at].tolist(), steps, beside
-    return tuple(CommittedToken(*row) for row in zip(*columns, strict=True))
+    ids, steps, likely = canvas.tokens[at].tolist(), canvas.committed_at[at].tolist(), log_probabilities[at].tolist()
+    spelled = [data for [data] in token_bytes(tokenizer, canvas.tokens[at, None])]
+    spelled[:1] = [beginning(tokenizer, ids[0], data) for data in spelled[:1]]
+    rows = zip(ids, spelled, likely, steps, beside, strict=True)
+    return tuple(CommittedToken(i, _shown(data), p, step, more, data) for i, data, p, step, more in rows)
 
 
 def canvas_text(canvas: Canvas, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> str:

@@ -266,5 +266,13 @@ def token_logprobs(tokens: Sequence[CommittedToken]) -> list[dict[str, Any]]:
 
 
 def _logprob(token: CommittedToken | Alternative) -> dict[str, Any]:
-    data = list(token.text.encode("utf-8", errors="surrogateescape"))
-    return {"token": token.text, "logprob": token.log_probability, "bytes": data}
+    data = token.text_bytes
+    return {"token": shown(data), "logprob": token.log_probability, "bytes": list(data)}
+
+
+def shown(data: bytes) -> str:
+    r"""The text of a token with the bytes ``data``; where it has a part of a character, as ``bytes:\xe2\x80``."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(b) if 0x20 <= b < 0x7F else f"\\x{b:02x}" for b in data)

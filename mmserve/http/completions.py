@@ -6,6 +6,7 @@ text before it has the room of ``max_tokens``.
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from mmserve.errors import InvalidArgument
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, take_neutral
 from mmserve.http.chat import NAMES as CHAT_NAMES
 from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
-from mmserve.http.chat import Chunks, OpenAI, take_bias, take_stream, usage
+from mmserve.http.chat import Chunks, OpenAI, shown, take_bias, take_stream, usage
 from mmserve.http.constraints import constrain
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.vllm import take_xargs
@@ -141,13 +142,17 @@ class _Reply(Chunks):
 
 
 def _logprobs(tokens: tuple[CommittedToken, ...]) -> dict[str, Any]:
+    """``text_offset`` counts whole characters in front of a token."""
+    whole = getincrementaldecoder("utf-8")("replace")
     offsets, at = [], 0
     for token in tokens:
         offsets.append(at)
-        at += len(token.text)
+        at += len(whole.decode(token.text_bytes))
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [shown(token.text_bytes) for token in tokens],
         "token_logprobs": [token.log_probability for token in tokens],
-        "top_logprobs": [{other.text: other.log_probability for other in token.alternatives} for token in tokens],
+        "top_logprobs": [
+            {shown(other.text_bytes): other.log_probability for other in token.alternatives} for token in tokens
+        ],
         "text_offset": offsets,
     }

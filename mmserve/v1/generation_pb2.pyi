@@ -807,14 +807,16 @@ class DraftAlternative(_message.Message):
     def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., probability: _Optional[float] = ...) -> None: ...
 
 class Alternative(_message.Message):
-    __slots__ = ("id", "text", "log_probability")
+    __slots__ = ("id", "text", "log_probability", "text_bytes")
     ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     id: int
     text: str
     log_probability: float
-    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ...) -> None: ...
+    text_bytes: bytes
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., text_bytes: _Optional[bytes] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("text",)
@@ -887,18 +889,20 @@ class ConstraintStats(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., fallbacks: _Optional[int] = ..., search_seconds: _Optional[float] = ..., late: _Optional[int] = ..., forward_seconds: _Optional[float] = ..., step_ms: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class CommittedToken(_message.Message):
-    __slots__ = ("id", "text", "log_probability", "step", "alternatives")
+    __slots__ = ("id", "text", "log_probability", "step", "alternatives", "text_bytes")
     ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     id: int
     text: str
     log_probability: float
     step: int
     alternatives: _containers.RepeatedCompositeFieldContainer[Alternative]
-    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., step: _Optional[int] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ...) -> None: ...
+    text_bytes: bytes
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., step: _Optional[int] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., text_bytes: _Optional[bytes] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens", "cached_tokens", "visual_tokens_before", "kv_positions", "reused_tokens")

@@ -217,7 +217,7 @@ def response_bytes(response: Numbered) -> int:
 
 
 def _token_bytes(token: CommittedToken) -> int:
-    return _OVERHEAD * (1 + len(token.alternatives)) + 4 * len(token.text)
+    return _OVERHEAD * (1 + len(token.alternatives)) + 4 * len(token.text) + len(token.text_bytes)
 
 
 def join_key(response: Numbered) -> Hashable | None:

@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmserve.config import MediaConfig
-from mmserve.core.events import Admitted, CommittedToken, Delta, Failed, Finished, Snapshot, StageTimes, Usage
+from mmserve.core.events import (
+    Admitted,
+    Alternative,
+    CommittedToken,
+    Delta,
+    Failed,
+    Finished,
+    Snapshot,
+    StageTimes,
+    Usage,
+)
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import (
     Amount,
@@ -439,7 +449,10 @@ EVENTS = [
         2,
         9,
         StageTimes(),
-        tokens=(CommittedToken(7, "a", -0.25, 2), CommittedToken(2**32 - 1, "\N{REPLACEMENT CHARACTER}", -87.5, 1)),
+        tokens=(
+            CommittedToken(7, "a", -0.25, 2, (Alternative(8, "b", -1.5, b"b"),), b"a"),
+            CommittedToken(2**32 - 1, "\N{REPLACEMENT CHARACTER}", -87.5, 1, (), b"\xe2\x80"),
+        ),
     ),
 ]
 

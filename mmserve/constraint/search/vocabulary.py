@@ -5,17 +5,16 @@ A bitmask is a set of tokens as llguidance fills it: uint32 words ``[⌈V / 32�
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from mmserve.constraint.compile.wire import TokenTable
+from mmserve.models.spelling import Spelling
 
 #: Of each bit of a word.
 _BITS = tuple(np.uint32(1 << i) for i in range(32))
@@ -196,32 +195,18 @@ class _Source:
 def spell(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes of each id, empty for special tokens and for ids without a token.
 
-    The alphabet of byte-level BPE is that of GPT-2 (``openai/gpt-2``, ``src/encoder.py``): printable bytes are
-    themselves, the others are code points from 256 on.
-
     Raises:
         ValueError: ``tokenizer`` is neither a byte-level nor a byte-fallback BPE one.
     """
-    plain: dict[str, Any] = json.loads(tokenizer.to_str())
-    special = {added["id"]: added for added in plain["added_tokens"]}
-    decoder = plain["decoder"] or {"type": ""}
-    kinds = {part["type"] for part in [decoder, *decoder.get("decoders", [])]}
-    if not kinds & {"ByteLevel", "ByteFallback"}:
+    spelling = Spelling.of(tokenizer)
+    if not spelling.whole:
         raise ValueError("only byte-level and byte-fallback tokenizers can be constrained")
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    alphabet = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     spelled = [b""] * (max(vocabulary.values()) + 1)
     for token, i in vocabulary.items():
-        if i in special:
-            spelled[i] = b"" if special[i]["special"] else token.encode()
-        elif "ByteLevel" in kinds:
-            spelled[i] = bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else b""
-        elif len(token) == 6 and token.startswith("<0x"):
-            spelled[i] = bytes([int(token[3:5], 16)])
-        else:
-            spelled[i] = token.replace("▁", " ").encode()
+        if not (i in added and added[i].special):
+            spelled[i] = spelling.bytes_of(token, added=i in added) or b""
     return spelled
 
 

@@ -1,0 +1,49 @@
+"""The bytes that a tokenizer's tokens add to a text."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Self
+
+from tokenizers import Tokenizer
+
+#: Names of single bytes in SentencePiece's vocabularies.
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (b for b in range(256) if b not in _PRINTABLE)
+#: The alphabet of byte-level BPE, that of GPT-2 (``openai/gpt-2``, ``src/encoder.py``): printable bytes are themselves,
+#: the others are code points from 256 on.
+_ALPHABET = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a vocabulary writes bytes; ``kinds``: the steps of its decoder, as tokenizers calls them."""
+
+    kinds: frozenset[str]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self:
+        """That of ``tokenizer``."""
+        decoder: dict[str, Any] = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+        return cls(frozenset(part["type"] for part in (decoder, *decoder.get("decoders", ())) if part))
+
+    @property
+    def whole(self) -> bool:
+        """Whether any bytes at all can be written."""
+        return bool(self.kinds & {"ByteLevel", "ByteFallback"})
+
+    def bytes_of(self, token: str, *, added: bool = False) -> bytes | None:
+        """The bytes of ``token``; ``added``: to the vocabulary, as the text that it is.
+
+        None where it is of no text, or the decoder of another kind.
+        """
+        if "ByteFallback" in self.kinds and _BYTE.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        if added:
+            return token.encode()
+        if "ByteLevel" in self.kinds:
+            return bytes(_ALPHABET[c] for c in token) if all(c in _ALPHABET for c in token) else None
+        return token.replace("▁", " ").encode() if self.kinds & {"ByteFallback", "Metaspace"} else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mmserve.http.connections import LEFT
 from mmserve.http.errors import STATUS
 from mmserve.observe import calls, traces
 from mmserve.observe.calls import Call
@@ -48,7 +49,7 @@ class Access:
             await self._app(scope, counted, sent)
         finally:
             known = bool(call.request_id) or ("endpoint" in scope and status not in _UNKNOWN_ROUTE)
-            code = "OK" if whole else "CANCELLED"
+            code = call.failed or ("OK" if whole and LEFT not in scope else "CANCELLED")
             if status >= 400:
                 code = _CODES.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
             ended(call, code, self._metrics, log=self._log, known=known)

@@ -341,7 +341,10 @@ async def _lines(api: Api, lines: AsyncIterator[str]) -> AsyncIterator[str]:
     try:
         async for line in lines:
             yield line
+        return
     except MMServeError as error:
-        yield api.error_line(error)
+        ended = error
     except Exception as error:  # noqa: BLE001 - a bug ends this request alone
-        yield api.error_line(Internal.logged(error, "a stream", logger))
+        ended = Internal.logged(error, "a stream", logger)
+    calls.current().failed = ended.code
+    yield api.error_line(ended)

@@ -23,6 +23,8 @@ HEAD_BYTES = 64 << 10
 TINY_PARTS, TINY = 1024, 64
 #: Seconds that a request's head may take to arrive, and what is left of a body after its answer.
 PATIENCE = 10.0
+#: In the scope of a request whose client went away before all of its answer was sent: what is sent then is dropped.
+LEFT = "mmserve.left"
 
 
 class Parts:
@@ -71,6 +73,7 @@ class Limits(asyncio.Protocol):
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
     client: tuple[str, int] | None
+    cycle: Any
 
     def __init__(self, *arguments: Any, stall_seconds: float = 0.0, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -104,7 +107,9 @@ class Limits(asyncio.Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the timers."""
+        """End the timers, and note for whom an answer ends."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.scope[LEFT] = True
         super().connection_lost(exc)
         for timer in (self._slow, self._stalled):
             if timer is not None:

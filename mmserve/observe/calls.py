@@ -28,6 +28,7 @@ class Call:
     sent: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    failed: str = ""  # code of the error that an answer ended with that had begun well
     started: float = field(default_factory=time.monotonic)
     headers: Mapping[str, str] = field(default_factory=dict)  # those of its trace context
     trace_id: str = ""  # of its request, where that is traced, …

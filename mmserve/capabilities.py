@@ -27,6 +27,7 @@ from mmserve.kv.reduction import REDUCTIONS, reduction_of
 from mmserve.kv.reuse import REUSES
 from mmserve.models.attended import shown_by
 from mmserve.models.base import Attention, CanvasModel, LoadedModel, Model
+from mmserve.models.chat import template_for
 from mmserve.models.decoder_config import UNEVEN
 from mmserve.models.quantized import kind_of
 from mmserve.models.template_options import template_options
@@ -85,11 +86,16 @@ class Capabilities:
             device=str(self.model.device),
             kernels=kernels,
             kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self.reads_pages and self._even else (),
-            tool_format=form.name if (form := format_in(_chat_template(self.model))) is not None else "",
+            tool_format=self._tool_format,
             end_ids=tuple(sorted(self.model.spec.end_ids)),
             decisions="together" if self.model.spec.decides else "",
             image_reuses=() if no_reuse(self.model, reads_pages=self.reads_pages) else tuple(REUSES),
         )
+
+    @property
+    def _tool_format(self) -> str:
+        form = format_in(template_for(self.model.tokenizer, tools=True))
+        return "" if form is None else form.name
 
     def check(self, request: Request) -> None:
         """Refuse at once what no stage could do.
@@ -170,7 +176,7 @@ class Capabilities:
             return
         if request.raw:
             raise InvalidArgument.of("template_options", "must be empty with raw, which has no chat template")
-        known = template_options(self.model.tokenizer)
+        known = template_options(self.model.tokenizer, tools=request.tools is not None)
         for name in json.loads(request.template_options):
             if name not in known:
                 has = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
@@ -215,12 +221,6 @@ class Capabilities:
         absent |= frozenset() if self._drafts else DRAFTING
         added = ("scheduler",) if self._offered.schedulers else ()
         return (*(name for name in known if name not in absent), *added)
-
-
-def _chat_template(model: Model) -> str:
-    """The text of the model's chat template; empty where it has none, or several by name."""
-    template = model.tokenizer.chat_template
-    return template if isinstance(template, str) else ""
 
 
 def rows_apart(engine: EngineConfig) -> bool:

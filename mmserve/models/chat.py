@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2
 from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.models.user_text import encoded
 
+logger = logging.getLogger("mmserve.models")
+
 IMAGE, VIDEO = "<image>", "<video>"
+#: Names of chat templates, where a tokenizer has several: of any chat, and of chats with tools.
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+#: A tool that a template of chats with tools is tried with.
+_PROBE = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 #: A message's parts as one ``text.value``: an image becomes ``<image>`` and a line break (LLaVA), a video ``<video>``
 #: and one.
 JOIN_PARTS = (
@@ -150,7 +157,8 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool, vi
 
     The template of LLaDA-V's checkpoint takes plain text only: it prints a list of parts as Python would.
     """
-    if tokenizer.chat_template is None or not _renders_parts(tokenizer, images, videos):
+    template = template_for(tokenizer, tools=False)
+    if not (template and _renders_parts(tokenizer, template, images, videos)):
         tokenizer.chat_template = CHAT_TEMPLATE
 
 
@@ -180,24 +188,63 @@ def adapt_chat_template(
         else:
             raise ConfigError(f"{folder}: the tokenizer has no chat template; put one into chat_template.jinja")
         return
-    if _renders_parts(tokenizer, images, videos, image, video):
-        return
     joined = _JOINED_MESSAGES.replace(IMAGE, image).replace(VIDEO, video)
-    # Templates may have names: "default", and "tool_use" for chats with tools.
-    tokenizer.chat_template = joined + own if isinstance(own, str) else {name: joined + own[name] for name in own}
-    if not _renders_parts(tokenizer, images, videos, image, video):
+
+    def adapted(template: str, tools: list[dict[str, Any]] | None = None) -> str | None:
+        """``template``, with parts joined in front of it where that is needed; None where it renders no message."""
+        found = (template, joined + template)
+        return next((one for one in found if _renders_parts(tokenizer, one, images, videos, image, video, tools)), None)
+
+    if (default := adapted(template_for(tokenizer, tools=False))) is None:
         raise ConfigError(f"{folder}: the chat template cannot render a user's message")
+    if isinstance(own, str):
+        tokenizer.chat_template = default
+        return
+    named = {**own, _DEFAULT: default}
+    if _WITH_TOOLS in own:
+        if (with_tools := adapted(own[_WITH_TOOLS], [_PROBE])) is None:
+            logger.warning(
+                "%s: the chat template %r cannot render a user's message, and is not used", folder, _WITH_TOOLS
+            )
+            del named[_WITH_TOOLS]
+        else:
+            named[_WITH_TOOLS] = with_tools
+    tokenizer.chat_template = named
+
+
+def template_for(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
+    """The chat template of chats with ``tools``, or without, as transformers selects it among those with names; empty
+    where there is none."""
+    own = tokenizer.chat_template
+    if isinstance(own, dict):
+        own = own[_WITH_TOOLS] if tools and _WITH_TOOLS in own else own.get(_DEFAULT)
+    return own or ""
+
+
+def change_templates(tokenizer: PreTrainedTokenizerBase, change: Callable[[str], str]) -> None:
+    """Make ``change`` to each chat template of ``tokenizer``."""
+    own = tokenizer.chat_template
+    if isinstance(own, str):
+        tokenizer.chat_template = change(own)
+    elif own is not None:
+        tokenizer.chat_template = {name: change(template) for name, template in own.items()}
 
 
 def _renders_parts(
-    tokenizer: PreTrainedTokenizerFast, images: bool, videos: bool, image: str = IMAGE, video: str = VIDEO
+    tokenizer: PreTrainedTokenizerFast,
+    template: str,
+    images: bool,
+    videos: bool,
+    image: str = IMAGE,
+    video: str = VIDEO,
+    tools: list[dict[str, Any]] | None = None,
 ) -> bool:
     media = [{"type": kind} for kind, taken in (("image", images), ("video", videos)) if taken]
-    content = [*media, {"type": "text", "text": "probe"}]
+    chat = [{"role": "user", "content": [*media, {"type": "text", "text": "probe"}]}]
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        text = tokenizer.apply_chat_template(chat, tools=tools, chat_template=template, tokenize=False)
     except (TemplateError, TypeError, ValueError):
         return False
-    if not isinstance(text, str) or "probe" not in text or "'type'" in text:
+    if not isinstance(text, str) or "probe" not in text or "'text'" in text:
         return False
     return text.count(image) == images and text.count(video) == videos

@@ -17,7 +17,7 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
-from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
+from mmserve.models.chat import VIDEO, adapt_chat_template, change_templates, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.family import token_id
 from mmserve.models.internvl_chats import use_named_format
@@ -73,7 +73,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     tokenizer = load_tokenizer(folder)
     use_named_format(tokenizer, checkpoint.config.get("template"), _IMAGE)
     adapt_chat_template(tokenizer, folder, images=True, videos=True, vicuna=False, image=_IMAGE)
-    tokenizer.chat_template = tokenizer.chat_template.replace(VIDEO, f"{CLIP_BEGIN}{VIDEO}")
+    change_templates(tokenizer, lambda template: template.replace(VIDEO, f"{CLIP_BEGIN}{VIDEO}"))
     config = _translated(keys, token_id(tokenizer, _IMAGE))
     side = keys.integer("force_image_size", default=config.vision_config.image_size[0])
     processor = GotOcr2ImageProcessorPil(

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.models import dream, llada
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
-from mmserve.models.chat import adapt_chat_template, ensure_chat_template, load_tokenizer
+from mmserve.models.chat import adapt_chat_template, change_templates, ensure_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder
 from mmserve.models.family import Sources, load_family, make_spec, mask_id_of, takes_images
@@ -49,7 +49,7 @@ def _adapt_template(tokenizer: PreTrainedTokenizerFast, checkpoint: Checkpoint, 
         adapt_chat_template(tokenizer, checkpoint.folder, images=images, videos=False, vicuna=False)
     else:
         ensure_chat_template(tokenizer, images=images)
-    tokenizer.chat_template = f"{_SYSTEM_FIRST}{tokenizer.chat_template}"
+    change_templates(tokenizer, lambda template: _SYSTEM_FIRST + template)
 
 
 def _spec(sources: Sources) -> ModelSpec:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
-from mmserve.models.chat import IMAGE, adapt_chat_template, load_tokenizer
+from mmserve.models.chat import IMAGE, adapt_chat_template, change_templates, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target, Weights
 from mmserve.models.decoder import Decoder
 from mmserve.models.family import Sources, load_family, make_spec, mask_id_of, token_id
@@ -156,8 +156,8 @@ def frame_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[int, ...], tupl
 
 def _adapt_template(tokenizer: PreTrainedTokenizerFast, checkpoint: Checkpoint) -> None:
     """A picture comes before the whole chat, whichever message has it; MMaDA takes one."""
-    own = tokenizer.chat_template or CHAT_TEMPLATE
-    tokenizer.chat_template = _ONE_PICTURE_FIRST + own if isinstance(own, str) else own
+    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+    change_templates(tokenizer, lambda template: _ONE_PICTURE_FIRST + template)
     adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=False, vicuna=False)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel, ModelSpec
-from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
+from mmserve.models.chat import VIDEO, adapt_chat_template, change_templates, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target, read_json
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.family import Sources, check_vocabulary, load_decoder, next_token, placeholder
@@ -85,8 +85,7 @@ def nested_tokenizer(
     tokenizer = load_tokenizer(checkpoint.folder)
     use_processor_template(tokenizer, checkpoint.folder)
     image = picture.format(image_token(tokenizer, config, checkpoint))
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = change(tokenizer.chat_template)
+    change_templates(tokenizer, change)
     clip = image_token(tokenizer, config, checkpoint, video) if videos and video else VIDEO
     adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=videos, vicuna=False, image=image, video=clip)
     return tokenizer

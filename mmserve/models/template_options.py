@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
-from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from transformers import PreTrainedTokenizerBase
+
+from mmserve.models.chat import template_for
 
 #: What transformers gives every template beside the arguments of ``apply_chat_template`` and the special tokens.
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
@@ -27,12 +28,10 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def template_options(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Names that the chat template of ``tokenizer`` reads and nothing sets but a request."""
-    template: Any = tokenizer.chat_template
-    if not isinstance(template, str):
-        return frozenset()
-    return _read(template) - set(tokenizer.special_tokens_map)
+def template_options(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> frozenset[str]:
+    """Names that the chat template of ``tokenizer`` for chats with ``tools``, or without, reads and nothing sets but a
+    request."""
+    return _read(template_for(tokenizer, tools=tools)) - set(tokenizer.special_tokens_map)
 
 
 @lru_cache(maxsize=64)

@@ -224,6 +224,20 @@ def test_compose_services_find_each_other() -> None:
     assert any(volume.split(":")[1] == provider["options"]["path"] for volume in services["grafana"]["volumes"])
 
 
+def test_the_server_of_compose_has_a_gpu_where_its_image_is_for_one() -> None:
+    [compose], [override] = documents(DEPLOY / "compose.yaml"), documents(DEPLOY / "compose.cuda.yaml")
+    own, cuda = compose["services"]["mmserve"], override["services"]["mmserve"]
+    assert set(override) == {"services"} and set(override["services"]) <= set(compose["services"])
+    assert set(cuda) == {"build", "image", "deploy"} and set(cuda["build"]) == {"args"}
+    assert own["build"]["args"]["ACCELERATOR"] == "cpu" and cuda["build"]["args"] == {"ACCELERATOR": "cuda"}
+    assert cuda["image"] != own["image"], "an image of the other kind is not taken for it"
+    for accelerator in ("cpu", "cuda"):
+        assert re.search(rf"^FROM \S+ AS base-{accelerator}$", DOCKERFILE, re.M)
+    [device] = cuda["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert "deploy/compose.cuda.yaml" in (ROOT / "docs/deployment.md").read_text()
+
+
 def test_the_alert_about_failing_requests_counts_them_over_grpc_and_http() -> None:
     [group] = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
     [expr] = [rule["expr"] for rule in group["rules"] if rule["alert"] == "MmserveRequestsFail"]

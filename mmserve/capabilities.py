@@ -100,8 +100,8 @@ class Capabilities:
     def check(self, request: Request) -> None:
         """Refuse at once what no stage could do.
 
-        ``InvalidArgument`` for unknown policies, for blocks other than those of the model's attention, and for endless
-        text: it is only tokenized in a stage, where megabytes of it would keep others waiting for seconds.
+        ``InvalidArgument`` for unknown policies, for blocks that do not divide those of the model's attention, and for
+        endless text: it is only tokenized in a stage, where megabytes of it would keep others waiting for seconds.
         ``Unimplemented`` for a policy that the model's kind of attention makes wrong, and for a pruner that its tower
         cannot serve.
         """
@@ -127,9 +127,10 @@ class Capabilities:
         if self.model.spec.renoising is not None:
             check_uniform_state(request, self.model.spec.block_length(), commit)
         block = self.model.spec.attention_block
-        if block and request.diffusion.block_length not in (0, block):
-            why = "one token after another" if block == 1 else f"blocks of {block}"
-            raise InvalidArgument.of("diffusion.block_length", f"must be {block}: the model decodes {why}")
+        if block and request.diffusion.block_length and block % request.diffusion.block_length:
+            how = f"divide {block}: the model decodes blocks of {block}, or parts of them one after another"
+            why = "be 1: the model decodes one token after another" if block == 1 else how
+            raise InvalidArgument.of("diffusion.block_length", f"must {why}")
         characters = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
         characters += sum(len(call.arguments) for m in request.messages for call in m.tool_calls)
         characters += 0 if request.tools is None else sum(len(t.parameters) for t in request.tools.tools)

@@ -42,12 +42,14 @@ def literature(spec: ModelSpec) -> Pair | None:
     Masked diffusion: Fast-dLLM's caches and confidence threshold (arXiv 2505.22618), the dual cache where a position
     predicts itself; where it predicts the next one (Dream) or prompts do not see their answer (LaViDa), the prefix
     cache, which runs all that is right of the block at each step. Block diffusion: a threshold of 0.95, which is
-    SGLang's default for LLaDA2.0. Canvases of random tokens have their own schedule, and next-token models their cache.
+    SGLang's default for LLaDA2.0, or of 0.9 where a position predicts the next one: Fast-dLLM v2's (arXiv 2509.26328).
+    Canvases of random tokens have their own schedule, and next-token models their cache.
     """
     if spec.renoising is not None or spec.causal:
         return None
     if spec.attention is Attention.BLOCK_CAUSAL:
-        return Pair(Policy(name="block"), Policy(name="threshold", options={"confidence": 0.95}))
+        least = 0.9 if spec.logit_shift else 0.95
+        return Pair(Policy(name="block"), Policy(name="threshold", options={"confidence": least}))
     cache = "dual" if spec.attention is Attention.FULL and spec.logit_shift == 0 else "prefix"
     return Pair(Policy(name=cache), Policy(name="threshold", options={"confidence": 0.9}))
 

@@ -52,10 +52,8 @@ SCHEMA = JsonSchema('{"type": "object", "properties": {"a": {"type": "integer"}}
 
 
 def _like(model: LoadedModel, attention: Attention, **spec: Any) -> LoadedModel:
-    shift = int(attention is Attention.CAUSAL)
-    return dataclasses.replace(
-        model, spec=dataclasses.replace(model.spec, attention=attention, logit_shift=shift, **spec)
-    )
+    changes = {"attention": attention, "logit_shift": int(attention is Attention.CAUSAL), **spec}
+    return dataclasses.replace(model, spec=dataclasses.replace(model.spec, **changes))
 
 
 def _causal(seed: int) -> LoadedModel:
@@ -77,6 +75,14 @@ def load(name: str, folder: str) -> Model:
         "quest": lambda: tiny_model(vision=True),
         "quantized": lambda: tiny_model(vision=True),
         "blocks": lambda: _like(tiny_model(vision=True, seed=5), Attention.BLOCK_CAUSAL),
+        "shifted": lambda: _like(
+            tiny_model(vision=True, seed=5),
+            Attention.BLOCK_CAUSAL,
+            logit_shift=1,
+            default_block_length=8,
+            sub_block=4,
+            end_ids=frozenset({-1}),
+        ),
         "causal": lambda: _causal(3),
         "guided": _guided,
         "drafted": lambda: dataclasses.replace(_causal(3), companion=_causal(4)),
@@ -142,6 +148,7 @@ def cases() -> dict[str, list[Request]]:
             _decide("what?", typed[0], images=images, recompute=BLOCK),
             dataclasses.replace(ask("schema", recompute=BLOCK, max_new_tokens=24), constraint=spec(SCHEMA)),
         ],
+        "shifted": [ask("plain", images=images, recompute=BLOCK, max_new_tokens=20)],
         "causal": causal,
         "guided": [ask("guided", images=images, commit=Policy(name="guided"), **drawn)],
         "drafted": [ask("drafted", images=images, recompute=LAST, commit=Policy(name="draft_model"))],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ CHATML = (
 #: What a model predicts depends on the mask token too: it is the last row but one of the embeddings.
 MASK_ID = ROWS - 2
 KINDS = ("qwen2", "qwen3")
+#: Of Fast-dLLM v2; the last token of its tokenizer.
+FAST_MASK_TOKEN = "|<MASK>|"
 
 
 def qwen(kind: str, heads: int = 4, kv_heads: int = 2, **options: Any) -> Qwen:
@@ -164,6 +167,59 @@ def save_sdar(oracle: Qwen, folder: Path, **changes: Any) -> Path:
         del tensors["lm_head.weight"]
     write_checkpoint(folder, config, tensors, shard_bytes=60_000)
     tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_fast_dllm(oracle: Qwen, folder: Path, **changes: Any) -> Path:
+    """A checkpoint with the keys of ``Efficient-Large-Model/Fast_dLLM_v2_7B``'s ``config.json``, and Qwen2.5's tensors.
+
+    No key names its mask: the tokenizer has it, after the others.
+    """
+    c = oracle.config
+    config = {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
+            "AutoModel": "modeling.Fast_dLLM_QwenModel",
+            "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
+        },
+        "bd_size": 32,
+        "bos_token_id": c.eos_token_id,
+        "conplemenrary_mask": True,
+        "eos_token_id": c.eos_token_id,
+        "hidden_act": "silu",
+        "hidden_size": c.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": c.intermediate_size,
+        "layer_types": ["full_attention"] * c.num_hidden_layers,
+        "max_position_embeddings": 32_768,
+        "max_window_layers": 28,
+        "model_type": "Fast_dLLM_Qwen",
+        "num_attention_heads": c.num_attention_heads,
+        "num_hidden_layers": c.num_hidden_layers,
+        "num_key_value_heads": c.num_key_value_heads,
+        "pad_token_id": c.eos_token_id,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_scaling": None,
+        "rope_theta": c.rope_parameters["rope_theta"],
+        "sliding_window": None,
+        "tie_word_embeddings": c.tie_word_embeddings,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.53.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": c.vocab_size,
+        **changes,
+    }
+    tensors = dict(oracle.state_dict())
+    if c.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    write_checkpoint(folder, config, tensors, shard_bytes=60_000)
+    tok = copy.deepcopy(tokenizer())
+    tok.add_special_tokens({"additional_special_tokens": [FAST_MASK_TOKEN]})
+    tok.chat_template = CHATML
+    tok.save_pretrained(folder)
     return folder
 
 

@@ -34,8 +34,9 @@ class Canvas:
     are ``block_length`` long, counted from ``origin``; the last may be shorter, and the first where ``origin`` lies
     within the prompt. ``padded``: end tokens may occur anywhere in the answer and are no part of its text, which goes
     on after them. ``unread``: so many of the last positions hold padding from the start that passes read as masks.
-    ``logit_shift``: how far left of a position the row is whose logits predict it. ``branches``: where the answer is
-    several texts that do not see each other.
+    ``logit_shift``: how far left of a position the row is whose logits predict it. ``attention_block``: length of the
+    blocks, counted from position 0, that bound what a position sees, where those that are filled are parts of them; 0 =
+    they are the same. ``branches``: where the answer is several texts that do not see each other.
     """
 
     tokens: np.ndarray  # int64 [N]
@@ -53,6 +54,7 @@ class Canvas:
     padded: bool = False
     unread: int = 0
     logit_shift: int = 0
+    attention_block: int = 0
     branches: Branches | None = None
     _known: int = field(default=0, repr=False)
 
@@ -67,12 +69,13 @@ class Canvas:
         aligned: bool = False,
         places: np.ndarray | None = None,
         logit_shift: int = 0,
+        attention_block: int = 0,
     ) -> Canvas:
         """A canvas of ``prompt`` (int64 ids) and ``new_tokens`` masked positions.
 
         Blocks are counted from the prompt's end, or, ``aligned``, from position 0. ``places``: int64 ``[prompt + 1]``,
         where each position of a pruned prompt stood before, and where the answer begins, or such a row an axis.
-        ``logit_shift``: as of the model's spec.
+        ``logit_shift``: as of the model's spec. ``attention_block``: that of the spec, where blocks are ``aligned``.
         """
         size = len(prompt)
         tokens = np.concatenate([prompt.astype(np.int64), np.full(new_tokens, mask_id, np.int64)])
@@ -80,8 +83,18 @@ class Canvas:
         length, origin = (block_length, 0) if aligned else (min(block_length, new_tokens), size)
         if places is not None:
             places = np.concatenate([places[..., :size], places[..., size:] + np.arange(new_tokens)], axis=-1)
-        shift = logit_shift
-        return cls(tokens, committed, size, length, size, origin=origin, places=places, logit_shift=shift, _known=size)
+        return cls(
+            tokens,
+            committed,
+            size,
+            length,
+            size,
+            origin=origin,
+            places=places,
+            logit_shift=logit_shift,
+            attention_block=attention_block,
+            _known=size,
+        )
 
     @property
     def size(self) -> int:
@@ -113,6 +126,27 @@ class Canvas:
     def block_of(self, position: int) -> int:
         """First position of the block that ``position`` lies in; it may be one of the prompt."""
         return position - (position - self.origin) % self.block_length
+
+    def sight_of(self, position: int) -> int:
+        """First position of the block that bounds what ``position`` sees, where attention is block-causal."""
+        return position - position % self.attention_block if self.attention_block else self.block_of(position)
+
+    @property
+    def sight_end(self) -> int:
+        """First position right of what the current block sees, where attention is block-causal."""
+        length = self.attention_block or self.block_length
+        return min(self.sight_of(self.block_start) + length, self.size)
+
+    @property
+    def run_end(self) -> int:
+        """First position right of what a pass runs, where attention is block-causal.
+
+        A block's first token may be predicted from the block before it: then that is run first, and nothing of the
+        block is until its first token is there.
+        """
+        first = self.block_start
+        begins = first - self.logit_shift < self.sight_of(first) and self.committed_at[first] == MASKED
+        return first if begins else self.sight_end
 
     def block_masked(self) -> np.ndarray:
         """Positions (int64, ascending) of the current block that are masked."""

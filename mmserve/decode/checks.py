@@ -35,7 +35,7 @@ def check_sampling(request: Request, spec: ModelSpec, commit: Commit) -> None:
         raise Unimplemented(
             f"constraint.sampling {asked!r} needs tokens that are drawn one by one from the left, each given those "
             "before it: no probability is known of tokens committed together. Use diffusion.block_length 1 with a "
-            "masked diffusion model, or an autoregressive model"
+            "model of masked or block diffusion, or an autoregressive model"
         )
     otherwise = commit.whole_canvas or commit.revises or commit.closes or isinstance(commit, (Judged, Proposing))
     if not spec.causal and otherwise:

@@ -150,11 +150,14 @@ class Passes:
         """What to run for the open positions of the block, or of the canvas if ``commit`` looks at all of it.
 
         The rows that predict them are run too. Where attention ends at a row, or at its block, what is right of
-        that is of no use yet. ``drafted``: what is drafted for this pass; None = that is the policy's to do.
+        that is of no use yet. A policy that judges all of a block sees it at once, though a token of it comes from the
+        block before. ``drafted``: what is drafted for this pass; None = that is the policy's to do.
         """
         spec = self.model.spec
+        end = None
         if spec.attention is Attention.BLOCK_CAUSAL:
-            rows = rows[rows < canvas.block_end]
+            end = canvas.sight_end if commit.whole_block else canvas.run_end
+            rows = rows[rows < end]
         if drafted is None:
             drafted = self._draft(canvas, commit) if spec.causal else canvas.tokens[:0]
         if spec.causal and not len(drafted) and len(rows) == 1 and rows[0] == canvas.block_start - spec.logit_shift:
@@ -175,9 +178,7 @@ class Passes:
             regarded = commit.regarded(canvas)
             targets = np.union1d(targets, regarded[_within(regarded - spec.logit_shift, rows)])
         wanted = targets - spec.logit_shift
-        visible = int(wanted[-1]) + 1 if spec.causal else canvas.size
-        if spec.attention is Attention.BLOCK_CAUSAL:
-            visible = canvas.block_end
+        visible = end or (int(wanted[-1]) + 1 if spec.causal else canvas.size)
         rows = rows[rows < visible]
         if not _within(wanted, rows).all():
             rows = np.union1d(rows, wanted)

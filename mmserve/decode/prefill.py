@@ -45,14 +45,16 @@ class Prefill:
             asked = questions_ids(model.tokenizer, request.decisions, special_tokens=spec.special_tokens)
             canvas = question_canvas(spec, encoded, asked, parts.store.page_size)
         else:
+            aligned = spec.attention is Attention.BLOCK_CAUSAL
             canvas = Canvas.create(
                 encoded.ids,
                 new_tokens=request.sampling.max_new_tokens,
                 block_length=spec.block_length(request.diffusion.block_length),
                 mask_id=spec.mask_id,
-                aligned=spec.attention is Attention.BLOCK_CAUSAL,
+                aligned=aligned,
                 places=encoded.places,
                 logit_shift=spec.logit_shift,
+                attention_block=spec.default_block_length if aligned else 0,
             )
         lay_out(canvas, request.diffusion.seed_canvas)
         constraint = None if session is None else Constraint(session)

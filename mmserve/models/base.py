@@ -65,7 +65,8 @@ class ModelSpec:
     image_id: int | None  # placeholder of an image in the token row, maybe past the embeddings; None = text only
     video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
-    default_block_length: int = 32  # of masked diffusion; the only one where attention is block-causal
+    default_block_length: int = 32  # of masked diffusion; where attention is block-causal, its blocks
+    sub_block: int = 0  # positions that are filled together within a block of attention by default; 0 = all of it
     renoising: Renoising | None = None  # set where open positions hold random tokens, in whole blocks, and no mask
     draft_mask: int | None = None  # the mask of blocks that a next-token model fills by itself; None = it fills none
     draft_block: int = 32  # positions of those blocks
@@ -90,9 +91,9 @@ class ModelSpec:
         """Positions that are decoded together where a request ``asked`` for so many (0 = the default)."""
         if self.renoising is not None:
             return self.default_block_length
-        if self.attention in (Attention.FULL, Attention.PREFIX):
-            return asked or self.default_block_length
-        return self.attention_block or 1
+        if self.causal:
+            return 1
+        return asked or self.sub_block or self.default_block_length
 
     @property
     def decides(self) -> bool:

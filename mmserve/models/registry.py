@@ -25,6 +25,7 @@ from mmserve.models.switches import TEXT, check_class
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
     "Dream": "mmserve.models.dream",
+    "Fast_dLLM_Qwen": "mmserve.models.fast_dllm",
     "diffusion_gemma": "mmserve.models.diffusion_gemma",
     "dimple": "mmserve.models.dimple",
     "gemma3": "mmserve.models.gemma3",

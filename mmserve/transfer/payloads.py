@@ -38,8 +38,8 @@ from mmserve.transfer.kv_coding import CodedTensor
 PAYLOADS = Kinds(
     {
         EncodedPayload: 1,
-        PrefilledPayload: 5,
-        CanvasPayload: 5,
+        PrefilledPayload: 6,
+        CanvasPayload: 6,
         VisualPayload: 1,
         KVChunk: 1,
         StreamPayload: 1,

@@ -22,10 +22,14 @@ LONG = "what is left of the red circle, and what is right of it? " * 4
 PAGE = 8
 
 
-def blocks(length: int, *, end: bool = False) -> LoadedModel:
-    """A block-diffusion model of blocks of ``length``; without an ``end`` its answers are as long as is asked for."""
+def blocks(length: int, *, end: bool = False, shift: int = 0) -> LoadedModel:
+    """A block-diffusion model of blocks of ``length``; without an ``end`` its answers are as long as is asked for.
+
+    With a ``shift`` of 1 a block's first token is predicted by the block before it, as in Fast-dLLM v2."""
     made = tiny_model(vision=True, seed=5)
-    spec = dataclasses.replace(made.spec, attention=Attention.BLOCK_CAUSAL, default_block_length=length)
+    spec = dataclasses.replace(
+        made.spec, attention=Attention.BLOCK_CAUSAL, default_block_length=length, logit_shift=shift
+    )
     return dataclasses.replace(made, spec=spec if end else dataclasses.replace(spec, end_ids=frozenset({-1})))
 
 
@@ -72,9 +76,11 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 40, 10_000])
-@pytest.mark.parametrize("block", [4, 12, 32])
-def test_chunks_give_the_same_bits(bench: Make, monkeypatch: pytest.MonkeyPatch, block: int, chunk: int) -> None:
-    model = blocks(block)
+@pytest.mark.parametrize(("block", "shift"), [(4, 0), (12, 0), (32, 0), (1, 1), (4, 1), (32, 1)])
+def test_chunks_give_the_same_bits(
+    bench: Make, monkeypatch: pytest.MonkeyPatch, block: int, shift: int, chunk: int
+) -> None:
+    model = blocks(block, shift=shift)
     whole = Watched(bench(model, stages="inline", max_tokens=512), monkeypatch)
     parts = Watched(bench(model, stages="inline", max_tokens=512, prefill_tokens=chunk), monkeypatch)
     for i, (text, images) in enumerate(((LONG, ()), ("?", (picture(1),)), (LONG + "why?", (picture(2), picture(3))))):
@@ -88,7 +94,8 @@ def test_chunks_give_the_same_bits(bench: Make, monkeypatch: pytest.MonkeyPatch,
         prompt = expected.usage.prompt_tokens
         most = max(chunk, math.lcm(PAGE, block))  # a chunk is whole pages and blocks
         assert max(parts.chunks) <= most
-        assert sum(parts.chunks) == min(-(-(prompt + 1) // block) * block, prompt + 13)
+        run = min(-(-(prompt + 1 - shift) // block) * block, prompt + 13)  # a shifted block's first token needs no mask
+        assert sum(parts.chunks) == run
         assert len(parts.chunks) >= prompt // most
     parts.bench.await_nothing_left()
 

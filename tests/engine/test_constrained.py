@@ -76,6 +76,13 @@ def block_causal() -> LoadedModel:
     return like(tiny_model(vision=False, seed=5), Attention.BLOCK_CAUSAL)
 
 
+@pytest.fixture(scope="module")
+def shifted_blocks(block_causal: LoadedModel) -> LoadedModel:
+    """As Fast-dLLM v2: parts of blocks, whose first token comes from the block before."""
+    spec = dataclasses.replace(block_causal.spec, logit_shift=1, default_block_length=8, sub_block=4)
+    return dataclasses.replace(block_causal, spec=spec)
+
+
 def like(model: LoadedModel, attention: Attention) -> LoadedModel:
     shift = int(attention is Attention.CAUSAL)
     return dataclasses.replace(model, spec=dataclasses.replace(model.spec, attention=attention, logit_shift=shift))
@@ -185,9 +192,12 @@ def test_an_answer_region_is_judged_and_what_is_committed_obeys(bench: Make, lat
     everything_obeys(bench(), list(itertools.product(recomputes, commits)), 2)
 
 
-def test_block_diffusion(bench: Make, block_causal: LoadedModel) -> None:
+@pytest.mark.parametrize("kind", ["block_causal", "shifted_blocks"])
+def test_block_diffusion(bench: Make, kind: str, request: pytest.FixtureRequest) -> None:
     commits = [policy("low_confidence"), policy("threshold", confidence=0.3), policy("random"), policy("entropy_bound")]
-    everything_obeys(bench(block_causal), list(itertools.product([BLOCK, policy("none")], commits * 2)), 4)
+    everything_obeys(
+        bench(request.getfixturevalue(kind)), list(itertools.product([BLOCK, policy("none")], commits * 2)), 4
+    )
 
 
 def test_next_tokens(bench: Make, causal: LoadedModel) -> None:
@@ -378,21 +388,29 @@ def test_a_request_can_be_cancelled_while_its_constraint_is_made_ready(
     b.await_nothing_left()
 
 
+@pytest.mark.parametrize("kind", ["causal", "block_causal", "shifted_blocks"])
 @pytest.mark.parametrize("sampling", [ConstraintSampling.AWRS, ConstraintSampling.ASAP])
-def test_sampling_true_to_the_model(bench: Make, causal: LoadedModel, sampling: ConstraintSampling) -> None:
-    """Every schema, with budgets from the least on: valid, weighted, and the same alone and beside others."""
-    b, asked = bench(causal, watch=False), []
+def test_sampling_true_to_the_model(
+    bench: Make, kind: str, sampling: ConstraintSampling, request: pytest.FixtureRequest
+) -> None:
+    """Every schema, with budgets from the least on: valid, weighted, and the same alone and beside others.
+
+    Block diffusion fills its blocks a position at a time.
+    """
+    b, asked = bench(request.getfixturevalue(kind), watch=False), []
+    recompute, commits = (LAST, ("low_confidence", "ngram")) if kind == "causal" else (BLOCK, ("low_confidence",) * 2)
     for i, schema in enumerate(SCHEMAS):
-        request = ask(
+        one = ask(
             f"r{i}",
-            max_new_tokens=needed(b, schema, LAST) + (0, 2, 20)[i % 3],
-            recompute=LAST,
-            commit=policy(("low_confidence", "ngram")[i % 2]),
+            max_new_tokens=needed(b, schema, recompute) + (0, 2, 20)[i % 3],
+            block=1,
+            recompute=recompute,
+            commit=policy(commits[i % 2]),
             temperature=(0.7, 1.5)[i % 2],
             seed=i,
         )
-        spec = dataclasses.replace(constrained(request, schema).constraint, sampling=sampling)
-        asked.append(dataclasses.replace(request, constraint=spec))
+        spec = dataclasses.replace(constrained(one, schema).constraint, sampling=sampling)
+        asked.append(dataclasses.replace(one, constraint=spec))
     calls = b.submit(*asked)
     for call, schema in zip(calls, SCHEMAS, strict=True):
         check(call, schema)

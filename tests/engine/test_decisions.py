@@ -117,10 +117,12 @@ def test_each_question_is_answered_as_if_it_were_alone(
 
 
 @pytest.mark.parametrize("more", [0, 3, 9])
-@pytest.mark.parametrize("block", [4, 16, 12])
-def test_blocks_that_are_shorter_and_longer_than_pages(bench: Make, model: LoadedModel, block: int, more: int) -> None:
+@pytest.mark.parametrize(("block", "shift"), [(4, 0), (16, 0), (12, 0), (4, 1), (16, 1)])
+def test_blocks_that_are_shorter_and_longer_than_pages(
+    bench: Make, model: LoadedModel, block: int, shift: int, more: int
+) -> None:
     kind = like(model, Attention.BLOCK_CAUSAL)
-    kind = dataclasses.replace(kind, spec=dataclasses.replace(kind.spec, default_block_length=block))
+    kind = dataclasses.replace(kind, spec=dataclasses.replace(kind.spec, default_block_length=block, logit_shift=shift))
     request = asked("blocks", *QUESTIONS, context=f"a red circle{'!' * more}")
     finished = bench(kind).ask(request)
     for decided, question, text in zip(finished.decisions, QUESTIONS, BRANCHES, strict=True):

@@ -285,7 +285,7 @@ def test_what_block_diffusion_can_do(bench: Make, sdar: LoadedModel) -> None:
     assert info.recompute_policies == ("block", "none")
     with pytest.raises(Unimplemented, match="has no recompute policy 'dkv_decode'; it has block, none"):
         b.submit(ask("dkv", recompute=dkv()))
-    with pytest.raises(InvalidArgument, match=r"diffusion\.block_length: must be 4: the model decodes blocks of 4"):
+    with pytest.raises(InvalidArgument, match=r"diffusion\.block_length: must divide 4: the model decodes blocks of 4"):
         b.submit(ask("long", block=8))
     plain = b.ask(dataclasses.replace(ask("plain"), diffusion=Diffusion()))
     assert plain.text == b.ask(ask("block", block=4, recompute=BLOCK)).text

@@ -121,6 +121,7 @@ def test_answers_are_those_of_plain_passes(served: LoadedModel, standing: Standi
         (Attention.FULL, 1),
         (Attention.PREFIX, 0),
         (Attention.BLOCK_CAUSAL, 0),
+        (Attention.BLOCK_CAUSAL, 1),
     ],
 )
 def test_answers_of_each_kind_of_attention_are_those_of_plain_passes(

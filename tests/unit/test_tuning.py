@@ -102,6 +102,7 @@ def test_among_pairs_as_fast_as_each_other_the_closest_to_plain_decoding_is_take
         (Attention.FULL, 1, "prefix", 0.9),
         (Attention.PREFIX, 0, "prefix", 0.9),
         (Attention.BLOCK_CAUSAL, 0, "block", 0.95),
+        (Attention.BLOCK_CAUSAL, 1, "block", 0.9),
     ],
 )
 def test_the_literature_has_a_pair_for_each_kind_of_diffusion(

@@ -21,4 +21,5 @@ class Random(BlockWise):
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         count = tokens_of_step(canvas, self.steps, canvas.block_step - 1)
         order = random_order(canvas, self.seed)
+        order = order[np.isin(order, candidates.positions)]  # a pass may have candidates for a part of the block only
         return np.isin(candidates.positions, next_in_order(canvas, order, count))

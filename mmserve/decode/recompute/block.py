@@ -2,7 +2,8 @@
 
 Where a position sees to the end of its own block and no further, its key and value depend on that block and those
 before it. They are final once a pass has seen the finished block, and change within a block with each token of it.
-SDAR makes that last pass over a block by itself, to store it; here it is part of the next block's first pass.
+SDAR makes that last pass over a block by itself, to store it; here it is part of the next block's first pass. Where the
+row before a position predicts it (Fast-dLLM v2, arXiv 2509.26328), that pass predicts the next block's first token.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from mmserve.core.canvas import Canvas
 
 
 class Block:
-    """Run from the first block in which a token became known at the latest step to the end of the current block."""
+    """Run from the first block in which a token became known at the latest step to the end of the current block.
+
+    Blocks here are those that bound what a position sees.
+    """
 
     def rows(self, canvas: Canvas) -> np.ndarray:
         changed = np.flatnonzero(canvas.committed_at == canvas.step)
         if canvas.step == 0:
-            return np.arange(canvas.block_end)
+            return np.arange(canvas.run_end)
         first = int(changed[0]) if len(changed) else canvas.block_start
-        start = max(0, canvas.block_of(first))
-        return np.arange(start, canvas.block_end)
+        start = max(0, canvas.sight_of(first))
+        return np.arange(start, canvas.run_end)

@@ -1,0 +1,213 @@
+"""Fast-dLLM v2 in the one loop, token for token against a plain loop over transformers' Qwen2."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Bench, Call
+from helpers import ask, dkv, threshold
+from llama_checkpoints import load
+from qwen_checkpoints import Qwen, block_mask, qwen, save_fast_dllm
+
+from mmserve.core.request import Diffusion, Policy, Request
+from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.models.base import LoadedModel
+
+Make = Callable[..., Bench]
+NONE, BLOCK = Policy(name="none"), Policy(name="block")
+TEXTS = ("a red circle", "what is left of it? " * 3, "?", "ab", "circles")
+
+
+def prompt_of(bench: Bench, text: str) -> list[int]:
+    [encoded] = bench.engine.stages.encoder.encode([ask("x", text)])
+    return encoded.ids.tolist()
+
+
+def answer(bench: Bench, call: Call) -> list[int]:
+    prompt = call.finished().usage.prompt_tokens
+    return bench.canvases[call.request.id][0][prompt:].tolist()
+
+
+def outcome(bench: Bench, call: Call) -> tuple[Any, ...]:
+    done = call.finished()
+    tokens, committed = bench.canvases[call.request.id]
+    return done.text, done.reason, done.forwards, tokens.tolist(), committed.tolist()
+
+
+@torch.no_grad()
+def plain(
+    oracle: Qwen, prompt: list[int], new: int, *, block: int, part: int, mask: int, sure_at: float | None
+) -> tuple[list[int], int]:
+    """The authors' ``generate`` without its caches and without temperature; its tokens, and passes over the row.
+
+    Blocks lie on a grid from position 0, and a position sees to the end of its own. A block's first token is the best
+    one of the last row before it, when all of that is known. Then its parts are filled one after another, with masks
+    right of them: of each pass the surest token, and those that are at least ``sure_at``.
+    """
+    row, passes, fixed = torch.tensor(prompt + [mask] * new), 0, len(prompt)
+
+    def predicted(end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most probable token, but for the mask, of each position up to ``end``, and its probability."""
+        nonlocal passes
+        passes += 1
+        seen = min(end, len(row))
+        logits = oracle(input_ids=row[None, :seen], attention_mask=block_mask(seen, block)).logits[0]
+        probabilities = logits.softmax(-1)
+        probabilities[:, mask] = -1.0
+        sure, token = probabilities.max(-1)
+        nothing = torch.zeros(1)
+        return torch.cat([nothing, sure]), torch.cat([nothing.long(), token])
+
+    for start in range(fixed // block * block, len(row), block):
+        if start >= fixed:
+            row[start] = predicted(start)[1][start]
+        for first in range(start, min(start + block, len(row)), part):
+            here = slice(first, min(first + part, len(row)))
+            while (open_ := row[here] == mask).any():
+                sure, token = (each[here] for each in predicted(start + block))
+                sure = sure.masked_fill(~open_, -1.0)
+                chosen = sure == sure.max()
+                if sure_at is not None:
+                    chosen |= sure >= sure_at
+                row[here][chosen] = token[chosen]
+    return row[fixed:].tolist(), passes
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def oracle() -> Qwen:
+    """Sharp attention: what is predicted depends on what surrounds it."""
+    made = qwen("qwen2")
+    for name, weight in made.named_parameters():
+        if "q_proj" in name:
+            weight *= 2
+    return made
+
+
+def served(oracle: Qwen, folder: Path, **changes: Any) -> LoadedModel:
+    """The model with an end of text that no test's answer meets."""
+    model = load(save_fast_dllm(oracle, folder, **changes))
+    return dataclasses.replace(model, spec=dataclasses.replace(model.spec, end_ids=frozenset({-1})))
+
+
+@pytest.fixture(scope="module")
+def model(oracle: Qwen, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return served(oracle, tmp_path_factory.mktemp("fast"), bd_size=16)
+
+
+@pytest.mark.parametrize(("block", "part"), [(32, 8), (8, 8), (4, 2)])
+def test_tokens_and_passes_are_those_of_the_authors_loop(
+    bench: Make, tmp_path: Path, oracle: Qwen, block: int, part: int
+) -> None:
+    made = served(oracle, tmp_path, bd_size=block)
+    b = bench(made, stages="inline")
+    kinds: set[int] = set()
+    ends: set[int] = set()
+    saved = 0
+    for text in TEXTS[: 2 if block == 32 else None]:
+        prompt = prompt_of(b, text)
+        ends.add(len(prompt) % block)
+        for new in (2 * block - 2, 2 * block - len(prompt) % block):  # the last block cut, and whole
+            for sure_at in (None, 0.1):
+                expected, passes = plain(
+                    oracle, prompt, new, block=block, part=part, mask=made.spec.mask_id, sure_at=sure_at
+                )
+                for policy in (NONE, BLOCK):
+                    name = f"{policy.name} {new} {sure_at} {text}"
+                    commit = threshold(sure_at) if sure_at else None
+                    asked = 0 if part == made.spec.sub_block else part
+                    [call] = b.submit(ask(name, text, max_new_tokens=new, block=asked, recompute=policy, commit=commit))
+                    assert (answer(b, call), call.finished().forwards) == (expected, passes)
+                saved += new - passes
+                kinds |= set(expected)
+    assert len(kinds) > 20, "the model says more than one token"
+    assert saved > 0, "the threshold makes several tokens known at once"
+    assert len(ends) >= 2, "the prompt ends at several places of a block"
+
+
+def test_a_prompt_that_ends_with_its_block(bench: Make, model: LoadedModel, oracle: Qwen) -> None:
+    """Its last row alone predicts the answer's first token."""
+    b = bench(model, stages="inline")
+    texts = (f"red{'!' * more}" for more in range(16))
+    text = next(each for each in texts if len(prompt_of(b, each)) % 16 == 0)
+    prompt = prompt_of(b, text)
+    expected, passes = plain(oracle, prompt, 16, block=16, part=8, mask=model.spec.mask_id, sure_at=None)
+    [call] = b.submit(ask("ends", text, max_new_tokens=16, recompute=BLOCK))
+    done = call.finished()
+    assert (answer(b, call), done.forwards, passes) == (expected, 16, 16)
+    assert done.recomputed_tokens == len(prompt) + 15 * 16
+
+
+def mixed(policies: tuple[Policy, ...]) -> list[Request]:
+    """Requests that differ in prompt, length, sub-blocks, policies, seed and temperature."""
+    commits = (None, threshold(0.2), Policy(name="random"), Policy(name="entropy_bound", options={"bound": 4.0}))
+    return [
+        ask(
+            f"r{i}",
+            "red circle " * (i % 4) + f"{i}",
+            max_new_tokens=[1, 7, 20, 41][i % 4],
+            block=[0, 2, 16][i % 3],
+            steps=[0, 0, 0, 9][i % 4],
+            recompute=policies[i % len(policies)],
+            commit=commits[i % 5 % 4],
+            temperature=[0.0, 0.0, 1.1][i % 3],
+            seed=i,
+        )
+        for i in range(14)
+    ]
+
+
+@pytest.mark.parametrize("config", [{}, {"page_size": 1, "decode_tokens": 100}, {"max_running": 3, "stages": "inline"}])
+def test_tokens_are_the_same_alone_and_in_a_batch(bench: Make, model: LoadedModel, config: dict[str, Any]) -> None:
+    requests = mixed((BLOCK, NONE))
+    single = bench(model, stages="inline")
+    alone = {r.id: outcome(single, single.submit(r)[0]) for r in requests}
+    b = bench(model, **config)
+    for tensor in (*b.engine.stages.store.keys, *b.engine.stages.store.values):
+        tensor.fill_(torch.nan)
+    for call in b.submit(*requests):
+        assert outcome(b, call) == alone[call.request.id]
+
+
+def test_tokens_are_the_same_with_the_cache_and_without(bench: Make, model: LoadedModel) -> None:
+    b = bench(model, stages="inline")
+    for request in mixed((NONE,)):
+        diffusion = dataclasses.replace(request.diffusion, recompute=BLOCK)
+        other = dataclasses.replace(request, id=f"{request.id}-block", diffusion=diffusion)
+        assert outcome(b, b.submit(request)[0]) == outcome(b, b.submit(other)[0])
+
+
+def test_pages_of_a_prompt_are_shared(bench: Make, model: LoadedModel) -> None:
+    b = bench(model, stages="inline")
+    text = "what is left of the red circle? " * 3
+    first, again = (outcome(b, b.submit(ask(name, text, recompute=BLOCK))[0]) for name in ("first", "again"))
+    assert first == again
+    assert b.ask(ask("third", text, recompute=BLOCK)).usage.cached_tokens > 16
+
+
+def test_a_policy_that_edits_judges_all_of_a_block_at_once(bench: Make, model: LoadedModel) -> None:
+    """Its passes are not those of the authors: it has candidates for the block's other positions from the first on."""
+    b = bench(model, stages="inline", watch=False)
+    edit = Policy(name="edit", options={"confidence": 0.2, "edit_confidence": 0.1})
+    done = b.ask(ask("edit", max_new_tokens=30, recompute=BLOCK, commit=edit))
+    assert done.usage.completion_tokens == 30 and done.edits > 0
+
+
+def test_what_it_can_do(bench: Make, model: LoadedModel) -> None:
+    b = bench(model, stages="inline")
+    info = b.engine.info
+    assert (info.diffusion, info.block_length, info.recompute_policies) == (True, 8, ("block", "none"))
+    assert (info.recompute_policy, info.commit_policy, info.decisions) == ("block", "threshold", "together")
+    assert info.tuning.default.commit.options["confidence"] == 0.9
+    with pytest.raises(Unimplemented, match="has no recompute policy 'dkv_decode'; it has block, none"):
+        b.submit(ask("dkv", recompute=dkv()))
+    for wrong in (3, 32):
+        with pytest.raises(InvalidArgument, match=r"block_length: must divide 16: the model decodes blocks of 16, or"):
+            b.submit(ask("wrong", block=wrong))
+    plain_request = b.ask(dataclasses.replace(ask("plain"), diffusion=Diffusion()))
+    assert plain_request.text == b.ask(ask("block", block=8, recompute=BLOCK)).text

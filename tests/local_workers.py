@@ -27,10 +27,10 @@ from mmserve.transfer.shared_memory import host_id
 class LocalWorker:
     """As ``cluster.workers.Worker``; ``begin`` after the coordinator is known."""
 
-    def __init__(self, name: str, roles: Iterable[str], config: Config) -> None:
+    def __init__(self, name: str, roles: Iterable[str], config: Config, transport: str = "shared_memory") -> None:
         self.name, self.roles = name, frozenset(roles)
         self.worker, self.dead = Worker(), False
-        self.described = self.worker.load(config, shares=True, kv_bits=0)
+        self.described = self.worker.load(config, transport=transport, linked=True, kv_bits=0)
         self._commands, self._questions, self._streams = (ThreadPoolExecutor(1) for _ in range(3))
         self._reporting = threading.Thread(target=self._report, daemon=True)
         self._coordinator: Coordinator | None = None
@@ -73,8 +73,7 @@ class LocalWorker:
         if self._reporting.ident is not None:
             self._reporting.join()
         self.worker.close()
-        self.worker._reader.close()
-        self.worker._arena.close()
+        self.worker.parcels.close()
 
     def _command(self, call: Callable[..., Any], *arguments: Any) -> None:
         if not self.dead:

@@ -1,6 +1,7 @@
-"""States between two actors of one host: shared memory against Ray's object store, and receivers that are killed.
+"""States between two actors of one host: shared memory against NIXL, where it is installed, and Ray's object store; and
+receivers that are killed.
 
-The first are ordered and reported by messages, as between the front and workers of its host, the others by Ray.
+The first two are ordered and reported by messages, as between the front and workers of its host, the others by Ray.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -22,18 +24,20 @@ import torch
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.cluster import prefork
 from mmserve.cluster.link import Listener, Offered, connected
-from mmserve.cluster.object_store import fetched, stored
+from mmserve.cluster.parcels import Parcels
 from mmserve.cluster.payload_store import SharedPayloadStore
 from mmserve.core.canvas import Canvas
 from mmserve.core.payloads import KVState, PrefilledPayload
-from mmserve.transfer.payloads import PAYLOADS
-from mmserve.transfer.shared_memory import Arena, Reader, Ticket, host_id
+from mmserve.transfer.nixl import Region
+from mmserve.transfer.shared_memory import Ticket, host_id
 
 #: Bytes of K/V.
 _SIZES = {"64 kB": 64 << 10, "1 MB": 1 << 20, "8 MB": 8 << 20, "64 MB": 64 << 20}
 _KILLS = 100
 #: Receivers that start in advance.
 _READY = 2
+_SHARED, _NIXL, _STORED = "shared memory", "NIXL", "Ray's object store"
+_TRANSPORTS = {_SHARED: "shared_memory", _NIXL: "nixl", _STORED: "object_store"}
 
 
 class _End:
@@ -41,11 +45,11 @@ class _End:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._arena, self._reader = Arena(), Reader()
+        self._parcels: dict[str, Parcels] = {}
         self._payloads: dict[int, PrefilledPayload] = {}
         self._pages: dict[int, torch.Tensor] = {}
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._listener = Listener(self._arena.offered)
+        self._listener = Listener(self._by(_SHARED).arena.offered)
         named: dict[str, Callable[..., Any]] = {"write": self.write, "read": self.read, "drop": self.drop}
         calls = {name: partial(self._answer, method) for name, method in named.items()}
         self._listener.serve(calls, lambda: iter(self._done.get, None))
@@ -59,40 +63,37 @@ class _End:
     def pid(self) -> int:
         return os.getpid()
 
-    def write(self, size: int, shared: bool) -> Any:
-        """A state of about ``size`` bytes: where it is."""
+    def _by(self, name: str) -> Parcels:
+        if name not in self._parcels:
+            self._parcels[name] = made = Parcels()
+            made.use(_TRANSPORTS[name])
+        return self._parcels[name]
+
+    def write(self, size: int, transport: str) -> Any:
+        """A state of about ``size`` bytes: where it is, in a list, so that Ray does not follow references."""
         if size not in self._payloads:
             canvas = Canvas.create(np.arange(5), new_tokens=3, block_length=2, mask_id=9)
             held = {"keys": torch.rand(size // 256, 64)}
             self._payloads[size] = PrefilledPayload(canvas, KVState(8, 4, held), 8)
-        packed = PAYLOADS.pack(self._payloads[size])
-        if shared:
-            return self._arena.write(packed)
-        data = bytearray(packed.size)
-        packed.write(memoryview(data))
-        return [stored(data)]
+        return [self._by(transport).write(self._payloads[size])]
 
-    def read(self, where: Any) -> float:
+    def read(self, where: list[Any], transport: str) -> float:
         """Copy the state into pages of this process; the sum of a few of its numbers."""
-        if isinstance(where, Ticket):
-            payload = PAYLOADS.decode(self._reader.read(where))
-        else:
-            payload = PAYLOADS.decode(fetched(where[0]))
-        keys = payload.kv.tensors["keys"]
+        keys = self._by(transport).read(where[0]).kv.tensors["keys"]
         pages = self._pages.setdefault(keys.shape[0], torch.zeros_like(keys))
         pages.copy_(keys)
         return float(pages[:4].sum())
 
-    def again(self, where: Any, times: int) -> int:
-        """Read so many times."""
+    def again(self, where: list[Any], times: int) -> int:
+        """Read from shared memory so many times."""
         for _ in range(times):
-            self.read(where)
+            self.read(where, _SHARED)
         return times
 
-    def drop(self, ticket: Ticket) -> int:
+    def drop(self, number: int, transport: str) -> int:
         """Nobody reads it any more; what the arena still offers."""
-        self._arena.drop(ticket)
-        return len(self._arena)
+        self._by(transport).reuse(number)
+        return len(self._by(_SHARED).arena)
 
     def descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts alone
@@ -105,25 +106,31 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     remote: Any = ray.remote
     actor = remote(num_cpus=0, runtime_env={"py_executable": prefork.command()})(_End)
     one, other = actor.remote(), actor.remote()
-    reuse = queue.SimpleQueue[Ticket]()
+    reuse = queue.SimpleQueue[Ticket | Region]()
     store = SharedPayloadStore(lambda _worker: host_id(), reuse.put)
     writer, receiver = (_Linked(ray.get(each.listen.remote()), store.offered) for each in (one, other))
     rows, measures = [], []
+    ways: dict[str, Callable[[int], float]] = {
+        _SHARED: lambda size: _by_memory(store, reuse, writer, receiver, size),
+        _STORED: lambda size: _by_ray(one, other, size),
+    }
+    if find_spec("nixl") is not None:
+        ways[_NIXL] = lambda size: _by_regions(writer, receiver, size)
     for label, size in _SIZES.items():
-        times: dict[bool, list[float]] = {True: [], False: []}
+        times: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(5 + 10 * max(1, arguments.repeats)):
-            for shared, seconds in (
-                (True, _by_messages(store, reuse, writer, receiver, size)),
-                (False, _by_ray(one, other, size)),
-            ):
+            for name, way in ways.items():
+                seconds = way(size)
                 if turn >= 5:
-                    times[shared].append(1000 * seconds)
-        shared_ms, stored_ms = median(times[True]), median(times[False])
-        rows.append({"bytes": size, "shared_ms": round(shared_ms, 3), "object_store_ms": round(stored_ms, 3)})
-        progress(f"{label}: shared memory {shared_ms:.2f} ms, object store {stored_ms:.2f} ms")
-        name = f"{label} by shared memory, through the front, two messages and their answers included, p50"
-        measures.append(at_most(name, shared_ms, "ms", 5.0) if size == 8 << 20 else stated(name, shared_ms, "ms"))
-        measures.append(stated(f"{label} by Ray's object store, p50", stored_ms, "ms"))
+                    times[name].append(1000 * seconds)
+        found = {name: median(each) for name, each in times.items()}
+        rows.append({"bytes": size, **{f"{_TRANSPORTS[name]}_ms": round(ms, 3) for name, ms in found.items()}})
+        progress(f"{label}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in found.items()))
+        shared = f"{label} by shared memory, through the front, two messages and their answers included, p50"
+        measures.append(
+            at_most(shared, found[_SHARED], "ms", 5.0) if size == 8 << 20 else stated(shared, found[_SHARED], "ms")
+        )
+        measures += [stated(f"{label} by {name}, p50", ms, "ms") for name, ms in found.items() if name != _SHARED]
     store.close()
     measures += _kills(actor, one, progress)
     return {"rows": rows, "measures": measures, "settings": {"repeats": arguments.repeats, "kills": _KILLS}}
@@ -142,16 +149,26 @@ class _Linked:
         return next(self._answers)
 
 
-def _by_messages(
-    store: SharedPayloadStore, reuse: queue.SimpleQueue[Ticket], one: _Linked, other: _Linked, size: int
+def _by_memory(
+    store: SharedPayloadStore, reuse: queue.SimpleQueue[Ticket | Region], one: _Linked, other: _Linked, size: int
 ) -> float:
     """Seconds to write a state by shared memory, to hold it here as a front does, and to read it."""
     begun = time.perf_counter()
-    kept = store.keep(one.ask("write", size, True))
-    other.ask("read", store.sent(kept, ""))
+    kept = store.keep(one.ask("write", size, _SHARED)[0])
+    other.ask("read", [store.sent(kept, "")], _SHARED)
     seconds = time.perf_counter() - begun
     store.drop(kept)
-    one.ask("drop", reuse.get())
+    one.ask("drop", reuse.get().number, _SHARED)
+    return seconds
+
+
+def _by_regions(one: _Linked, other: _Linked, size: int) -> float:
+    """The same by NIXL: the front has the region's key alone."""
+    begun = time.perf_counter()
+    where: list[Region] = one.ask("write", size, _NIXL)
+    other.ask("read", where, _NIXL)
+    seconds = time.perf_counter() - begun
+    one.ask("drop", where[0].number, _NIXL)
     return seconds
 
 
@@ -160,7 +177,7 @@ def _by_ray(one: Any, other: Any, size: int) -> float:
     import ray
 
     begun = time.perf_counter()
-    ray.get(other.read.remote(ray.get(one.write.remote(size, False))))
+    ray.get(other.read.remote(ray.get(one.write.remote(size, _STORED)), _STORED))
     return time.perf_counter() - begun
 
 
@@ -174,16 +191,16 @@ def _kills(actor: Any, one: Any, progress: Progress) -> list[Figures]:
         receiver = ready.popleft()
         ready.append(actor.remote())  # starts while those before it are used
         pid = ray.get(receiver.pid.remote())
-        ticket = ray.get(one.write.remote(8 << 20, True))
-        ray.get(receiver.read.remote(ticket))
-        in_flight = receiver.again.remote(ticket, 10_000)
+        where = ray.get(one.write.remote(8 << 20, _SHARED))
+        ray.get(receiver.read.remote(where, _SHARED))
+        in_flight = receiver.again.remote(where, 10_000)
         time.sleep(0.002 * (turn % 10))
         os.kill(pid, signal.SIGKILL)
         try:
             ray.get(in_flight)
         except ray.exceptions.RayError:
             served += 1
-        offered = ray.get(one.drop.remote(ticket))
+        offered = ray.get(one.drop.remote(where[0].number, _SHARED))
         if turn % 10 == 9:
             progress(f"{turn + 1} receivers killed in the middle of a transfer")
     after = ray.get(one.descriptors.remote())

@@ -41,8 +41,9 @@ class ClusterSettings:
     )
     transport: str = value(
         "auto",
-        one_of("auto", "shared_memory", "object_store"),
-        "how states travel; auto: shared memory within a host, Ray's object store between hosts",
+        one_of("auto", "shared_memory", "object_store", "nixl"),
+        "how states travel; auto: shared memory within a host, Ray's object store between hosts; "
+        "nixl: by RDMA where there is any (mmserve[nixl])",
     )
     save_every: int = value(8, at_least(0), "decode steps between two saved states of an answer; 0 = none")
     ahead_kb: int = value(

@@ -28,6 +28,7 @@ from mmserve.cluster.spares import Loaded, Spares
 from mmserve.config import Config, ServerConfig
 from mmserve.core.request import RequestId
 from mmserve.errors import MMServeError, Unavailable
+from mmserve.transfer.nixl import Region, require_nixl
 from mmserve.transfer.shared_memory import Ticket, host_id
 
 logger = logging.getLogger("mmserve.cluster")
@@ -52,7 +53,7 @@ class Member:
         self.described: Described | None = None  # while it serves
         self.silent = 0.0  # seconds since it reported anything
         self.begun = 0  # processes so far
-        self._free: list[Ticket] = []  # memory that may be written again
+        self._free: list[Ticket | Region] = []  # memory that may be written again
         self._noting = threading.Lock()
         self._assigning = threading.Lock()
         self._drained: frozenset[str] | None = None  # its roles, while it has none because it is slow
@@ -106,7 +107,7 @@ class Member:
         """Whether it has no role because it is slow."""
         return self._drained is not None
 
-    def reuse(self, ticket: Ticket) -> None:
+    def reuse(self, ticket: Ticket | Region) -> None:
         """Note memory that may be written again."""
         with self._noting:
             self._free.append(ticket)
@@ -157,6 +158,8 @@ class Fleet:
         ``on_head`` is called with whether Ray's head is lost, each time that changes. Raises ``ConfigError`` where the
         cluster has no room, or a model cannot be loaded, and whatever else a worker cannot begin for.
         """
+        if self._cluster.cluster.transport == "nixl":
+            require_nixl()
         self._placement = ray_actors.Placement(self._cluster)
         for member in self.members:
             self._thread(f"mmserve-worker-{member.name}", partial(self._keep, member))
@@ -253,10 +256,15 @@ class Fleet:
 
     def _load(self, actor: ray_actors.Actor, threads: int) -> Loaded:
         settings = self._cluster.cluster
+        here = settings.transport == "shared_memory" or actor.host() == self._here
         transport = settings.transport
-        shares = transport == "shared_memory" or (transport == "auto" and actor.host() == self._here)
+        if transport == "auto":
+            transport = "shared_memory" if here else "object_store"
+        linked = here and transport != "object_store"  # references to Ray's store travel by Ray alone
         config = replace(self._config, engine=replace(self._config.engine, torch_threads=threads))
-        return Loaded(actor, actor.load(config, shares=shares, kv_bits=settings.kv_bits, offered=self.payloads.offered))
+        offered, kv_bits = self.payloads.offered, settings.kv_bits
+        described = actor.load(config, transport=transport, linked=linked, kv_bits=kv_bits, offered=offered)
+        return Loaded(actor, described)
 
     def _joined(self, member: Member, described: Described) -> None:
         member.silent = 0.0
@@ -388,7 +396,7 @@ class Fleet:
                 return described.host
         return ""
 
-    def _reuse(self, ticket: Ticket) -> None:
+    def _reuse(self, ticket: Ticket | Region) -> None:
         for member in self.members:
             described = member.described
             if described is not None and described.arena == ticket.address:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mmserve.cluster.messages import Parcel
 from mmserve.cluster.object_store import fetched, stored
+from mmserve.transfer.nixl import Region, Regions
 from mmserve.transfer.shared_memory import Arena, Memory, Reader, Ticket, allow_descriptors
 
 
@@ -21,26 +22,36 @@ class Kept:
 
 
 class SharedPayloadStore:
-    """``PayloadStore`` over shared memory on this host; states from other hosts stay references to Ray's object store.
+    """``PayloadStore`` over shared memory on this host; states from other hosts stay references to Ray's object store,
+    or regions of NIXL.
 
-    ``host_of``: the host of a worker by its name; ``reuse``: has a worker write to the memory of a ticket of its own
-    again.
+    ``host_of``: the host of a worker by its name; ``reuse``: has a worker write to the memory of a ticket, or of a
+    region, of its own again.
     """
 
-    def __init__(self, host_of: Callable[[str], str], reuse: Callable[[Ticket], None]) -> None:
+    def __init__(self, host_of: Callable[[str], str], reuse: Callable[[Ticket | Region], None]) -> None:
         self._host_of, self._reuse = host_of, reuse
         allow_descriptors()
         self._arena, self._reader = Arena(), Reader()
+        self._regions: Regions | None = None
 
     def keep(self, parcel: Parcel) -> Parcel:
-        """As of ``PayloadStore.keep``. A reference to Ray's store does not outlive the worker that made it."""
+        """As of ``PayloadStore.keep``. What is not in memory of this host does not outlive the worker that made it."""
         if not isinstance(parcel, Ticket):
             return parcel
         return Kept(self._arena.put(self._reader.take(parcel)), parcel)
 
     def own(self, parcel: Parcel) -> Parcel:
-        """As of ``PayloadStore.own``; what is in Ray's store is put there anew, by this process."""
-        return self.keep(parcel) if isinstance(parcel, Ticket) else stored(fetched(parcel))
+        """As of ``PayloadStore.own``; what is in Ray's store, or a region, is offered anew by this process."""
+        if isinstance(parcel, Ticket):
+            return self.keep(parcel)
+        if not isinstance(parcel, Region):
+            return stored(fetched(parcel))
+        if self._regions is None:
+            self._regions = Regions(self._arena.address)
+        data = self._regions.read(parcel)
+        self._reuse(parcel)
+        return self._regions.copy(data)
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
         """As of ``PayloadStore.sent``: to another host the bytes go by Ray's object store."""
@@ -56,7 +67,9 @@ class SharedPayloadStore:
         if isinstance(parcel, Kept):
             self._arena.drop(parcel.here)
             self._reuse(parcel.origin)
-        elif isinstance(parcel, Ticket):
+        elif self._regions is not None and isinstance(parcel, Region) and parcel.address == self._regions.address:
+            self._regions.drop(parcel)
+        elif isinstance(parcel, Ticket | Region):
             self._reuse(parcel)
 
     def offered(self, ticket: Ticket) -> Memory | None:
@@ -66,9 +79,11 @@ class SharedPayloadStore:
     @property
     def held(self) -> int:
         """States that are kept here."""
-        return len(self._arena)
+        return len(self._arena) + (0 if self._regions is None else len(self._regions))
 
     def close(self) -> None:
         """Forget all of them."""
         self._reader.close()
         self._arena.close()
+        if self._regions is not None:
+            self._regions.close()

@@ -154,10 +154,10 @@ class Actor:
         self._handle: Any = _actor_class().options(**options).remote()
         self._link: Link | None = None
 
-    def load(self, config: Config, *, shares: bool, kv_bits: int, offered: Offered) -> Described:
+    def load(self, config: Config, *, transport: str, linked: bool, kv_bits: int, offered: Offered) -> Described:
         """As of ``Worker.load``; ``offered``: memory of this process that it gets with orders. Raises what it raises,
         or ``Unavailable`` where the actor ends meanwhile."""
-        described: Described = self._waited(self._handle.load.remote(config, shares, kv_bits))
+        described: Described = self._waited(self._handle.load.remote(config, transport, linked, kv_bits))
         if described.listener:
             self._link = connected(described.listener, offered)
         return described
@@ -251,8 +251,8 @@ def _actor_class() -> Any:
             return host_id()
 
         @ray.method(concurrency_group="commands")
-        def load(self, config: Config, shares: bool, kv_bits: int) -> Described:
-            return self._worker.load(config, shares=shares, kv_bits=kv_bits)
+        def load(self, config: Config, transport: str, linked: bool, kv_bits: int) -> Described:
+            return self._worker.load(config, transport=transport, linked=linked, kv_bits=kv_bits)
 
         @ray.method(concurrency_group="commands")
         def call(self, name: str, *arguments: Any) -> None:

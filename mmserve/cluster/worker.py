@@ -31,7 +31,7 @@ from mmserve.cluster.messages import (
     Refused,
     without_media,
 )
-from mmserve.cluster.object_store import fetched, stored
+from mmserve.cluster.parcels import Parcels
 from mmserve.cluster.questions import QUESTIONS, Subject
 from mmserve.cluster.worker_streams import WorkerStreams
 from mmserve.config import Config
@@ -46,8 +46,7 @@ from mmserve.errors import Internal, MMServeError, TransferError
 from mmserve.models.base import LoadedModel
 from mmserve.observe import traces
 from mmserve.transfer.kv_coding import coded, decoded
-from mmserve.transfer.payloads import PAYLOADS
-from mmserve.transfer.shared_memory import Arena, Reader, Ticket, allow_descriptors, host_id
+from mmserve.transfer.shared_memory import allow_descriptors, host_id
 from mmserve.video.facts import facts_of
 
 logger = logging.getLogger("mmserve.cluster")
@@ -66,35 +65,36 @@ class Worker:
         allow_descriptors()
         self._engines: dict[str, Engine] = {}
         self._subjects: dict[str, Subject] = {}
-        self._arena, self._reader = Arena(), Reader()
+        self.parcels = Parcels()
         self._outbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._tickets: dict[int, Ticket] = {}  # of states that this process wrote
-        self._shares, self._kv_bits = True, 0
+        self._kv_bits = 0
         self._seeing = ThreadPoolExecutor(1, "mmserve-shards")
         self._end_traces: Callable[[], None] = lambda: None
 
-    def load(self, config: Config, *, shares: bool, kv_bits: int) -> Described:
-        """Load the models; ``serve`` must follow. ``shares``: whether states go out by shared memory; ``kv_bits``: K/V
-        of prompts go to decode in so many (``transfer.kv_coding``), 0 = as they are."""
+    def load(self, config: Config, *, transport: str, linked: bool, kv_bits: int) -> Described:
+        """Load the models; ``serve`` must follow. ``transport``: how states go out (``Parcels``); ``linked``: orders
+        come, and events go, by a socket of this host; ``kv_bits``: K/V of prompts go to decode in so many
+        (``transfer.kv_coding``), 0 = as they are."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._end_traces = traces.configure(config.server.otlp_endpoint)
-        self._shares, self._kv_bits = shares, kv_bits
+        self._kv_bits = kv_bits
+        self.parcels.use(transport)
         self._engines = build_engines(config)
         for engine in self._engines.values():
             engine.start()
         for name, engine in self._engines.items():
-            streams = WorkerStreams(engine, config.video, self._outbox.put, self._sink, self._written, self._read)
+            streams = WorkerStreams(engine, config.video, self._outbox.put, self._sink, self.parcels.write, self._read)
             self._subjects[name] = Subject(engine, streams)
         infos = {name: engine.info for name, engine in self._engines.items()}
         stages = {name: engine.stages for name, engine in self._engines.items()}
         facts = {name: facts_of(each.model, each.capabilities) for name, each in stages.items()}
         adapters = {name: tuple(engine.adapters.listed()) for name, engine in self._engines.items()}
         address = ""
-        if shares:  # references to Ray's store travel by Ray alone
-            listener = Listener(self._arena.offered)
+        if linked:
+            listener = Listener(self.parcels.arena.offered)
             listener.serve({name: getattr(self, name) for name in ("take", "cancel", "serve", "reuse")}, self.events)
             address = listener.address
-        return Described(infos, facts, adapters, host_id(), os.getpid(), self._arena.address, address)
+        return Described(infos, facts, adapters, host_id(), os.getpid(), self.parcels.arena.address, address)
 
     def take(self, orders: list[Order]) -> None:
         """Take requests in; what goes wrong with one is reported by an item of its own."""
@@ -169,9 +169,7 @@ class Worker:
     def reuse(self, numbers: list[int]) -> None:
         """Nobody reads these states any more: their memory may be written again."""
         for number in numbers:
-            ticket = self._tickets.pop(number, None)
-            if ticket is not None:
-                self._arena.drop(ticket)
+            self.parcels.reuse(number)
 
     def events(self) -> Iterator[list[Item]]:
         """What happens, for ever: as many items at once as there are; none at all is a sign of life."""
@@ -217,7 +215,7 @@ class Worker:
                     self._moved(order, None if whole else sample, event.handover, isinstance(event, Saved))
                 )
             elif isinstance(event, Ahead):
-                parcel = self._written(self._coded(order.model, event.handover.payload))
+                parcel = self.parcels.write(self._coded(order.model, event.handover.payload))
                 plain = _plain(event.handover)
                 self._outbox.put(Chunk(order.model, order.key, sample, plain, parcel, event.number))
             else:
@@ -227,7 +225,7 @@ class Worker:
 
     def _moved(self, order: Order, sample: int | None, handover: Handover, stays: bool) -> Moved:
         payload = None if handover.payload is None else self._coded(order.model, handover.payload)
-        parcel = None if payload is None else self._written(payload)
+        parcel = None if payload is None else self.parcels.write(payload)
         return Moved(order.model, order.key, sample, _plain(handover), parcel, stays)
 
     def _coded(self, model: str, payload: Any) -> Any:
@@ -237,22 +235,8 @@ class Worker:
             return coded(payload, self._kv_bits, loaded.decoder.config.num_layers)
         return payload
 
-    def _written(self, payload: Any) -> Parcel:
-        packed = PAYLOADS.pack(payload)
-        if self._shares:
-            ticket = self._arena.write(packed)
-            self._tickets[ticket.number] = ticket
-            return ticket
-        data = bytearray(packed.size)
-        packed.write(memoryview(data))
-        return stored(data)
-
     def _read(self, parcel: Parcel) -> Any:
-        if parcel is None:
-            return None
-        if isinstance(parcel, Ticket):
-            return decoded(PAYLOADS.decode(self._reader.read(parcel)))
-        return decoded(PAYLOADS.decode(fetched(parcel)))
+        return None if parcel is None else decoded(self.parcels.read(parcel))
 
 
 def _plain(handover: Handover) -> Handover:

@@ -25,12 +25,13 @@ from pathlib import Path
 from mmserve.core.peer_credentials import is_own_user
 from mmserve.errors import TransferError
 from mmserve.transfer.codec import Packed
+from mmserve.transfer.spare import Spare, capacity_for
 
 #: Seconds for an answer of a process of the same host, which copies nothing: one that takes longer is stopped.
 _PATIENCE = 5.0
 _ASK, _ANSWER = struct.Struct("=Q"), struct.Struct("=qq")
-#: Bytes of the smallest memory, and of those that a reader keeps mapped.
-_LEAST, _MOST_MAPPED = 1 << 16, 64 << 20
+#: Bytes of memory that a reader keeps mapped.
+_MOST_MAPPED = 64 << 20
 
 
 def host_id() -> str:
@@ -119,7 +120,7 @@ class Arena:
         self._lock = threading.Lock()
         self._kept: dict[int, Memory] = {}
         self._next = 0
-        self._most_spare, self._spare = spare, list[Memory]()
+        self._spare = Spare[Memory](spare)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(128)
@@ -148,22 +149,15 @@ class Arena:
         """Offer it no longer. Nothing happens where it is not there."""
         with self._lock:
             memory = self._kept.pop(ticket.number, None) if ticket.address == self.address else None
-            if memory is None:
-                return
-            if memory.own and memory.capacity + sum(each.capacity for each in self._spare) <= self._most_spare:
-                self._spare.append(memory)
+            if memory is None or (memory.own and self._spare.give(memory)):
                 return
         memory.close()
 
     def _blank(self, size: int) -> Memory:
-        """Memory of at least ``size`` bytes: the smallest that is spare, unless it is much too large."""
+        """Memory of at least ``size`` bytes."""
         with self._lock:
-            fits = [memory for memory in self._spare if size <= memory.capacity <= 4 * max(size, _LEAST)]
-            if fits:
-                memory = min(fits, key=lambda each: each.capacity)
-                self._spare.remove(memory)
-                return memory
-        return Memory.create(max(_LEAST, 1 << (size - 1).bit_length()))
+            found = self._spare.take(size)
+        return Memory.create(capacity_for(size)) if found is None else found
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -174,8 +168,7 @@ class Arena:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with self._lock:
-            kept, self._kept = [*self._kept.values(), *self._spare], {}
-            self._spare.clear()
+            kept, self._kept = [*self._kept.values(), *self._spare.clear()], {}
         for memory in kept:
             memory.close()
 

@@ -265,8 +265,11 @@ def test_kv_in_eight_bits_give_answers_of_the_same_form(ray: None, config: Confi
 
 
 @pytest.mark.slow
-def test_states_may_travel_by_ray_s_object_store(ray: None, config: Config, together: dict[str, Finished]) -> None:
-    with fleet(config, "ep d", transport="object_store", spares=1) as made:
+@pytest.mark.parametrize("transport", ["object_store", "nixl"])
+def test_states_may_travel_by_other_transports(
+    ray: None, config: Config, together: dict[str, Finished], transport: str
+) -> None:
+    with fleet(config, "ep d", transport=transport, spares=1) as made:
         for name in RECOMPUTE:
             for call in submit(made.coordinators[name], *requests(name, 2)):
                 same(together[call.request.id], finished(call))

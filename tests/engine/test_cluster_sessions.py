@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,23 @@ def test_a_session_outlives_its_workers(alone: dict[str, Any], path: str) -> Non
 
         assert session.play(kill) == alone[path]
         assert len(left) == 1
+        streams.stop()
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
+def test_states_of_requests_and_sessions_may_go_by_nixl(alone: dict[str, Any]) -> None:
+    path = "bundled-causal"
+    config = settings(path)
+    workers = [LocalWorker(f"{i}", roles, config, "nixl") for i, roles in enumerate((ALL, ALL, ("prefill",)))]
+    with local_cluster(config, ClusterSettings(save_frames=3, transport="nixl"), *workers) as made:
+        streams = made.session_parts(config).streams
+        session = Session(path, streams, "moved")
+
+        def kill(step: int) -> None:
+            if step == 1:
+                next(worker for worker in workers if worker.name == session.stream.worker).kill()  # type: ignore[attr-defined]
+
+        assert session.play(kill) == alone[path]
         streams.stop()
 
 

@@ -1,0 +1,173 @@
+"""Payloads over NIXL (NVIDIA Inference Xfer Library): memory of one process that others read by themselves, from any
+host, by RDMA where there is a network for it, else by TCP, and within a host by copying from process to process.
+
+Written once into memory that is registered with the process's agent, and kept there until it is dropped; a reader needs
+the region's key alone, no answer of the process that wrote it. Registered memory is used again. States of GPUs go
+through memory of their hosts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmserve.errors import ConfigError, TransferError
+from mmserve.transfer.codec import Packed
+from mmserve.transfer.spare import Spare, capacity_for
+
+#: Seconds for a payload to come from another host.
+_PATIENCE = 30.0
+#: Seconds between two looks at a transfer: the first, and the longest.
+_LOOK, _LONGEST_LOOK = 2e-5, 1e-3
+_BACKEND, _KIND = "UCX", "DRAM"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a payload of ``size`` bytes can be read from: ``at`` (an address) in the process of agent ``address``,
+    which knows it by its ``number``. ``key``: what NIXL needs to connect to it and to read there."""
+
+    address: str
+    number: int
+    size: int
+    at: int
+    key: bytes
+
+
+class _Registered:
+    """``capacity`` bytes of this process that NIXL may read and write, until ``close``."""
+
+    def __init__(self, agent: Any, capacity: int) -> None:
+        self._agent, self.capacity = agent, capacity
+        self.data = np.empty(capacity, np.uint8)
+        self.at = int(self.data.ctypes.data)
+        self._known = agent.register_memory([(self.at, capacity, 0, "")], _KIND, [_BACKEND])
+        self.key: bytes = agent.get_partial_agent_metadata(self._known, True, [_BACKEND])
+
+    def close(self) -> None:
+        self._agent.deregister_memory(self._known, [_BACKEND])
+
+
+class Regions:
+    """The payloads that this process offers by NIXL, and what reads those of others; for any number of threads.
+
+    ``address`` names it, unlike any other; ``spare``: bytes of registered memory that are kept to be written again;
+    ``patience``: seconds for a payload to come. Raises ``ConfigError`` where NIXL is not installed.
+    """
+
+    def __init__(self, address: str, spare: int = 256 << 20, patience: float = _PATIENCE) -> None:
+        self.address, self._patience = address, patience
+        self._agent, self._disconnected = _agent(address)
+        self._lock = threading.Lock()
+        self._next = 0
+        self._offered: dict[int, _Registered] = {}
+        self._spare = Spare[_Registered](spare)
+        self._unfinished: list[tuple[Any, _Registered]] = []  # transfers that could not be ended, and what they write
+
+    def write(self, packed: Packed) -> Region:
+        """Offer ``packed`` until ``drop``, which must wait until nobody reads it any more."""
+        memory = self._blank(packed.size)
+        packed.write(memory.data.data[: packed.size])
+        return self._offer(memory, packed.size)
+
+    def copy(self, data: memoryview) -> Region:
+        """As ``write``, of what was read elsewhere."""
+        memory = self._blank(len(data))
+        memory.data.data[: len(data)] = data
+        return self._offer(memory, len(data))
+
+    def read(self, region: Region) -> memoryview:
+        """The bytes of ``region``, copied to this process; raises ``TransferError`` where they do not come."""
+        try:
+            memory = _Registered(self._agent, region.size)
+        except Exception as error:
+            raise TransferError(f"no memory could be registered with NIXL: {error}") from error
+        try:
+            self._transfer(region, memory)
+        except TransferError:
+            raise
+        except Exception as error:  # those of NIXL have no common class
+            if isinstance(error, self._disconnected):
+                with suppress(Exception):
+                    self._agent.remove_remote_agent(region.address)
+            raise TransferError(f"a payload did not come by NIXL: {error}") from error
+        finally:
+            if not any(memory is each for _handle, each in self._unfinished):
+                memory.close()
+        return memory.data.data
+
+    def drop(self, region: Region) -> None:
+        """Offer it no longer. Nothing happens where it is not there."""
+        with self._lock:
+            memory = self._offered.pop(region.number, None) if region.address == self.address else None
+            if memory is None or self._spare.give(memory):
+                return
+        memory.close()
+
+    def __len__(self) -> int:
+        return len(self._offered)
+
+    def close(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            held = [*self._offered.values(), *self._spare.clear()]
+            self._offered.clear()
+        for memory in held:
+            memory.close()
+
+    def _offer(self, memory: _Registered, size: int) -> Region:
+        with self._lock:
+            self._next += 1
+            self._offered[self._next] = memory
+            return Region(self.address, self._next, size, memory.at, memory.key)
+
+    def _blank(self, size: int) -> _Registered:
+        with self._lock:
+            found = self._spare.take(size)
+        return _Registered(self._agent, capacity_for(size)) if found is None else found
+
+    def _transfer(self, region: Region, into: _Registered) -> None:
+        agent = self._agent
+        peer = agent.add_remote_agent(region.key)
+        here, there = (agent.get_xfer_descs([(at, region.size, 0)], _KIND) for at in (into.at, region.at))
+        handle = agent.initialize_xfer("READ", here, there, peer, backends=[_BACKEND])
+        try:
+            state, end, pause = agent.transfer(handle), time.monotonic() + self._patience, _LOOK
+            while state == "PROC" and time.monotonic() < end:
+                time.sleep(pause)
+                pause = min(_LONGEST_LOOK, 2 * pause)
+                state = agent.check_xfer_state(handle)
+        finally:
+            try:
+                handle.release()
+            except Exception:  # noqa: BLE001 - it is not known to have ended: its memory stays
+                self._unfinished.append((handle, into))
+        if state != "DONE":
+            why = "in time" if state == "PROC" else f"({state})"
+            raise TransferError(f"a payload did not come by NIXL {why}")
+
+
+def require_nixl() -> None:
+    """Raise ``ConfigError`` where NIXL is not installed."""
+    if importlib.util.find_spec("nixl") is None:
+        raise ConfigError('transport = "nixl" needs NIXL on every host of the cluster: pip install "mmserve[nixl]"')
+
+
+def _agent(name: str) -> tuple[Any, type[Exception]]:
+    """An agent for any number of threads, and the exception that its peers' ends are."""
+    require_nixl()
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+        from nixl._bindings import nixlRemoteDisconnectError
+    except ImportError as error:
+        raise ConfigError(f"NIXL is installed and cannot be loaded: {error}") from error
+    settings = nixl_agent_config(backends=[_BACKEND], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+    return nixl_agent(name, settings), nixlRemoteDisconnectError

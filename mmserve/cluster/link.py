@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import errno
 import io
+import logging
 import os
 import pickle
 import secrets
@@ -26,6 +27,8 @@ from typing import Any
 from mmserve.core.peer_credentials import is_own_user
 from mmserve.errors import Unavailable
 from mmserve.transfer.shared_memory import Memory, Ticket
+
+logger = logging.getLogger("mmserve.cluster")
 
 #: The memory of a ticket of this process, by a descriptor of its own; None where it has none.
 Offered = Callable[[Ticket], Memory | None]
@@ -56,15 +59,31 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """``descriptors``: those that came with ``data``, all or none of them."""
+    """``descriptors``: those that came with ``data``, all or none of them; it has or closes each."""
 
     def __init__(self, data: bytearray, descriptors: array.array[int]) -> None:
         super().__init__(io.BytesIO(data))
-        self._descriptors = descriptors
+        self._came, self._left = bool(descriptors), dict(enumerate(descriptors))
+        self._taken: list[Memory] = []
+
+    def load(self) -> Any:
+        """The message. Raises what unpickling raises."""
+        try:
+            return super().load()
+        except BaseException:
+            for memory in self._taken:
+                memory.close()
+            raise
+        finally:
+            for each in self._left.values():
+                os.close(each)
 
     def persistent_load(self, given: Any) -> Ticket:
         place, capacity, host, address, number, size = given
-        memory = Memory(self._descriptors[place], size, capacity) if self._descriptors else None
+        if not self._came:
+            return Ticket(host, address, number, size, None)
+        memory = Memory(self._left.pop(place), size, capacity)
+        self._taken.append(memory)
         return Ticket(host, address, number, size, memory)
 
 
@@ -129,7 +148,7 @@ class Link:
                 threading.Thread(target=self._write, name="mmserve-link", daemon=True).start()
 
     def messages(self) -> Iterator[Any]:
-        """What comes, until the other end is gone."""
+        """What comes, until the other end is gone, or sends what cannot be read: the connection then ends for both."""
         while True:
             descriptors = array.array("i")
             head = self._read(_LENGTH.size, descriptors)
@@ -138,7 +157,13 @@ class Link:
                 for each in descriptors:
                     os.close(each)
                 return
-            yield _Unpickler(data, descriptors).load()
+            try:
+                message = _Unpickler(data, descriptors).load()
+            except Exception:
+                logger.exception("a message from another process cannot be read: the connection to it ends")
+                self.close()
+                return
+            yield message
 
     def close(self) -> None:
         """End it, for both ends."""

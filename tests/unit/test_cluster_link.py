@@ -138,6 +138,32 @@ def test_memory_comes_with_its_ticket(arena: Arena) -> None:
     eventually(lambda: descriptors("/memfd:") == before - 1, "those that nobody read, too")
 
 
+def broken() -> None:
+    raise ValueError("this cannot be read")
+
+
+class Broken:
+    """What can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return broken, ()
+
+
+def test_a_message_that_cannot_be_read_ends_the_connection_and_leaves_no_descriptor(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = pair(arena)
+    tickets = [offer(arena, b"%d" % i) for i in range(6)]
+    before = descriptors("/memfd:")
+    one.send([tickets[:2], Broken(), tickets[2:]])
+    one.send(tickets)
+    assert list(other.messages()) == []
+    assert "this cannot be read" in caplog.text
+    assert list(one.messages()) == [], "both ends notice"
+    one.close()
+    assert descriptors("/memfd:") == before
+
+
 def test_a_process_without_room_for_descriptors_gets_tickets_alone(arena: Arena) -> None:
     one, other = pair(arena)
     tickets = [offer(arena, b"%d" % i) for i in range(20)]

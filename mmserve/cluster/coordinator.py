@@ -93,7 +93,8 @@ class Coordinator:
         decoders.open()
         streams = ClusterStreams(self, self._settings, config.video, self._serving, self._payloads, decoders.close)
         self._streams = streams
-        return Parts(self._facts, streams, decoders, streams if self._facts.standing else None, self.cancel)
+        standing = streams if self._facts.standing else None
+        return Parts(self._facts, streams, decoders, standing, self.cancel, here=False)
 
     def submit_there(
         self, request: Request, sink: Sink, worker: str, ask: Callable[[Order], Asked], again: Callable[[], bool]

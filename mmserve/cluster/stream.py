@@ -151,6 +151,11 @@ class ClusterStream:
 
     # --- from its streams ---
 
+    @property
+    def ended(self) -> MMServeError | None:
+        """Why it has ended, if it has."""
+        return self._ended
+
     def begin(self) -> int:
         """Open it; returns the bytes that are set aside for it, raises what ``Streams.open`` raises."""
         with self._changed:

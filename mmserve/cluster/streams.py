@@ -94,6 +94,8 @@ class ClusterStreams:
         try:
             held = stream.begin()
             with self._lock:
+                if stream not in self._open and stream.ended is not None:  # meanwhile, with its worker or the server
+                    raise stream.ended
                 check_bytes(self._config, sum(self._open.values()), held)
                 self._open[stream] = held
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,16 +26,23 @@ from mmserve.video.reading import PushReader
 from mmserve.video.session_context import Fetched, Judge, Noted, SessionContext, Work
 from mmserve.video.streams import EngineStreams
 
+#: Sessions whose frames are judged at once, at most, where this process runs the model: they take time from decode.
+_JUDGING = 4
+
 
 @dataclass(frozen=True)
 class Parts:
-    """What sessions need of one model, wherever it is; ``cancel`` ends a request to it."""
+    """What sessions need of one model, wherever it is; ``cancel`` ends a request to it.
+
+    ``here``: whether ``standing`` runs the model in this process, and does not wait for another.
+    """
 
     facts: Facts
     streams: Streams
     decoders: Decoders
     standing: Judge | None
     cancel: Callable[[str], None]
+    here: bool = True
 
 
 class Host:
@@ -55,7 +63,7 @@ class Host:
         return SessionContext(
             self._config.video,
             self._threads.work,
-            self._threads.judge,
+            self._threads.judge if parts.here else self._threads.work,
             parts.cancel,
             noted,
             metrics,
@@ -74,11 +82,15 @@ def parts_of(engine: Engine, config: Config) -> Parts:
 
 
 class Threads:
-    """Where sessions call what blocks: on a thread each at most, and, what runs a model for them, on one for all."""
+    """Where sessions call what blocks: on three threads each, and, what runs a model for them, on a few for all.
+
+    A session has one frame judged at a time, so that sessions which wait for those few take turns.
+    """
 
     def __init__(self, config: VideoConfig) -> None:
-        self._blocking = ThreadPoolExecutor(2 * max(1, config.max_sessions), "mmserve-video")
-        self._judging = ThreadPoolExecutor(1, "mmserve-standing", lambda: torch.set_num_threads(1))
+        self._blocking = ThreadPoolExecutor(3 * max(1, config.max_sessions), "mmserve-video")
+        judging = max(2, min(_JUDGING, os.cpu_count() or 1))
+        self._judging = ThreadPoolExecutor(judging, "mmserve-standing", lambda: torch.set_num_threads(1))
         self.work: Work = functools.partial(_run, self._blocking)
         self.judge: Work = functools.partial(_run, self._judging)
 

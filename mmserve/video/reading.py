@@ -47,7 +47,8 @@ class PushReader:
         file = MediaFile(push.data, clip=False, name=push_field(push), resize=self._resize)
         [pictures] = self._decoders.map([lambda decode: decode(file)], check)
         self._end = push.seconds + self._sampler.interval  # as that of an image in ``push_segment``
-        return [Frame(push.seconds, pictures.frames[0])]
+        chosen = self._sampler.still(push.seconds, pictures.frames[0])
+        return [Frame(push.seconds, chosen.image, chosen.detail)]
 
     def _segment(self, push: PushSegment, check: Callable[[], None]) -> list[Frame]:
         if len(push.init) > MAX_INIT_BYTES:

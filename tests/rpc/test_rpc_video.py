@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -28,7 +28,7 @@ from mmserve.tenants import TenantConfig
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Frame, Seen, StreamStats
 from mmserve.video.reading import MAX_INIT_BYTES
-from mmserve.video.standing import MAX_QUESTIONS
+from mmserve.video.standing import MAX_QUESTIONS, Judged, Standing, StandingQuestion
 from mmserve.video.streams import EngineStream
 
 INVALID, PRECONDITION, EXHAUSTED, CANCELLED = 3, 9, 8, 1
@@ -109,6 +109,14 @@ def test_segments_and_images_become_frames_on_one_clock(raw: Raw) -> None:
     raw.send(ask=ask("all", everything=pb.Everything()))
     asked = raw.wait("answer", lambda a: a.HasField("asked")).asked
     assert (asked.frames, asked.begin_seconds, asked.end_seconds) == (5, 10.0, 20.0)
+
+
+def test_the_rate_counts_images_too(raw: Raw) -> None:
+    """The second of an image has its frame: the segment's next one is at the second after it."""
+    raw.send(push_image=image(1, 20.0))
+    raw.send(push_segment=pb.PushSegment(data=clip(frames=20, rate=10), start_seconds=20.3))
+    raw.send(ask=ask("all", everything=pb.Everything()))
+    assert raw.wait("answer", lambda a: a.HasField("asked")).asked.frames == 3  # at 20, 21 and 22 s
 
 
 def test_a_segment_without_start_begins_where_the_image_before_it_ends(raw: Raw) -> None:
@@ -334,6 +342,37 @@ def test_alerts_say_when_a_standing_question_turns_true(raw: Raw) -> None:
     alert = raw.wait("alert")  # one of the two has at least 0.5
     assert alert.active and alert.probability >= 0.4 and alert.seconds == 7.5 and alert.answer in ("yes", "no")
     assert 0 < alert.mass <= 1
+
+
+def test_a_judgement_that_does_not_end_delays_no_alert_of_another_session(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, go, began = Standing.judge, threading.Event(), threading.Event()
+
+    def held(standing: Standing, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
+        if questions[0].text == "is it stuck?":
+            began.set()
+            assert go.wait(PATIENCE)
+        return judge(standing, frame, questions)
+
+    monkeypatch.setattr(Standing, "judge", held)
+    stuck, other = Raw.opened(address), Raw.opened(address)
+    rule = {"yes_no": pb.YesNo(), "on_threshold": 0.01, "off_threshold": 0.0, "min_mass": 0.0}
+    try:
+        stuck.send(watch=pb.Watch(watch_id="w", text="is it stuck?", **rule))
+        stuck.send(push_image=image(0))
+        assert began.wait(PATIENCE)
+        for number in range(3):
+            other.send(watch=pb.Watch(watch_id=f"{number}", text="is it red?", **rule))
+            other.send(push_image=image(number))
+            other.wait("alert", lambda alert, number=number: alert.watch_id == f"{number}")
+            other.send(unwatch=pb.Unwatch(watch_id=f"{number}"))
+        assert not any(response.HasField("alert") for response in stuck.responses)
+    finally:
+        go.set()
+    stuck.wait("alert")
+    for each in (stuck, other):
+        each.close()
 
 
 def test_a_client_that_vanishes_leaves_nothing() -> None:

@@ -397,6 +397,24 @@ def test_bounds_are_those_of_all_workers_together() -> None:
     streams.stop()
 
 
+def test_a_stream_that_ends_while_it_is_opened_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = coordinator(encoder("e"), facts=Facts())
+    streams = made.session_parts(Config(video=VideoConfig(max_sessions=1))).streams
+    begin = stream.ClusterStream.begin
+
+    def lost(opened: stream.ClusterStream) -> int:
+        held = begin(opened)
+        opened._end(StreamLost("its worker has ended"))
+        return held
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream.ClusterStream, "begin", lost)
+        with pytest.raises(StreamLost, match="its worker has ended"):
+            streams.open(Memory(), Tenant())
+    streams.open(Memory(), Tenant())
+    streams.stop()
+
+
 def test_questions_have_the_checkpoint_s_adapter_where_no_k_v_is_kept() -> None:
     own = AdapterInfo(name="streams", digest="d", rank=1, bytes=1)
     owner = encoder("e")

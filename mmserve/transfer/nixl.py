@@ -9,6 +9,7 @@ through memory of their hosts.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import threading
 import time
@@ -22,10 +23,14 @@ from mmserve.errors import ConfigError, TransferError
 from mmserve.transfer.codec import Packed
 from mmserve.transfer.spare import Spare, capacity_for
 
+logger = logging.getLogger("mmserve.cluster")
+
 #: Seconds for a payload to come from another host.
 _PATIENCE = 30.0
 #: Seconds between two looks at a transfer: the first, and the longest.
 _LOOK, _LONGEST_LOOK = 2e-5, 1e-3
+#: Seconds between two looks for what peers ask without RDMA: NIXL's own thread would use a fifth of a core for them.
+_SERVE = 1e-3
 _BACKEND, _KIND = "UCX", "DRAM"
 
 
@@ -70,6 +75,9 @@ class Regions:
         self._offered: dict[int, _Registered] = {}
         self._spare = Spare[_Registered](spare)
         self._unfinished: list[tuple[Any, _Registered]] = []  # transfers that could not be ended, and what they write
+        self._closed = threading.Event()
+        self._server = threading.Thread(target=self._serve, name="mmserve-nixl", daemon=True)
+        self._server.start()
 
     def write(self, packed: Packed) -> Region:
         """Offer ``packed`` until ``drop``, which must wait until nobody reads it any more."""
@@ -116,11 +124,22 @@ class Regions:
 
     def close(self) -> None:
         """Drop everything."""
+        self._closed.set()
+        self._server.join()
         with self._lock:
             held = [*self._offered.values(), *self._spare.clear()]
             self._offered.clear()
         for memory in held:
             memory.close()
+
+    def _serve(self) -> None:
+        """Answer peers that do not read by RDMA."""
+        while not self._closed.wait(_SERVE):
+            try:
+                self._agent.get_new_notifs([_BACKEND])
+            except Exception:  # those of NIXL have no common class; the next peer's may come through
+                logger.exception("NIXL cannot answer its peers")
+                self._closed.wait(1.0)
 
     def _offer(self, memory: _Registered, size: int) -> Region:
         with self._lock:
@@ -169,5 +188,7 @@ def _agent(name: str) -> tuple[Any, type[Exception]]:
         from nixl._bindings import nixlRemoteDisconnectError
     except ImportError as error:
         raise ConfigError(f"NIXL is installed and cannot be loaded: {error}") from error
-    settings = nixl_agent_config(backends=[_BACKEND], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+    settings = nixl_agent_config(
+        enable_prog_thread=False, backends=[_BACKEND], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    )
     return nixl_agent(name, settings), nixlRemoteDisconnectError

@@ -66,10 +66,11 @@ class ModelSpec:
     video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
     default_block_length: int = 32  # of masked diffusion; where attention is block-causal, its blocks
-    sub_block: int = 0  # positions that are filled together within a block of attention by default; 0 = all of it
+    sub_block: int = 0  # positions that are filled together within a block by default; 0 = all of it
     renoising: Renoising | None = None  # set where open positions hold random tokens, in whole blocks, and no mask
     draft_mask: int | None = None  # the mask of blocks that a next-token model fills by itself; None = it fills none
     draft_block: int = 32  # positions of those blocks
+    draft_shift: int = 0  # how far left of one of their masks the row is whose logits predict it
     whole_images: bool = False  # visual tokens beside one another see each other, though attention is causal
     special_tokens: bool = False  # the tokenizer's go around a prompt whose template does not begin with its first
     logit_shift: int = 0  # how far left of a position its row of logits is: 1 for next-token models and Dream

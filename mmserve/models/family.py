@@ -5,7 +5,7 @@ The models of the family differ in how their ``ModelSpec`` comes about and in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,9 +110,7 @@ def make_spec(
     banned, mask_id = (banned, 0) if mask_id is None else (banned | {mask_id}, mask_id)
     ends = _end_ids(sources)
     for what, ids in (("mask_token_id", {mask_id}), ("eos_token_id", ends), ("suppress_tokens", banned)):
-        wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < config.vocab_size]
-        if wrong:
-            raise ConfigError(f"{checkpoint.folder}: {what} {wrong[0]!r} is no token of {config.vocab_size}")
+        check_tokens(sources, what, ids)
     if ends <= banned:
         raise ConfigError(f"{checkpoint.folder}: every end of text {sorted(ends)} is among the banned tokens")
     # A placeholder after the last embedding has no logit either.
@@ -132,6 +130,14 @@ def make_spec(
         default_block_length=block_length,
         logit_shift=logit_shift,
     )
+
+
+def check_tokens(sources: Sources, what: str, ids: Iterable[Any]) -> None:
+    """Raise ``ConfigError`` with the first of ``ids`` that is no token of the model; ``what`` they are named."""
+    size = sources.config.vocab_size
+    wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < size]
+    if wrong:
+        raise ConfigError(f"{sources.checkpoint.folder}: {what} {wrong[0]!r} is no token of {size}")
 
 
 def next_token(sources: Sources) -> ModelSpec:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mmserve.models.base import LoadedModel, ModelSpec
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.family import Sources, load_text, next_token
+from mmserve.models.family import Sources, check_tokens, load_text, next_token
 from mmserve.models.ministral import dimensions
 from mmserve.models.nested import layout_below
 
@@ -36,4 +36,5 @@ def _spec(sources: Sources) -> ModelSpec:
     if mask is None:
         return next_token(sources)
     block = sources.keys.integer("block_size", default=32)
-    return replace(next_token(sources), draft_mask=sources.keys.integer("mask_token_id"), draft_block=block)
+    check_tokens(sources, "mask_token_id", [mask])
+    return replace(next_token(sources), draft_mask=mask, draft_block=block)

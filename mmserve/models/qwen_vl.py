@@ -5,7 +5,7 @@ Autoregressive. Text runs in ``Decoder`` with positions of three axes (M-RoPE); 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from mmserve.errors import ConfigError
-from mmserve.models.base import LoadedModel
+from mmserve.models.base import LoadedModel, ModelSpec
 from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
 from mmserve.models.decoder_config import DecoderConfig
@@ -75,7 +75,12 @@ _EXPERTS = replace(_NESTED, layer={**_NESTED.layer, **EXPERTS}, stacked=STACKED)
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load any of them; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
-    kind, checkpoint = KINDS[checkpoint.architecture], _flat(checkpoint)
+    return load_as(checkpoint, target, KINDS[checkpoint.architecture], next_token)
+
+
+def load_as(checkpoint: Checkpoint, target: Target, kind: Kind, spec: Callable[[Sources], ModelSpec]) -> LoadedModel:
+    """As ``load``, a model that sees as ``kind`` does and decodes as ``spec`` describes."""
+    checkpoint = _flat(checkpoint)
     keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
     tower = tower_config(checkpoint, kind)
     config = checkpoint.stretch.applied(_decoder_config(keys, tower, kind), keys.path)
@@ -91,7 +96,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
         path, video = video_settings(checkpoint.folder)
         vision.own_frames = own_frames(kind.frames, video, path)
     checkpoint.weights.check_all_read()
-    return LoadedModel(next_token(sources), decoder, sources.tokenizer, vision.eval(), target.dtype, target.device)
+    return LoadedModel(spec(sources), decoder, sources.tokenizer, vision.eval(), target.dtype, target.device)
 
 
 def chat_sources(checkpoint: Checkpoint, target: Target, keys: Keys, config: DecoderConfig, *, videos: bool) -> Sources:

@@ -28,6 +28,7 @@ LOADERS = {
     "Fast_dLLM_Qwen": "mmserve.models.fast_dllm",
     "diffusion_gemma": "mmserve.models.diffusion_gemma",
     "dimple": "mmserve.models.dimple",
+    "fast_dvlm": "mmserve.models.fast_dvlm",
     "gemma3": "mmserve.models.gemma3",
     "idefics3": "mmserve.models.smolvlm",
     "internvl": "mmserve.models.internvl",

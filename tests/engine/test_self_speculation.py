@@ -18,7 +18,7 @@ from test_causal_engine import LAST, answer
 from text_checkpoints import oracle, save
 
 from mmserve.core.request import Policy, Request
-from mmserve.errors import Unimplemented
+from mmserve.errors import ConfigError, Unimplemented
 from mmserve.models.base import LoadedModel
 
 Make = Callable[..., Bench]
@@ -207,3 +207,7 @@ def test_who_drafts(pair: tuple[Any, LoadedModel], bench: Make, tmp_path: Path) 
     for other, options in ((model, {"sparse_decode": "quest"}), (load(save(oracle("ministral3"), tmp_path)), {})):
         with pytest.raises(Unimplemented, match="no commit policy 'draft_model'"):
             bench(other, **options).submit(asked("r", "?", 4))
+    edit(tmp_path / "config.json", model_type="nemotron_labs_diffusion", mask_token_id=10**6)
+    edit(tmp_path / "config.json", architectures=["NemotronLabsDiffusionModel"])
+    with pytest.raises(ConfigError, match="mask_token_id 1000000 is no token"):
+        load(tmp_path)

@@ -3,7 +3,8 @@
 The diffusion mode of Nemotron-Labs-Diffusion (arXiv 2607.05722; ``generate`` with ``causal_context`` of its
 ``modeling_nemotron_labs_diffusion.py``). A block is the newest token and masks after it, all of which see all of the
 block; passes over it go on until the commit policy has filled it. Then one pass token by token gives its K/V, and the
-token after it, with which the next block begins.
+token after it, with which the next block begins. Fast-dVLM (arXiv 2604.06832) does the same with masks that the row
+before them predicts, and fills a block's parts one after another.
 """
 
 from __future__ import annotations
@@ -66,35 +67,37 @@ class BlockByBlock(RequestExtension):
 
 @dataclass
 class _Filling:
-    """A block that is being filled: a copy of its request's canvas, and the confidence of what was filled in."""
+    """A block that is being filled: a copy of its request's canvas, whose blocks are the parts that are filled one by
+    one, and the confidence of what was filled in."""
 
     d: Decoding
     state: FilledBlock
     canvas: Canvas
+    first: int  # position of its first mask
     confidence: np.ndarray  # fp32, of each of its masks
     passes: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
-    def of(cls, d: Decoding, state: FilledBlock, count: int) -> _Filling:
-        """The next ``count`` masks of ``d``."""
+    def of(cls, d: Decoding, state: FilledBlock, count: int, part: int) -> _Filling:
+        """The next ``count`` masks of ``d``, in parts of ``part`` positions, the newest token among them; 0 = one."""
         c, first = d.canvas, d.canvas.known()
         own = replace(
             c,
             tokens=c.tokens.copy(),
             committed_at=c.committed_at.copy(),
-            block_length=count,
+            block_length=part or count + 1,
             block_start=first,
             block_step=0,
-            origin=first,
+            origin=first - 1,
             logit_shift=0,
         )
-        return cls(d, state, own, np.ones(count, np.float32))
+        return cls(d, state, own, first, np.ones(count, np.float32))
 
     @property
     def rows(self) -> np.ndarray:
         """The newest token and the masks after it."""
-        return np.arange(self.canvas.block_start - 1, self.canvas.block_start + len(self.confidence))
+        return np.arange(self.first - 1, self.first + len(self.confidence))
 
     def full(self, ends: frozenset[int]) -> bool:
         """Whether no mask is left, or none before an end of text; ``tokens`` are then what it holds."""
@@ -135,7 +138,7 @@ class OwnBlocks(Extension):
             found = d.extension(BlockByBlock)
             count = min(self._model.spec.draft_block - 1, d.canvas.size - d.canvas.known())
             if found is not None and found.state.filled is None and count:
-                filling.append(_Filling.of(d, found.state, count))
+                filling.append(_Filling.of(d, found.state, count, self._model.spec.sub_block))
         open_ = filling
         while open_:
             passes = [self._pass(each) for each in open_]
@@ -163,8 +166,8 @@ class OwnBlocks(Extension):
         )
         canvas.count_forward()
         chosen = found.where(d.commit.choose(canvas, found))
-        canvas.commit(chosen.positions, chosen.tokens, hold=True)
-        each.confidence[chosen.positions - canvas.block_start] = chosen.confidence
+        canvas.commit(chosen.positions, chosen.tokens)
+        each.confidence[chosen.positions - each.first] = chosen.confidence
         each.passes += 1
 
     def _pass(self, each: _Filling) -> Pass:
@@ -175,4 +178,5 @@ class OwnBlocks(Extension):
         prefilled.embeddings[own[0] : own[-1] + 1] = made
         end = int(rows[-1]) + 1
         where = each.d.canvas, prefilled.pages, prefilled.embeddings
-        return Pass(*where, rows, masked, masked, end, adapter=prefilled.adapter, sight=end)
+        wanted = masked - self._model.spec.draft_shift
+        return Pass(*where, rows, masked, wanted, end, adapter=prefilled.adapter, sight=end)

@@ -2,8 +2,9 @@
 
 The linear self-speculation of Nemotron-Labs-Diffusion (arXiv 2607.05722; ``linear_spec_generate`` of its
 ``modeling_nemotron_labs_diffusion.py``, with the threshold of 0 that it has by default): the newest token and masks
-after it run together, each seeing everything up to the last mask, and a mask's row predicts its own position. The pass
-that verifies the draft runs the same positions again, so that it leaves nothing of the draft's K/V.
+after it run together, each seeing everything up to the last mask, and a mask's row predicts its own position, or the
+row before it does (Fast-dVLM, arXiv 2604.06832). The pass that verifies the draft runs the same positions again, so
+that it leaves nothing of the draft's K/V.
 """
 
 from __future__ import annotations
@@ -123,4 +124,5 @@ class SelfDraft(Extension):
         prefilled.embeddings[first : first + count] = self._model.decoder.embed(masks)
         end = first + count
         own = d.canvas, prefilled.pages, prefilled.embeddings
-        return Pass(*own, rows, rows[1:], rows[1:], end, adapter=prefilled.adapter, sight=end)
+        wanted = rows[1:] - self._model.spec.draft_shift
+        return Pass(*own, rows, rows[1:], wanted, end, adapter=prefilled.adapter, sight=end)

@@ -14,7 +14,8 @@ from contextlib import suppress
 from mmserve.bench.cluster_fleets import fleet, one_process, request
 from mmserve.bench.in_process import Answer, ask_all
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, percentile, stated
-from mmserve.cluster.fleet import Fleet, Member
+from mmserve.cluster.fleet import Fleet
+from mmserve.cluster.member import Member
 
 _REQUESTS, _IMAGES, _TOKENS, _EVERY = 200, 2, 48, 3.0
 #: Seconds between two checks of the workers.

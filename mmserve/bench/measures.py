@@ -27,6 +27,12 @@ def stated(name: str, value: float, unit: str) -> Figures:
     return _measure(name, value, unit, None, None)
 
 
+def as_text(measure: Figures) -> str:
+    """A measure in one line."""
+    goal = "" if measure["goal"] is None else f" (goal {measure['goal']}, {'met' if measure['met'] else 'missed'})"
+    return f"{measure['name']}: {measure['value']} {measure['unit']}{goal}"
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The value that at least ``share`` of ``values`` do not exceed; there must be one value at least."""
     ordered = sorted(values)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from importlib import import_module
 
-from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.measures import Figures, Progress, as_text
 from mmserve.bench.settings import named_tasks
 
 
@@ -24,5 +24,6 @@ def run_sections(
         for measure in found["measures"]:
             own = measure["name"].removeprefix(f"{name}: ")
             report["measures"].append({**measure, "name": f"{name}: {own}"})
+            progress(as_text(report["measures"][-1]))  # at once: what ends a later section does not lose it
         report["settings"][name] = found["settings"]
     return report

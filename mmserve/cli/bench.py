@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from typing import Any
 
+from mmserve.bench.measures import as_text
 from mmserve.cli.benchmarks import BENCHMARKS
 from mmserve.cli.options import add_json, print_json, show_progress
 from mmserve.errors import ConfigError
@@ -44,15 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
         for row in [*report.get("rows", []), *report.get("kv_reductions", [])]:
             print(_line(row))
         for measure in report.get("measures", []):
-            print(_measure(measure))
+            print(as_text(measure))
         if "search" in report:
             print(_line({"measured": "search", **report["search"]}))
     return 0
-
-
-def _measure(measure: dict[str, Any]) -> str:
-    goal = "" if measure["goal"] is None else f" (goal {measure['goal']}, {'met' if measure['met'] else 'missed'})"
-    return f"{measure['name']}: {measure['value']} {measure['unit']}{goal}"
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -19,7 +19,8 @@ from mmserve.cluster import fleet as fleets
 from mmserve.cluster import spares as spares_module
 from mmserve.cluster.config import ClusterConfig, ClusterSettings, WorkerSettings
 from mmserve.cluster.draining import PROBATION, REST, SUSTAINED, Act, Draining
-from mmserve.cluster.fleet import Fleet, Member
+from mmserve.cluster.fleet import Fleet
+from mmserve.cluster.member import Member
 from mmserve.cluster.messages import Described, Item
 from mmserve.cluster.pace import Pace
 from mmserve.cluster.spares import Loaded, Spares

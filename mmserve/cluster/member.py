@@ -1,0 +1,103 @@
+"""A place of the cluster, and the worker that has it now."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mmserve.cluster import ray_actors
+from mmserve.cluster.asking import WorkerEnded
+from mmserve.cluster.config import ClusterSettings, WorkerSettings
+from mmserve.cluster.messages import Described, Order
+from mmserve.core.request import RequestId
+from mmserve.errors import MMServeError
+from mmserve.transfer.nixl import Region
+from mmserve.transfer.shared_memory import Ticket
+
+
+class Member:
+    """A worker at its place: the roles stay with the place when its process is replaced."""
+
+    def __init__(self, index: int, settings: WorkerSettings, cluster: ClusterSettings) -> None:
+        self.index, self.settings, self._cluster = index, settings, cluster
+        self.roles = settings.stages
+        self.threads = max(1, int(settings.cpus))  # of torch
+        self.name = f"{index}"
+        self.actor: ray_actors.Actor | None = None
+        self.described: Described | None = None  # while it serves
+        self.silent = 0.0  # seconds since it reported anything
+        self.begun = 0  # processes so far
+        self._free: list[Ticket | Region] = []  # memory that may be written again
+        self._noting = threading.Lock()
+        self._assigning = threading.Lock()
+        self._drained: frozenset[str] | None = None  # its roles, while it has none because it is slow
+
+    def take(self, orders: list[Order]) -> None:
+        """As of ``workers.Worker.take``."""
+        self._call("take", orders)
+
+    def cancel(self, model: str, ids: list[RequestId], error: MMServeError | None) -> None:
+        """As of ``workers.Worker.cancel``."""
+        self._call("cancel", model, ids, error)
+
+    def serve(self, roles: Iterable[str]) -> None:
+        """As of ``workers.Worker.serve``; one that is drained has these roles once it gets work again."""
+        with self._assigning:
+            if self._drained is None:
+                self._run(frozenset(roles))
+            else:
+                self._drained = frozenset(roles)
+
+    def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
+        """As of ``workers.Worker.ask``."""
+        if self.actor is None:
+            raise WorkerEnded(f"worker {self.name} has ended")
+        return self.actor.ask(model, question, arguments)
+
+    def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
+        """As of ``workers.Worker.post``."""
+        if self.actor is not None:
+            self.actor.post(model, question, arguments)
+
+    def drain(self) -> None:
+        """Run no stage until ``resume``: what it has goes on elsewhere."""
+        with self._assigning:
+            self._drained = self.roles
+            self._run(frozenset())
+
+    def resume(self) -> None:
+        """Have its roles again after ``drain``, if that was called."""
+        with self._assigning:
+            if self._drained is not None:
+                roles, self._drained = self._drained, None
+                self._run(roles)
+
+    def _run(self, roles: frozenset[str]) -> None:
+        self.roles = roles
+        self._call("serve", list(roles), self._cluster.save_every, self._cluster.ahead_kb << 10)
+
+    @property
+    def drained(self) -> bool:
+        """Whether it has no role because it is slow."""
+        return self._drained is not None
+
+    def reuse(self, ticket: Ticket | Region) -> None:
+        """Note memory that may be written again."""
+        with self._noting:
+            self._free.append(ticket)
+
+    def flush(self) -> None:
+        """Send what ``reuse`` noted of the process that is there now; each process numbers its memory from 1."""
+        with self._noting:
+            free, self._free = self._free, []
+        actor, described = self.actor, self.described  # in this order: none gets another one's numbers
+        if actor is None or described is None:
+            return
+        if numbers := [ticket.number for ticket in free if ticket.address == described.arena]:
+            actor.call("reuse", numbers)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Have the worker call its method ``name``, unless it has ended."""
+        if self.actor is not None:
+            self.actor.call(name, *arguments)

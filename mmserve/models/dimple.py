@@ -72,7 +72,7 @@ def _vision(checkpoint: Checkpoint, target: Target, hidden_size: int) -> DimpleV
     names = {name: PROJECTOR + name for name, _ in projector.named_parameters()}
     checkpoint.weights.fill(projector, names, target.dtype, target.device)
     return DimpleVision(
-        load_tower(checkpoint, kind, tower, TOWER, target),
+        load_tower(checkpoint, kind, tower, lambda name: TOWER + name, target),
         load_pixels(checkpoint.folder, tower, together=False),
         projector,
     )

@@ -80,7 +80,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
 def load_as(checkpoint: Checkpoint, target: Target, kind: Kind, spec: Callable[[Sources], ModelSpec]) -> LoadedModel:
     """As ``load``, a model that sees as ``kind`` does and decodes as ``spec`` describes."""
-    checkpoint = _flat(checkpoint)
+    checkpoint = flat(checkpoint)
     keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
     tower = tower_config(checkpoint, kind)
     config = checkpoint.stretch.applied(_decoder_config(keys, tower, kind), keys.path)
@@ -88,7 +88,7 @@ def load_as(checkpoint: Checkpoint, target: Target, kind: Kind, spec: Callable[[
     prefix, layout = _names(checkpoint)
     decoder = load_decoder(checkpoint, config, target, layout)
     vision = kind.vision(
-        load_tower(checkpoint, kind, tower, prefix, target),
+        load_tower(checkpoint, kind, tower, lambda name: prefix + name, target),
         load_pixels(checkpoint.folder, tower, together=kind.limits_together),
         frames=keys.integer("mm_video_frames", default=FRAMES),
     )
@@ -135,7 +135,7 @@ def framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> 
     return "".join(tokens)
 
 
-def _flat(checkpoint: Checkpoint) -> Checkpoint:
+def flat(checkpoint: Checkpoint) -> Checkpoint:
     """With the decoder's keys beside the others, as Qwen2-VL publishes them: Qwen3-VL has them in ``text_config``."""
     text = checkpoint.config.get("text_config") or {}
     if not isinstance(text, Mapping):
@@ -163,14 +163,19 @@ def _decoder_config(keys: Keys, tower: Any, kind: Kind) -> DecoderConfig:
         raise ConfigError(
             f"{keys.path}: rope_scaling has no mrope_section, which assigns axes of position to frequencies"
         )
-    if getattr(tower, kind.width) != config.hidden_size:
-        made = f"{kind.width} = {getattr(tower, kind.width)}"
-        raise ConfigError(f"{keys.path}: vision_config.{made}, but embeddings are {config.hidden_size} wide")
+    check_width(keys, tower, kind, config)
     deep = len(getattr(tower, "deepstack_visual_indexes", ()))
     try:
         return replace(config, deep_layers=deep)
     except ValueError as error:
         raise ConfigError(f"{keys.path}: deepstack_visual_indexes: {error}") from error
+
+
+def check_width(keys: Keys, tower: Any, kind: Kind, config: DecoderConfig) -> None:
+    """Raise ``ConfigError`` where visual tokens are not as wide as embeddings."""
+    if getattr(tower, kind.width) != config.hidden_size:
+        made = f"{kind.width} = {getattr(tower, kind.width)}"
+        raise ConfigError(f"{keys.path}: vision_config.{made}, but embeddings are {config.hidden_size} wide")
 
 
 def _names(checkpoint: Checkpoint) -> tuple[str, Layout]:
@@ -181,11 +186,13 @@ def _names(checkpoint: Checkpoint) -> tuple[str, Layout]:
     return ("model.visual.", _NESTED) if nested else ("visual.", HUGGING_FACE)
 
 
-def load_tower(checkpoint: Checkpoint, kind: Kind, config: Any, prefix: str, target: Target) -> nn.Module:
-    """The vision tower of ``config`` with the tensors whose names begin with ``prefix``; raises ``ConfigError``."""
+def load_tower(
+    checkpoint: Checkpoint, kind: Kind, config: Any, name_of: Callable[[str], str], target: Target
+) -> nn.Module:
+    """The vision tower of ``config``; ``name_of`` gives the tensor of each parameter. Raises ``ConfigError``."""
     with torch.device("meta"):
         tower: Any = kind.tower(config)
-    names = {name: prefix + name for name, _ in tower.named_parameters()}
+    names = {name: name_of(name) for name, _ in tower.named_parameters()}
     checkpoint.weights.fill(tower, names, target.dtype, target.device)
     tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config).to(target.device)  # frequencies: no checkpoint has them
     return tower

@@ -27,6 +27,7 @@ LOADERS = {
     "Dream": "mmserve.models.dream",
     "Fast_dLLM_Qwen": "mmserve.models.fast_dllm",
     "diffusion_gemma": "mmserve.models.diffusion_gemma",
+    "diffusionvl_qwenvl": "mmserve.models.diffusionvl",
     "dimple": "mmserve.models.dimple",
     "fast_dvlm": "mmserve.models.fast_dvlm",
     "gemma3": "mmserve.models.gemma3",

@@ -15,7 +15,17 @@ from mmserve.models.keys import Keys
 #: Text models with queries, keys and values of LLaMA (no norm or bias unless the configuration asks for one), of Qwen2
 #: (biased) and of Qwen3 (normed), by ``model_type``.
 LLAMA = ("llama", "mistral", "llava_llama", "llava_llada", "llada", "mmada")
-QWEN2 = ("qwen2", "qwen2_vl", "qwen2_5_vl", "Dream", "Fast_dLLM_Qwen", "fast_dvlm", "llava_dream", "dimple")
+QWEN2 = (
+    "qwen2",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "Dream",
+    "Fast_dLLM_Qwen",
+    "fast_dvlm",
+    "diffusionvl_qwenvl",
+    "llava_dream",
+    "dimple",
+)
 QWEN3 = ("qwen3", "qwen3_vl", "qwen3_vl_moe", "sdar")
 MIXTURE = ("llada2_moe",)
 #: Text models that a module of their own reads, by ``model_type``: ``dimensions(keys)``, ``LAYOUT`` and ``load`` of it.
@@ -35,6 +45,7 @@ NESTED = ("llama", "ministral3", "mistral", "qwen2", "qwen3")
 #: Class that generates text, for each ``model_type`` that transformers also has other classes for (scores, embeddings).
 CLASSES = {
     "Fast_dLLM_Qwen": ("Fast_dLLM_QwenForCausalLM",),
+    "diffusionvl_qwenvl": ("DiffusionVL_Qwen2_5_VL_ForConditionalGeneration", "DiffusionVLQwenVLForCausalLM"),
     "fast_dvlm": ("Fast_dVLMForConditionalGeneration",),
     "gemma2": ("Gemma2ForCausalLM",),
     "gemma3": ("Gemma3ForConditionalGeneration",),

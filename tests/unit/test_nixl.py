@@ -137,7 +137,7 @@ def test_spare_memory_is_bounded_and_dropping_twice_does_nothing() -> None:
 def test_bytes_that_changed_are_refused() -> None:
     with closing(regions()) as own, closing(regions()) as reader:
         region = own.write(PAYLOADS.pack(payload(1)))
-        own._offered[region.number].data[region.size // 2] ^= 1
+        own._offered[region.number].payload(region.size)[region.size // 2] ^= 1
         with pytest.raises(TransferError, match="checksum"):
             PAYLOADS.decode(reader.read(region))
 
@@ -163,3 +163,16 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nixl.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"pip install \"mmserve\[nixl\]\""):
         regions()
+
+
+def test_a_process_reads_its_own_and_not_what_it_has_dropped() -> None:
+    with closing(regions()) as own:
+        region = own.write(PAYLOADS.pack(payload(2)))
+        data = own.read(region)
+        own.drop(region)
+        own.write(PAYLOADS.pack(payload(4)))  # to the same memory
+        assert same(data, 2)
+        with closing(regions()) as reader:
+            for each in (own, reader):
+                with pytest.raises(TransferError, match="not there any more"):
+                    each.read(region)

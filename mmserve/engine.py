@@ -204,6 +204,14 @@ class Engine:
         self.stages.capabilities.check(request)
         return self.stages.encoding.check_constraint(request, answer)
 
+    def prompt_tokens(self, request: Request) -> int | None:
+        """Tokens of the prompt of ``request``, which is not submitted; None where only a request finds out.
+
+        Raises what the request would fail with.
+        """
+        self.stages.capabilities.check(request)
+        return self.stages.encoding.prompt_tokens(request)
+
     def drain(self, timeout: float) -> bool:
         """Refuse new requests, wait for the live ones; after ``timeout`` seconds fail what is left.
 

@@ -31,6 +31,7 @@ APIS = {
     "/v1/fim/completions": "f",
     "/v1/responses": "r",
     "/v1/messages": "m",
+    "/v1/messages/count_tokens": "n",
     "/v1/decisions": "d",
     "/v1/systemone": "s",
     "/v1/constraints": "k",

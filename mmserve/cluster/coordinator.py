@@ -135,6 +135,10 @@ class Coordinator:
         """None: what compiles constraints is with the workers, which check those of requests."""
         return None
 
+    def prompt_tokens(self, request: Request) -> int | None:
+        """None: tokenizers are with the workers."""
+        return None
+
     def cancel(self, request_id: RequestId, error: MMServeError | None = None) -> None:
         """As of ``Engine.cancel``."""
         with self._lock:

@@ -283,6 +283,11 @@ class Encoder:
             grids_of(pieces) if unpruned else (),
         )
 
+    def prompt_tokens(self, request: Request) -> int | None:
+        """Tokens of the prompt of ``request``; None where it has images or videos, whose tokens encoding finds out."""
+        media = any(not isinstance(part, TextPart) for message in request.messages for part in message.parts)
+        return None if media else len(self._prompt(request))
+
     def _prompt(self, request: Request) -> np.ndarray:
         """The chat's ids (int64), one for each image and video; of typed questions, what they share."""
         if request.raw:

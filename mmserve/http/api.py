@@ -22,6 +22,11 @@ SAMPLING = {
 PENALTIES = {name: f"sampling.{name}" for name in ("frequency_penalty", "presence_penalty")}
 #: ``template_options`` of ``GenerateRequest`` as bodies call it.
 TEMPLATE_OPTIONS = "chat_template_kwargs"
+#: How long a model is to reason apart from its answer, and how long answers are to be: hints that no model here takes.
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+VERBOSITIES = ("low", "medium", "high")
+#: Classes of service of OpenAI's APIs; there is one here.
+TIERS = ("auto", "default", "flex", "priority", "scale")
 #: Name to accepted values, and the error for others.
 Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
 
@@ -96,6 +101,11 @@ def take_neutral(fields: Fields, neutral: Neutral, labels: Sequence[str]) -> Non
             raise InvalidArgument.of(fields.path(name), why)
     for name in labels:
         fields.take(name, str)
+
+
+def one_of(accepted: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """A row of ``Neutral`` for strings."""
+    return tuple(accepted), f"must be one of {', '.join(map(repr, accepted))}"
 
 
 def own_fields(finished: Sequence[Finished]) -> dict[str, Any]:

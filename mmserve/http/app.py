@@ -33,7 +33,7 @@ from mmserve.http.completions import Completions
 from mmserve.http.decisions import DECISION_APIS, DecisionApi
 from mmserve.http.errors import BadRequest, headers_of, renamed, status_of
 from mmserve.http.media import fields_of
-from mmserve.http.messages import Messages
+from mmserve.http.messages import Messages, read_counted
 from mmserve.http.pages import Pages
 from mmserve.http.presence import Present
 from mmserve.http.responses import Responses
@@ -54,8 +54,10 @@ _BEARER = "bearer "
 _ID_HEADERS = (request_id.KEY, "request-id")
 #: Most letters of a host and its port: a name of DNS has at most 253.
 _HOST_LETTERS = 300
-CONSTRAINTS = "/v1/constraints"
+CONSTRAINTS, COUNTS = "/v1/constraints", "/v1/messages/count_tokens"
 _MODEL = "/v1/models/{name:path}"
+#: When a model was made, for Anthropic's clients, which ask for it.
+_UNKNOWN_DATE = "1970-01-01T00:00:00Z"
 #: What of ``ModelInfo`` the list of models has.
 _DESCRIBED = (
     *("diffusion", "images", "videos", "recompute_policies", "commit_policies", "recompute_policy", "commit_policy"),
@@ -86,12 +88,13 @@ class App:
         posts = {
             **{path: self._open(self._generates(api), api) for path, api in APIS.items()},
             CONSTRAINTS: self._open(self._checked),
+            COUNTS: self._open(self._counted, APIS["/v1/messages"]),
             **{path: self._open(self._decides(api), api) for path, api in DECISION_APIS.items()},
         }
         others = Starlette(
             routes=[
                 *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
-                *Pages([*APIS, CONSTRAINTS, *DECISION_APIS], server.guard.auth).routes,
+                *Pages([*APIS, CONSTRAINTS, COUNTS, *DECISION_APIS], server.guard.auth).routes,
                 Route("/v1/models", self._open(self._models), methods=["GET"]),
                 Route(_MODEL, self._open(self._model, route=_MODEL), methods=["GET"]),
                 Route("/openapi.json", self._open(self._description), methods=["GET"]),
@@ -172,7 +175,9 @@ class App:
         return JSONResponse(openapi.document(self._names()))
 
     async def _models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._names()]})
+        names = self._names()
+        pages = {"has_more": False, "first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in names], **pages})
 
     def _names(self) -> list[str]:
         engines = self._server.engines
@@ -190,7 +195,7 @@ class App:
         info = self._server.engines.find(self._server.engines.split(name)[0]).info
         own = {field: getattr(info, field) for field in _DESCRIBED}
         common = {"id": name, "object": "model", "created": 0, "owned_by": "mmserve", "max_model_len": info.max_tokens}
-        return {**common, "mmserve": own}
+        return {**common, "type": "model", "display_name": name, "created_at": _UNKNOWN_DATE, "mmserve": own}
 
     async def _checked(self, request: Request) -> Response:
         """Whether a constraint can be kept; always 200, for who writes one is not done with it."""
@@ -208,6 +213,25 @@ class App:
             return JSONResponse(checks.UNCHECKED)
         judged = {} if answer is None else {"answer": checks.verdict(found.wrong, names)}
         return JSONResponse({**checks.verdict(None, names), "warnings": list(found.warnings), **judged})
+
+    async def _counted(self, request: Request) -> Response:
+        """Tokens of a prompt: of its text alone, or, where that is not enough, those of a request that has it."""
+        tenant: Tenant = request.state.tenant
+        with ExitStack() as held:
+            held.enter_context(self._server.quotas.taken(tenant))
+            body = await self._bodies.read(request)
+            message = read_counted(body)
+            count = None
+            if all(part.HasField("text") for chat in message.messages for part in chat.parts):
+                engine = self._server.engines.find(self._server.engines.split(message.model)[0])
+                asked = self._server.generations.read(uuid.uuid4().hex, message, tenant, engine)
+                count = await asyncio.get_running_loop().run_in_executor(None, engine.prompt_tokens, asked)
+            if count is None:
+                events = self._events(message, tenant, held, fields_of(urls_in(message.messages), body))
+                held.enter_context(Present(request.receive))
+                async with aclosing(events):
+                    count = (await _finished(events))[0].usage.prompt_tokens
+            return JSONResponse({"input_tokens": count})
 
     def _generates(self, api: Api) -> Handler:
         """The handler of an API that generates."""

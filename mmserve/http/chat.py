@@ -12,7 +12,7 @@ from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.constraints import constrain
-from mmserve.http.content import message, role_of, text_part
+from mmserve.http.content import message, refusal_part, results_of_text, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
 from mmserve.http.tools import take_chat_tools
@@ -40,13 +40,14 @@ NAMES = api.names_in_errors(
 NEUTRAL: Neutral = {
     "functions": (([],), "is not supported; use tools"),
     "function_call": (("none", "auto"), "is not supported; use tool_choice"),
-    "store": ((False,), "is not supported: nothing is stored"),
-    "service_tier": (("auto", "default"), "must be 'auto' or 'default'"),
+    "store": ((False, True), "must be true or false; nothing is stored either way"),
+    "service_tier": api.one_of(api.TIERS),
     "modalities": ((["text"],), "must be ['text']"),
-    "reasoning_effort": (("none",), "must be 'none': no model here reasons apart from its answer"),
+    "reasoning_effort": api.one_of(api.EFFORTS),
+    "verbosity": api.one_of(api.VERBOSITIES),
 }
 #: Strings that name the caller or the request; they change no answer.
-LABELS = ("user", "safety_identifier", "prompt_cache_key")
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 #: Most digits of a token's id.
 _DIGITS = 10
 _REASONS = {"end": "stop", "stop": "stop", "length": "length", "tool_calls": "tool_calls"}
@@ -70,8 +71,9 @@ class Chat(OpenAI):
     def read(self, body: dict[str, Any]) -> Asked:
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
-        found.messages.extend(map(_message, fields.each("messages")))
-        if {"max_tokens", "max_completion_tokens"} <= {name for name, value in body.items() if value is not None}:
+        found.messages.extend(results_of_text(map(_message, fields.each("messages"))))
+        older, newer = body.get("max_tokens"), body.get("max_completion_tokens")
+        if older is not None and newer is not None and older != newer:
             raise InvalidArgument.of("max_tokens", "and max_completion_tokens are the same: set one of them")
         copy_fields(fields, found, SAMPLING)
         found.sampling.stop.extend(stops(fields, "stop"))
@@ -85,6 +87,7 @@ class Chat(OpenAI):
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.take("metadata", dict)
+        fields.take("prediction", dict)  # of what the answer will be: it would make that faster, and no other
         fields.end()
         return Asked(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", usage_chunk=usage_chunk), names)
 
@@ -126,12 +129,15 @@ def _message(fields: Fields) -> pb.ChatMessage:
     call_id = fields.take("tool_call_id", str, "")
     if role == "tool" and not call_id:
         raise InvalidArgument.of(fields.path("tool_call_id"), "must be the id of the call that the message answers")
-    for label in ("name", "refusal"):
+    refusal = fields.take("refusal", str)
+    for label in ("name", "reasoning", "reasoning_content"):  # the latter two: of other servers' answers
         fields.take(label, str)
     fields.take("annotations", list)
     fields.end("is no supported field of a message")
-    readers = {"text": text_part, "image_url": _image, "video_url": _video}
-    found = message(role, [] if content in (None, "") and calls else content, fields.path("content"), readers)
+    if content in (None, "") and role == "assistant":
+        content = [] if calls else content if refusal is None else refusal
+    readers = {"text": text_part, "image_url": _image, "video_url": _video, "refusal": refusal_part}
+    found = message(role, content, fields.path("content"), readers)
     found.tool_calls.extend(map(_call, calls))
     found.tool_call_id = call_id
     return found
@@ -141,14 +147,16 @@ def _call(fields: Fields) -> pb.ToolCall:
     with fields, fields.within("function") as function:
         if fields.take("type", str, "function") != "function":
             raise InvalidArgument.of(fields.path("type"), "must be 'function'")
+        fields.take("index", int)  # of a stream's deltas
         own, name = fields.take("id", str, ""), function.take("name", str, "")
-        return pb.ToolCall(id=own, name=name, arguments=function.take("arguments", str, ""))
+        return pb.ToolCall(id=own, name=name, arguments=function.take("arguments", str, "") or "{}")
 
 
 def _image(fields: Fields) -> pb.ContentPart:
-    with fields.within("image_url") as source:
-        if source.take("detail", str, "auto") != "auto":
-            raise InvalidArgument.of(source.path("detail"), "must be 'auto'; set mmserve.vision for other sizes")
+    if isinstance(url := fields.any("image_url"), str):  # as in Mistral's API
+        return media.image(url, fields.path("image_url"))
+    with Fields.of(url or {}, fields.path("image_url")) as source:
+        media.take_detail(source)
         return media.image(source.take("url", str, ""), source.path("url"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mmserve.errors import InvalidArgument
@@ -21,6 +21,11 @@ def text_part(fields: Fields) -> pb.ContentPart:
     return pb.ContentPart(text=fields.take("text", str, ""))
 
 
+def refusal_part(fields: Fields) -> pb.ContentPart:
+    """What an assistant said in place of an answer, as a text."""
+    return pb.ContentPart(text=fields.take("refusal", str, ""))
+
+
 def message(role: str, content: Any, path: str, readers: Readers) -> pb.ChatMessage:
     """A message with the ``content`` at ``path``; raises ``InvalidArgument``."""
     if isinstance(content, str):
@@ -30,6 +35,26 @@ def message(role: str, content: Any, path: str, readers: Readers) -> pb.ChatMess
     else:
         raise InvalidArgument.of(path, "must be a string or an array of parts")
     return pb.ChatMessage(role=pb.Role.Name(enums.number_of(enums.ROLES, ROLES[role], "role")), parts=parts)
+
+
+def results_of_text(messages: Iterable[pb.ChatMessage]) -> Iterator[pb.ChatMessage]:
+    """``messages``, in which the results of tools are text alone: images in them go to the user's message after them,
+    or are one."""
+    media: list[pb.ContentPart] = []
+    for each in messages:
+        if each.role == pb.ROLE_TOOL:
+            media += (part for part in each.parts if part.WhichOneof("part") != "text")
+            texts = [part for part in each.parts if part.WhichOneof("part") == "text"] or [pb.ContentPart(text="")]
+            yield pb.ChatMessage(role=each.role, parts=texts, tool_call_id=each.tool_call_id)
+            continue
+        if media and each.role != pb.ROLE_USER:
+            yield pb.ChatMessage(role=pb.ROLE_USER, parts=media)
+        elif media:
+            each = pb.ChatMessage(role=each.role, parts=[*media, *each.parts])
+        media = []
+        yield each
+    if media:
+        yield pb.ChatMessage(role=pb.ROLE_USER, parts=media)
 
 
 def role_of(fields: Fields, known: tuple[str, ...]) -> str:

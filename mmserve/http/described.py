@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from mmserve.core.request import Sampling, Streaming
 from mmserve.core.values import Range, values
 from mmserve.http import chat, completions, messages, responses
-from mmserve.http.api import Neutral
+from mmserve.http.api import EFFORTS, TIERS, VERBOSITIES, Neutral
 from mmserve.http.content import ROLES
 from mmserve.http.fields import OWN
+from mmserve.http.media import DETAILS
 from mmserve.rpc.violations import MAX_BIASES, MAX_STOP_STRINGS
 from mmserve.v1 import generation_pb2 as pb
 
@@ -86,9 +87,15 @@ def _labels(names: Iterable[str]) -> dict[str, Field]:
     return {name: Field(_TEXT, _LABEL, "a") for name in names}
 
 
+def _hint(accepted: Sequence[str], meaning: str = "") -> Field:
+    return Field({"enum": list(accepted)}, f"{_shown(accepted)}: {meaning or _HINT}", accepted[-1])
+
+
 _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
 _LABEL = "a label: accepted, and it changes no answer"
+_HINT = "a hint, which changes no answer"
+_REASONING = f"{_HINT}: no model here reasons apart from it"
 _EXAMPLES: dict[str, Any] = {
     "temperature": 0.5,
     "top_p": 0.9,
@@ -128,8 +135,11 @@ _URL = {"type": "string", "description": "a data: URL, an http(s) URL of a host 
 _ANY_PART = {"type": "object", "required": ["type"], "properties": {"type": _TEXT}}
 _CHAT_PARTS = _any_of(
     _part("text", "text", text=_TEXT),
-    _part("image_url", "image_url", image_url=_object(["url"], url=_URL, detail={"const": "auto"})),
+    _part(
+        "image_url", "image_url", image_url=_any_of(_URL, _object(["url"], url=_URL, detail={"enum": list(DETAILS)}))
+    ),
     _part("video_url", "video_url", video_url=_object(["url"], url=_URL)),
+    _part("refusal", "refusal", refusal=_TEXT),
 )
 _CHAT_MESSAGE = {
     "type": "object",
@@ -258,8 +268,12 @@ _CHAT_FIELDS = {
     "top_logprobs": Field({"type": "integer", "minimum": 0, "maximum": 20}, f"{_ALTERNATIVES}, with `logprobs`", 0),
     **_tools(_NESTED),
     **_neutral(chat.NEUTRAL),
+    "reasoning_effort": _hint(EFFORTS, _REASONING),
+    "verbosity": _hint(VERBOSITIES),
+    "service_tier": _hint(TIERS),
     **_labels(chat.LABELS),
     "metadata": _METADATA,
+    "prediction": Field(_OBJECT, _LABEL, {"type": "content", "content": "a"}),
 }
 _COMPLETION_FIELDS = {
     **_COMMON,
@@ -294,7 +308,21 @@ _MESSAGE_FIELDS = {
     **_numbers(messages.SAMPLING, _EXAMPLES),
     "max_tokens": replace(_numbers(messages.SAMPLING, _EXAMPLES)["max_tokens"], required=True),
     "stop_sequences": _STOPS,
-    "output_config": Field(_object(format=_FORMAT), "`format`: as `response_format`", {"format": {"type": "text"}}),
+    "output_config": Field(
+        _object(format=_FORMAT, effort={"enum": list(EFFORTS)}),
+        "`format`: as `response_format`; `effort` is a hint, which changes nothing",
+        {"format": {"type": "text"}, "effort": "low"},
+    ),
+    "thinking": Field(
+        _object(type={"enum": list(messages.THINKING)}, budget_tokens={"type": "integer"}, display=_TEXT),
+        f"{_REASONING}; blocks of thinking in `messages` are left out",
+        {"type": "enabled", "budget_tokens": 1024},
+    ),
+    "context_management": Field(
+        _object(edits=_array({"type": "object", "properties": {"type": {"pattern": "^clear_thinking_"}}})),
+        "edits that clear thinking, which change nothing",
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
     "tools": Field(
         _array(_OBJECT), _TOOL_FIELDS["tools"].meaning, [{"name": "f", "input_schema": _TOOL["parameters"]}]
     ),
@@ -309,7 +337,7 @@ _RESPONSE_FIELDS = {
     **_TEMPLATE_KWARGS,
     "input": Field(
         _any_of(_TEXT, _array(_OBJECT)),
-        "a text, or messages as above, calls of functions and their results; other kinds of items are refused",
+        "a text, or messages as above, calls of functions and their results, reasoning; no other kinds of items",
         _QUESTION,
         required=True,
     ),
@@ -317,9 +345,9 @@ _RESPONSE_FIELDS = {
     **_numbers(responses.SAMPLING, _EXAMPLES),
     "stream_options": Field(_object(include_obfuscation={"type": "boolean"}), "accepted, without effect", {}),
     "text": Field(
-        _object(format=_FORMAT, verbosity={"const": "medium"}),
-        "`format`: as `response_format`",
-        {"format": {"type": "text"}},
+        _object(format=_FORMAT, verbosity={"enum": list(VERBOSITIES)}),
+        "`format`: as `response_format`; `verbosity` is a hint, which changes nothing",
+        {"format": {"type": "text"}, "verbosity": "low"},
     ),
     **_tools(_FLAT),
     "top_logprobs": Field(
@@ -327,8 +355,18 @@ _RESPONSE_FIELDS = {
         f"{_ALTERNATIVES}, and the chosen one's; in a stream with the end of the text; none beside calls",
         2,
     ),
-    "include": Field(_array({"const": responses.LOGPROBS}), f"`{responses.LOGPROBS}` alone", [responses.LOGPROBS]),
+    "include": Field(
+        _array({"enum": [responses.LOGPROBS, responses.REASONING]}),
+        f"`{responses.LOGPROBS}`; `{responses.REASONING}`, of which there is none",
+        [responses.LOGPROBS, responses.REASONING],
+    ),
+    "reasoning": Field(
+        _object(**{name: {"enum": list(accepted)} for name, (accepted, _why) in responses.HINTS.items()}),
+        f"{_REASONING}; items of reasoning in `input` are left out",
+        {"effort": "low", "summary": "auto"},
+    ),
     **_neutral(responses.NEUTRAL),
+    "service_tier": _hint(TIERS),
     **_labels(responses.LABELS),
     "metadata": _METADATA,
 }
@@ -337,6 +375,11 @@ _TEMPLATE_OPTIONS = Field({"type": "object", "maxProperties": 0}, "empty: chat t
 _IMAGES = Field(_array(_any_of(_URL, _OBJECT)), "images of the context, as URLs", [])
 _ANY_JSON: Schema = {}
 
+_COUNTED = (
+    *("model", "system", "messages", "tools", "tool_choice", "output_config"),
+    *("thinking", "context_management", "cache_control", "chat_template_kwargs"),
+)
+
 #: Path to the fields of its body, by name.
 BODIES: dict[str, dict[str, Field]] = {
     "/v1/chat/completions": _CHAT_FIELDS,
@@ -344,6 +387,7 @@ BODIES: dict[str, dict[str, Field]] = {
     "/v1/fim/completions": {**_COMPLETION_FIELDS, **_numbers({"random_seed": "sampling.seed"}, _EXAMPLES)},
     "/v1/responses": _RESPONSE_FIELDS,
     "/v1/messages": _MESSAGE_FIELDS,
+    "/v1/messages/count_tokens": {name: _MESSAGE_FIELDS[name] for name in _COUNTED},
     "/v1/constraints": {
         "model": _COMMON["model"],
         **_RESPONSE_FORMAT,

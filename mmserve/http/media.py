@@ -9,10 +9,13 @@ from typing import Any
 
 from mmserve.core.media_id import is_url
 from mmserve.errors import InvalidArgument
+from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
 #: What ``mmserve.v1.MediaService`` returns for an upload, in place of a URL.
 MEDIA_ID = "sha256:"
+#: How closely OpenAI's models are to look at an image.
+DETAILS = ("auto", "low", "high", "original")
 
 
 def image(url: str, path: str) -> pb.ContentPart:
@@ -31,6 +34,12 @@ def video(url: str, path: str) -> pb.ContentPart:
     if url.startswith(MEDIA_ID):
         return pb.ContentPart(video=pb.Video(media_id=url))
     return pb.ContentPart(video=pb.Video(data=_data(url, "video/", path)))
+
+
+def take_detail(source: Fields) -> None:
+    """Take the ``detail`` of an image: a hint, which changes nothing; ``mmserve.vision`` sets sizes."""
+    if source.take("detail", str, "auto") not in DETAILS:
+        raise InvalidArgument.of(source.path("detail"), f"must be one of {', '.join(map(repr, DETAILS))}")
 
 
 def fields_of(urls: Collection[str], body: Any) -> dict[str, str]:

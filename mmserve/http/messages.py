@@ -13,7 +13,7 @@ from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.constraints import constrain, format_of
-from mmserve.http.content import message, role_of, text_part
+from mmserve.http.content import message, results_of_text, role_of, text_part
 from mmserve.http.errors import openai_error, status_of
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.tools import take_message_tools
@@ -31,27 +31,28 @@ NAMES = api.names_in_errors(
     },
 )
 NEUTRAL: Neutral = {
-    "thinking": (({"type": "disabled"},), "must be disabled: no model here reasons apart from its answer"),
     "service_tier": (("auto", "standard_only"), "must be 'auto' or 'standard_only'"),
     "container": ((), "is not supported"),
     "mcp_servers": (([],), "is not supported"),
 }
+#: Blocks of other servers' answers that are no part of the chat.
+_THOUGHTS = ("thinking", "redacted_thinking")
 #: HTTP status to the ``type`` of an error.
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 _REASONS = {"end": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+#: What ``thinking`` may be: leave to think, which no model here does apart from its answer.
+THINKING = ("disabled", "adaptive", "enabled")
+#: The edits of a context that change nothing without thinking.
+_CLEAR_THINKING = "clear_thinking_"
 
 
 class Messages:
     """``/v1/messages``."""
 
     def read(self, body: dict[str, Any]) -> Asked:
-        fields, found = Fields(body), pb.GenerateRequest()
-        found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
-        system = fields.any("system")
-        if system is not None:
-            found.messages.append(message("system", system, "system", {"text": _text}))
-        for each in fields.each("messages"):
-            found.messages.extend(_messages(each))
+        fields, found = _prompt(body)
         if body.get("max_tokens") is None:
             raise InvalidArgument.of("max_tokens", "is required")
         copy_fields(fields, found, SAMPLING)
@@ -59,14 +60,11 @@ class Messages:
         stream = found.stream.deltas = fields.take("stream", bool, False)
         names = constrain(fields, found)
         _output_config(fields, found)
-        take_message_tools(fields, found)
-        take_template_options(fields, found)
         names |= take_xargs(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, ())
         with fields.within("metadata") as labels:
             labels.take("user_id", str)
-        fields.take("cache_control", dict)  # prompts share their beginnings without being asked to
         fields.end()
         return Asked(found, stream, _Reply(found.model), names)
 
@@ -79,6 +77,41 @@ class Messages:
 
     def error_line(self, error: MMServeError) -> str:
         return sse(self.error(error), "error")
+
+
+def read_counted(body: dict[str, Any]) -> pb.GenerateRequest:
+    """The request whose prompt ``/v1/messages/count_tokens`` counts, which is asked for one token of no interest."""
+    fields, found = _prompt(body)
+    _output_config(fields, pb.GenerateRequest())  # no part of the prompt
+    fields.end()
+    if found.tool_choice == pb.TOOL_CHOICE_NONE:
+        del found.tools[:]
+    found.ClearField("tool_use")
+    found.sampling.max_new_tokens = 1
+    return found
+
+
+def _prompt(body: dict[str, Any]) -> tuple[Fields, pb.GenerateRequest]:
+    """A request with what of ``body`` makes its prompt, and the fields that are left."""
+    fields, found = Fields(body), pb.GenerateRequest()
+    found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
+    system = fields.any("system")
+    if system is not None:
+        found.messages.append(message("system", system, "system", {"text": _text}))
+    found.messages.extend(results_of_text(m for each in fields.each("messages") for m in _messages(each)))
+    take_message_tools(fields, found)
+    take_template_options(fields, found)
+    fields.take("cache_control", dict)  # prompts share their beginnings without being asked to
+    with fields.within("thinking") as thinking:
+        if thinking.take("type", str, THINKING[0]) not in THINKING:
+            raise InvalidArgument.of("thinking.type", f"must be one of {', '.join(map(repr, THINKING))}")
+        thinking.take("budget_tokens", int)
+        thinking.take("display", str)
+    with fields.within("context_management") as context:
+        for edit in context.each("edits"):
+            if not edit.take("type", str, "").startswith(_CLEAR_THINKING):
+                raise InvalidArgument.of(edit.path("type"), "is not supported: no message is changed or left out")
+    return fields, found
 
 
 def _messages(fields: Fields) -> Iterator[pb.ChatMessage]:
@@ -96,7 +129,7 @@ def _messages(fields: Fields) -> Iterator[pb.ChatMessage]:
                 yield _result(each)
             elif kind == "tool_use" and role == "assistant":
                 calls.append(_call(each))
-            else:
+            elif not (kind in _THOUGHTS and role == "assistant"):
                 rest.append(block)
         if not rest and content and not calls:
             return
@@ -119,15 +152,17 @@ def _result(fields: Fields) -> pb.ChatMessage:
     fields.take("cache_control", dict)
     fields.take("is_error", bool)  # what went wrong is in the content
     content = fields.any("content")
-    found = message("tool", "" if content is None else content, fields.path("content"), {"text": _text})
+    readers = {"text": _text, "image": _image}
+    found = message("tool", "" if content is None else content, fields.path("content"), readers)
     found.tool_call_id = fields.take("tool_use_id", str, "")
     fields.end()
     return found
 
 
 def _output_config(fields: Fields, found: pb.GenerateRequest) -> None:
-    """Structured outputs: ``output_config.format`` with a ``schema``."""
+    """Structured outputs: ``output_config.format`` with a ``schema``; ``effort`` is a hint."""
     with fields.within("output_config") as config:
+        take_neutral(config, {"effort": api.one_of(api.EFFORTS)}, ())
         given = config.nested("format")
     if given is None:
         return
@@ -141,6 +176,7 @@ def _output_config(fields: Fields, found: pb.GenerateRequest) -> None:
 
 def _text(fields: Fields) -> pb.ContentPart:
     fields.take("cache_control", dict)
+    fields.take("citations", list)
     return text_part(fields)
 
 

@@ -19,7 +19,7 @@ from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.chat import token_logprobs
 from mmserve.http.constraints import constrain, format_of
-from mmserve.http.content import message, role_of, text_part
+from mmserve.http.content import message, refusal_part, results_of_text, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, typed
 from mmserve.http.tools import take_response_tools
@@ -38,11 +38,16 @@ NEUTRAL: Neutral = {
     "conversation": ((), "is not supported: nothing is stored; send the conversation in input"),
     "prompt": ((), "is not supported"),
     "truncation": (("disabled", "auto"), "must be 'disabled' or 'auto'"),
-    "service_tier": (("auto", "default"), "must be 'auto' or 'default'"),
-    "reasoning": (({}, {"effort": "none"}), "is not supported: no model here reasons apart from its answer"),
+    "service_tier": api.one_of(api.TIERS),
 }
-#: What ``include`` may hold: log-probabilities of the tokens.
-LOGPROBS = "message.output_text.logprobs"
+#: What ``include`` may hold: log-probabilities of the tokens, and what no answer here has.
+LOGPROBS, REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+#: Hints of ``reasoning``: no model here reasons apart from its answer.
+HINTS: Neutral = {
+    "effort": api.one_of(api.EFFORTS),
+    "summary": api.one_of(("auto", "concise", "detailed")),
+    "generate_summary": api.one_of(("auto", "concise", "detailed")),
+}
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 #: Fields of a response that repeat those of the request, and their values without one.
 _ECHOED: dict[str, Any] = {
@@ -81,7 +86,7 @@ class Responses:
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
         if (instructions := fields.take("instructions", str)) is not None:
             found.messages.append(message("system", instructions, "instructions", {}))
-        found.messages.extend(_input(fields))
+        found.messages.extend(results_of_text(_input(fields)))
         copy_fields(fields, found, SAMPLING)
         stream = found.stream.deltas = fields.take("stream", bool, False)
         with fields.within("stream_options") as options:
@@ -94,6 +99,8 @@ class Responses:
         names |= take_xargs(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
+        with fields.within("reasoning") as reasoning:
+            take_neutral(reasoning, HINTS, ())
         fields.take("metadata", dict)
         fields.end()
         echoed = {name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()}
@@ -111,12 +118,15 @@ class Responses:
 def _take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
     """Take ``include`` and ``top_logprobs``, which asks for the tokens' own, too."""
     for i, name in enumerate(fields.take("include", list, [])):
-        if name != LOGPROBS:
+        if name not in (LOGPROBS, REASONING):
             raise InvalidArgument.of(f"include[{i}]", f"must be {LOGPROBS!r}: nothing else can be included")
-        found.stream.tokens = True
+        found.stream.tokens |= name == LOGPROBS
     if others := fields.take("top_logprobs", int, 0):
         copy_fields(Fields({"top_logprobs": others}), found, {"top_logprobs": "stream.alternatives"})
         found.stream.tokens = True
+
+
+_ITEMS = "must be 'message', 'function_call', 'function_call_output' or 'reasoning'"
 
 
 def _input(fields: Fields) -> list[pb.ChatMessage]:
@@ -135,12 +145,15 @@ def _input(fields: Fields) -> list[pb.ChatMessage]:
         if kind == "function_call_output":
             found.append(_result(each))
             continue
+        if kind == "reasoning":  # of another server's answer
+            continue
         if kind != "message":
-            raise InvalidArgument.of(each.path("type"), "must be 'message', 'function_call' or 'function_call_output'")
+            raise InvalidArgument.of(each.path("type"), _ITEMS)
         role = role_of(each, ("system", "developer", "user", "assistant"))
         for name in ("id", "status", "phase"):
             each.take(name, str)
         readers = {"input_text": text_part, "output_text": _output, "text": text_part, "input_image": _image}
+        readers["refusal"] = refusal_part
         found.append(message(role, each.any("content"), each.path("content"), readers))
         each.end()
     return found
@@ -150,14 +163,15 @@ def _call(fields: Fields) -> pb.ToolCall:
     with fields:
         for name in ("id", "status"):
             fields.take(name, str)
-        name, arguments = fields.take("name", str, ""), fields.take("arguments", str, "")
+        name, arguments = fields.take("name", str, ""), fields.take("arguments", str, "") or "{}"
         return pb.ToolCall(id=fields.take("call_id", str, ""), name=name, arguments=arguments)
 
 
 def _result(fields: Fields) -> pb.ChatMessage:
     for name in ("id", "status"):
         fields.take(name, str)
-    found = message("tool", fields.any("output"), fields.path("output"), {"input_text": text_part})
+    readers = {"input_text": text_part, "output_text": _output, "input_image": _image}
+    found = message("tool", fields.any("output"), fields.path("output"), readers)
     found.tool_call_id = fields.take("call_id", str, "")
     fields.end()
     return found
@@ -170,16 +184,14 @@ def _output(fields: Fields) -> pb.ContentPart:
 
 
 def _image(fields: Fields) -> pb.ContentPart:
-    if fields.take("detail", str, "auto") != "auto":
-        raise InvalidArgument.of(fields.path("detail"), "must be 'auto'; set mmserve.vision for other sizes")
+    media.take_detail(fields)
     return media.image(fields.take("image_url", str, ""), fields.path("image_url"))
 
 
 def _text(fields: Fields, found: pb.GenerateRequest) -> dict[str, Any]:
     """Take ``text``, the format of the answer; the same as a response has it."""
     with fields.within("text") as text:
-        if text.take("verbosity", str, "medium") != "medium":
-            raise InvalidArgument.of("text.verbosity", "must be 'medium'")
+        take_neutral(text, {"verbosity": api.one_of(api.VERBOSITIES)}, ())
         given = text.take("format", dict, {"type": "text"})
     with Fields(given, "text.format") as described:
         constraint = format_of(described, described)

@@ -10,6 +10,14 @@ from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
 _CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required": pb.TOOL_CHOICE_REQUIRED}
+#: Fields of Anthropic's tools that change nothing: all tools are in the prompt, and arguments come as they are made.
+_TOOL_LABELS: dict[str, type] = {
+    "cache_control": dict,
+    "eager_input_streaming": bool,
+    "defer_loading": bool,
+    "input_examples": list,
+    "allowed_callers": list,
+}
 
 
 def take_chat_tools(fields: Fields, found: pb.GenerateRequest) -> None:
@@ -35,7 +43,8 @@ def take_message_tools(fields: Fields, found: pb.GenerateRequest) -> None:
     for each in fields.each("tools"):
         with each:
             _of_kind(each, "custom", default="custom")
-            each.take("cache_control", dict)
+            for label, kind in _TOOL_LABELS.items():
+                each.take(label, kind)
             _add(each, found, "input_schema")
     choice = fields.nested("tool_choice")
     if choice is None:

@@ -35,6 +35,12 @@ class EngineLike(Protocol):
         None where only the request itself can find out. Raises what the request would fail with.
         """
 
+    def prompt_tokens(self, request: Request) -> int | None:
+        """Tokens of the prompt of ``request``, from its text alone; None where only the request itself can find out.
+
+        Raises what the request would fail with.
+        """
+
     def stats(self) -> Stats:
         """What it holds and has counted."""
 

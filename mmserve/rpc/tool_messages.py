@@ -20,10 +20,10 @@ from mmserve.wire.enums import TOOL_CHOICES
 
 #: Tools of a request.
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 #: Bytes of descriptions and schemas together; a grammar of all schemas, with what is around them, must be possible.
 MAX_TOOL_BYTES = MAX_GRAMMAR_BYTES - 256 * MAX_TOOLS
-_NAMED = "must be 1 to 64 letters, digits, '_', '.' and '-'"
+_NAMED = "must be 1 to 128 letters, digits, '_', '.' and '-'"
 
 
 def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:

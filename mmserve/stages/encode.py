@@ -77,6 +77,10 @@ class EncodeStage:
         most = request.sampling.max_new_tokens
         return self.admission.check(request.constraint, most, request.tenant.cache, answer)
 
+    def prompt_tokens(self, request: Request) -> int | None:
+        """As of ``Encoder.prompt_tokens``."""
+        return self.encoder.prompt_tokens(request)
+
     def load(
         self, batch: list[Request], cancellation: Cancellation, report: Report | None = None
     ) -> list[EncodedPrompt | BaseException | None]:

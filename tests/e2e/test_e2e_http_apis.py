@@ -137,6 +137,37 @@ def test_responses_of_openai(served: Running, of_openai: openai.OpenAI) -> None:
         of_openai.responses.create(**asked, previous_response_id="resp_1")
 
 
+@pytest.mark.parametrize("model", ["reference", "reference-causal"])
+def test_tokens_of_messages_are_counted(of_anthropic: anthropic.Anthropic, model: str) -> None:
+    """Of text without a request, with an image by one: the same as the request's own."""
+    data = base64.b64encode(scene(5)[0]).decode()
+    image = {"type": "base64", "media_type": "image/png", "data": data}
+    tool = {"name": "f", "description": "Weather", "input_schema": {"type": "object", "properties": {"city": {}}}}
+    texts = [{"role": "user", "content": "How many shapes are there?"}]
+    pictures = [{"role": "user", "content": [{"type": "image", "source": image}, {"type": "text", "text": "Well?"}]}]
+    for chat_of in (texts, pictures):
+        for more in (
+            {},
+            {"system": "Be brief."},
+            {"tools": [tool]},
+            {"tools": [tool], "tool_choice": {"type": "none"}},
+        ):
+            asked: Any = {"model": model, "messages": chat_of, **more}
+            counted = of_anthropic.messages.count_tokens(**asked)
+            usage = of_anthropic.messages.create(**asked, max_tokens=64).usage
+            assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        of_anthropic.messages.count_tokens(model=model, messages=texts, extra_body={"max_tokens": 8})  # type: ignore[arg-type]
+    with pytest.raises(anthropic.NotFoundError):
+        of_anthropic.messages.count_tokens(model="gone", messages=texts)  # type: ignore[arg-type]
+
+
+def test_models_for_anthropic(of_anthropic: anthropic.Anthropic) -> None:
+    found = list(of_anthropic.models.list())
+    assert found[0].id == found[0].display_name == "reference" and found[0].type == "model"
+    assert of_anthropic.models.retrieve("reference-causal").display_name == "reference-causal"
+
+
 def test_log_probabilities_of_responses(of_openai: openai.OpenAI) -> None:
     asked: Any = {"model": "reference", "input": "How many shapes are there?", "max_output_tokens": 8}
     chat: Any = {"model": "reference", "messages": [{"role": "user", "content": asked["input"]}]}

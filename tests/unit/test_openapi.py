@@ -10,16 +10,18 @@ import pytest
 from bodies import body_with
 
 from mmserve.http import checks
-from mmserve.http.app import APIS
+from mmserve.http.app import APIS, COUNTS
 from mmserve.http.decisions import DECISION_APIS
 from mmserve.http.described import BODIES
 from mmserve.http.fields import Fields
+from mmserve.http.messages import read_counted
 from mmserve.http.openapi import document
 
 READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     **{path: api.read for path, api in APIS.items()},
     **{path: api.read for path, api in DECISION_APIS.items()},
     "/v1/constraints": checks.read,
+    COUNTS: read_counted,
 }
 
 

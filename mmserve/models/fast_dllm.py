@@ -3,8 +3,9 @@
 Tensors and configuration are Qwen2's. A position sees everything up to the end of its own block, as in SDAR, but the
 logits of a row predict the position to its right, as in the next-token model that it was trained from: a block's first
 token is predicted by the last row of the block before it, once that is final, and by itself. The rest of a block is
-filled a sub-block at a time, while all of the block is seen. The authors' cache of the other sub-blocks' K/V is not
-implemented. They take the most probable first token whatever the temperature; here it is drawn as all others are.
+filled a sub-block at a time, while all of the block is seen; the authors' cache of the other sub-blocks' K/V is the
+recompute policy ``dual``. They take the most probable first token whatever the temperature; here it is drawn as all
+others are.
 """
 
 from __future__ import annotations

@@ -195,9 +195,8 @@ def test_an_answer_region_is_judged_and_what_is_committed_obeys(bench: Make, lat
 @pytest.mark.parametrize("kind", ["block_causal", "shifted_blocks"])
 def test_block_diffusion(bench: Make, kind: str, request: pytest.FixtureRequest) -> None:
     commits = [policy("low_confidence"), policy("threshold", confidence=0.3), policy("random"), policy("entropy_bound")]
-    everything_obeys(
-        bench(request.getfixturevalue(kind)), list(itertools.product([BLOCK, policy("none")], commits * 2)), 4
-    )
+    recomputes = [BLOCK, policy("none"), policy("dual")]
+    everything_obeys(bench(request.getfixturevalue(kind)), list(itertools.product(recomputes, commits * 2)), 4)
 
 
 def test_next_tokens(bench: Make, causal: LoadedModel) -> None:

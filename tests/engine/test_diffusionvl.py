@@ -170,7 +170,7 @@ def test_spec_and_what_is_refused(pair: tuple[DiffusionVL, LoadedModel], bench: 
     assert model.position_axes == 1
     check_foreseen(model)
     info = bench(model).engine.stages.capabilities.describe({})
-    assert info.images and not info.videos and info.recompute_policies == ("block", "none")
+    assert info.images and not info.videos and info.recompute_policies == ("block", "none", "dual")
     other = DiffusionVL(tmp_path)
     for changes, message in (
         ({"enable_bd3lm": False}, "enable_bd3lm = False is not supported"),

@@ -13,13 +13,14 @@ from harness import Bench, Call
 from helpers import ask, dkv, threshold
 from llama_checkpoints import load
 from qwen_checkpoints import Qwen, block_mask, qwen, save_fast_dllm
+from transformers import DynamicCache
 
 from mmserve.core.request import Diffusion, Policy, Request
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import LoadedModel
 
 Make = Callable[..., Bench]
-NONE, BLOCK = Policy(name="none"), Policy(name="block")
+NONE, BLOCK, DUAL = Policy(name="none"), Policy(name="block"), Policy(name="dual")
 TEXTS = ("a red circle", "what is left of it? " * 3, "?", "ab", "circles")
 
 
@@ -39,43 +40,80 @@ def outcome(bench: Bench, call: Call) -> tuple[Any, ...]:
     return done.text, done.reason, done.forwards, tokens.tolist(), committed.tolist()
 
 
-@torch.no_grad()
-def plain(
-    oracle: Qwen, prompt: list[int], new: int, *, block: int, part: int, mask: int, sure_at: float | None
-) -> tuple[list[int], int]:
-    """The authors' ``generate`` without its caches and without temperature; its tokens, and passes over the row.
+class Passes:
+    """Passes over a row of transformers' model, and K/V of the last whole one."""
 
-    Blocks lie on a grid from position 0, and a position sees to the end of its own. A block's first token is the best
-    one of the last row before it, when all of that is known. Then its parts are filled one after another, with masks
-    right of them: of each pass the surest token, and those that are at least ``sure_at``.
-    """
-    row, passes, fixed = torch.tensor(prompt + [mask] * new), 0, len(prompt)
+    def __init__(self, oracle: Qwen, row: torch.Tensor, block: int, mask: int) -> None:
+        self.oracle, self.row, self.block, self.mask, self.count = oracle, row, block, mask, 0
+        self.held = DynamicCache(config=oracle.config)
 
-    def predicted(end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The most probable token, but for the mask, of each position up to ``end``, and its probability."""
-        nonlocal passes
-        passes += 1
-        seen = min(end, len(row))
-        logits = oracle(input_ids=row[None, :seen], attention_mask=block_mask(seen, block)).logits[0]
+        seen, self.held = min(end, len(self.row)), DynamicCache(config=self.oracle.config)
+        mask = block_mask(seen, self.block)
+        return self._best(self.oracle(input_ids=self.row[None, :seen], attention_mask=mask, cache=self.held).logits[0])
+
+    def part(self, here: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of each position of a part, but for its first, from that part alone and K/V of all others."""
+        others, places = DynamicCache(config=self.oracle.config), torch.arange(len(self.row))
+        held = places[: self.held.get_seq_length()]
+        outside = (held < here.start) | (held >= here.stop)
+        for i, layer in enumerate(self.held.layers):
+            others.update(layer.keys[:, :, outside], layer.values[:, :, outside], i)
+        size = here.stop - here.start
+        seen = torch.zeros(1, 1, size, size + int(outside.sum()))
+        rows = {"input_ids": self.row[None, here], "position_ids": places[None, here]}
+        return self._best(self.oracle(**rows, attention_mask=seen, cache=others).logits[0, :-1])
+
+    def _best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.count += 1
         probabilities = logits.softmax(-1)
-        probabilities[:, mask] = -1.0
+        probabilities[:, self.mask] = -1.0
         sure, token = probabilities.max(-1)
         nothing = torch.zeros(1)
         return torch.cat([nothing, sure]), torch.cat([nothing.long(), token])
 
+
+@torch.no_grad()
+def plain(
+    oracle: Qwen,
+    prompt: list[int],
+    new: int,
+    *,
+    block: int,
+    part: int,
+    mask: int,
+    sure_at: float | None,
+    cached: bool = False,
+) -> tuple[list[int], int]:
+    """The authors' ``generate`` without temperature; its tokens, and passes over the row.
+
+    Blocks lie on a grid from position 0, and a position sees to the end of its own. A block's first token is the best
+    one of the last row before it, when all of that is known. Then its parts are filled one after another, with masks
+    right of them: of each pass the surest token, and those that are at least ``sure_at``. ``cached``
+    (``use_block_cache``): only the first pass over a block, and those that predict a part's first position, run all of
+    the block; the others run the part, between K/V as the last of those left them.
+    """
+    row, fixed = torch.tensor(prompt + [mask] * new), len(prompt)
+    passes = Passes(oracle, row, block, mask)
     for start in range(fixed // block * block, len(row), block):
         if start >= fixed:
-            row[start] = predicted(start)[1][start]
+            row[start] = passes.whole(start)[1][start]
+        begun = False
         for first in range(start, min(start + block, len(row)), part):
             here = slice(first, min(first + part, len(row)))
             while (open_ := row[here] == mask).any():
-                sure, token = (each[here] for each in predicted(start + block))
+                if cached and begun and row[first] != mask:
+                    sure, token = passes.part(here)
+                else:
+                    sure, token = (each[here] for each in passes.whole(start + block))
+                    begun = True
                 sure = sure.masked_fill(~open_, -1.0)
                 chosen = sure == sure.max()
                 if sure_at is not None:
                     chosen |= sure >= sure_at
                 row[here][chosen] = token[chosen]
-    return row[fixed:].tolist(), passes
+    return row[fixed:].tolist(), passes.count
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +168,30 @@ def test_tokens_and_passes_are_those_of_the_authors_loop(
     assert len(ends) >= 2, "the prompt ends at several places of a block"
 
 
+@pytest.mark.parametrize(("block", "part"), [(16, 8), (16, 4), (8, 8)])
+def test_the_cache_of_sub_blocks_is_the_authors(
+    bench: Make, tmp_path: Path, oracle: Qwen, block: int, part: int
+) -> None:
+    made = served(oracle, tmp_path, bd_size=block)
+    b = bench(made, stages="inline")
+    differ = run = 0
+    for text in TEXTS[1:]:
+        prompt = prompt_of(b, text)
+        for sure_at in (None, 0.1):
+            numbers = {"block": block, "part": part, "mask": made.spec.mask_id, "sure_at": sure_at}
+            expected, passes = plain(oracle, prompt, 3 * block - 1, **numbers, cached=True)
+            commit = threshold(sure_at) if sure_at else None
+            calls = [
+                b.submit(ask(f"{p.name} {text} {sure_at}", text, max_new_tokens=3 * block - 1, block=part, **more))[0]
+                for p in (DUAL, BLOCK)
+                if (more := {"recompute": p, "commit": commit})
+            ]
+            assert (answer(b, calls[0]), calls[0].finished().forwards) == (expected, passes)
+            differ += answer(b, calls[1]) != expected
+            run += calls[1].finished().recomputed_tokens - calls[0].finished().recomputed_tokens
+    assert (differ > 0, run > 0) == (part < block,) * 2, "K/V that are not those of the tokens there do matter"
+
+
 def test_a_prompt_that_ends_with_its_block(bench: Make, model: LoadedModel, oracle: Qwen) -> None:
     """Its last row alone predicts the answer's first token."""
     b = bench(model, stages="inline")
@@ -164,7 +226,7 @@ def mixed(policies: tuple[Policy, ...]) -> list[Request]:
 
 @pytest.mark.parametrize("config", [{}, {"page_size": 1, "decode_tokens": 100}, {"max_running": 3, "stages": "inline"}])
 def test_tokens_are_the_same_alone_and_in_a_batch(bench: Make, model: LoadedModel, config: dict[str, Any]) -> None:
-    requests = mixed((BLOCK, NONE))
+    requests = mixed((BLOCK, NONE, DUAL))
     single = bench(model, stages="inline")
     alone = {r.id: outcome(single, single.submit(r)[0]) for r in requests}
     b = bench(model, **config)
@@ -185,9 +247,12 @@ def test_tokens_are_the_same_with_the_cache_and_without(bench: Make, model: Load
 def test_pages_of_a_prompt_are_shared(bench: Make, model: LoadedModel) -> None:
     b = bench(model, stages="inline")
     text = "what is left of the red circle? " * 3
-    first, again = (outcome(b, b.submit(ask(name, text, recompute=BLOCK))[0]) for name in ("first", "again"))
-    assert first == again
-    assert b.ask(ask("third", text, recompute=BLOCK)).usage.cached_tokens > 16
+    for policy in (BLOCK, DUAL):
+        first, again = (
+            outcome(b, b.submit(ask(f"{name} {policy.name}", text, recompute=policy))[0]) for name in ("first", "again")
+        )
+        assert first == again
+        assert b.ask(ask("third", text, recompute=policy)).usage.cached_tokens > 16
 
 
 def test_a_policy_that_edits_judges_all_of_a_block_at_once(bench: Make, model: LoadedModel) -> None:
@@ -201,10 +266,10 @@ def test_a_policy_that_edits_judges_all_of_a_block_at_once(bench: Make, model: L
 def test_what_it_can_do(bench: Make, model: LoadedModel) -> None:
     b = bench(model, stages="inline")
     info = b.engine.info
-    assert (info.diffusion, info.block_length, info.recompute_policies) == (True, 8, ("block", "none"))
+    assert (info.diffusion, info.block_length, info.recompute_policies) == (True, 8, ("block", "none", "dual"))
     assert (info.recompute_policy, info.commit_policy, info.decisions) == ("block", "threshold", "together")
     assert info.tuning.default.commit.options["confidence"] == 0.9
-    with pytest.raises(Unimplemented, match="has no recompute policy 'dkv_decode'; it has block, none"):
+    with pytest.raises(Unimplemented, match="has no recompute policy 'dkv_decode'; it has block, none, dual"):
         b.submit(ask("dkv", recompute=dkv()))
     for wrong in (3, 32):
         with pytest.raises(InvalidArgument, match=r"block_length: must divide 16: the model decodes blocks of 16, or"):

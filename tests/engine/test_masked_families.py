@@ -282,8 +282,8 @@ def test_what_block_diffusion_can_do(bench: Make, sdar: LoadedModel) -> None:
     b = bench(sdar, stages="inline")
     info = b.engine.info
     assert (info.diffusion, info.block_length, info.recompute_policy) == (True, 4, "block")
-    assert info.recompute_policies == ("block", "none")
-    with pytest.raises(Unimplemented, match="has no recompute policy 'dkv_decode'; it has block, none"):
+    assert info.recompute_policies == ("block", "none", "dual")
+    with pytest.raises(Unimplemented, match="has no recompute policy 'dkv_decode'; it has block, none, dual"):
         b.submit(ask("dkv", recompute=dkv()))
     with pytest.raises(InvalidArgument, match=r"diffusion\.block_length: must divide 4: the model decodes blocks of 4"):
         b.submit(ask("long", block=8))

@@ -28,10 +28,11 @@ RECOMPUTE: dict[str, Callable[..., Recompute]] = {
 }
 #: Policies that make sense for masked diffusion, block diffusion, and next-token models; the first is the default.
 FULL_ATTENTION = ("none", "prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache", "adaptive")
-BLOCK_CAUSAL_ATTENTION = ("block", "none")
+BLOCK_CAUSAL_ATTENTION = ("block", "none", "dual")
 CAUSAL_ATTENTION = ("last", "none")
-#: Policies that never run a finished block of the prompt again: its pages may belong to several requests.
-KEEPS_PROMPT = ("last", "block")
+#: Policies that never run a finished block of the prompt again, where blocks bound attention: its pages may belong to
+#: several requests.
+KEEPS_PROMPT = ("last", "block", "dual")
 #: Where open positions hold random tokens: the canvas, and the one before once more when it is final.
 RENOISING = ("block",)
 

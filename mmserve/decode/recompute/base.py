@@ -45,6 +45,16 @@ def is_watching(policy: Recompute) -> TypeGuard[Watching]:
     return _watches(type(policy))
 
 
+def changed_blocks(canvas: Canvas) -> np.ndarray:
+    """Where attention is block-causal, from the first block in which a token became known at the latest step to the end
+    of what the current block sees: after a pass over them all K/V so far are those of the tokens that are there."""
+    changed = np.flatnonzero(canvas.committed_at == canvas.step)
+    if canvas.step == 0:
+        return np.arange(canvas.run_end)
+    first = int(changed[0]) if len(changed) else canvas.block_start
+    return np.arange(max(0, canvas.sight_of(first)), canvas.run_end)
+
+
 def every_position(canvas: Canvas) -> np.ndarray:
     """All positions of the canvas."""
     return np.arange(canvas.size)

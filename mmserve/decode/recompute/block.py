@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from mmserve.core.canvas import Canvas
+from mmserve.decode.recompute.base import changed_blocks
 
 
 class Block:
@@ -20,9 +21,4 @@ class Block:
     """
 
     def rows(self, canvas: Canvas) -> np.ndarray:
-        changed = np.flatnonzero(canvas.committed_at == canvas.step)
-        if canvas.step == 0:
-            return np.arange(canvas.run_end)
-        first = int(changed[0]) if len(changed) else canvas.block_start
-        start = max(0, canvas.sight_of(first))
-        return np.arange(start, canvas.run_end)
+        return changed_blocks(canvas)

@@ -133,7 +133,9 @@ class Capabilities:
             raise InvalidArgument.of("diffusion.block_length", f"must {why}")
         characters = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
         characters += sum(len(call.arguments) for m in request.messages for call in m.tool_calls)
-        characters += 0 if request.tools is None else sum(len(t.parameters) for t in request.tools.tools)
+        characters += (
+            0 if request.tools is None else sum(len(t.parameters) + len(t.description) for t in request.tools.tools)
+        )
         if characters > self.max_tokens * self._longest_token:
             raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from mmserve.constraint.compile.keywords import ANNOTATIONS, KNOWN, dialect
+from mmserve.constraint.compile.references import subschemas
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import MAX_GRAMMAR_BYTES
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, Lark
@@ -21,8 +23,12 @@ from mmserve.wire.enums import TOOL_CHOICES
 #: Tools of a request.
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-#: Bytes of descriptions and schemas together; a grammar of all schemas, with what is around them, must be possible.
-MAX_TOOL_BYTES = MAX_GRAMMAR_BYTES - 256 * MAX_TOOLS
+#: Bytes of descriptions and schemas together: what the chat template writes.
+MAX_TOOL_BYTES = 256 << 10
+#: Bytes that a grammar has around all tools, and around the schema of each without its name, at most.
+_AROUND_ALL, _AROUND = 1 << 10, 250
+#: Keywords that only the model and people read.
+_TEXTS = ("$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly")
 _NAMED = "must be 1 to 128 letters, digits, '_', '.' and '-'"
 
 
@@ -43,7 +49,7 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
         return
     if message.HasField("constraint"):
         yield "constraint", "must not be set with tools"
-    names = [tool.name for tool in message.tools]
+    names, size = [tool.name for tool in message.tools], _AROUND_ALL
     for i, tool in enumerate(message.tools):
         if not _NAME.fullmatch(tool.name):
             yield f"tools[{i}].name", _NAMED
@@ -53,6 +59,10 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
             yield f"tools[{i}].parameters_json_schema", "must be the JSON text of a schema that is an object"
         elif tool.parameters_json_schema and not _takes_objects(json.loads(tool.parameters_json_schema)):
             yield f"tools[{i}].parameters_json_schema", "must have the type object: arguments are one"
+        else:
+            size += len(_bare(tool.parameters_json_schema or NO_PARAMETERS)) + 2 * len(tool.name) + _AROUND
+    if size > MAX_GRAMMAR_BYTES:
+        yield "tools", f"must make a grammar of at most {MAX_GRAMMAR_BYTES} bytes, not some {size}; texts do not count"
     if asked == "required_tool" and message.required_tool not in names:
         yield "required_tool", "must be the name of one of the tools"
     if message.tool_choice and message.tool_choice not in TOOL_CHOICES:
@@ -112,6 +122,18 @@ def _of_objects(text: str) -> str:
     return json.dumps({**schema, "type": "object"}, ensure_ascii=False)
 
 
+def _bare(text: str) -> str:
+    """The schema in ``text`` without what only the model and people read, which a grammar does not need."""
+    schema: dict[str, Any] = json.loads(text)
+    left: list[Any] = [schema]
+    while left:
+        if isinstance(node := left.pop(), dict):
+            for name in _TEXTS:
+                node.pop(name, None)
+            left += (inner for _keyword, inner, _pointer in subschemas(node, ""))
+    return json.dumps(schema, ensure_ascii=False)
+
+
 def _is_alone(schema: dict[str, Any]) -> bool:
     """Whether what is beside a reference has no effect in the draft of ``schema``."""
     try:
@@ -127,6 +149,7 @@ def asked_calls(chat: pb.ChatMessage) -> tuple[ToolCall, ...]:
 
 def tool_constraint(use: ToolUse, info: ModelInfo) -> ConstraintSpec:
     """The constraint of answers under ``use`` by the model of ``info``, which takes tools."""
+    use = replace(use, tools=tuple(replace(tool, parameters=_bare(tool.parameters)) for tool in use.tools))
     strict = all(tool.strict for tool in use.tools)
     mode = ConstraintMode.STRICT if strict else ConstraintMode.LENIENT
     return ConstraintSpec(Lark(tool_grammar(use, FORMATS[info.tool_format])), mode)

@@ -12,11 +12,12 @@ def tool_grammar(use: ToolUse, form: ToolFormat) -> str:
     """The Lark grammar of all answers under ``use`` in the format ``form``; not for ``ToolChoice.NONE``."""
     tools = [(i, tool) for i, tool in enumerate(use.tools) if use.named in (None, tool.name)]
     rules = [f"arguments_{i}: %json {tool.parameters}" for i, tool in tools]
-    begins = [_escaped(f"{form.opening}{tool.name}{form.middle}") for _, tool in tools]
     free = use.choice is ToolChoice.AUTO and use.named is None
+    before = ""
     if free and form.after_text:  # text and the beginning of the call are one terminal: where it ends is then clear
-        begins = [f"(?:{_without(_mark(form))})?{begin}" for begin in begins]
-    rules += [f"BEGIN_{i}: /{begin}/" for (i, _), begin in zip(tools, begins, strict=True)]
+        before = "BEFORE? "
+        rules.append(f"BEFORE: /{_without(_mark(form))}/")
+    rules += [f"BEGIN_{i}: {before}{_literal(f'{form.opening}{tool.name}{form.middle}')}" for i, tool in tools]
     calls = " | ".join(f"BEGIN_{i} arguments_{i} {_literal(form.closing)}" for i, _ in tools)
     if use.parallel and use.named is None:
         rules += [

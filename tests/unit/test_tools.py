@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from mmserve.config import ModelConfig
 from mmserve.constraint.admission import Admission
 from mmserve.constraint.findings import Refused
+from mmserve.constraint.limits import MAX_GRAMMAR_BYTES
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, Lark
 from mmserve.core.events import Delta, Event, Finished, StageTimes, ToolCallDelta, Usage
 from mmserve.core.tools import Tool, ToolChoice, ToolUse
@@ -27,7 +29,7 @@ from mmserve.errors import InvalidArgument
 from mmserve.models.chat import load_tokenizer, prompt_ids
 from mmserve.models.registry import load_model, model_folder
 from mmserve.reference.calls import CALLS, NO_TOOL
-from mmserve.rpc.tool_messages import asked_tools, wrong_tools
+from mmserve.rpc.tool_messages import MAX_TOOL_BYTES, MAX_TOOLS, asked_tools, tool_constraint, wrong_tools
 from mmserve.tools.answer import ToolAnswers
 from mmserve.tools.formats import FORMATS, HERMES, LLAMA3, ToolFormat, format_in
 from mmserve.tools.grammar import _not_begun, _without, tool_grammar
@@ -117,6 +119,68 @@ def test_arguments_are_an_object_also_where_their_schema_leaves_that_open(
     assert takes(admission, use, HERMES, written(HERMES, [("f", '{"a": 1}')]))
     for other in ("5", '"x"'):
         assert not takes(admission, use, HERMES, written(HERMES, [("f", other)]))
+
+
+def asked_with(tools: list[dict[str, Any]]) -> pb.GenerateRequest:
+    message = pb.GenerateRequest()
+    for tool in tools:
+        message.tools.add(strict=False, **tool)
+    return message
+
+
+def lark_of(message: pb.GenerateRequest) -> str:
+    use, info = asked_tools(message), SimpleNamespace(tool_format="hermes")
+    assert use is not None
+    kind = tool_constraint(use, info).kind  # type: ignore[arg-type]
+    assert isinstance(kind, Lark)
+    return kind.text
+
+
+def test_texts_of_tools_are_for_the_prompt_alone(admission: Admission) -> None:
+    """A coding agent's tools have some 100 KB of them; a property may have the name of such a keyword."""
+    inner = {"type": "object", "properties": {"title": {"type": "string", "title": "x" * 900, "default": ""}}}
+    schema = {
+        "description": "d" * 2000,
+        "properties": {
+            "description": {"type": "string", "description": "e" * 900},
+            "example": inner,
+            "kind": {"enum": ["title"]},
+        },
+        "required": ["description"],
+        "additionalProperties": False,
+    }
+    names = [f"{'n' * 125}{i:03}" for i in range(20)]
+    tools = [{"name": n, "description": "f" * 6000, "parameters_json_schema": json.dumps(schema)} for n in names]
+    message = asked_with(tools)
+    assert not list(wrong_tools(message)) and len(str(message)) > 150_000
+    use = asked_tools(message)
+    assert use is not None and "d" * 2000 in use.tools[0].parameters, "the prompt has them"
+    lark = lark_of(message)
+    assert len(lark) < 16_000 and not re.search("xxx|ddd|eee|fff", lark)
+    one = asked_with([{**tools[0], "name": "f"}])
+    at = matcher(Lark(lark_of(one)), ConstraintMode.LENIENT)
+    text = written(HERMES, [("f", '{"description": "a", "example": {"title": "b"}, "kind": "title"}')])
+    assert accepts(at, text) and not accepts(at, written(HERMES, [("f", '{"title": "a"}')]))
+
+
+@pytest.mark.parametrize("length", [3, 128])
+def test_what_is_not_refused_makes_a_grammar_that_is_small_enough(length: int) -> None:
+    def asked(count: int) -> pb.GenerateRequest:
+        properties = {f"p{i}": {} for i in range(count)}
+        last = {"name": "last", "parameters_json_schema": json.dumps({"type": "object", "properties": properties})}
+        return asked_with([*({"name": f"{i:0{length}}"} for i in range(40)), last])
+
+    most = max(count for count in range(0, 6000, 200) if not list(wrong_tools(asked(count))))
+    assert MAX_GRAMMAR_BYTES - 4096 < len(lark_of(asked(most))) <= MAX_GRAMMAR_BYTES
+    assert "texts do not count" in dict(wrong_tools(asked(most + 200)))["tools"]
+
+
+def test_tools_are_bounded() -> None:
+    many = [{"name": f"{i:03}"} for i in range(MAX_TOOLS + 1)]
+    assert not list(wrong_tools(asked_with(many[1:]))) and len(lark_of(asked_with(many[1:]))) <= MAX_GRAMMAR_BYTES
+    assert "at most" in dict(wrong_tools(asked_with(many)))["tools"]
+    wrong = dict(wrong_tools(asked_with([{"name": "f", "description": "d" * (MAX_TOOL_BYTES + 1)}])))
+    assert "bytes together" in wrong["tools"]
 
 
 @pytest.mark.parametrize("part", [{"$ref": "#/components/schemas/X"}, {"enum": [0.12345678901234567]}])

@@ -46,7 +46,10 @@ class _Of:
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figures:
-    """Each question is prefilled once, and decoded elsewhere from its K/V in each number of bits."""
+    """Each question is prefilled once, and decoded elsewhere from its K/V in each number of bits.
+
+    Questions of a kind are prefilled together, and a question's answers decoded together: none changes another.
+    """
     rows, measures = [], []
     kinds = [task for task, kind in TASKS.items() if kind != "video"]
     for path, recompute in _MODELS.items():
@@ -55,17 +58,19 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figur
         asked = 0
         with started(first, ["encode", "prefill"]), started(other, ["decode"]):
             for task in kinds:
-                for index in range(_QUESTIONS * arguments.repeats):
-                    thing, question = item(task, index, 7)
+                questions = [item(task, index, 7) for index in range(_QUESTIONS * arguments.repeats)]
+                calls = []
+                for index, (thing, question) in enumerate(questions):
                     images = tuple(ImagePart(data) for data in shown(task, thing)["images"])
                     parts: tuple[ImagePart | TextPart, ...] = (*images, TextPart(question.text))
-                    left = _prefilled(first, _request(f"{task}.{index}", parts, task, recompute))
-                    exact: Finished | None = None
-                    for bits in _BITS:
-                        answer = _decoded(other, left, bits, found[bits])
-                        exact = exact or answer
-                        found[bits].right += correct(question, answer.text)
-                        _compare(exact, answer, found[bits])
+                    calls.append(_prefill(first, _request(f"{task}.{index}", parts, task, recompute)))
+                for (_thing, question), call in zip(questions, calls, strict=True):
+                    left = call.handed_on()
+                    answers = {bits: _decode(other, left, bits, found[bits]) for bits in _BITS}
+                    exact = answers[0].answered()
+                    for bits, answer in answers.items():
+                        found[bits].right += correct(question, answer.answered().text)
+                        _compare(exact, answer.answered(), found[bits])
                     asked += 1
                 progress(f"{path}, {task}: {asked} questions in all")
         for bits, of in found.items():
@@ -119,16 +124,26 @@ class _Handed(Answer):
         elif not isinstance(event, Saved | Ahead):
             self.sink(event)
 
+    def handed_on(self) -> Handover:
+        """The request, once it has left; raises what it failed with."""
+        self.over.wait(_PATIENCE)
+        if self.left is None:
+            raise RuntimeError(f"a request did not leave after its prefill: {self.whole()}")
+        return self.left
 
-def _prefilled(engine: Engine, request: Request) -> Handover:
+    def answered(self) -> Finished:
+        """The answer, once it is there; raises what it failed with."""
+        self.over.wait(_PATIENCE)
+        return self.whole()
+
+
+def _prefill(engine: Engine, request: Request) -> _Handed:
     answer = _Handed()
     engine.adopt(Handover(request, Stage.QUEUED, None), answer.take)
-    answer.over.wait(_PATIENCE)
-    assert answer.left is not None, answer.error
-    return answer.left
+    return answer
 
 
-def _decoded(engine: Engine, left: Handover, bits: int, of: _Of) -> Finished:
+def _decode(engine: Engine, left: Handover, bits: int, of: _Of) -> _Handed:
     payload = left.payload
     assert isinstance(payload, PrefilledPayload)
     begun = time.thread_time()
@@ -143,9 +158,7 @@ def _decoded(engine: Engine, left: Handover, bits: int, of: _Of) -> Finished:
     answer = _Handed()
     request = replace(left.request, id=f"{left.request.id}.{bits}")
     engine.adopt(replace(left, request=request, payload=came), answer.take)
-    answer.over.wait(_PATIENCE)
-    assert answer.finished is not None, answer.error
-    return answer.finished
+    return answer
 
 
 def _compare(exact: Finished, answer: Finished, of: _Of) -> None:

@@ -34,6 +34,8 @@ _OF_FRAMES = (
     "rescale_factor",
     "size",
 )
+#: ``min_frames`` and ``max_frames`` where the settings of a video processor of Qwen's lack them.
+_LEAST_FRAMES, _MOST_FRAMES = 4, 768
 
 
 def pixels_of(made: Mapping[str, Any]) -> Tensor:
@@ -60,8 +62,8 @@ def of_frames(settings: Mapping[str, Any] | None, *, without: tuple[str, ...] = 
 def own_frames(rule: str, settings: Mapping[str, Any] | None, path: Path) -> OwnFrames | None:
     """The frames that a video processor takes by itself; None where its ``settings`` name neither number nor rate.
 
-    ``rule``: as of ``OwnFrames``; the processor with ``ends`` does not read the number. Raises ``ConfigError`` naming
-    the key.
+    ``rule``: ``starts`` or ``ends`` of ``OwnFrames``; the processor with ``ends`` does not read the number. Raises
+    ``ConfigError`` naming the key.
     """
     keys = Keys(settings or {}, path)
     read = ("fps",) if rule == "ends" else ("num_frames", "fps")
@@ -73,9 +75,9 @@ def own_frames(rule: str, settings: Mapping[str, Any] | None, path: Path) -> Own
             rule,
             rate=keys.number("fps") if "fps" in given else 0.0,
             frames=keys.integer("num_frames") if "num_frames" in given else 0,
-            least=keys.integer("min_frames", default=1),
-            most=keys.integer("max_frames", default=1 << 30),
-            multiple=keys.integer("temporal_patch_size", default=1),
+            least=keys.integer("min_frames", default=_LEAST_FRAMES),
+            most=keys.integer("max_frames", default=_MOST_FRAMES),
+            multiple=keys.integer("temporal_patch_size", default=2) if rule == "starts" else 1,
         )
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: {error}") from error

@@ -32,15 +32,22 @@ from mmserve.models.vision import describe_processor
 MOST_ELONGATED = 200
 #: Fewest and most pixels of a frame where a checkpoint has no settings for videos: 128 and 768 visual tokens' worth.
 FRAME_TOKENS = (128, 768)
+#: ``max_video_tokens`` where a video processor caps pixels and does not name it: of a frame, of all frames of a clip.
+CAPPED_TOKENS = (768, 128_000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Pixels of a frame, or, ``together``, of all frames of a clip."""
+    """Pixels of a frame, or, ``together``, of all frames of a clip.
+
+    ``capped``: visual tokens that ``cap_pixels_per_frame`` bounds, of a frame, or, not ``together``, of all frames of a
+    clip; 0 = there is no such bound.
+    """
 
     least: int
     most: int
     together: bool
+    capped: int = 0
 
 
 class QwenPixels:
@@ -126,10 +133,10 @@ def check_shape(image: Image.Image) -> None:
 def fitted(height: int, width: int, frames: int, *, factor: int, depth: int, limits: Limits) -> tuple[int, int]:
     """Rows and columns of pixels, multiples of ``factor``, that a clip's frames are resized to.
 
-    About the same shape, as many as there are within ``limits``: ``smart_resize`` of transformers' video processors
+    About the same shape, as many as there are within ``limits``: ``resize`` of transformers' video processors
     of Qwen2-VL, and of Qwen3-VL where limits are for all frames ``together``, which counts whole patches of ``depth``.
     """
-    counted = 1
+    most, counted = _most(limits, frames, factor=factor, depth=depth), 1
     if limits.together:
         frames = max(frames, depth)
         counted = round(frames / depth) * depth
@@ -139,13 +146,23 @@ def fitted(height: int, width: int, frames: int, *, factor: int, depth: int, lim
     else:
         frames = 1
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if counted * rows * columns > limits.most:
-        shrink = math.sqrt(frames * height * width / limits.most)
+    if counted * rows * columns > most:
+        shrink = math.sqrt(frames * height * width / most)
         rows, columns = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
     elif counted * rows * columns < limits.least:
         grow = math.sqrt(limits.least / (frames * height * width))
         rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
     return rows, columns
+
+
+def _most(limits: Limits, frames: int, *, factor: int, depth: int) -> int:
+    """The most pixels of a clip of ``frames``, as of ``Limits.most``."""
+    if not limits.capped:
+        return limits.most
+    capped, least = limits.capped * factor**2, int(limits.least * 1.05)
+    if limits.together:
+        return max(min(capped, limits.most // frames), least) * frames
+    return max(min(limits.most, int(capped * 0.9) * depth // frames), least)
 
 
 def load_pixels(folder: Path, tower: Any, *, together: bool) -> QwenPixels:
@@ -171,6 +188,8 @@ def load_pixels(folder: Path, tower: Any, *, together: bool) -> QwenPixels:
         raise ConfigError(f"{path} makes patches of {made.shape[1]} numbers, which the tower does not take")
     factor = tower.patch_size * tower.spatial_merge_size
     video_path, video = video_settings(folder)
+    of_clips = {name: (getattr(tower, of_tower), None) for name, of_tower in fitting}
+    Keys(video or {}, video_path).check({**of_clips, "do_resize": (True, None)})
     try:
         frames = Qwen2VLImageProcessorPil(**{**kept, **of_frames(video, without=("size", "max_image_size"))})
     except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
@@ -182,8 +201,11 @@ def _clip_limits(folder: Path, factor: int, *, together: bool) -> Limits:
     path, settings = video_settings(folder)
     least, most = (tokens * factor**2 for tokens in FRAME_TOKENS)
     given = Keys({**(settings or {}), **((settings or {}).get("size") or {})}, path)
+    usual = CAPPED_TOKENS[0 if together else 1]
+    capped = given.integer("max_video_tokens", default=usual) if given.flag("cap_pixels_per_frame") else 0
     return Limits(
         least=given.integer("min_pixels", "shortest_edge", default=least),
         most=given.integer("max_pixels", "longest_edge", default=most),
         together=together,
+        capped=capped,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from clips import clip
 from llama_checkpoints import Sighted, edit, load
 from llava_checkpoints import llava_onevision
@@ -260,7 +262,8 @@ def test_frames_of_qwen_have_the_video_processor_s_mean(tmp_path: Path) -> None:
         (None, None),
         ({"min_pixels": 4}, None),
         ({"fps": 2, "min_frames": 4, "max_frames": 768}, OwnFrames("ends", rate=2, least=4, most=768)),
-        ({"fps": 2, "num_frames": 8}, OwnFrames("ends", rate=2)),
+        ({"fps": 2, "num_frames": 8}, OwnFrames("ends", rate=2, least=4, most=768)),
+        ({"fps": 2, "min_frames": 1, "temporal_patch_size": 2}, OwnFrames("ends", rate=2, least=1, most=768)),
         ({"num_frames": 8, "fps": None}, None),
     ],
 )
@@ -273,7 +276,16 @@ def test_what_settings_of_qwen3_vl_say_of_frames(
 
 def test_what_settings_of_qwen2_vl_say_of_frames(tmp_path: Path) -> None:
     found = own_frames("starts", {"num_frames": 8, "fps": None, "temporal_patch_size": 2}, tmp_path)
-    assert found == OwnFrames("starts", frames=8, multiple=2)
+    assert found == OwnFrames("starts", frames=8, least=4, most=768, multiple=2)
+    assert own_frames("starts", {"fps": 2}, tmp_path) == OwnFrames("starts", rate=2, least=4, most=768, multiple=2)
+
+
+@pytest.mark.parametrize(("rule", "file"), [("starts", "qwen2_vl"), ("ends", "qwen3_vl")])
+def test_bounds_that_settings_leave_out_are_those_of_the_class(tmp_path: Path, rule: str, file: str) -> None:
+    source = Path(transformers.__file__).parent / "models" / file / f"video_processing_{file}.py"
+    usual = dict(re.findall(r"^    (min_frames|max_frames|temporal_patch_size) = (\d+)$", source.read_text(), re.M))
+    named = {name: int(value) for name, value in usual.items()}
+    assert own_frames(rule, {"fps": 2}, tmp_path) == own_frames(rule, {"fps": 2, **named}, tmp_path)
 
 
 def test_one_file_for_all_comes_first(tmp_path: Path) -> None:

@@ -54,6 +54,33 @@ def test_sizes_are_those_of_transformers(height: int, width: int, frames: int, l
     assert fitted(height, width, frames, factor=32, depth=2, limits=limits) == theirs
 
 
+@given(
+    height=st.integers(16, 2000),
+    width=st.integers(16, 2000),
+    frames=st.integers(2, 40),
+    least=st.integers(1, 400_000),
+    spread=st.integers(0, 20_000_000),
+    tokens=st.integers(16, 4000),
+)
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+def test_a_cap_a_frame_is_that_of_transformers(
+    kind: str, height: int, width: int, frames: int, least: int, spread: int, tokens: int
+) -> None:
+    file, most = f"{kind}/video_processing_{kind}.py", max(least + spread, frames * 28 * 28)
+    resize = installed(file, "resize")
+    resize.__globals__.update(
+        smart_resize=installed(file, "smart_resize"),
+        SizeDict=SimpleNamespace,
+        super=lambda: SimpleNamespace(resize=lambda image, size, resample: (size.height, size.width)),
+    )
+    size = SimpleNamespace(shortest_edge=least, longest_edge=most)
+    rules: dict[str, Any] = {"size": size, "resample": 3, "factor": 28, "temporal_factor": 2}
+    made = torch.empty(1, frames, 3, height, width, device="meta")
+    theirs = resize(SimpleNamespace(max_video_tokens=tokens), made, cap_pixels_per_frame=True, **rules)
+    limits = Limits(least=least, most=most, together=kind == "qwen3_vl", capped=tokens)
+    assert fitted(height, width, frames, factor=28, depth=2, limits=limits) == theirs
+
+
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize("frames", [2, 3, 8])
 def test_clips_become_the_rows_of_transformers(tmp_path: Path, kind: str, frames: int) -> None:
@@ -92,13 +119,34 @@ def test_extreme_shapes_are_refused(tmp_path: Path) -> None:
 
 def test_settings_come_from_the_checkpoint_s_files(tmp_path: Path) -> None:
     alone = pixels(tmp_path, preprocessor_config=PROCESSOR)
-    assert vars(alone.clips) == {"least": 128 * 64, "most": 768 * 64, "together": False}
+    assert vars(alone.clips) == {"least": 128 * 64, "most": 768 * 64, "together": False, "capped": 0}
     (tmp_path / "preprocessor_config.json").unlink()
     both = {"image_processor": PROCESSOR, "video_processor": TOGETHER}
     made = pixels(tmp_path, together=True, processor_config=both)
     assert (made.clips.least, made.clips.most) == (64, 5 * 6 * 64)
     assert made.processor.size["longest_edge"] == PROCESSOR["max_pixels"]
     assert made.settings() != alone.settings()
+
+
+def test_a_cap_a_frame_comes_from_the_video_processor_s_settings(tmp_path: Path) -> None:
+    capped = {**TOGETHER, "cap_pixels_per_frame": True}
+    for together, settings, tokens in (
+        (True, capped, 768),
+        (False, capped, 128_000),
+        (True, {**capped, "max_video_tokens": 5}, 5),
+        (True, {**capped, "cap_pixels_per_frame": False}, 0),
+    ):
+        files = {"preprocessor_config": PROCESSOR, "video_preprocessor_config": settings}
+        assert pixels(tmp_path, together=together, **files).clips.capped == tokens
+
+
+@pytest.mark.parametrize(
+    "changes", [{"patch_size": 8}, {"merge_size": 1}, {"temporal_patch_size": 1}, {"do_resize": False}]
+)
+def test_video_processors_that_do_not_fit(tmp_path: Path, changes: dict[str, Any]) -> None:
+    files = {"preprocessor_config": PROCESSOR, "video_preprocessor_config": {**VIDEOS, **changes}}
+    with pytest.raises(ConfigError, match=f"video_preprocessor_config.json: {next(iter(changes))} = "):
+        pixels(tmp_path, **files)
 
 
 @pytest.mark.parametrize(

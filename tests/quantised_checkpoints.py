@@ -109,8 +109,10 @@ def awq() -> Form:
     return Form({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, pack)
 
 
-def packed_integers(bits: int, *, symmetric: bool = True, act_order: bool = False, channel: bool = False) -> Form:
-    """compressed-tensors, ``pack-quantized``."""
+def packed_integers(
+    bits: int, *, symmetric: bool = True, act_order: bool = False, channel: bool = False, unset: bool = False
+) -> Form:
+    """compressed-tensors, ``pack-quantized``; ``unset``: an order of groups was asked for, and none was found."""
 
     def pack(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
         order = np.arange(weight.shape[1]) // (weight.shape[1] if channel else GROUP)
@@ -123,6 +125,7 @@ def packed_integers(bits: int, *, symmetric: bool = True, act_order: bool = Fals
             "weight_shape": torch.tensor(weight.shape),
             **({} if symmetric else {"weight_zero_point": _t(words(zeros.T, bits).T)}),
             **({"weight_g_idx": _t(order.astype(np.int32))} if act_order else {}),
+            **({"weight_g_idx": torch.full((weight.shape[1],), -1, dtype=torch.int32)} if unset else {}),
         }
         return tensors, _numbers(codes, scales, zeros, order)
 
@@ -223,6 +226,7 @@ FORMS = {
     "awq": awq(),
     "packed": packed_integers(4),
     "packed asymmetric, any order": packed_integers(4, symmetric=False, act_order=True),
+    "packed, an order that is not set": packed_integers(4, unset=True),
     "packed of 8 bits, channels": packed_integers(8, symmetric=False, channel=True),
     "int8": integers_of_8_bits(),
     "fp8 of DeepSeek": fp8("fp8", "weight_scale_inv", (24, 20)),

@@ -160,6 +160,16 @@ def test_damaged_tensors_are_named(changed: dict[str, Tensor | None], why: str, 
         load(packed)
 
 
+def test_groups_that_are_not_there_are_named(tmp_path: Path) -> None:
+    folder = save(llama(intermediate_size=64), tmp_path / "model")
+    packed, _ = quantised(folder, FORMS["packed asymmetric, any order"], layers)
+    stored = load_file(packed / "model.safetensors")
+    name = next(name for name in stored if name.endswith(".weight_g_idx"))
+    save_file({**stored, name: stored[name] + 1}, packed / "model.safetensors")
+    with pytest.raises(ConfigError, match="weight_g_idx must be from 0 to"):
+        load(packed)
+
+
 def test_a_network_that_reads_its_own_weights_refuses_quantised_ones(tmp_path: Path) -> None:
     folder = save(llama(intermediate_size=64), tmp_path / "model")
     packed, _ = quantised(folder, FORMS["fp8 of a tensor"], layers)

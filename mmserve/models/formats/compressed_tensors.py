@@ -2,7 +2,7 @@
 
 ``weight_packed`` int32 ``[out, ceil(in * bits / 32)]``, low bits first, of integers that were shifted to be at least 0,
 beside ``weight_shape``, ``weight_scale [out, groups]``, and, where asymmetric, ``weight_zero_point`` packed along the
-output; ``weight_g_idx [in]`` where groups are in another order. Or ``weight`` (int8 or fp8) beside ``weight_scale``.
+output; ``weight_g_idx [in]`` where groups are in another order, -1 in it where they are not after all. Or ``weight`` (int8 or fp8) beside ``weight_scale``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ def _packed(stem: str, files: Files) -> Made:
 
     def make(*stored: Tensor) -> Tensor:
         given = dict(zip(parts, stored, strict=True))
-        group = given["order"].long() if "order" in given else torch.arange(width) // (width // groups)
+        group = torch.arange(width) // (width // groups)
+        if "order" in given and -1 not in given["order"]:
+            group = given["order"].long()
+            if int(group.min()) < 0 or int(group.max()) >= groups:
+                wrong(files, f"{stem}.weight_g_idx", f"must be from 0 to {groups - 1}")
         codes = unpacked(given["words"], bits, width).float().sub_(lowest)
         if "zeros" in given:
             zeros = given["zeros"]

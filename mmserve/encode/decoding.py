@@ -112,7 +112,10 @@ class _Processes:
 
     def put_back(self, child: Child) -> None:
         with self._lock:
-            self._idle.append(child)
+            ended = [one for one in self._idle if not one.alive]
+            self._idle = [*(one for one in self._idle if one not in ended), child]
+        for one in ended:
+            one.end()  # else it stays in the system's table, and its pipes stay open
 
     def end(self) -> None:
         with self._lock:

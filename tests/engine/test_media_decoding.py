@@ -236,6 +236,21 @@ def test_idle_processes_are_used_again() -> None:
     assert len(PROCESSES._idle) == 1
 
 
+def test_idle_processes_that_have_ended_are_given_back() -> None:
+    """Also those that are never taken again, since later ones are taken first."""
+    processes = type(PROCESSES)()
+    first, second = processes.take(), processes.take()
+    processes.put_back(first)
+    processes.put_back(second)
+    assert processes.take() is second
+    first.kill()
+    eventually(lambda: not first.alive, "the process ends")
+    processes.put_back(second)
+    assert processes._idle == [second]
+    assert first._process.stdin is not None and first._process.stdin.closed
+    processes.end()
+
+
 @pytest.fixture
 def received(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Width and height of the pictures that processes sent."""

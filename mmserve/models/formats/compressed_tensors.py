@@ -2,7 +2,8 @@
 
 ``weight_packed`` int32 ``[out, ceil(in * bits / 32)]``, low bits first, of integers that were shifted to be at least 0,
 beside ``weight_shape``, ``weight_scale [out, groups]``, and, where asymmetric, ``weight_zero_point`` packed along the
-output; ``weight_g_idx [in]`` where groups are in another order, -1 in it where they are not after all. Or ``weight`` (int8 or fp8) beside ``weight_scale``.
+output; ``weight_g_idx [in]`` where groups are in another order (-1 in it: the order was never set, so it is the plain
+one). Or ``weight`` (int8 or fp8) beside ``weight_scale``.
 """
 
 from __future__ import annotations

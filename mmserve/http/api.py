@@ -52,6 +52,8 @@ class Asked:
     reply: Reply
     #: Fields of ``message`` to what this body calls them, where its API has other names for them, or none.
     names: Mapping[str, str] = field(default_factory=dict)
+    #: Whether more new tokens than the model has are as many as it has.
+    fits: bool = False
 
 
 class Api(Protocol):

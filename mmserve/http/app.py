@@ -242,6 +242,9 @@ class App:
                 held.enter_context(self._server.quotas.taken(tenant))
                 body = await self._bodies.read(request)
                 asked = api.read(body)
+                if asked.fits:
+                    most = self._server.engines.find(self._server.engines.split(asked.message.model)[0]).info.max_tokens
+                    asked.message.sampling.max_new_tokens = min(asked.message.sampling.max_new_tokens, most)
                 events = self._events(asked.message, tenant, held, fields_of(urls_in(asked.message.messages), body))
                 del body
                 with renamed(asked.names):

@@ -84,6 +84,7 @@ class Chat(OpenAI):
         take_chat_tools(fields, found)
         take_template_options(fields, found)
         names |= take_xargs(fields, found)
+        names |= {} if older is None else {"sampling.max_new_tokens": "max_tokens"}
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.take("metadata", dict)

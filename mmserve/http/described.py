@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -306,7 +306,12 @@ _MESSAGE_FIELDS = {
         required=True,
     ),
     **_numbers(messages.SAMPLING, _EXAMPLES),
-    "max_tokens": replace(_numbers(messages.SAMPLING, _EXAMPLES)["max_tokens"], required=True),
+    "max_tokens": Field(
+        {"type": "integer", "minimum": 1},
+        "tokens that the answer may take; more than there is room for are as many",
+        4,
+        required=True,
+    ),
     "stop_sequences": _STOPS,
     "output_config": Field(
         _object(format=_FORMAT, effort={"enum": list(EFFORTS)}),
@@ -369,6 +374,7 @@ _RESPONSE_FIELDS = {
     "service_tier": _hint(TIERS),
     **_labels(responses.LABELS),
     "metadata": _METADATA,
+    "client_metadata": _METADATA,
 }
 _DECISION_QUESTIONS = _array({"type": "object", "required": ["type"], "properties": {"type": _TEXT}})
 _TEMPLATE_OPTIONS = Field({"type": "object", "maxProperties": 0}, "empty: chat templates take no options here", {})

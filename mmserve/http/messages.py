@@ -66,7 +66,7 @@ class Messages:
         with fields.within("metadata") as labels:
             labels.take("user_id", str)
         fields.end()
-        return Asked(found, stream, _Reply(found.model), names)
+        return Asked(found, stream, _Reply(found.model), names, fits=True)
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         status, text = status_of(error), openai_error(error, NAMES)["error"]["message"]
@@ -96,7 +96,7 @@ def _prompt(body: dict[str, Any]) -> tuple[Fields, pb.GenerateRequest]:
     fields, found = Fields(body), pb.GenerateRequest()
     found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
     system = fields.any("system")
-    if system is not None:
+    if system is not None and system != []:
         found.messages.append(message("system", system, "system", {"text": _text}))
     found.messages.extend(results_of_text(m for each in fields.each("messages") for m in _messages(each)))
     take_message_tools(fields, found)
@@ -131,7 +131,7 @@ def _messages(fields: Fields) -> Iterator[pb.ChatMessage]:
                 calls.append(_call(each))
             elif not (kind in _THOUGHTS and role == "assistant"):
                 rest.append(block)
-        if not rest and content and not calls:
+        if not rest and not calls and (content or role == "assistant"):
             return
     found = message(role, rest, path, {"text": _text, "image": _image, "video": _video})
     found.tool_calls.extend(calls)

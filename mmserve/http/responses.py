@@ -101,7 +101,8 @@ class Responses:
         take_neutral(fields, NEUTRAL, LABELS)
         with fields.within("reasoning") as reasoning:
             take_neutral(reasoning, HINTS, ())
-        fields.take("metadata", dict)
+        for label in ("metadata", "client_metadata"):
+            fields.take(label, dict)
         fields.end()
         echoed = {name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()}
         tools = [{"description": None, "parameters": None, "strict": False, **tool} for tool in echoed["tools"]]

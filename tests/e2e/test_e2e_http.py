@@ -190,6 +190,7 @@ CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"stop": [""]}, 400, "stop[0]", "empty"),
     ({"max_tokens": 8, "max_completion_tokens": 9}, 400, "max_tokens", "set one of them"),
     ({"max_completion_tokens": 100_000}, 400, "max_completion_tokens", "must be in"),
+    ({"max_tokens": 100_000}, 400, "max_tokens", "must be in"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "logprobs = true"),
     ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "at most 20"),
     ({"top_logprobs": -1, "logprobs": True}, 400, "top_logprobs", "out of range"),

@@ -162,6 +162,15 @@ def test_tokens_of_messages_are_counted(of_anthropic: anthropic.Anthropic, model
         of_anthropic.messages.count_tokens(model="gone", messages=texts)  # type: ignore[arg-type]
 
 
+def test_more_tokens_than_a_model_has_are_as_many_as_fit(of_anthropic: anthropic.Anthropic) -> None:
+    question: Any = [{"role": "user", "content": "How many shapes are there?"}]
+    few, many = (
+        of_anthropic.messages.create(model="reference-causal", max_tokens=most, messages=question)
+        for most in (16, 32_000)
+    )
+    assert many.content == few.content and many.stop_reason == "end_turn"
+
+
 def test_models_for_anthropic(of_anthropic: anthropic.Anthropic) -> None:
     found = list(of_anthropic.models.list())
     assert found[0].id == found[0].display_name == "reference" and found[0].type == "model"

@@ -174,6 +174,13 @@ def test_a_turn_of_claude_code() -> None:
     assert [json.loads(call.arguments) for call in request.messages[2].tool_calls] == [{"file_path": "/a.png"}, {}]
 
 
+def test_messages_without_anything_to_read_are_left_out() -> None:
+    thought = {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}]}
+    turns = [*USER, thought, *USER, {"role": "assistant", "content": []}, *USER]
+    request = Messages().read({"model": "m", "max_tokens": 8, "system": [], "messages": turns}).message
+    assert said(request) == [("user", ["a"])] * 3
+
+
 def test_what_is_counted_is_the_prompt_of_the_message() -> None:
     unknown = ("max_tokens", "stream", "metadata", "temperature")
     counted = read_counted({name: value for name, value in CODE.items() if name not in unknown})

@@ -18,9 +18,13 @@ _library = ctypes.CDLL(None)
 def resident() -> int:
     """Bytes of memory that this process has now; 0 where the system does not report it."""
     try:
-        return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE
+        file = os.open("/proc/self/statm", os.O_RDONLY)  # 10 us, by ``pathlib`` 36: searches ask twice
     except OSError:
         return 0
+    try:
+        return int(os.read(file, 128).split()[1]) * _PAGE
+    finally:
+        os.close(file)
 
 
 def available() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import multiprocessing
+import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import helpers
 import torch
+from forked import forked
 from gemma_checkpoints import gemma, load_gemma
 from helpers import ask, dkv, picture, tiny_model
 from transformers import PreTrainedTokenizerFast
@@ -270,8 +271,9 @@ def _raised(outcomes: list[Any]) -> list[Any]:
     return outcomes
 
 
-def serve(control: Connection, folder: str, ends: dict[str, Connection]) -> None:
+def serve(control: Connection, folder: str, ends: dict[str, Connection], environment: dict[str, str]) -> None:
     """The main function of a process: runs what comes by ``control`` until there is nothing more."""
+    os.environ.update(environment)
     torch.set_num_threads(1)
     end_traces = traces.configure()
     trained = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -296,8 +298,8 @@ def serve(control: Connection, folder: str, ends: dict[str, Connection]) -> None
 class Apart:
     """Three processes: encode, prefill and decode; the last two also take each other's canvases."""
 
-    def __init__(self, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        context = forked()
         prompts, first, back = (context.Pipe(duplex=False) for _ in range(3))
         ends = {
             "encode": {"encode": prompts[1]},
@@ -308,7 +310,7 @@ class Apart:
         self._processes = []
         for role, own in ends.items():
             mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, str(folder), own), daemon=True)
+            process = context.Process(target=serve, args=(theirs, str(folder), own, environment), daemon=True)
             process.start()
             theirs.close()
             self._controls[role] = mine

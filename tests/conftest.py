@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported: kernels run on the CPU
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # processes that tests start compile what they import once
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from helpers import tiny_model
 from hypothesis import settings
+from kept_processes import end_kept, media_processes_kept
 
 from mmserve.models.base import LoadedModel
 
@@ -27,6 +32,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(MOST_WORKERS, os.cpu_count() or 1) if whole and config.option.capture != "no" else 0
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays: full collections need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def model() -> LoadedModel:
     """A tiny multimodal model with random weights."""
@@ -37,3 +48,10 @@ def model() -> LoadedModel:
 def text_model() -> LoadedModel:
     """The same model without its tower."""
     return tiny_model(vision=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_processes() -> Iterator[None]:
+    with media_processes_kept():
+        yield
+    end_kept()

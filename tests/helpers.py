@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast
 
+import mmserve
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, Streaming, TextPart
@@ -25,20 +27,21 @@ from mmserve.models.decoder import Decoder
 from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.projectors import mlp_projector
 from mmserve.models.vision import LlavaVision
-from mmserve.reference.tokenizer import EOS, EOT, IMAGE, MASK, train_tokenizer
+from mmserve.reference.tokenizer import EOS, EOT, IMAGE, MASK
 
 HIDDEN = 64
 
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The bundled model's tokenizer, trained once a session."""
-    return train_tokenizer()
+    """The bundled model's tokenizer; to train it again takes seconds, and gives the same one
+    (``unit/test_reference_data.py``)."""
+    return PreTrainedTokenizerFast.from_pretrained(Path(mmserve.__file__).parent / "assets" / "reference")
 
 
 @contextlib.contextmanager
 def one_tokenizer() -> Iterator[None]:
-    """Training runs and exports take ``tokenizer()``: every call of ``train_tokenizer`` would give the same one."""
+    """Training runs and exports take ``tokenizer()``, which every call of ``train_tokenizer`` would give."""
     name = "mmserve.reference.{}.train_tokenizer"
     with patch(name.format("train"), tokenizer), patch(name.format("export"), tokenizer):
         yield

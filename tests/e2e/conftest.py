@@ -4,6 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 from e2e_helpers import Gates, Running, gated, running, settings
+from kept_processes import constraint_processes_kept
+
+
+@pytest.fixture(scope="module", autouse=True)
+def constraint_processes() -> Iterator[None]:
+    with constraint_processes_kept():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 from harness import Bench
+from kept_processes import constraint_processes_kept
 
 from mmserve.engine import Stats
 from mmserve.models.base import LoadedModel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def constraint_processes() -> Iterator[None]:
+    with constraint_processes_kept():
+        yield
 
 
 @pytest.fixture

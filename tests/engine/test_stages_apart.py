@@ -36,11 +36,12 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture(scope="module")
 def apart(folder: Path, receiver: Receiver) -> Iterator[Apart]:
-    with pytest.MonkeyPatch.context() as patch:  # of the processes, which begin now
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        patch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds
-        made = Apart(folder)
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "50",  # milliseconds
+    }
+    made = Apart(folder, environment)
     yield made
     made.close()
 

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 import torch
+from forked import forked
 from harness import descriptors, eventually
 
 from mmserve.core.canvas import Canvas
@@ -138,7 +139,7 @@ def serve(connection: Connection) -> None:
 
 @pytest.fixture
 def other() -> Iterator[tuple[multiprocessing.process.BaseProcess, Ticket]]:
-    context = multiprocessing.get_context("spawn")
+    context = forked()
     mine, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
     process.start()

@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import av
@@ -46,11 +47,16 @@ def frame_tokens(vision: LlavaVision, pixels: torch.Tensor) -> list[torch.Tensor
     return list(seen.tokens.split([piece for piece in seen.pieces if isinstance(piece, int)]))
 
 
-def still(index: int, size: tuple[int, int] = SIZE) -> np.ndarray:
-    """Frame ``index``: blocks of noise that pan, so that encoders find motion worth a B-frame."""
+@cache
+def _noise(size: tuple[int, int]) -> np.ndarray:
     width, height = size
     noise = np.random.default_rng(0).integers(0, 256, (height // 4 + 1, width // 4 + 400, 3), dtype=np.uint8)
-    return np.ascontiguousarray(noise.repeat(4, 0).repeat(4, 1)[:height, 2 * index : 2 * index + width])
+    return noise.repeat(4, 0).repeat(4, 1)[:height]
+
+
+def still(index: int, size: tuple[int, int] = SIZE) -> np.ndarray:
+    """Frame ``index``: blocks of noise that pan, so that encoders find motion worth a B-frame."""
+    return np.ascontiguousarray(_noise(size)[:, 2 * index : 2 * index + size[0]])
 
 
 def clip(

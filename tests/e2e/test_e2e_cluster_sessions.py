@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_helpers import Process, serving
+from e2e_helpers import Process, serving, settings
 from helpers import picture
 
+from mmserve.assembly import BackgroundServer
 from mmserve.client import Alert, Client, VideoSession
+from mmserve.config import ModelConfig
 
 pytestmark = [pytest.mark.timeout(900)]
 
@@ -88,11 +91,11 @@ def play(address: str, shown: Callable[[], None] = lambda: None, each: int = 2) 
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
-    """The answers of one process."""
-    with server(tmp_path_factory.mktemp("alone")) as found:
+def alone() -> dict[tuple[str, int], Any]:
+    """The answers of one process, which is this one."""
+    models = tuple(ModelConfig(path=path) for path in ("bundled", "bundled-causal"))
+    with BackgroundServer(replace(settings(), models=models)) as found:
         answers = play(found.address)
-        found.process.terminate()
     assert all(len(set(map(str, each["answers"]))) > 1 and each["kept"][4] for each in answers.values())
     return answers
 

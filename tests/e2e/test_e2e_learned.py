@@ -63,6 +63,12 @@ def answers(served: Running, **changes: object) -> list[Result]:
     return found
 
 
+@pytest.fixture(scope="module")
+def plain(served: Running) -> list[Result]:
+    """The answers by plain decoding."""
+    return answers(served)
+
+
 def test_the_record_of_its_training_is_in_the_file(folders: tuple[Path, Path]) -> None:
     with safe_open(folders[1] / FILTER, framework="numpy") as file:
         record = json.loads(file.metadata()["record"])
@@ -70,9 +76,9 @@ def test_the_record_of_its_training_is_in_the_file(folders: tuple[Path, Path]) -
     assert set(record["held_out"]["decoding"]) == {"low_confidence", "learned", "threshold"}
 
 
-def test_a_model_with_a_filter_answers_in_fewer_passes(served: Running) -> None:
+def test_a_model_with_a_filter_answers_in_fewer_passes(served: Running, plain: list[Result]) -> None:
     assert "learned" in served.client.describe("reference").commit_policies
-    plain, fast = answers(served), answers(served, commit=Learned())
+    fast = answers(served, commit=Learned())
     assert sum(r.forwards for r in fast) < sum(r.forwards for r in plain) / 2
     assert all(r.text for r in fast)
     by_name = answers(served, commit="learned")
@@ -81,8 +87,9 @@ def test_a_model_with_a_filter_answers_in_fewer_passes(served: Running) -> None:
     assert [(r.text, r.forwards) for r in over] == [(r.text, r.forwards) for r in fast]
 
 
-def test_without_trust_it_is_the_baseline_and_an_end_of_text_only_saves_passes(served: Running) -> None:
-    plain = answers(served)
+def test_without_trust_it_is_the_baseline_and_an_end_of_text_only_saves_passes(
+    served: Running, plain: list[Result]
+) -> None:
     same = answers(served, commit=Learned(1.5, end_of_text=False))
     assert [(r.text, r.forwards) for r in same] == [(r.text, r.forwards) for r in plain]
     closed = answers(served, commit=Learned(1.5))

@@ -484,8 +484,15 @@ def test_the_largest_run_of_256_tokens_in_48_steps_is_small_when_saved(page: Pag
     assert size <= 300_000
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        pytest.param(360, True, id="360-dark"),
+        pytest.param(1280, False, id="1280-light"),
+        pytest.param(360, False, id="360-light", marks=pytest.mark.slow),
+        pytest.param(1280, True, id="1280-dark", marks=pytest.mark.slow),
+    ],
+)
 def test_it_fits_a_phone_and_the_dark_and_all_has_names(page: Page, width: int, dark: bool) -> None:
     page.emulate(width=width, height=740, dark=dark, reduced=True)
     page.run("for (const one of document.querySelectorAll('details')) one.open = true")

@@ -172,7 +172,7 @@ def test_no_stream_grows_or_passes_the_limit(bench: Make, policy: str, positions
     streams = EngineStreams(bench(model).engine)
     stream = opened(streams, budget=44, policy=policy, positions=positions, carriers=6)
     held, most = set(), 0
-    for i in range(0, 80, 8):
+    for i in range(0, 56, 8):
         put(stream, *(frame(n % 24, float(n)) for n in range(i, i + 8)))
         assert stream.state is not None
         table, buffers, stats = stream.state._table, stream.state._buffers, stream.stats()
@@ -190,9 +190,9 @@ def test_no_stream_grows_or_passes_the_limit(bench: Make, policy: str, positions
         assert torch.equal(buffers.turned[:, :final], rotate(buffers.keys[:, :final], cos, sin))
     assert most < 120 - streams.model.reserve
     assert len(held) <= 1
-    assert stream.stats().frames == 80
+    assert stream.stats().frames == 56
     before = kept(stream)
-    assert answer(stream, asked("q", recompute=BLOCK, max_new_tokens=30))[1].end == 79.0
+    assert answer(stream, asked("q", recompute=BLOCK, max_new_tokens=30))[1].end == 55.0
     assert all(torch.equal(a, b) for a, b in zip(before[1:], kept(stream)[1:], strict=True))
     streams.stop()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -86,7 +86,7 @@ def asked(name: str, recompute: Policy, commit: Policy, **options: Any) -> Reque
     return dataclasses.replace(request, streaming=dataclasses.replace(request.streaming, tokens=True))
 
 
-def requests_of(recompute: Policy, commit: Policy) -> list[Request]:
+def requests_of(recompute: Policy, commit: Policy, shapes: Sequence[int] = range(len(SHAPES))) -> list[Request]:
     """One for each of the shapes; their prompts and seeds differ."""
     which = f"{name_of(recompute)} {name_of(commit)}"
     return [
@@ -106,7 +106,8 @@ def requests_of(recompute: Policy, commit: Policy) -> list[Request]:
             logit_bias={5: 3.0, 9: -100.0} if index % 3 == 2 else {},
             seed=index,
         )
-        for index, shape in enumerate(SHAPES)
+        for index in shapes
+        for shape in [SHAPES[index]]
         for new, block, steps, images, temperature, penalty in [shape]
     ]
 
@@ -142,7 +143,23 @@ def most_steps(request: Request) -> int:
 @pytest.mark.parametrize("commit", COMMITS, ids=name_of)
 @pytest.mark.parametrize("recompute", RECOMPUTES, ids=name_of)
 def test_a_canvas_has_the_oracles_history(shared: Bench, model: LoadedModel, recompute: Policy, commit: Policy) -> None:
-    calls, ties = shared.submit(*requests_of(recompute, commit)), 0
+    """Each pair of policies with two shapes, so that each policy has all of them."""
+    first = RECOMPUTES.index(recompute) + COMMITS.index(commit)
+    shapes = [(first + step) % len(SHAPES) for step in (0, 3)]
+    compare_histories(shared, model, requests_of(recompute, commit, shapes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commit", COMMITS, ids=name_of)
+@pytest.mark.parametrize("recompute", RECOMPUTES, ids=name_of)
+def test_a_canvas_of_any_shape_has_the_oracles_history(
+    shared: Bench, model: LoadedModel, recompute: Policy, commit: Policy
+) -> None:
+    compare_histories(shared, model, requests_of(recompute, commit))
+
+
+def compare_histories(shared: Bench, model: LoadedModel, requests: list[Request]) -> None:
+    calls, ties = shared.submit(*requests), 0
     for call in calls:
         done, request = call.finished(), call.request
         expected = plain(shared, model, request)
@@ -156,7 +173,7 @@ def test_a_canvas_has_the_oracles_history(shared: Bench, model: LoadedModel, rec
         assert done.recomputed_tokens == expected.recomputed
         assert done.forwards <= most_steps(request)
         compare_tokens(model, done, expected)
-    assert ties < len(calls) / 2, "draws this close say nothing"
+    assert ties <= len(calls) / 2, "draws this close say nothing"
     shared.await_nothing_left()
 
 
@@ -190,7 +207,7 @@ def test_the_oracle_sees_a_difference_between_any_two_policies(model: LoadedMode
 def test_early_commit_does_commit_early(model: LoadedModel, shared: Bench) -> None:
     saved = []
     for commit in COMMITS[6:]:
-        for request in requests_of(policy("none"), commit):
+        for request in requests_of(policy("none"), commit, range(1, 7)):
             base = dataclasses.replace(request.diffusion, commit=commit.base or policy("low_confidence"))
             plainly = plain(shared, model, dataclasses.replace(request, diffusion=base))
             saved.append(len(plainly.steps) - len(plain(shared, model, request).steps))
@@ -205,6 +222,12 @@ def history(bench: Bench, request: Request) -> tuple[list[int], list[int], int, 
     """What comes of a request alone, with its log-probabilities."""
     [call] = bench.submit(request)
     return of(bench, call)
+
+
+def histories(bench: Bench, requests: Iterable[Request]) -> list[tuple[list[int], list[int], int, int, list[float]]]:
+    """What comes of each of the requests, which may share batches."""
+    calls = bench.submit(*(dataclasses.replace(r, id=f"{r.id}.{i}") for i, r in enumerate(requests)))
+    return [of(bench, call) for call in calls]
 
 
 def of(bench: Bench, call: Call) -> tuple[list[int], list[int], int, int, list[float]]:
@@ -225,9 +248,9 @@ VARIED = [
 @pytest.mark.parametrize("options", VARIED, ids=range(len(VARIED)))
 @pytest.mark.parametrize("commit", COMMITS, ids=name_of)
 def test_a_refresh_at_every_step_is_no_cache(shared: Bench, commit: Policy, options: dict[str, Any]) -> None:
-    expected = history(shared, asked("r", policy("none"), commit, **options))
-    for recompute in (dkv(1), policy("dkv_greedy", refresh=1)):
-        assert history(shared, asked("r", recompute, commit, **options)) == expected, recompute
+    recomputes = policy("none"), dkv(1), policy("dkv_greedy", refresh=1)
+    expected, *found = histories(shared, (asked("r", recompute, commit, **options) for recompute in recomputes))
+    assert found == [expected] * 2
 
 
 @pytest.mark.parametrize("options", VARIED, ids=range(len(VARIED)))
@@ -235,11 +258,11 @@ def test_a_refresh_at_every_step_is_no_cache(shared: Bench, commit: Policy, opti
 def test_early_commit_with_infinite_gaps_is_its_base(shared: Bench, recompute: Policy, options: dict[str, Any]) -> None:
     """Of the block, and of an answer that is the whole canvas: none of it is final before all of it is."""
     never = {"early": math.inf, "middle": math.inf, "late": math.inf}
+    answers: tuple[dict[str, float], ...] = ({}, {"answer_start": 0, "answer_length": options["max_new_tokens"]})
     for base in BASES:
-        expected = history(shared, asked("r", recompute, base, **options))
-        for answer in ({}, {"answer_start": 0, "answer_length": options["max_new_tokens"]}):
-            early = policy("early_commit", base, **never, **answer)
-            assert history(shared, asked("r", recompute, early, **options)) == expected, (base, answer)
+        commits = base, *(policy("early_commit", base, **never, **answer) for answer in answers)
+        expected, *found = histories(shared, (asked("r", recompute, commit, **options) for commit in commits))
+        assert found == [expected] * 2, base
 
 
 @pytest.mark.parametrize("options", VARIED, ids=range(len(VARIED)))
@@ -249,29 +272,32 @@ def test_policies_that_take_one_token_a_step_are_low_confidence(
 ) -> None:
     """A threshold above 1, certainty where there is none, a factor of next to nothing."""
     options = {**options, "steps": 0}
-    expected = history(shared, asked("r", recompute, policy("low_confidence"), **options))
+    same = threshold(1.5), policy("confident", confidence=1.0), policy("factor", factor=1e-9)
+    commits = policy("low_confidence"), *same, policy("entropy_bound", bound=0.0)
+    expected, *found, bound = histories(shared, (asked("r", recompute, commit, **options) for commit in commits))
     if MASKED not in expected[1]:
         assert expected[2] == options["max_new_tokens"]
-    for commit in (threshold(1.5), policy("confident", confidence=1.0), policy("factor", factor=1e-9)):
-        assert history(shared, asked("r", recompute, commit, **options)) == expected, commit
-    forwards = history(shared, asked("r", recompute, policy("entropy_bound", bound=0.0), **options))[2]
-    assert forwards == options["max_new_tokens"] or MASKED in expected[1]
+    assert found == [expected] * 3
+    assert bound[2] == options["max_new_tokens"] or MASKED in expected[1]
 
 
 @pytest.mark.parametrize("steps", [1, 6, 12, 40])
 def test_confident_of_one_is_low_confidence_where_steps_divide_the_block(shared: Bench, steps: int) -> None:
     """Where they do not, Dimple spreads the remainder over the steps, and LLaDA puts it first."""
-    for recompute in RECOMPUTES:
-        options = {"max_new_tokens": 24, "block": 8, "steps": steps}
-        certain = asked("r", recompute, policy("confident", confidence=1.0), **options)
-        assert history(shared, certain) == history(shared, asked("r", recompute, policy("low_confidence"), **options))
+    commits = policy("confident", confidence=1.0), policy("low_confidence")
+    options: dict[str, Any] = {"max_new_tokens": 24, "block": 8, "steps": steps}
+    certain, plainly = (
+        histories(shared, (asked("r", recompute, commit, **options) for recompute in RECOMPUTES)) for commit in commits
+    )
+    assert certain == plainly
 
 
 def test_confident_takes_no_more_steps_than_were_asked_for(shared: Bench) -> None:
     for recompute in RECOMPUTES:
         confident = policy("confident", confidence=0.4)
-        for request in requests_of(recompute, confident) + requests_of(recompute, policy("early_commit", confident)):
-            [call] = shared.submit(request)
+        requests = requests_of(recompute, confident) + requests_of(recompute, policy("early_commit", confident))
+        for call in shared.submit(*requests):
+            request = call.request
             counts = block_counts(
                 request.sampling.max_new_tokens, request.diffusion.block_length, request.diffusion.steps
             )
@@ -294,10 +320,9 @@ def test_random_commits_the_schedule_in_an_order_that_only_the_seed_decides(
 ) -> None:
     options: dict[str, Any] = {"max_new_tokens": new, "block": block, "steps": steps, "temperature": 0.0}
     orders = {}
-    for seed in (1, 2, 1):
-        _tokens, committed, forwards, _run, _logs = history(
-            shared, asked("r", recompute, policy("random"), seed=seed, **options)
-        )
+    seeds = (1, 2, 1)
+    found = histories(shared, (asked("r", recompute, policy("random"), seed=seed, **options) for seed in seeds))
+    for seed, (_tokens, committed, forwards, _run, _logs) in zip(seeds, found, strict=True):
         committed = committed[-new:]
         counts = list(itertools.chain(*block_counts(new, block, steps)))
         final = [committed.count(step) for step in range(1, forwards + 1)]

@@ -187,7 +187,7 @@ def test_no_stream_grows_or_passes_the_limit(bench: Make, policy: str, positions
     streams = EngineStreams(bench(model).engine)
     stream = opened(streams, budget=44, policy=policy, positions=positions, carriers=6)
     held, most = set(), 0
-    for i in range(0, 80, 8):
+    for i in range(0, 56, 8):
         put(stream, *(frame(n % 24, float(n)) for n in range(i, i + 8)))
         assert stream.state is not None
         table, stats = stream.state._table, stream.stats()
@@ -202,14 +202,14 @@ def test_no_stream_grows_or_passes_the_limit(bench: Make, policy: str, positions
     assert (most > 44) == (positions != "renumber")
     assert len(held) == 1
     stats = stream.stats()
-    assert stats.frames == 80
+    assert stats.frames == 56
     if policy != "similarity":
         assert stats.evicted_rows > 80
     if policy == "carrier":
         assert (table.kind == Kind.CARRIER).any()
     before = kept(stream)
     told = answer(stream, asked("q", max_new_tokens=30))[1]
-    assert told.end == 79.0
+    assert told.end == 55.0
     assert all(torch.equal(a, b) for a, b in zip(before[1:], kept(stream)[1:], strict=True))
     streams.stop()
 

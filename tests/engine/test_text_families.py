@@ -24,7 +24,7 @@ from mmserve.errors import ConfigError, Unimplemented
 from mmserve.models.base import LoadedModel
 
 Make = Callable[..., Bench]
-NEW = 24
+NEW = 14
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -86,7 +86,7 @@ def test_a_run_that_ends_early_says_the_same_as_a_whole_one(rate: float) -> None
 
 @pytest.mark.parametrize("targets", [Targets(0.3, 0.05), Targets(0.6, 0.05), Targets(3.0, 1.0)])
 def test_the_search_agrees_with_brute_force(targets: Targets) -> None:
-    problem = replace(PROBLEM, targets=targets, requests=60)
+    problem = replace(PROBLEM, targets=targets, requests=40)
     for workers in (1, 3):
         candidates = choices(problem, layouts(workers, images=True), Batching())
         brute = max(goodput(problem, choice) for choice in candidates)

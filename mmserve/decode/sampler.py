@@ -21,6 +21,8 @@ from mmserve.models.base import ModelSpec
 
 #: Temperatures below this are greedy: dividing by them would leave the range of fp32.
 GREEDY_BELOW = 1e-4
+#: Temperatures above this count as this, at which every token is as probable as any other: they may be past fp32.
+HOTTEST = 1e30
 #: Odd constants that spread (seed, step) over the generator's 64-bit seeds.
 _SEED_MIX, _STEP_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
@@ -70,6 +72,7 @@ def candidates(
     greedy = sampling.temperature < GREEDY_BELOW
     counted = None if greedy or scores is None else CountedNoise(canvas, sampling.seed)
     noise = None if greedy else counted or _Noise(canvas, sampling.seed)
+    temperature = min(sampling.temperature, HOTTEST)
     fused = scores if best is None and (noise is None or not _filters(sampling)) else None
     judged: list[tuple[Tensor | None, ...]] = []
     done = 0
@@ -82,7 +85,7 @@ def candidates(
             assert penalties is not None
             penalties.apply(logits)
         if fused is not None:
-            draw = None if counted is None else counted.draw(offsets, sampling.temperature, logits.device)
+            draw = None if counted is None else counted.draw(offsets, temperature, logits.device)
             judged.append(scored(fused, logits, banned, draw, reads, mask_id))
             continue
         masks = None if mask_id is None else logits[:, mask_id].clone()
@@ -94,7 +97,7 @@ def candidates(
             tempered = drawn = None
             tokens = _largest(logits)
         else:
-            tempered = _filter(logits / sampling.temperature, sampling)
+            tempered = _filter(logits / temperature, sampling)
             gumbel = noise.rows(offsets, logits.shape[-1], logits.device)
             drawn = tempered.add_(gumbel) if best is None else tempered + gumbel  # Gumbel-max
             tokens = _largest(drawn)
@@ -210,6 +213,7 @@ def _filter(logits: Tensor, sampling: Sampling) -> Tensor:
         ordered, order = logits.sort(stable=True, dim=-1, descending=True)
         probabilities = ordered.softmax(-1)
         outside = probabilities.cumsum(-1) - probabilities >= sampling.top_p
+        outside[:, 0] = False  # also where ``top_p`` is 0 in fp32
         logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
     if sampling.min_p > 0:
         lowest = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mmserve.config import SchedulerConfig
 from mmserve.core.request import Sampling
+from mmserve.decode.sampler import HOTTEST
 from mmserve.errors import ConfigError, FieldViolation, InvalidArgument
 
 #: What ``step`` may take of a request, and the value that asks for nothing.
@@ -80,6 +81,7 @@ class Discrete:
         known = inspect.signature(scheduler.set_timesteps).parameters
         scheduler.set_timesteps(steps, **{k: v for k, v in optional.items() if k in known})
         asked = {name: getattr(sampling, name) for name in _SAMPLING} | {"mask_token_id": mask_id}
+        asked["temperature"] = min(sampling.temperature, HOTTEST)
         return scheduler.step(
             model_output=logits_LV[None],
             timestep=min(index, steps - 1),

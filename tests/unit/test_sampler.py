@@ -209,12 +209,19 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform() -> None:
     assert cold.tokens.tolist() == values.argmax(-1).tolist()
     hot = many(logits(1, 9)[0], Sampling(temperature=1e5, seed=2))
     assert chi_square(hot, np.full(VOCAB, 1 / VOCAB)) < 2.0
+    beyond = draw(values, Sampling(temperature=1e300, seed=2), banned=(0, 3))  # past fp32
+    assert (beyond.tokens == draw(values, Sampling(temperature=1e20, seed=2), banned=(0, 3)).tokens).all()
+
+
+def test_a_top_p_below_fp32_is_greedy() -> None:
+    values = logits(50, 9)
+    assert (draw(values, Sampling(temperature=1.0, top_p=1e-60)).tokens == values.argmax(-1).numpy()).all()
 
 
 @given(
     st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1),
-    st.sampled_from([0.0, 1.0, 50.0]),
-    st.sampled_from([{}, {"top_k": 3}, {"top_p": 0.9}]),
+    st.sampled_from([0.0, 1.0, 50.0, 1e300]),
+    st.sampled_from([{}, {"top_k": 3}, {"top_p": 0.9}, {"top_p": 1e-60}]),
 )
 def test_a_banned_token_is_never_chosen(banned: set[int], temperature: float, options: dict[str, float]) -> None:
     values = logits(40, 5)

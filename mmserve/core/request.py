@@ -120,11 +120,17 @@ class Sampling:
     @property
     def changes_logits(self) -> tuple[str, ...]:
         """The fields that change logits before a token is chosen, beside temperature and filters."""
+        return (*self._penalties, *(["ignore_end"] if self.ignore_end else ["logit_bias"] * bool(self.logit_bias)))
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits are changed by which tokens are in the prompt or the answer."""
+        return bool(self._penalties)
+
+    @property
+    def _penalties(self) -> tuple[str, ...]:
         none = {"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
-        return (
-            *(n for n, neutral in none.items() if getattr(self, n) != neutral),
-            *(["ignore_end"] if self.ignore_end else ["logit_bias"] * bool(self.logit_bias)),
-        )
+        return tuple(name for name, neutral in none.items() if getattr(self, name) != neutral)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,6 +131,7 @@ class Passes:
         p, drafted = d.prefilled, None
         if d.extensions:
             ahead = self.runs_ahead and self.model.spec.causal and all(e.runs_ahead for e in d.extensions)
+            ahead = ahead and not d.request.sampling.penalises  # penalties do not know what is only drafted
             drafted = self._draft(d.canvas, d.commit) if self.model.spec.causal else d.canvas.tokens[:0]
             for extension in d.extensions:
                 drafted = extension.draft(d.canvas, drafted, ahead=ahead)

@@ -17,7 +17,11 @@ from safetensors.torch import load_file, save_file
 from test_causal_engine import LAST, answer
 from text_checkpoints import oracle, save
 
+from mmserve.core.canvas import Canvas
+from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.request import Policy, Request
+from mmserve.decode.extensions import own_blocks
+from mmserve.decode.sampler import candidates
 from mmserve.errors import ConfigError, Unimplemented
 from mmserve.models.base import LoadedModel
 
@@ -153,6 +157,51 @@ def test_blocks_are_those_of_the_authors_loop(pair: tuple[Any, LoadedModel], ben
         one_a_pass += NEW - i - -(-(NEW - i) // 8)
     total = sum(call.finished().companion_forwards for call in calls)
     assert total == one_a_pass if sure_at > 1 else total < one_a_pass
+
+
+def in_blocks(**sampling: Any) -> Request:
+    commit = Policy(name="threshold", options={"confidence": 2.0})
+    asked = ask("blocks", TEXTS[0], max_new_tokens=NEW, recompute=LAST, commit=commit)
+    return replace(asked, sampling=replace(asked.sampling, **sampling))
+
+
+def test_penalties_count_the_tokens_of_the_block_before(pair: tuple[Any, LoadedModel], bench: Make) -> None:
+    """Each of two tokens is preferred until it is in the answer: the second one is first given within a block."""
+    _made, model = pair
+    running = bench(replace(model, spec=replace(model.spec, draft_block=8)))
+    [call] = running.submit(in_blocks(logit_bias={40: 100.0, 41: 50.0}, repetition_penalty=100.0))
+    found = answer(running, call)
+    assert len(found) == NEW and (found.count(40), found.count(41)) == (1, 1)
+
+
+def test_forced_text_and_penalties_give_what_they_give_token_by_token(
+    pair: tuple[Any, LoadedModel], bench: Make
+) -> None:
+    """Penalties do not count what a pass only drafts, so nothing is drafted with them."""
+    model = replace(pair[1], spec=replace(pair[1].spec, end_ids=frozenset({2})))
+    asked = ask("forced", "hello", max_new_tokens=NEW, recompute=LAST)
+    sampling = replace(asked.sampling, presence_penalty=2.0, frequency_penalty=2.0)
+    asked = replace(asked, sampling=sampling, constraint=ConstraintSpec(Regex("xyzxyz[a-z]{5}")))
+    ahead, alone = bench(model), bench(model)
+    parts = alone.engine.stages.decoder.parts
+    alone.engine.stages.decoder.parts = replace(parts, passes=replace(parts.passes, runs_ahead=False))
+    assert ahead.ask(asked).text == alone.ask(asked).text
+
+
+def test_no_two_passes_over_blocks_draw_with_the_same_noise(
+    pair: tuple[Any, LoadedModel], bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _made, model = pair
+    drawn: dict[tuple[int, int], set[int]] = {}
+
+    def noting(logits: Any, positions: Any, canvas: Canvas, *rest: Any, **named: Any) -> Any:
+        for position in positions.tolist():
+            drawn.setdefault((canvas.step, position - canvas.block_start), set()).add(position)
+        return candidates(logits, positions, canvas, *rest, **named)
+
+    monkeypatch.setattr(own_blocks, "candidates", noting)
+    bench(replace(model, spec=replace(model.spec, draft_block=8))).ask(in_blocks(temperature=1.0))
+    assert len(drawn) > NEW and all(len(positions) == 1 for positions in drawn.values())
 
 
 def with_adapter(pair: tuple[Any, LoadedModel], bench: Make, folder: Path) -> tuple[Any, Bench]:

@@ -45,16 +45,20 @@ class BlockByBlock(RequestExtension):
     """A request that decodes in blocks."""
 
     state: FilledBlock
+    penalised: bool  # whether its logits are changed by which tokens are in the answer
 
     def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:
         return drafted if self.state.filled is None else self.state.filled.tokens
 
     def choose(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Chosen | None:
-        """The block as it was filled, and the next token after it where there is room for one."""
+        """The block as it was filled, and the next token after it where there is room for one.
+
+        With penalties there is none: they would not count the block's tokens, which become final only now.
+        """
         filled, self.state.filled = self.state.filled, None
         if filled is None or not len(filled.tokens):
             return None
-        final = filled.and_then(proposed.where(slice(len(filled.tokens), None)))
+        final = filled if self.penalised else filled.and_then(proposed.where(slice(len(filled.tokens), None)))
         sure = np.log(np.maximum(final.confidence, np.finfo(np.float32).tiny))
         return Chosen(final.positions, final.tokens, sure)
 
@@ -88,6 +92,7 @@ class _Filling:
             committed_at=c.committed_at.copy(),
             block_length=part or count + 1,
             block_start=first,
+            step=c.step + state.forwards,  # no two passes of a request draw with the same noise
             block_step=0,
             origin=first - 1,
             logit_shift=0,
@@ -125,10 +130,12 @@ class OwnBlocks(Extension):
     def attach(self, opening: Opening) -> BlockByBlock | None:
         r = opening.request
         plain = r.constraint is None and not r.decisions and r.kv_reduction is None
-        return BlockByBlock(FilledBlock()) if plain and r.diffusion.commit.name == FILLING else None
+        if not plain or r.diffusion.commit.name != FILLING:
+            return None
+        return BlockByBlock(FilledBlock(), r.sampling.penalises)
 
     def restore(self, request: Request, canvas: Canvas, snapshot: object) -> BlockByBlock | None:
-        return BlockByBlock(snapshot) if isinstance(snapshot, FilledBlock) else None
+        return BlockByBlock(snapshot, request.sampling.penalises) if isinstance(snapshot, FilledBlock) else None
 
     @torch.inference_mode()
     def before_rows(self, batch: Sequence[Decoding]) -> None:

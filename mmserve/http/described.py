@@ -18,7 +18,7 @@ from mmserve.core.values import Range, values
 from mmserve.http import chat, completions, messages, responses
 from mmserve.http.api import EFFORTS, TIERS, VERBOSITIES, Neutral
 from mmserve.http.content import ROLES
-from mmserve.http.fields import OWN
+from mmserve.http.fields import OWN, WIDER
 from mmserve.http.media import DETAILS
 from mmserve.rpc.violations import MAX_BIASES, MAX_STOP_STRINGS
 from mmserve.v1 import generation_pb2 as pb
@@ -42,6 +42,8 @@ _KINDS = {
     FieldDescriptor.CPPTYPE_UINT64: "integer",
     FieldDescriptor.CPPTYPE_BOOL: "boolean",
 }
+#: Where bodies take more than messages do, ``WIDER``.
+_RULES = {"sampling.seed": "from -2**63 to 2**64 - 1", "sampling.top_k": "at least 0, or -1 for all"}
 _KNOWN = {f"sampling.{name}": v for name, v in values(Sampling).items()} | {
     f"stream.{name}": v for name, v in values(Streaming).items()
 }
@@ -64,7 +66,9 @@ def _numbers(table: Mapping[str, str], examples: Mapping[str, Any]) -> dict[str,
             message = message.fields_by_name[part].message_type
         known = _KNOWN[path]
         schema = {"type": _KINDS[message.fields_by_name[leaf].cpp_type], **_bounds(known.range)}
-        rule = f", {known.range.words}" if known.range else ""
+        if path in WIDER:
+            schema["minimum"] = WIDER[path][0]
+        rule = f", {_RULES.get(path, known.range.words)}" if known.range else ""
         meaning = f"{known.meaning}{rule}; default {known.default_words}"
         found[name] = Field(schema, meaning, examples.get(name))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from google.protobuf import json_format
@@ -26,6 +26,12 @@ _TYPES: Mapping[int, type] = {
     FieldDescriptor.CPPTYPE_UINT64: int,
     FieldDescriptor.CPPTYPE_BOOL: bool,
     FieldDescriptor.CPPTYPE_STRING: str,
+}
+#: Negative values that bodies may have for fields of ``GenerateRequest``: the least one, and what they are there.
+#: OpenAI's seeds are signed; -1 is vLLM's "all" of ``top_k``.
+WIDER: Mapping[str, tuple[int, Callable[[int], int]]] = {
+    "sampling.seed": (-(1 << 63), lambda seed: seed % (1 << 64)),
+    "sampling.top_k": (-1, lambda _: 0),
 }
 #: Fields of ``GenerateRequest`` that the ``mmserve`` object of a body may set, by protobuf's JSON names.
 OWN = ("diffusion", "vision", "kv_reduction", "image_reuse", "constraint", "stream", "slo_class")
@@ -110,6 +116,8 @@ def copy_fields(fields: Fields, message: pb.GenerateRequest, table: Mapping[str,
         for part in outer:
             target = getattr(target, part)
         value = fields.take(name, _TYPES[target.DESCRIPTOR.fields_by_name[leaf].cpp_type])
+        if path in WIDER and WIDER[path][0] <= value < 0:
+            value = WIDER[path][1](value)
         try:
             setattr(target, leaf, value)
         except ValueError:

@@ -54,6 +54,15 @@ def test_what_changes_no_answer_is_taken(fields: dict[str, Any]) -> None:
     assert asked == plain
 
 
+def test_seeds_may_be_negative_and_top_k_that_of_vllm() -> None:
+    sampling = chat(seed=-1, top_k=-1).sampling
+    assert (sampling.seed, sampling.top_k) == ((1 << 64) - 1, 0)
+    assert chat(seed=-(1 << 63)).sampling.seed == 1 << 63 and chat(seed=7, top_k=5).sampling.top_k == 5
+    for name, value in {"seed": -(1 << 63) - 1, "top_k": -2}.items():
+        with pytest.raises(InvalidArgument, match=f"{name}.*out of range"):
+            chat(**{name: value})
+
+
 def test_values_that_nobody_knows_are_refused_by_name() -> None:
     for name, value in {
         "reasoning_effort": "boundless",

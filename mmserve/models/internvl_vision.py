@@ -109,9 +109,15 @@ def shuffled_tower(config: Any, tower: nn.Module, projector: nn.Module) -> Shuff
 
 
 def video_frames(folder: Path) -> int:
-    """Frames that a video is sampled at; 0 where the checkpoint has no settings for videos."""
+    """Frames that a video is sampled at; 0 where the checkpoint has no settings for videos. Raises ``ConfigError``."""
     path, settings = video_settings(folder)
-    return 0 if settings is None else Keys(settings, path).integer("num_frames", default=FRAMES)
+    if settings is None:
+        return 0
+    keys = Keys(settings, path)
+    keys.check({"initial_shift": (True, None), "do_center_crop": (False, None)})
+    if settings.get("num_frames") is None:
+        keys.check({"fps": (None,)})  # a rate without a number
+    return keys.integer("num_frames", default=FRAMES)
 
 
 def _frame_processor(folder: Path, config: Any) -> Any:
@@ -119,6 +125,8 @@ def _frame_processor(folder: Path, config: Any) -> Any:
     path, settings = video_settings(folder)
     processor = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=False, **of_frames(settings))
     size = (processor.size.height, processor.size.width)
+    if not processor.do_resize:
+        raise ConfigError(f"{path}: do_resize = False is not supported: the tower takes frames of one size")
     if tuple(config.vision_config.image_size) != size:
         tower = config.vision_config.image_size
         raise ConfigError(f"{path}: the video processor makes frames of {size}, the tower takes {tower}")

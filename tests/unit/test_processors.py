@@ -224,6 +224,16 @@ def test_frames_of_internvl_must_be_the_tower_s_tiles(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"initial_shift": False}, {"fps": 2, "num_frames": None}, {"do_center_crop": True}, {"do_resize": False}],
+)
+def test_frames_of_internvl_that_are_not_implemented_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    saved_by_transformers_5(internvl(tmp_path), **{**INTERN_VIDEO, **changes})
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} = "):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("nested", [True, False])
 def test_frames_of_llava_onevision_have_the_video_processor_s_mean(tmp_path: Path, nested: bool) -> None:
     made = llava_onevision(tmp_path)

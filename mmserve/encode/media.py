@@ -104,6 +104,8 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image", watc
         raise InvalidArgument.of(field, f"is a TIFF compressed as {image.info.get('compression')!r}; send PNG instead")
     if image.format == "TIFF" and not _whole(image):
         raise InvalidArgument.of(field, "is a damaged or cut off TIFF image: parts of it are missing")
+    if image.format == "PNG":
+        _scale_transparency(image, data)
     watch.reserve(image.width * image.height)
     try:
         image.load()
@@ -185,6 +187,17 @@ def _rgb(image: Image.Image) -> Image.Image:
         canvas.alpha_composite(layer)
         return canvas.convert("RGB")
     return image.convert("RGB")
+
+
+def _scale_transparency(image: Image.Image, data: bytes) -> None:
+    """Give the transparent grey or colour of a PNG file as many bits as its pixels have: pillow makes 8 of fewer, and
+    of 16 a channel in colours, and leaves it as it is."""
+    bits, colour = data[24], image.info.get("transparency")  # of the header, which comes first
+    if isinstance(colour, int) and bits in (1, 2, 4) and image.mode != "P":
+        most = (1 << bits) - 1
+        image.info["transparency"] = (colour & most) * 255 // most
+    elif isinstance(colour, tuple) and bits == 16:
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
 
 
 def _from_deep_grey(image: Image.Image) -> Image.Image:

@@ -291,6 +291,24 @@ def test_colours_of_sixteen_bits() -> None:
     assert np.asarray(decode_image(grey, LIMITS)).tolist() == [[[255, 255, 255], [2, 2, 2]]]
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_a_transparent_grey_of_few_bits(bits: int) -> None:
+    most = (1 << bits) - 1
+    for through in {0, most // 3, most}:
+        count = 8 // bits
+        greys = [through, *((most - i) % (most + 1) for i in range(count - 1))]
+        row = sum(grey << (8 - bits * (i + 1)) for i, grey in enumerate(greys))
+        data = png(count, 1, (bits, 0), bytes([0, row]), chunk(b"tRNS", struct.pack(">H", through)))
+        expected = [255 if grey == through else grey * 255 // most for grey in greys]
+        assert np.asarray(decode_image(data, LIMITS))[0, :, 0].tolist() == expected
+
+
+def test_a_transparent_colour_of_sixteen_bits() -> None:
+    row = struct.pack(">B6H", 0, 0x1234, 0x5678, 0x9ABC, 0x1200, 0x5600, 0x0000)
+    data = png(2, 1, (16, 2), row, chunk(b"tRNS", struct.pack(">3H", 0x1234, 0x5678, 0x9ABC)))
+    assert np.asarray(decode_image(data, LIMITS)).tolist() == [[[255, 255, 255], [0x12, 0x56, 0]]]
+
+
 def test_palettes_that_lack_colours() -> None:
     refused(png(1, 1, (8, 3), b"\0\5"))
     few = png(2, 1, (8, 3), b"\0\0\7", chunk(b"PLTE", b"\1\2\3"), chunk(b"tRNS", b"\xff"))

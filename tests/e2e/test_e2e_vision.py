@@ -174,7 +174,7 @@ def check_storm(entry: int, *, requests: int, images: int, clients: int) -> None
 
 
 def test_each_image_is_encoded_once_however_many_ask(entry_bytes: int) -> None:
-    check_storm(entry_bytes, requests=72, images=12, clients=16)
+    check_storm(entry_bytes, requests=36, images=12, clients=16)
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ class RequestState:
     run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0.0))  # seconds in each stage
     reached: dict[Milestone, float] = field(default_factory=dict)  # when, on the monotonic clock (seconds)
     steps: int = 0  # decode steps here
+    _images: int | None = field(default=None, repr=False)  # counted once: there may be thousands of parts
     packed: Payload | None = None  # its state as it leaves, or is saved; made on the worker's thread
 
     @property
@@ -143,14 +144,15 @@ class RequestState:
 
         ``now`` is on the monotonic clock (seconds). ``causal``: prefill runs the prompt without the masked answer.
         """
-        parts = [part for message in self.request.messages for part in message.parts]
-        images = sum(isinstance(part, ImagePart) for part in parts)
-        images += sum(_frames(part, frames_per_video) for part in parts if isinstance(part, VideoPart))
+        if self._images is None:
+            parts = [part for message in self.request.messages for part in message.parts]
+            self._images = sum(isinstance(part, ImagePart) for part in parts)
+            self._images += sum(_frames(part, frames_per_video) for part in parts if isinstance(part, VideoPart))
         tokens = self.request.sequences * self.tokens
         return Entry(
             self.request.id,
             self.stage,
-            images,
+            self._images,
             tokens,
             self.pages_wanted(page_size),
             self.turn,

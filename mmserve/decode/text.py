@@ -29,6 +29,7 @@ class TextStream:
         self._pending: list[int] = []  # the last of them, which are no whole characters yet
         self._decoded = ""  # whole characters so far
         self._sent = 0
+        self._begins = [0] * len(stop)  # where the longest end of the text begins that begins each stop string
         self.stopped = False
         self.stop = ""  # the stop string that ended the text
 
@@ -112,16 +113,20 @@ class TextStream:
             self._decoded, self.stopped = self._decoded[:at], True
 
     def _held(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        if self.stopped:
+        """Length of the longest end of the text that begins a stop string.
+
+        As the text grows, that end never begins further left: no place is looked at again.
+        """
+        if self.stopped or not self._stop:
             return 0
-        longest = 0
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self._decoded)), longest, -1):
-                if self._decoded.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+        text = self._decoded
+        for i, stop in enumerate(self._stop):
+            at = max(self._begins[i], len(text) - len(stop) + 1)
+            while not stop.startswith(text[at:]):
+                found = text.find(stop[0], at + 1)
+                at = len(text) if found < 0 else found
+            self._begins[i] = at
+        return len(text) - min(self._begins)
 
     def _take(self, until: int) -> str:
         new = self._decoded[self._sent : max(self._sent, until)]

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+from helpers import ask
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.core.request import RUNNING, TERMINAL, TRANSITIONS, ImagePart, Sampling, Stage, advance
+from mmserve.core.request import (
+    RUNNING,
+    TERMINAL,
+    TRANSITIONS,
+    ImagePart,
+    Message,
+    Sampling,
+    Stage,
+    TextPart,
+    advance,
+)
+from mmserve.request_state import open_group
 
 LIFE = [
     Stage.QUEUED,
@@ -88,3 +101,23 @@ def test_a_request_is_plain_frozen_data_that_shows_no_image_bytes() -> None:
     assert "secret" not in repr(ImagePart(b"secret"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Sampling().temperature = 1.0  # type: ignore[misc]
+
+
+class Counted(tuple[Message, ...]):
+    """Messages that count how often they are gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Message]:
+        type(self).times += 1
+        return super().__iter__()
+
+
+def test_the_parts_of_a_request_are_counted_once() -> None:
+    """The engine asks at every turn, and there may be thousands of them."""
+    parts = (TextPart("what?"), ImagePart(b"one"), ImagePart(b"two"))
+    state = open_group(
+        dataclasses.replace(ask("r"), messages=Counted([Message("user", parts)])), lambda _event: None, 0.0
+    )
+    assert [state.entry(16, 8, 512, now).images for now in (1.0, 2.0)] == [2, 2]
+    assert Counted.times == 1

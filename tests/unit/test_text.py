@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from helpers import blank, tokenizer
@@ -92,6 +94,17 @@ def _printable(byte: int) -> str:
     """The character by which byte-level BPE writes a byte in its vocabulary."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return chr(byte) if byte in kept else chr(256 + [b for b in range(256) if b not in kept].index(byte))
+
+
+def test_long_stop_strings_take_no_time_at_each_token() -> None:
+    """Every prefix of every stop string was compared with the text at each token: 0.1 s where these are."""
+    tokens = np.array(TOKENIZER.encode("abcdefgh " * 1200, add_special_tokens=False))
+    text = TextStream(TOKENIZER, tuple("z" * 30_000 + str(i) for i in range(16)))
+    text.push(tokens[:-40])
+    began = time.thread_time()
+    for end in range(len(tokens) - 40, len(tokens)):
+        text.push(tokens[: end + 1])
+    assert time.thread_time() - began < 1.0
 
 
 @given(texts, stops, cuts, st.booleans())

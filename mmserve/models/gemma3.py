@@ -33,7 +33,7 @@ from mmserve.models.nested import (
     read_processor,
 )
 from mmserve.models.picture import Prepared, Resize, Text, Tile
-from mmserve.models.processors import pixels_of
+from mmserve.models.processors import check_resizes, pixels_of
 from mmserve.models.shuffle import ShuffledTower, ShuffledVision
 from mmserve.models.towers import KINDS, load_tower
 
@@ -110,6 +110,7 @@ def _vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str) ->
             f"{config.mm_tokens_per_image} tokens: versions of transformers differ in what they see otherwise"
         )
     processor = read_processor(Gemma3ImageProcessorPil, checkpoint.folder)
+    check_resizes(processor, checkpoint.folder)
     if processor.do_pan_and_scan:
         raise ConfigError(f"{checkpoint.folder}: do_pan_and_scan of the image processor is not implemented")
     if (processor.size.height, processor.size.width) != (tower.image_size, tower.image_size):

@@ -19,7 +19,7 @@ from mmserve.models.evidence import OF_CLASS, OF_PATCHES, ShownLayer
 from mmserve.models.keys import Keys
 from mmserve.models.nested import load_part, read_processor
 from mmserve.models.picture import Picture, Prepared, Text, Tile, joined
-from mmserve.models.processors import of_frames, pixels_of, video_settings
+from mmserve.models.processors import check_resizes, of_frames, pixels_of, video_settings
 from mmserve.models.shuffle import ShuffledTower, ShuffledVision, with_parts
 
 _BEGIN, _END = "<img>", "</img>"
@@ -84,6 +84,7 @@ def load_intern_vision(checkpoint: Checkpoint, target: Target, config: Any, pref
 def check_fit(folder: Path, config: Any, processor: Any) -> None:
     """Raise ``ConfigError`` where ``config`` (``InternVLConfig``) asks for what is not served, or for other tiles than
     ``processor`` makes."""
+    check_resizes(processor, folder)
     keys, vision = Keys(config.to_dict(), folder / "config.json"), config.vision_config
     keys.check({"vision_feature_select_strategy": ("default",), "downsample_ratio": (0.5, 0.25, 1.0)})
     keys.layer("vision_feature_layer", config.vision_feature_layer, vision.num_hidden_layers)
@@ -126,7 +127,7 @@ def _frame_processor(folder: Path, config: Any) -> Any:
     processor = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=False, **of_frames(settings))
     size = (processor.size.height, processor.size.width)
     if not processor.do_resize:
-        raise ConfigError(f"{path}: do_resize = False is not supported: the tower takes frames of one size")
+        raise ConfigError(f"{path}: do_resize = False of the video processor is not supported")
     if tuple(config.vision_config.image_size) != size:
         tower = config.vision_config.image_size
         raise ConfigError(f"{path}: the video processor makes frames of {size}, the tower takes {tower}")

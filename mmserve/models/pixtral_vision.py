@@ -19,7 +19,7 @@ from mmserve.models.checkpoint import CONFIG, Checkpoint, Target, read_json
 from mmserve.models.keys import Keys
 from mmserve.models.nested import load_part, read_processor
 from mmserve.models.picture import Grid, Picture, Prepared, Text, VisionEncoder, check_shape
-from mmserve.models.processors import BOTH, pixels_of
+from mmserve.models.processors import BOTH, check_resizes, pixels_of
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence, GridView
 
@@ -119,6 +119,7 @@ def load_pixtral_vision(checkpoint: Checkpoint, target: Target, config: Any, pre
     projector = load_part(lambda: kind(config), f"{prefix}multi_modal_projector.", checkpoint, target)
     ends = (str(settings.get("image_break_token", BREAK)), str(settings.get("image_end_token", END)))
     processor = read_processor(PixtralImageProcessorPil, checkpoint.folder)
+    check_resizes(processor, checkpoint.folder)
     return PixtralVision(tower, projector, processor, merge=merge, select_layer=select, ends=ends).eval()
 
 

@@ -43,6 +43,13 @@ def pixels_of(made: Mapping[str, Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))
 
 
+def check_resizes(processor: Any, folder: Path) -> None:
+    """Raise ``ConfigError`` where an image processor leaves pictures as large as they are: a tower takes sizes of its
+    own, and limits of pixels hold for resized ones."""
+    if not processor.do_resize:
+        raise ConfigError(f"{folder}: do_resize = {processor.do_resize!r} of the image processor is not supported")
+
+
 def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
     """The image processor's settings and the file that they are in; None where there are none."""
     return _settings(folder, IMAGES, "image_processor")

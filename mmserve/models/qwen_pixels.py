@@ -25,7 +25,7 @@ from mmserve.core.request import PixelRange
 from mmserve.errors import ConfigError
 from mmserve.models.keys import Keys
 from mmserve.models.picture import CannotPrepare, Prepared
-from mmserve.models.processors import IMAGES, image_settings, of_frames, video_settings
+from mmserve.models.processors import IMAGES, check_resizes, image_settings, of_frames, video_settings
 from mmserve.models.vision import describe_processor
 
 #: The processors refuse pictures that are more times as long as they are wide, or the other way round.
@@ -180,6 +180,7 @@ def load_pixels(folder: Path, tower: Any, *, together: bool) -> QwenPixels:
         made = processor(Image.new("RGB", (64, 64)), return_tensors="np")["pixel_values"]
     except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"{path}: {error}") from error
+    check_resizes(processor, folder)
     fitting = (("patch_size", "patch_size"), ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size"))
     for name, of_tower in fitting:
         if getattr(processor, name) != getattr(tower, of_tower):

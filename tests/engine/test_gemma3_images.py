@@ -181,6 +181,7 @@ def test_spec_and_what_is_refused(tmp_path: Path) -> None:
             "must hold a picture's 16",
         ),
         ("preprocessor_config.json", {"do_pan_and_scan": True}, "do_pan_and_scan of the image processor"),
+        ("preprocessor_config.json", {"do_resize": False}, "do_resize = False of the image processor"),
         ("preprocessor_config.json", {"size": {"height": 8, "width": 8}}, "the image processor makes"),
     ):
         gemma3(tmp_path)

@@ -155,6 +155,7 @@ def test_video_processors_that_do_not_fit(tmp_path: Path, changes: dict[str, Any
         ({"patch_size": 8}, "patch_size must be the tower's 4"),
         ({"merge_size": 1}, "merge_size must be the tower's 2"),
         ({"temporal_patch_size": 1}, "temporal_patch_size must be the tower's 2"),
+        ({"do_resize": False}, "do_resize = False of the image processor"),
         ({"max_pixels": "many"}, "preprocessor_config.json: "),
     ],
 )

@@ -16,6 +16,7 @@ from clips import Clip, clip, decode_video
 from helpers import ask, picture
 from llama_checkpoints import edit, load, our_logits
 from PIL import Image
+from pixtral_checkpoints import mistral3, pixtral
 from shuffled_checkpoints import SIDE, TILE, Checkpoint, internvl, internvl_chat, smolvlm
 from transformers.models.internvl.modeling_internvl import InternVLModel
 from transformers.models.smolvlm import processing_smolvlm
@@ -328,6 +329,9 @@ def test_configurations_that_cannot_be_served(
         (smolvlm, {"video_sampling": {"max_frames": 4}}, "names no video_size, max_frames and fps"),
         (smolvlm, {"video_sampling": {"max_frames": 0, "fps": 1, "video_size": {"longest_edge": 24}}}, "1 to 999"),
         (internvl, {"size": {"height": 20, "width": 20}}, r"makes tiles of \(20, 20\), the tower takes"),
+        (internvl, {"do_resize": False}, "do_resize = False of the image processor"),
+        (mistral3, {"do_resize": False}, "do_resize = False of the image processor"),
+        (pixtral, {"do_resize": False}, "do_resize = False of the image processor"),
     ],
 )
 def test_processors_that_do_not_fit(

@@ -17,6 +17,7 @@ from mmserve.models.rotary import frequency_axes
 KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "su", "yarn", None)
 #: Kinds of positions with several axes (M-RoPE).
 AXES_KINDS = ("default", "mrope", None)
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def read_rope(keys: Keys, *, partial: bool = False) -> Rope:
             raise ConfigError(f"{keys.path}: {name} must be an object, not {values!r}")
         merged |= {"rope_type": values["type"]} if "type" in values else {}
         merged |= values
+    if keys.values.get(_ORIGINAL) is not None:  # beside them, as Phi-3 has it, it goes first
+        merged[_ORIGINAL] = keys.values[_ORIGINAL]
     rope = Keys(merged, keys.path)
     kind = keys.values.get("model_type")
     interleaved = rope.flag("mrope_interleaved") or kind in ("qwen3_vl", "qwen3_vl_moe")
@@ -50,7 +53,7 @@ def read_rope(keys: Keys, *, partial: bool = False) -> Rope:
     rope.check({"rope_type": AXES_KINDS if axes else KINDS})
     if not partial:
         rope.check({"partial_rotary_factor": (1, None)})
-    theta = keys.number("rope_theta", default=rope.number("rope_theta", default=10_000.0))
+    theta = rope.number("rope_theta", default=keys.number("rope_theta", default=10_000.0))
     share = rope.number("partial_rotary_factor", default=keys.number("partial_rotary_factor", default=1.0))
     scaling, positions = _scaling(keys, rope)
     return Rope(theta, scaling, axes, share, positions)
@@ -63,7 +66,7 @@ def _scaling(keys: Keys, rope: Keys) -> tuple[RopeScaling | None, int | None]:
             factor=rope.number("factor"),
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
-            original_positions=rope.integer("original_max_position_embeddings"),
+            original_positions=rope.integer(_ORIGINAL),
         ), None
     if kind == "linear":
         return LinearScaling(factor=rope.number("factor")), None
@@ -80,7 +83,7 @@ def _yarn(keys: Keys, rope: Keys) -> tuple[YarnScaling, int]:
     Qwen's model cards add ``rope_scaling`` and leave ``max_position_embeddings`` as it was.
     """
     most = keys.integer("max_position_embeddings", default=2048)
-    original = rope.integer("original_max_position_embeddings", default=most)
+    original = rope.integer(_ORIGINAL, default=most)
     factor = rope.number("factor", default=most / original)
     usual = YarnScaling.usual_amplitude
     if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
@@ -95,7 +98,7 @@ def _yarn(keys: Keys, rope: Keys) -> tuple[YarnScaling, int]:
         beta_slow=rope.number("beta_slow", default=1.0),
         truncate=rope.values.get("truncate") is not False,
     )
-    stated = rope.values.get("original_max_position_embeddings") is not None
+    stated = rope.values.get(_ORIGINAL) is not None
     return scaling, max(most, int(factor * original)) if stated else most
 
 
@@ -106,8 +109,7 @@ def _longrope(keys: Keys, rope: Keys) -> tuple[LongRopeScaling, int]:
     not stay what they are: what is served ends where the short factors do.
     """
     most = keys.integer("max_position_embeddings", default=2048)
-    named = keys.integer("original_max_position_embeddings", default=most)
-    original = rope.integer("original_max_position_embeddings", default=named)
+    original = rope.integer(_ORIGINAL, default=most)
     factor = rope.number("factor", default=most / original)
     factors = rope.values.get("short_factor")
     if not isinstance(factors, list) or not all(isinstance(each, int | float) and each > 0 for each in factors):

@@ -158,6 +158,7 @@ class Passes:
         end = None
         if spec.attention is Attention.BLOCK_CAUSAL:
             end = canvas.sight_end if commit.whole_block else canvas.run_end
+            rows = np.union1d(rows, np.arange(canvas.run_end, end))  # a part of a block is run with all that it sees
             rows = rows[rows < end]
         if drafted is None:
             drafted = self._draft(canvas, commit) if spec.causal else canvas.tokens[:0]

@@ -263,6 +263,18 @@ def test_a_policy_that_edits_judges_all_of_a_block_at_once(bench: Make, model: L
     assert done.usage.completion_tokens == 30 and done.edits > 0
 
 
+def test_a_policy_that_edits_sees_nothing_that_no_pass_has_run(bench: Make, model: LoadedModel) -> None:
+    """All of a block is seen while its first part is filled: none of that is what pages held before."""
+    b = bench(model, stages="inline", watch=False)
+    for tensor in (*b.engine.stages.store.keys, *b.engine.stages.store.values):
+        tensor.fill_(torch.nan)
+    for confidence in (0.2, 2.0):
+        edit = Policy(name="edit", options={"confidence": confidence, "edit_confidence": confidence})
+        asked = [ask(f"{p.name} {confidence}", max_new_tokens=60, recompute=p, commit=edit) for p in (NONE, BLOCK)]
+        expected, found = ((done.text, done.forwards, done.edits) for done in map(b.ask, asked))
+        assert found == expected
+
+
 def test_what_it_can_do(bench: Make, model: LoadedModel) -> None:
     b = bench(model, stages="inline")
     info = b.engine.info

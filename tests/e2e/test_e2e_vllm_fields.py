@@ -102,7 +102,11 @@ def test_a_canvas_length_is_the_length_of_blocks(port: int, model: str, own: int
     assert status == 200, answer
     field = "vllm_xargs.diffusion_canvas_length"
     refused(port, model, field, "at least 1", vllm_xargs={"diffusion_canvas_length": 0})
-    if model != MASKED:
+    if model == BLOCKS:  # what divides its blocks, too
+        status, answer = post(port, model, vllm_xargs={"diffusion_canvas_length": 2})
+        assert status == 200, answer
+        refused(port, model, field, f"must divide {own}", vllm_xargs={"diffusion_canvas_length": 3})
+    elif model != MASKED:
         refused(port, model, field, f"must be {own}", vllm_xargs={"diffusion_canvas_length": 2})
 
 

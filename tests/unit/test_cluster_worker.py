@@ -13,7 +13,9 @@ def test_a_worker_that_is_closed_sends_its_last_spans(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "build_engines", lambda _config: {})
     monkeypatch.setattr(module.traces, "configure", lambda endpoint: lambda: ended.append(endpoint))
     worker = module.Worker()
-    worker.load(Config(server=ServerConfig(otlp_endpoint="receiver:4317")), transport="object_store", linked=False, kv_bits=0)
+    worker.load(
+        Config(server=ServerConfig(otlp_endpoint="receiver:4317")), transport="object_store", linked=False, kv_bits=0
+    )
     assert not ended
     worker.close()
     assert ended == ["receiver:4317"]

@@ -75,7 +75,7 @@ class Watch:
             self._end_trace("")
             return
         code = error.code if isinstance(error, MMServeError) else "INTERNAL"
-        if isinstance(error, asyncio.CancelledError | GeneratorExit):  # the latter: whoever sends events sends no more
+        if isinstance(error, asyncio.CancelledError | GeneratorExit):  # the latter: the stream of events was closed
             code = calls.current().failed or self.left or "CANCELLED"
         self._metrics.failed(self.model, code)
         self._metrics.tenants.ended(self.tenant, code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event, Semaphore
@@ -13,6 +14,7 @@ from typing import Self
 
 from mmserve import memory
 from mmserve.config import Config
+from mmserve.errors import ConfigError
 
 #: Seconds until a process that does not begin, or does not end, is given up.
 _PATIENCE = 300.0
@@ -38,12 +40,23 @@ class Neighbours:
         self._processes = [context.Process(target=_work, args=given, daemon=True) for _ in range(self.count)]
 
     def __enter__(self) -> Self:
-        for process in self._processes:
-            process.start()
-        for _ in self._processes:
-            if not self._ready.acquire(timeout=_PATIENCE):
-                raise RuntimeError("a process that is to work beside did not begin")
+        try:
+            for process in self._processes:
+                process.start()
+            for _ in self._processes:
+                self._wait_for_one()
+        except BaseException:
+            for process in self._processes:
+                if process.pid is not None:
+                    process.kill()
+            raise
         return self
+
+    def _wait_for_one(self) -> None:
+        end = time.monotonic() + _PATIENCE
+        while not self._ready.acquire(timeout=1.0):
+            if time.monotonic() > end or any(process.exitcode is not None for process in self._processes):
+                raise ConfigError("a process that is to keep another core busy could not load the model")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

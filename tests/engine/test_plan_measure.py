@@ -14,6 +14,7 @@ from harness import eventually
 from mmserve import memory
 from mmserve.cli import build_parser
 from mmserve.config import Config, EncoderCacheConfig, EngineConfig, ModelConfig
+from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.plan import costs as costs_file
 from mmserve.plan import measure
@@ -103,6 +104,13 @@ def test_without_memory_for_a_second_model_nothing_works_beside(monkeypatch: pyt
     monkeypatch.setattr(memory, "available", lambda: memory.resident() - 1)
     with Neighbours(Config(), ()) as beside:
         assert not beside.count
+
+
+def test_a_process_that_cannot_load_the_model_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    config = Config(models=(ModelConfig(path=str(tmp_path)),))
+    with pytest.raises(ConfigError, match="could not load the model"), Neighbours(config, ((0, 1, 1, 0),)):
+        pass
 
 
 def test_crowding_is_the_median_of_batches_that_were_run_both_ways() -> None:

@@ -225,7 +225,7 @@ def history(bench: Bench, request: Request) -> tuple[list[int], list[int], int, 
 
 
 def histories(bench: Bench, requests: Iterable[Request]) -> list[tuple[list[int], list[int], int, int, list[float]]]:
-    """What comes of each of the requests, which may share batches."""
+    """The answers to the requests, which may share batches."""
     calls = bench.submit(*(dataclasses.replace(r, id=f"{r.id}.{i}") for i, r in enumerate(requests)))
     return [of(bench, call) for call in calls]
 

@@ -115,7 +115,7 @@ def test_threads_read_and_write_at_once() -> None:
                     region = writer.write(PAYLOADS.pack(payload(seed, 300)))
                     assert same(reader.read(region), seed, 300)
                     writer.drop(region)
-            except BaseException as error:  # noqa: BLE001 - told to the test
+            except BaseException as error:  # noqa: BLE001 - the test reports it
                 wrong.append(error)
 
         threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]

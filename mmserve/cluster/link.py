@@ -9,6 +9,7 @@ the shared memory that a message has tickets for come with it, so that nobody ha
 from __future__ import annotations
 
 import array
+import copyreg
 import errno
 import io
 import logging
@@ -47,15 +48,21 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._offered = offered
         self.memories: list[Memory] = []
+        # not ``persistent_id``, which is called for every object of a message, some 300
+        self.dispatch_table = {**copyreg.dispatch_table, Ticket: self._ticket}
 
-    def persistent_id(self, found: Any) -> tuple[object, ...] | None:
-        if type(found) is not Ticket or len(self.memories) == _MOST_DESCRIPTORS:
-            return None
-        memory = self._offered(found)
-        if memory is None:
-            return None
-        self.memories.append(memory)
-        return len(self.memories) - 1, memory.capacity, found.host, found.address, found.number, found.size
+    def _ticket(self, ticket: Ticket) -> tuple[Callable[..., Ticket], tuple[object, ...]]:
+        memory = self._offered(ticket) if len(self.memories) < _MOST_DESCRIPTORS else None
+        place, capacity = -1, 0
+        if memory is not None:
+            place, capacity = len(self.memories), memory.capacity
+            self.memories.append(memory)
+        return _received, (place, capacity, ticket.host, ticket.address, ticket.number, ticket.size)
+
+
+def _received(_place: int, _capacity: int, host: str, address: str, number: int, size: int) -> Ticket:
+    """A ticket without the descriptor that came with it; ``_Unpickler`` has a method of its own in place of this."""
+    return Ticket(host, address, number, size, None)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -63,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, data: bytearray, descriptors: array.array[int]) -> None:
         super().__init__(io.BytesIO(data))
-        self._came, self._left = bool(descriptors), dict(enumerate(descriptors))
+        self._left = dict(enumerate(descriptors))
         self._taken: list[Memory] = []
 
     def load(self) -> Any:
@@ -78,11 +85,15 @@ class _Unpickler(pickle.Unpickler):
             for each in self._left.values():
                 os.close(each)
 
-    def persistent_load(self, given: Any) -> Ticket:
-        place, capacity, host, address, number, size = given
-        if not self._came:
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return self._ticket if found is _received else found
+
+    def _ticket(self, place: int, capacity: int, host: str, address: str, number: int, size: int) -> Ticket:
+        descriptor = self._left.pop(place, None)
+        if descriptor is None:  # none was sent, or this process had no room for those that came
             return Ticket(host, address, number, size, None)
-        memory = Memory(self._left.pop(place), size, capacity)
+        memory = Memory(descriptor, size, capacity)
         self._taken.append(memory)
         return Ticket(host, address, number, size, memory)
 

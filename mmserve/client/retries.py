@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -13,6 +14,9 @@ _LONGEST = 365 * 86_400.0
 _FIRST_DELAY = 0.1  # seconds; doubles with every attempt …
 _LAST_DELAY = 5.0  # … up to this, for a server that is full …
 _LAST_RECONNECT_DELAY = 0.5  # … or this, for one that cannot be reached
+_SILENT_SECONDS = 2.0  # without a connection, before a warning is logged
+
+logger = logging.getLogger("mmserve.client")
 
 
 class Retries:
@@ -29,6 +33,7 @@ class Retries:
         self._reconnect_seconds = math.inf if reconnect_seconds is None else reconnect_seconds
         self._again, self._attempts = again, 1
         self._lost: float | None = None  # since when the server cannot be reached
+        self._warned = False
         self._unreached: MMServeError | None = None  # the last error of an attempt that did not reach it
         self._delay = _FIRST_DELAY
 
@@ -58,6 +63,10 @@ class Retries:
         given_up = self._lost is not None and now + pause > self._lost + self._reconnect_seconds
         if started or not self._again or not (full or lost) or given_up or pause >= self.remaining():
             raise self._with_attempts(error)
+        if self._lost is not None and not self._warned and now > self._lost + _SILENT_SECONDS:
+            self._warned = True
+            left = min(self.remaining(), self._lost + self._reconnect_seconds - now)
+            logger.warning("%s; trying again for up to %.0f s", error.message, left)
         self._attempts += 1
         self._delay = min(2 * self._delay, _LAST_DELAY)
         return pause

@@ -245,3 +245,16 @@ def test_a_call_gives_up_after_reconnect_seconds() -> None:
         for call in (client.models, lambda: client.generate("x")):
             with pytest.raises(Unavailable, match=r"tried [2-9] times in \d+\.\d s"):
                 call()
+
+
+def test_a_server_that_stays_away_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls are tried again for a minute by default: the user must see why nothing happens."""
+    retries, error = Retries(60), Unavailable("cannot reach localhost:1")
+    retries.delay(error)
+    assert not caplog.records
+    retries._lost = time.monotonic() - 3
+    retries.delay(error)
+    retries.delay(error)
+    (line,) = caplog.records
+    assert (line.name, line.levelname) == ("mmserve.client", "WARNING")
+    assert re.fullmatch(r"cannot reach localhost:1; trying again for up to \d+ s", line.getMessage())

@@ -32,18 +32,22 @@ class TenantConfig:
 
     name: str = value("", meaning="letters, digits, '.', '_' and '-'; in logs and metrics")
     token_file: str = value(
-        "", meaning="a token a line, each accepted: list the old and the new one while clients change over"
+        "", meaning="file with one token a line, all accepted: list the old and the new one while clients switch"
     )
     token_env: str = value("", meaning="environment variable that holds the token")
-    rate: float = value(0.0, at_least(0, meaning="no limit"), "requests a second")
-    burst: int = value(0, at_least(0), "requests that may come at once within the rate; 0 = those of one second")
-    concurrency: int = value(0, at_least(0, meaning="no limit"), "requests at once, waiting or running")
-    priority: int = value(0, at_least(0), "0 is served first, and each 10 seconds of waiting raise a request by one")
-    share: float = value(1.0, ABOVE_0, "weight among tenants of a class that have requests waiting")
-    admin: bool = value(
-        False, meaning="load and unload models, load and drop adapters; see, pin and drop cache entries of all tenants"
+    rate: float = value(0.0, at_least(0, meaning="no limit"), "requests a second that are accepted")
+    burst: int = value(0, at_least(0), "requests that can arrive at once within the rate; 0 = those of one second")
+    concurrency: int = value(0, at_least(0, meaning="no limit"), "concurrent requests, waiting or running")
+    priority: int = value(
+        0,
+        at_least(0),
+        "class; 0 is served first, and a request moves up by one class for every 10 seconds that it waits",
     )
-    shared_cache: bool = value(False, meaning="use uploads and caches together with all other tenants that set this")
+    share: float = value(1.0, ABOVE_0, "weight among the tenants of a class that have requests waiting")
+    admin: bool = value(
+        False, meaning="may load and unload models and adapters, and list, pin and drop cache entries of all tenants"
+    )
+    shared_cache: bool = value(False, meaning="share uploads and caches with all other tenants that set this")
 
 
 @dataclass(frozen=True)

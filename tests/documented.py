@@ -144,9 +144,9 @@ def written(text: str) -> str:
 
 def _range(value: Value) -> str:
     """What of a range somebody must know who writes a configuration."""
-    words = (value.range.words if value.range else "").partition(", and at most")[0]
-    if meant := re.fullmatch(r"at least (\d+), which means (.*)", words):
-        return f"; {meant[1]} = {meant[2]}"
+    words = (value.range.words if value.range else "").partition(" and at most")[0]
+    if meant := re.fullmatch(r"at least \d+ \((.*)\)", words):
+        return f"; {meant[1]}"
     return f"; {words}" if words and not words.startswith("at least") else ""
 
 
@@ -165,17 +165,17 @@ def sample() -> str:
         lines += ["", f"[{name}]", *_lines(values(section))]
     lines += [
         "",
-        "# Discrete schedulers of diffusers that requests may name as their commit policy",
+        "# Discrete schedulers of diffusers that requests can name as their commit policy",
         "# (pip install 'mmserve[schedulers]'):",
         "# [schedulers.refine]",
-        '# class = "BlockRefinementScheduler"  # or a class of yours with that interface: "package.module.Class"',
-        "# threshold = 0.9  # and its other numbers",
+        '# class = "BlockRefinementScheduler"  # or your own class with that interface: "package.module.Class"',
+        "# threshold = 0.9  # further keys are arguments of its constructor",
         "",
-        "# Classes that requests may name, and how soon their tokens are wanted (docs/operations.md):",
+        "# Service classes that requests may name, with their latency targets (docs/limits.md):",
         "# [slo.interactive]",
         *_lines(values(SLO), "# "),
         "",
-        "# Tenants: who may call, and how much of the server each may use (docs/tenants.md). Tokens and",
+        "# Tenants: who may call the server, and how much of it each may use (docs/tenants.md). Tokens and",
         "# certificates are read again on SIGHUP.",
         "# [[tenants]]",
         *_lines(values(TenantConfig), "# "),

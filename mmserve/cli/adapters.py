@@ -1,4 +1,4 @@
-"""List, load or drop the adapters (LoRA) of a server's model."""
+"""List, load and drop adapters (LoRA) of a model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from mmserve.cli.options import add_common, asked_model, connected, print_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve adapters``."""
     add_common(parser)
-    parser.add_argument("--load", action="append", default=[], metavar="NAME", help="read it from adapter_folder")
-    parser.add_argument("--drop", action="append", default=[], metavar="NAME", help="stop serving it")
+    parser.add_argument(
+        "--load",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="load this adapter from [engine] adapter_folder; may be repeated",
+    )
+    parser.add_argument(
+        "--drop", action="append", default=[], metavar="NAME", help="drop this adapter; may be repeated"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Run a benchmark: pairs measured side by side in one process, accuracy beside speed."""
+"""Run a benchmark and print its figures."""
 
 from __future__ import annotations
 

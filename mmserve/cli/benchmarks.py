@@ -56,68 +56,72 @@ def _pruners(what: str) -> Option:
 
 
 def _plot(what: str) -> Option:
-    return _file("--plot", f"PNG of {what}")
+    return _file("--plot", f"also draw {what} to this PNG file")
 
 
 def _policies(default: str) -> tuple[Option, ...]:
     return (
-        lambda parser: parser.add_argument("--recompute", metavar="NAME", help=f"cache policy (default {default})"),
-        lambda parser: parser.add_argument("--commit", metavar="NAME", help=f"commit policy (default {default})"),
+        lambda parser: parser.add_argument(
+            "--recompute", metavar="NAME", help=f"recompute policy (default: {default})"
+        ),
+        lambda parser: parser.add_argument("--commit", metavar="NAME", help=f"commit policy (default: {default})"),
     )
 
 
 _BLOCK_LENGTH = _option("--block-length", "tokens of a block", 0, unset="the model's")
-_CLIENTS = _option("--clients", "clients at once, a row each", metavar="N,N,…", unset="1,4,16,64,200")
-_CONCURRENT = _option("--concurrent", "requests at once", 1)
-_RESUME = _file("--resume", "keep rows here, and take those that are there")
-_SEED = _option("--seed", "which items are drawn", 0)
+_CLIENTS = _option("--clients", "numbers of concurrent clients to measure", metavar="N,N,…", unset="1,4,16,64,200")
+_CONCURRENT = _option("--concurrent", "concurrent requests", 1)
+_RESUME = _file("--resume", "save finished rows to this file, and skip rows that it already has")
+_SEED = _option("--seed", "seed of the items", 0)
 _DURATIONS = (
     _option("--seconds", "length of `files`, `sessions`, `watches` and `cuts`", 60.0, "S"),
     _option("--hours", "length of the stream of `long`", 8.0, "H"),
 )
 _OPEN_LOOP = (
-    _option("--rates", "requests a second, a load each", "1,2,4", "R,R,…"),
-    _option("--seconds", "length of a load", 30.0, "S"),
-    _option("--burst", "requests that arrive at once", 1, unset="1: Poisson arrivals"),
-    _option("--mix", "weights of text, image and video", metavar="KIND=W,…", unset="what the model takes"),
-    _option("--first-token", "target of the first text", 1.4, "S"),
-    _option("--per-token", "target of each token after it", 0.04, "S"),
-    _option("--slo-class", "class of all requests", metavar="NAME", unset="none"),
+    _option("--rates", "request rates (requests a second) to measure", "1,2,4", "R,R,…"),
+    _option("--seconds", "duration of each load", 30.0, "S"),
+    _option("--burst", "requests that arrive together", 1, unset="1: Poisson arrivals"),
+    _option("--mix", "weights of text, image and video requests", metavar="KIND=W,…", unset="what the model supports"),
+    _option("--first-token", "target for the time to the first text", 1.4, "S"),
+    _option("--per-token", "target for each further token", 0.04, "S"),
+    _option("--slo-class", "service class of all requests", metavar="NAME", unset="none"),
     _option("--timeout", "deadline of each request", 60.0, "S"),
 )
 _PEERS = (
     _option("--threads", "torch threads", 1),
-    _file("--vllm-python", "interpreter that has vLLM, which is then measured too", "PATH"),
+    _file("--vllm-python", "Python interpreter with vLLM installed, to measure vLLM too", "PATH"),
 )
 _SUITES = (
-    _file("--data", "MaskBench's or JSON-Schema-Test-Suite's files", "DIR"),
-    _option("--sample", "so many schemas of a suite by chance", 0, unset="all"),
+    _file("--data", "folder with the files of MaskBench or JSON-Schema-Test-Suite", "DIR"),
+    _option("--sample", "random sample of this many schemas", 0, unset="all"),
     lambda parser: parser.add_argument(
-        "--mode", default="strict", choices=list(ConstraintMode), help="the constraint mode (default strict)"
+        "--mode", default="strict", choices=list(ConstraintMode), help="constraint mode (default strict)"
     ),
     lambda parser: parser.add_argument(
-        "--schema-option", action="append", default=[], metavar="NAME", help="as of `mmserve generate`; give several"
+        "--schema-option", action="append", default=[], metavar="NAME", help="as in `mmserve generate`; may be repeated"
     ),
 )
-_PLAIN = "plain decoding's"
-_SCENES = _limit("scenes, a task each")
-_SCENE_TASKS = _tasks("tasks of the bundled model's scenes")
+_PLAIN = "that of plain decoding"
+_SCENES = _limit("items of each task")
+_SCENE_TASKS = _tasks("tasks about scenes")
 
 #: Benchmarks by name.
 BENCHMARKS = {
-    "attacks": Benchmark("attacks", "What hostile requests cost other clients", (_tasks("attacks"), _SEED, add_config)),
+    "attacks": Benchmark(
+        "attacks", "What hostile requests cost other clients", (_tasks("attacks to run"), _SEED, add_config)
+    ),
     "attention": Benchmark(
         "attention",
-        "What sparse attention and quantised K/V do to logits and answers",
+        "What sparse attention and quantised K/V change in logits and answers",
         (_SCENES, _SCENE_TASKS, *_policies(_PLAIN), _SEED, _plot("accuracy against density"), _RESUME, add_config),
     ),
     "constraint": Benchmark(
         "constraint",
-        "What constraints do to answers, and what they cost",
+        "What constraints change in answers, and what they cost",
         (
-            _limit("scenes"),
+            _limit("number of scenes"),
             _repeats("rounds over the scenes"),
-            _tasks("any of scenes, schemas and search"),
+            _tasks("parts to run: scenes, schemas, search"),
             *_policies(_PLAIN),
             _SEED,
             add_config,
@@ -125,39 +129,39 @@ BENCHMARKS = {
     ),
     "decisions": Benchmark(
         "decisions",
-        "What many typed questions cost beside one, and how right their probabilities are",
+        "What many typed questions cost compared with one, their accuracy and their calibration",
         (
-            _limit("questions about scenes", 600),
-            _repeats("rounds of one question and 32, in turn"),
-            _tasks("any of picture, context, accuracy, order"),
+            _limit("number of questions about scenes", 600),
+            _repeats("rounds of one question and of 32, in turn"),
+            _tasks("parts to run: picture, context, accuracy, order"),
             _SEED,
             add_config,
         ),
     ),
     "decode": Benchmark(
         "decode",
-        "What each pair of policies gains, and what it costs in accuracy",
+        "Speed and accuracy of each pair of policies",
         (_SCENES, _SCENE_TASKS, *_policies("all"), _CONCURRENT, _SEED, _plot("accuracy against speed"), add_config),
     ),
     "http": Benchmark(
         "http",
-        "What viewers of drafts cost, and what the HTTP front does",
-        (_repeats("rounds with viewers and without"), _tasks("any of viewers, slow, front"), _SEED, add_config),
+        "What clients that watch drafts cost, and the overhead of the HTTP server",
+        (_repeats("rounds with and without viewers"), _tasks("parts to run: viewers, slow, front"), _SEED, add_config),
     ),
     "kernels": Benchmark(
         "kernels",
-        "How fast each attention and cache op is, beside others' implementations",
-        (_limit("rounds"), _tasks("ops"), _file("--csv", "also write the rows here")),
+        "Speed of each attention and cache kernel, compared with other implementations",
+        (_limit("number of rounds"), _tasks("kernels to run"), _file("--csv", "also write the rows to this file")),
     ),
     "load": Benchmark(
         "load",
-        "A mixed load from many clients at once over real sockets",
-        (_limit("requests of a row"), _CLIENTS, *_policies("the model's"), _SEED, add_config),
+        "A mixed load from many concurrent clients over real sockets",
+        (_limit("number of distinct requests"), _CLIENTS, *_policies("the model's"), _SEED, add_config),
     ),
     "peers": Benchmark(
         "peers",
-        "Next-token decoding beside other engines; passes and answers of diffusion models beside llama.cpp",
-        (_repeats("rounds of all engines"), _limit("sums of the bundled diffusion model", 40), *_PEERS, add_config),
+        "Autoregressive decoding compared with vLLM and transformers; diffusion models compared with llama.cpp",
+        (_repeats("rounds of all engines"), _limit("sums for the bundled diffusion model", 40), *_PEERS, add_config),
     ),
     "quality": Benchmark(
         "quality",
@@ -166,30 +170,34 @@ BENCHMARKS = {
     ),
     "reuse": Benchmark(
         "reuse",
-        "What reused K/V of images do to logits, answers and times",
+        "What K/V reuse of images changes in logits, answers and times",
         (_SCENES, _SCENE_TASKS, *_policies(_PLAIN), _SEED, add_config),
     ),
     "schemas": Benchmark(
         "schema_suites",
-        "Public suites of JSON schemas: how many are admitted, and whether answers under them are right",
-        (*_SUITES, _repeats("answers drawn under each schema"), _SEED, _RESUME),
+        "Public suites of JSON schemas: how many are accepted, and whether answers under them are valid",
+        (*_SUITES, _repeats("answers generated under each schema"), _SEED, _RESUME),
     ),
     "scoring": Benchmark(
         "scoring",
-        "What pruners' scores and choices take beside the tower's own run",
-        (_limit("rounds, at most"), _pruners("pruners"), add_config),
+        "Time of the pruners' scoring and selection relative to the vision tower",
+        (_limit("largest number of rounds"), _pruners("pruners to run"), add_config),
     ),
     "cluster": Benchmark(
         "cluster",
-        "Stages on a Ray cluster of this host against one process: transfers, overhead, killed workers, role "
+        "Stages on a Ray cluster of this host compared with one process: transfers, overhead, killed workers, role "
         "switching, one request's images on several workers",
-        (_tasks("sections: transfer, ahead, coded, overhead, kills, switching, sharding"), _repeats("rounds")),
+        (
+            _tasks("parts to run: transfer, ahead, coded, overhead, kills, switching, sharding"),
+            _repeats("number of rounds"),
+        ),
     ),
     "serve": Benchmark(
         "serve",
-        "An open-loop load of text, images and videos: goodput under targets; and what a long prompt does to streams",
+        "An open-loop load of text, images and videos: goodput under latency targets; the effect of a long prompt on "
+        "running streams; the prefix cache",
         (
-            _tasks("sections: load, stall, prefix", "load"),
+            _tasks("parts to run: load, stall, prefix", "load"),
             *_OPEN_LOOP,
             _repeats("rounds of `stall` and `prefix`"),
             *_policies("the model's"),
@@ -200,38 +208,38 @@ BENCHMARKS = {
     ),
     "serving": Benchmark(
         "serving",
-        "Time, forwards and throughput of the server, over real gRPC",
+        "Latency, forward passes and throughput of the server over gRPC",
         (_SCENES, _repeats("rounds over the scenes"), _SEED, add_config),
     ),
     "tools": Benchmark(
         "tools",
-        "Tool calls: how many have valid arguments, and how many are the right ones",
-        (_limit("requests, of which each needs a tool", 500), _CONCURRENT, _SEED, add_config),
+        "Tool calls: how many have valid arguments, and how many are correct",
+        (_limit("number of requests, each of which needs a tool", 500), _CONCURRENT, _SEED, add_config),
     ),
     "video": Benchmark(
         "video",
-        "What streams of video cost, and how right answers about them are",
+        "Cost of video streams, and accuracy of answers about them",
         (
             _limit("streams of `accuracy`, frames of `watches`"),
             _repeats("rounds of `decoding`, `files` and `watches`"),
-            _tasks("sections: decoding, files, accuracy, sessions, watches, long, cuts"),
+            _tasks("parts to run: decoding, files, accuracy, sessions, watches, long, cuts"),
             *_DURATIONS,
             _SEED,
-            _plot("accuracy by budget, and of memory over time"),
+            _plot("accuracy by budget, and memory over time,"),
             add_config,
         ),
     ),
     "vision": Benchmark(
         "vision",
-        "What pruning visual tokens saves, and what it costs in accuracy",
+        "Speed and accuracy of each pruner of visual tokens",
         (
             _SCENES,
             _SCENE_TASKS,
             *_policies(_PLAIN),
-            _pruners("pruners and K/V reductions"),
+            _pruners("pruners and K/V evictions to run"),
             _CONCURRENT,
             _SEED,
-            _plot("accuracy against tokens"),
+            _plot("accuracy against visual tokens"),
             add_config,
         ),
     ),

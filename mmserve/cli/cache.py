@@ -1,4 +1,4 @@
-"""List, pin, unpin or drop what a server keeps of prompts and images, or prefill a prompt ahead."""
+"""List, pin, unpin and drop cached prompts and images of a server, or prefill a prompt in advance."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="*",
         metavar="ID",
-        help="pin, unpin, drop: ids of entries, or how they begin; warm: the prompt",
+        help="with pin, unpin, drop: ids of entries, or their first characters; with warm: the prompt",
     )
-    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="warm: an image of the prompt")
-    parser.add_argument("--kind", choices=KINDS, help="list: entries of this kind alone")
-    parser.add_argument("--pin", action="store_true", help="warm: pin the prompt's entry, too")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="with warm: an image of the prompt; may be repeated",
+    )
+    parser.add_argument("--kind", choices=KINDS, help="with list: only entries of this kind")
+    parser.add_argument("--pin", action="store_true", help="with warm: also pin the entry of the prompt")
     add_common(parser)
 
 

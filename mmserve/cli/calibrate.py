@@ -17,12 +17,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--questions",
         type=Path,
         metavar="FILE",
-        help="JSON lines with text, images (paths) and questions, which have type, text, answer and, as wanted, "
-        "options, low, high and instructions (default: questions about scenes, for the bundled models)",
+        help="JSON lines with text, images (paths) and questions; a question has type, text, answer and, depending on "
+        "its type, options, low, high, instructions (default: questions about scenes; only for the bundled models)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write there (default beside the model)")
-    parser.add_argument("--limit", type=int, default=2000, metavar="N", help="questions about scenes (default 2000)")
-    parser.add_argument("--seed", type=int, default=1, help="which scenes (default 1)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file to write (default: decisions.json in the model's folder)"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=2000, metavar="N", help="number of questions about scenes (default 2000)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the scenes (default 1)")
     add_config(parser)
     add_json(parser)
 
@@ -50,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif entry.path in SHIPPED:
         items = bundled_items(arguments.limit, arguments.seed)
     else:
-        raise ConfigError("--questions is needed: only the bundled models have questions of their own")
+        raise ConfigError("--questions is required: only the bundled models have built-in questions")
     if sum(len(item.questions) for item in items) < 2:
-        raise ConfigError("--questions must hold two questions at least: the error is measured on every second one")
+        raise ConfigError("--questions must have at least two questions: the error is measured on every second one")
     with BackgroundServer(config) as server, server.client(3600) as client:
         model = client.describe()
         found = list(judged(client, items, model.name, load_calibration(folder), show_progress))

@@ -16,13 +16,13 @@ from mmserve.errors import InvalidArgument
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve decide``."""
     several: dict[str, object] = {"action": "append", "default": []}
-    parser.add_argument("context", help="what the questions are about; '-' reads it from stdin, '' is nothing")
-    parser.add_argument("--image", type=Path, metavar="FILE", help="an image to show", **several)  # type: ignore[arg-type]
-    parser.add_argument("--video", type=Path, metavar="FILE", help="a video to show", **several)  # type: ignore[arg-type]
+    parser.add_argument("context", help="text that the questions are about; '-' reads it from stdin, '' is no text")
+    parser.add_argument("--image", type=Path, metavar="FILE", help="an image; may be repeated", **several)  # type: ignore[arg-type]
+    parser.add_argument("--video", type=Path, metavar="FILE", help="a video; may be repeated", **several)  # type: ignore[arg-type]
     for flag, form, what in (
-        ("--yes-no", "TEXT", "a question that is answered by yes or no"),
-        ("--choice", "TEXT=A|B|…", "a question with its options"),
-        ("--score", "TEXT=LOW-HIGH", "a question that is answered by a level"),
+        ("--yes-no", "TEXT", "a yes-or-no question"),
+        ("--choice", "TEXT=A|B|…", "a question with the options of its answer"),
+        ("--score", "TEXT=LOW-HIGH", "a question with a number as its answer"),
     ):
         parser.add_argument(
             flag,
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action="append",
             type=partial(_question, flag),
             metavar=form,
-            help=f"{what}; give several, of all kinds",
+            help=f"{what}; may be repeated, also together with the other kinds",
         )
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds until it is given up (default 120)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="deadline in seconds (default 120)")
     add_common(parser)
 
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask, and print an answer a line with the probabilities."""
     context = sys.stdin.read() if arguments.context == "-" else arguments.context
     if not arguments.questions:
-        raise InvalidArgument.of("questions", "must be one at least: --yes-no, --choice or --score")
+        raise InvalidArgument.of("questions", "at least one is needed: --yes-no, --choice or --score")
     images = [existing("--image", path).read_bytes() for path in arguments.image]
     videos = [existing("--video", path).read_bytes() for path in arguments.video]
     with connected(arguments) as client:

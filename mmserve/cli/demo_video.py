@@ -74,13 +74,15 @@ class Watched:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve demo --video``."""
     parser.add_argument(
-        "--video", action="store_true", help="a video session in place of pictures: questions while frames arrive"
+        "--video", action="store_true", help="show a video session instead: questions while frames arrive"
     )
     parser.add_argument(
-        "--seconds", type=int, default=60, metavar="S", help="length of the video of --video (default 60)"
+        "--seconds", type=int, default=60, metavar="S", help="with --video: length of the video (default 60)"
     )
     parser.add_argument(
-        "--realtime", action="store_true", help=f"play --video in real time; default {SPEED:g} times as fast"
+        "--realtime",
+        action="store_true",
+        help=f"with --video: push frames in real time (default: {SPEED:g} times as fast)",
     )
 
 
@@ -94,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     show.line("Loading the server …")
     with connected(arguments) as client:
         client.wait_ready(timeout=60)
-        show.line(f"Serving on {client.target}. {arguments.seconds} s of scenes drawn just now, one frame a second:")
+        show.line(f"Serving on {client.target}. {arguments.seconds} s of newly drawn scenes, one frame a second:")
         with client.video_session(model=asked_model(arguments)) as session:
             played = _Played(session, arguments, show)
             played.play()
@@ -190,7 +192,7 @@ class _Played:
         turn = (alert.seconds, alert.active)
         watched.alerts.append(turn)
         now = "yes" if alert.active else "no"
-        verdict = "right" if turn in watched.truth else "WRONG, it did not turn then"
+        verdict = "right" if turn in watched.truth else "WRONG, the answer did not change then"
         self._show.at(
             alert.seconds,
             f"alert: {watched.question} Now {now}, probability of yes {alert.probability:.2f}   [{verdict}]",
@@ -224,10 +226,10 @@ class _Played:
         for watched in self._watched:
             missed = [turn for turn in watched.truth if turn not in watched.alerts]
             turns = ", ".join(f"{'yes' if on else 'no'} at {at:g} s" for at, on in watched.truth) or "always no"
-            self._show.line(f"          {watched.question} In truth: {turns}; {len(missed)} missed")
+            self._show.line(f"          {watched.question} Truth: {turns}; {len(missed)} missed")
         self._show.line(
             f"\n{right} of {len(answers)} answers right, {taken} of {self._seconds} frames taken, {self._wall:.1f} s. "
-            f"Median from push to visible {ready:g} ms, from question to first token {first:g} ms."
+            f"Median time from push to ready {ready:g} ms, from question to first token {first:g} ms."
         )
         return 0 if ok else 1
 

@@ -1,4 +1,4 @@
-"""Write a model in another program's format: 'gguf', which llama.cpp reads."""
+"""Write a model as a GGUF file for llama.cpp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("format", choices=("gguf",), help="format of the file")
     parser.add_argument("--model", required=True, help="checkpoint directory of a text model, or 'hub:owner/name'")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
-    parser.add_argument("--type", choices=_TYPES, default="f32", help="of the weights (default f32)")
+    parser.add_argument("--type", choices=_TYPES, default="f32", help="type of the weights (default f32)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,6 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         write_gguf(model, arguments.out, arguments.type)
     except ModuleNotFoundError as error:
-        raise ConfigError("to write GGUF files, install mmserve[gguf]") from error
+        raise ConfigError("GGUF files need the package gguf: pip install 'mmserve[gguf]'") from error
     print(f"{arguments.out}: {arguments.out.stat().st_size} bytes")
     return 0

@@ -1,4 +1,4 @@
-"""Ask one question, about images, videos or nothing, and print the answer."""
+"""Ask one question, with or without images and videos, and print the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve generate``."""
     parser.add_argument("prompt", help="the question; '-' reads it from stdin")
     add_request(parser)
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds until it is given up (default 120)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="deadline in seconds (default 120)")
     add_common(parser)
 
 

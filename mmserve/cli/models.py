@@ -1,4 +1,4 @@
-"""List the models of a server, with what they can do and their limits; load and unload them."""
+"""List the models of a server with what they support and their limits; load and unload models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve models``."""
     add_common(parser)
     parser.add_argument(
-        "--load", metavar="PATH[=NAME]", action="append", default=[], help="load it from model_folder, and serve it"
+        "--load",
+        metavar="PATH[=NAME]",
+        action="append",
+        default=[],
+        help="load this model from [server] model_folder; may be repeated",
     )
-    parser.add_argument("--unload", metavar="NAME", action="append", default=[], help="stop serving it")
+    parser.add_argument(
+        "--unload", metavar="NAME", action="append", default=[], help="unload this model; may be repeated"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,7 +54,7 @@ def _paragraph(m: ModelInfo) -> str:
     return "\n".join(
         (
             f"{m.name}: {m.architecture}, {m.parameters / 1e6:.1f} M parameters, {m.dtype} on {m.device}",
-            *([f"  its checkpoint is {m.stored}: dequantised when it was loaded"] if m.stored else []),
+            *([f"  checkpoint format: {m.stored}, dequantised when loaded"] if m.stored else []),
             f"  takes {m.max_tokens} tokens, {sees}, {watches}",
             *(["  takes sessions of streaming video"] if m.sessions else []),
             f"  recompute policies: {', '.join(m.recompute_policies)} (default {m.recompute_policy})",

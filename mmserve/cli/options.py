@@ -19,7 +19,7 @@ from mmserve.client import TLS, Client
 from mmserve.config import Config
 from mmserve.errors import ConfigError, InvalidArgument
 
-#: How long a command tries to reach a server that cannot be reached: a person waits for it.
+#: How long a command tries to reach a server that cannot be reached: short, as a person waits for it.
 _RECONNECT_SECONDS = 2.0
 #: Variable of the environment that holds the bearer token for ``--server``.
 TOKEN_VARIABLE = "MMSERVE_TOKEN"
@@ -37,14 +37,14 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--companion",
         metavar="PATH",
-        help="autoregressive model beside each model, for the commit policies 'guided' and 'draft_model'",
+        help="autoregressive model that verifies or drafts (commit policies 'guided' and 'draft_model')",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="TABLE.KEY=VALUE",
-        help="override one value of the configuration, as in server.port=0",
+        help="override one value of the configuration, for example server.port=0; may be repeated",
     )
 
 
@@ -57,7 +57,7 @@ def read_config(arguments: argparse.Namespace) -> Config:
 
 
 def read_tables(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """The same as nested mappings, unchecked, and what to call their source in errors."""
+    """The same as nested mappings, unchecked, and the name of their source for errors."""
     data: dict[str, Any] = {}
     source = "command line"
     if arguments.config is not None:
@@ -75,7 +75,7 @@ def read_tables(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             raise ConfigError(f"--set takes TABLE.KEY=VALUE, not {_shown(override)!r}")
         values = data.setdefault(table, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"--set takes a key of a table, and {table!r} is none: not {_shown(override)!r}")
+            raise ConfigError(f"--set takes TABLE.KEY=VALUE, and {table!r} is not a table: {_shown(override)!r}")
         values[key] = _value(value)
     return data, source
 
@@ -118,23 +118,25 @@ def show_progress(text: str) -> None:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """``--server`` and how to be let in: ask a running server instead of starting one."""
+    """``--server`` and its credentials: ask a running server instead of starting one."""
     parser.add_argument(
         "--server",
         metavar="HOST:PORT",
-        help="ask this server instead of starting one here; --model is then the name of one of its models",
+        help="use this running server instead of starting one; --model is then the name of one of its models",
     )
     parser.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help=f"file with the bearer token for --server; without it, the environment's {TOKEN_VARIABLE}",
+        help=f"file with the bearer token for --server (default: the environment variable {TOKEN_VARIABLE})",
     )
     parser.add_argument("--token", action=_NoToken, help=argparse.SUPPRESS)
     parser.add_argument("--tls", action="store_true", help="use TLS, and trust the system's certificate authorities")
-    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="certificate authority (PEM) that --server is of")
-    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="the client's own certificate (PEM), for mTLS")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of --tls-cert (PEM)")
+    parser.add_argument(
+        "--tls-ca", type=Path, metavar="FILE", help="certificate authority (PEM) that signed the server's certificate"
+    )
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="client certificate (PEM), for mTLS")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of --tls-cert (PEM)")
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -149,8 +151,8 @@ class _NoToken(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         parser.error(
-            "a token on the command line can be read by every user of the machine: use --token-file or the "
-            f"environment's {TOKEN_VARIABLE}"
+            "a token on the command line is visible to every user of the machine: use --token-file or the "
+            f"environment variable {TOKEN_VARIABLE}"
         )
 
 
@@ -162,7 +164,7 @@ def _token(arguments: argparse.Namespace) -> str | None:
 
 def _tls(arguments: argparse.Namespace) -> TLS | bool:
     if bool(arguments.tls_cert) != bool(arguments.tls_key):
-        raise ConfigError("--tls-cert and --tls-key go together")
+        raise ConfigError("--tls-cert and --tls-key must be given together")
     files = {"ca": arguments.tls_ca, "certificate": arguments.tls_cert, "key": arguments.tls_key}
     for file in files.values():
         if file is not None:
@@ -172,7 +174,7 @@ def _tls(arguments: argparse.Namespace) -> TLS | bool:
 
 @dataclass(frozen=True)
 class Reached:
-    """A server and how to be let in; ``model``: the name of the one that requests ask, "" = the server's default."""
+    """A server with its credentials; ``model``: the name of the model to ask, "" = the server's default."""
 
     target: str
     token: str | None = None
@@ -184,7 +186,7 @@ def reached(arguments: argparse.Namespace) -> Reached:
     """The server that ``--server`` names; ``ConfigError`` for options that are for a server started here."""
     _refuse_settings(arguments)
     if ":" not in arguments.server:
-        raise ConfigError(f"--server takes HOST:PORT, not {arguments.server!r}")
+        raise ConfigError(f"--server takes HOST:PORT, such as localhost:50051, not {arguments.server!r}")
     return Reached(arguments.server, _token(arguments), _tls(arguments), asked_model(arguments))
 
 
@@ -211,7 +213,7 @@ def asked_model(arguments: argparse.Namespace) -> str:
     if not arguments.server:
         return ""
     if len(names) > 1:
-        raise ConfigError("--model can be given once with --server: a request asks one model")
+        raise ConfigError("with --server, --model can be given only once: a request uses one model")
     return str(names[0])
 
 
@@ -219,7 +221,7 @@ def _refuse_settings(arguments: argparse.Namespace) -> None:
     """What a running server was started with cannot be changed by who asks it, and is not ignored in silence."""
     for name in ("config", "companion", "set"):
         if getattr(arguments, name):
-            raise ConfigError(f"--{name} is for a server that is started here, not for the one that --server names")
+            raise ConfigError(f"--{name} cannot be used with --server: it configures a server that is started here")
 
 
 def any_port(settings: Config) -> Config:

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 #: How numbers of a field's type are read.
 _READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 _POLICY = "NAME[:KEY=VALUE,…]"
-#: Defaults of the command line: a terminal shows short answers.
+#: Defaults of the command line, where they differ from those of the API: a terminal shows short answers.
 _DEFAULTS: dict[str, Any] = {"max_new_tokens": 64}
 #: Options that are read from files, or given several times, under another flag.
 _FLAGS = {"videos": "video", "choices": "choice", "schema_options": "schema_option"}
@@ -38,8 +38,9 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     _add_policies(
         parser.add_argument_group(
             "policies",
-            "Numbers follow a policy's name: threshold:confidence=0.8, early_commit:base=threshold,late=3, "
-            "early_commit:base=threshold(confidence=0.8). `mmserve models` lists those of a model. " + _numbers(),
+            "Parameters follow the name of a policy: threshold:confidence=0.8, early_commit:base=threshold,late=3, "
+            "early_commit:base=threshold(confidence=0.8). `mmserve models` lists the policies of a model. "
+            + _numbers(),
         )
     )
     _add_constraint(parser.add_argument_group("constraint"))
@@ -88,8 +89,8 @@ def _add(group: argparse._ActionsContainer, name: str, **how: Any) -> None:
 
 def _help(option: Value) -> str:
     default = _DEFAULTS.get(option.name)
-    text = re.sub(r"(, by name or class)? \(``[^)]*\)", "", option.sentence)  # which is for Python
-    return (text if default is None else f"{text}, here {default}").replace("%", "%%")
+    text = re.sub(r"(, by name or class)? \(``[^)]*\)", "", option.sentence).replace("``", "")  # for Python
+    return (text if default is None else f"{text} ({default} on the command line)").replace("%", "%%")
 
 
 def _add_numbers(group: argparse._ActionsContainer, options: Mapping[str, Value]) -> None:
@@ -113,7 +114,7 @@ def _add_messages(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help='messages before the prompt: a JSON array of {"role": …, "content": …}; default none',
     )
-    shown = "an image to show: a file, the media id of an upload, or a URL that the server may fetch; may be repeated"
+    shown = "an image: a file, the media id of an upload, or a URL that the server may fetch; may be repeated"
     group.add_argument("--image", help=shown, **files)  # type: ignore[arg-type]
     _add(group, "videos", **files)
     sampling = ", ".join(f"{name} ({value.sentence})" for name, value in values(VideoSampling).items())
@@ -153,7 +154,7 @@ def _numbers() -> str:
     for name, kind in CLASSES.items():
         pairs = (f"{v.name}={v.default_words or v.name.upper()}" for v in values(kind).values() if v.default != "")
         shown.append(f"{name}:{','.join(pairs)}")
-    return f"Their defaults: {', '.join(shown)}."
+    return f"Parameters with their defaults: {', '.join(shown)}."
 
 
 def _add_constraint(group: argparse._ArgumentGroup) -> None:
@@ -162,7 +163,7 @@ def _add_constraint(group: argparse._ArgumentGroup) -> None:
         "--schema",
         type=Path,
         metavar="FILE",
-        help="a JSON schema that the answer must satisfy, alone or as OpenAI's {name, strict, schema}; default none",
+        help="JSON schema of the answer, alone or as OpenAI's {name, strict, schema}; default none",
     )
     _add(kinds, "regex")
     _add(kinds, "choices", action="append", metavar="TEXT")
@@ -171,7 +172,7 @@ def _add_constraint(group: argparse._ArgumentGroup) -> None:
         "--template",
         type=Path,
         metavar="FILE",
-        help="a JSON array of texts and holes, which are objects of max_tokens, schema, regex, choices, grammar, "
+        help="JSON array of texts and holes; a hole is an object with max_tokens, schema, regex, choices, grammar, "
         "constraint_mode and schema_options; default none",
     )
     _add(group, "schema_options", action="append", choices=[str(option) for option in SchemaOption])
@@ -184,8 +185,8 @@ def _add_tools(group: argparse._ArgumentGroup) -> None:
         "--tools",
         type=Path,
         metavar="FILE",
-        help="tools that the answer may call: a JSON array of objects {name, description, parameters}, where "
-        "parameters is a JSON schema, alone or as OpenAI's API has them; default none",
+        help="tools that the answer can call: a JSON array of objects {name, description, parameters}, where "
+        "parameters is a JSON schema, or of tools in the form of OpenAI's API; default none",
     )
     _add(group, "tool_choice", metavar="auto|none|required|NAME")
     _add(group, "parallel_tool_calls", action=argparse.BooleanOptionalAction)
@@ -198,7 +199,7 @@ def _policy(text: str) -> Any:
         return name  # the server knows more of them than have a class here
     kind = CLASSES.get(name)
     if kind is None:
-        raise argparse.ArgumentTypeError(f"{name!r} is no policy with numbers")
+        raise argparse.ArgumentTypeError(f"{name!r} is not a policy with parameters; these are: {', '.join(CLASSES)}")
     return _made(kind, numbers)
 
 
@@ -213,7 +214,7 @@ def _made(kind: type[_T], text: str) -> _T:
         given[name] = _value(name, str(known[name].type), value)
     missing = [name for name, field in known.items() if field.default is MISSING and name not in given]
     if missing:
-        raise argparse.ArgumentTypeError(f"{missing[0]} is missing: {missing[0]}=VALUE")
+        raise argparse.ArgumentTypeError(f"{missing[0]} is missing: add {missing[0]}=VALUE")
     return kind(**given)
 
 
@@ -268,14 +269,14 @@ def _template(path: Path | None) -> Template | None:
     try:
         return [Hole(**part) if isinstance(part, dict) else part for part in parts]
     except TypeError as error:
-        raise InvalidArgument.of("template", f"{path} holds no template: {error}") from error
+        raise InvalidArgument.of("template", f"{path} is not a template: {error}") from error
 
 
 def _read(name: str, path: Path) -> Any:
     try:
         return json.loads(_text(name, path))
     except ValueError as error:
-        raise InvalidArgument.of(name, f"{path} is no JSON: {error}") from error
+        raise InvalidArgument.of(name, f"{path} is not valid JSON: {error}") from error
 
 
 def _text(name: str, path: Path) -> str:

@@ -36,18 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--http",
         type=int,
         metavar="PORT",
-        help="serve OpenAI's, Anthropic's and the other HTTP APIs, and the playground (extra mmserve[http])",
+        help="also serve the HTTP APIs (OpenAI's, Anthropic's and others) and the playground (extra mmserve[http])",
     )
     parser.add_argument(
-        "--cluster", metavar="FILE", help="run the stages on a Ray cluster's workers, as FILE has them (mmserve[ray])"
+        "--cluster",
+        metavar="FILE",
+        help="run the stages on Ray workers that FILE (TOML) describes (extra mmserve[ray])",
     )
     parser.add_argument(
-        "--log-format", choices=FORMATS, default="text", help="lines for people (the default), or a JSON object each"
+        "--log-format", choices=FORMATS, default="text", help="format of log lines: text (the default) or JSON objects"
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="do not serve: report every problem of the configuration, ports, certificates and models (exit code 1)",
+        help="do not serve: check the configuration, ports, certificates and models, and report every problem",
     )
     parser.add_argument("--json", action="store_true", help="with --check: print one JSON object on stdout")
 
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(arguments)
     if arguments.json:
-        raise ConfigError("--json is for --check; --log-format json makes the log one of JSON objects")
+        raise ConfigError("--json needs --check; use --log-format json for a log of JSON objects")
     settings = read_config(arguments)
     names = served_names(settings.models)
     for model in settings.models:

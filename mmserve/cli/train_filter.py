@@ -10,13 +10,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve train-filter``."""
     parser.add_argument("--model", default="bundled", help="checkpoint directory, 'bundled' or 'hub:owner/name'")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default commit_filter.safetensors in the model's folder"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file to write (default: commit_filter.safetensors in the model's folder)",
     )
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="prompts, one a line (default: reference items)")
-    parser.add_argument("--limit", type=int, default=306, help="prompts at most (default 306)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="canvas of each of --prompts (default 128)")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="prompts, one a line (default: questions about scenes)"
+    )
+    parser.add_argument("--limit", type=int, default=306, help="largest number of prompts (default 306)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, help="tokens of the answer to each of --prompts (default 128)"
+    )
     parser.add_argument("--steps", type=int, default=4000, help="training steps (default 4000)")
-    parser.add_argument("--seed", type=int, default=0, help="which items are drawn, and the filter's start (default 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the questions and of the filter's initial weights (default 0)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
 
 

@@ -1,4 +1,4 @@
-"""Measure which decode policies are the fastest on a model's prompts, and write them to its policy.json."""
+"""Measure which decode policies are fastest on a model's prompts, and write them to its policy.json."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSON lines with text and, as wanted, images, videos (paths), schema, truth and max_new_tokens (default: "
-        "questions of the bundled models, for these)",
+        help="JSON lines with text and, optionally, images, videos (paths), schema, truth and max_new_tokens (default: "
+        "questions about scenes; only for the bundled models)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write there (default policy.json beside the model)")
-    parser.add_argument("--limit", type=int, default=100, metavar="N", help="prompts at most (default 100)")
-    parser.add_argument("--repeats", type=int, default=3, help="times that each is asked, for times (default 3)")
-    parser.add_argument("--seed", type=int, default=1, help="which questions of the bundled models (default 1)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file to write (default: policy.json in the model's folder)"
+    )
+    parser.add_argument("--limit", type=int, default=100, metavar="N", help="largest number of prompts (default 100)")
+    parser.add_argument("--repeats", type=int, default=3, help="times that each prompt is measured (default 3)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the questions of the bundled models (default 1)")
     add_config(parser)
     add_json(parser)
 
@@ -52,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif entry.path in SHIPPED:
         prompts = bundled_prompts(arguments.limit, arguments.seed)
     else:
-        raise ConfigError("--prompts is needed: only the bundled models have questions of their own")
+        raise ConfigError("--prompts is required: only the bundled models have built-in questions")
     # Whatever file there is, right or broken, it is about to be replaced.
     config = replace(config, models=(replace(entry, policies=NO_FILE),))
     with BackgroundServer(config) as server, server.client(3600) as client:
@@ -88,7 +90,7 @@ def require_writable(out: Path) -> None:
     beside = out if out.exists() else out.parent
     if not out.parent.is_dir() or not os.access(beside, os.W_OK):
         raise ConfigError(
-            f"{out} cannot be written: name another file with --out, and have the server read it with `policies = "
+            f"{out} cannot be written: choose another file with --out, and make the server read it with `policies = "
             '"FILE"` under [[models]]'
         )
 

@@ -20,57 +20,73 @@ class EngineConfig:
     """Sizes and budgets of one model's engine. Budgets in tokens count rows of a forward pass."""
 
     stages: str = value(
-        "threads", one_of("threads", "inline", words="'threads' or 'inline'"), "a thread for each stage, or one for all"
+        "threads",
+        one_of("threads", "inline", words="'threads' or 'inline'"),
+        "one thread for each stage, or one thread for all stages",
     )
-    torch_threads: int = value(0, _AUTO, "threads of torch; auto = cores shared out between the stages")
+    torch_threads: int = value(
+        0, _AUTO, "threads of torch for each stage; auto = the cores divided by the number of stage threads"
+    )
     max_queued: int = value(256, _COUNT, "samples waiting to start; one more is refused with RESOURCE_EXHAUSTED")
     max_wait_seconds: float = value(
-        60.0, at_least(0, meaning="no limit"), "a request that is expected to wait longer to start is refused"
+        60.0, at_least(0, meaning="no limit"), "a request whose expected wait is longer is refused"
     )
     max_samples: int = value(16, _COUNT, "samples of one request")
-    max_running: int = value(64, _COUNT, "requests holding K/V pages at once")
+    max_running: int = value(64, _COUNT, "requests that hold K/V pages at once")
     max_pending_per_stage: int = value(8, _COUNT, "requests that may wait between two stages")
-    page_size: int = value(16, _COUNT, "token positions of a K/V page")
+    page_size: int = value(16, _COUNT, "token positions in a K/V page")
     pages: int = value(0, _AUTO, "K/V pages; auto = as many as max_running requests of max_tokens need")
     max_tokens: int = value(
-        0, _AUTO, "prompt and generated tokens of one request; auto = the model's positions, as far as K/V pages go"
+        0, _AUTO, "prompt and generated tokens of one request; auto = the model's maximum, or what the K/V pages hold"
     )
-    kv_share: float = value(0.5, SHARE_ABOVE_0, "of the free memory, what K/V pages of a model take at most if auto")
+    kv_share: float = value(
+        0.5, SHARE_ABOVE_0, "with pages = 0: share of the free memory that the K/V pages of a model may take"
+    )
     encode_batch: int = value(8, _COUNT, "images and frames of videos encoded together")
     prefill_tokens: int = value(
-        0, _AUTO, "rows of a prefill batch; longer next-token and block-diffusion prompts are run in chunks"
+        0,
+        _AUTO,
+        "rows of a prefill batch; longer prompts of autoregressive and block-diffusion models are split into chunks",
     )
-    decode_tokens: int = value(0, _AUTO, "rows of a decode batch; a request with more rows a step runs alone")
+    decode_tokens: int = value(0, _AUTO, "rows of a decode batch; a request with more rows in a step runs alone")
     cuda_graphs: str = value(
         "auto",
         one_of("auto", "off", words="'auto' or 'off'"),
-        "auto: on a CUDA device, decode steps run as graphs where the model can",
+        "auto = decode steps run as CUDA graphs on a CUDA device, where the model supports it",
     )
     prefix_cache: bool = value(
-        True, meaning="prompts that begin alike share K/V pages, where attention makes that exact"
+        True, meaning="prompts with a common beginning share K/V pages, where attention makes that exact"
     )
     adapter_folder: str = value(
-        "", meaning="folder whose subfolders are adapters (LoRA) that ModelService may load; empty = none can be"
+        "", meaning="folder of adapters (LoRA) that can be loaded at run time (ModelService); empty = none"
     )
     adapter_bytes: int = value(
-        256 << 20, at_least(0), "weights of a model's adapters; of the latest batches as much again"
+        256 << 20, at_least(0), "weights of a model's adapters; their copies for recent batches may take as much again"
     )
     sparse_prefill: str = value(
-        "", one_of(*SPARSE_PREFILL), "how prefill chooses the blocks that rows attend to; empty = all of them"
+        "", one_of(*SPARSE_PREFILL), "sparse attention in prefill: how blocks are chosen; empty = dense attention"
     )
-    sparse_decode: str = value("", one_of(*SPARSE_DECODE), "how decode chooses pages; empty = all of them")
-    sparse_density: float = value(1.0, SHARE_ABOVE_0, "at most this share of the blocks")
-    sparse_mass: float = value(1.0, SHARE_ABOVE_0, "the fewest blocks that hold this share of the estimated attention")
-    sparse_block: int = value(64, meaning="rows of a block, and in prefill positions; a power of two of at least 16")
+    sparse_decode: str = value(
+        "", one_of(*SPARSE_DECODE), "sparse attention in decode: how pages are chosen; empty = dense attention"
+    )
+    sparse_density: float = value(1.0, SHARE_ABOVE_0, "with sparse attention: largest share of the blocks that is read")
+    sparse_mass: float = value(
+        1.0,
+        SHARE_ABOVE_0,
+        "with sparse attention: read the fewest blocks that hold this share of the estimated attention",
+    )
+    sparse_block: int = value(
+        64, meaning="rows (and in prefill, positions) of a block of sparse attention; a power of two, at least 16"
+    )
     kv_bits: int = value(
         0,
         one_of(8, 4, 0, words="8, 4 or 0 for the model's own precision"),
-        "bits of a key or value as it is stored",
+        "bits of a stored key or value",
     )
     kv_kept: float = value(
         0.0,
         Range("at least 0 and below 1", lambda share: 0 <= share < 1),
-        "share of each page's tokens, those of the smallest key norms, kept at the model's own precision",
+        "with kv_bits: share of each page's tokens, those with the smallest key norms, kept at full precision",
     )
 
 

@@ -1,4 +1,4 @@
-"""``[kv_cache]``: the beginnings of prompts beyond the K/V pages of a model."""
+"""``[kv_cache]``: prompt prefixes that are kept outside of the K/V pages of a model."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from mmserve.core.values import at_least, value
 
-_BYTES = at_least(0, meaning="that nothing is kept")
+_BYTES = at_least(0, meaning="nothing is kept")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig:
-    """Where pages of shared prompt beginnings go that the page pool has no room for, least recently used first out."""
+    """Where pages of shared prompt prefixes are kept when the page pool is full; least recently used dropped first."""
 
-    host_bytes: int = value(0, _BYTES, "in this process's memory; a cluster's workers have as much each")
+    host_bytes: int = value(0, _BYTES, "in this process's memory, or in that of each worker of a cluster")
     disk_folder: str = value(
-        "", meaning="pages are also kept here, over restarts; processes of a host may share it; empty = nowhere"
+        "", meaning="folder where pages are kept over restarts; processes of a host can share it; empty = none"
     )
-    disk_bytes: int = value(4 << 30, _BYTES, "bytes of that folder, of all processes that share it")
+    disk_bytes: int = value(4 << 30, _BYTES, "size of that folder, for all processes that share it")

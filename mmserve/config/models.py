@@ -8,7 +8,7 @@ from typing import Any
 
 from mmserve.core.values import at_least, value
 
-#: The path that names the diffusion model shipped with the package.
+#: The path that names the diffusion model included in the package.
 BUNDLED = "bundled"
 
 
@@ -18,24 +18,25 @@ class ModelConfig:
 
     path: str = value(
         BUNDLED,
-        meaning="'bundled', 'bundled-causal', a checkpoint directory, or 'hub:owner/name' (the only way to a network)",
+        meaning="'bundled', 'bundled-causal', a checkpoint directory, or 'hub:owner/name', which downloads it",
     )
     companion: str = value(
         "",
         meaning="autoregressive model with the same tokenizer, for the commit policies 'guided' and 'draft_model'",
     )
-    name: str = value("", meaning="name in requests; empty = the directory's")
+    name: str = value("", meaning="name in requests; empty = the name of the directory")
     dtype: str = value(
-        "auto", meaning="auto = the checkpoint's on a GPU, float32 on a CPU; 'int8', 'int4': weights of few bits, CPU"
+        "auto",
+        meaning="auto = the checkpoint's on a GPU, float32 on a CPU; 'int8', 'int4' = quantised weights, CPU only",
     )
-    device: str = value("auto", meaning="auto = the first GPU if there is one")
+    device: str = value("auto", meaning="auto = the first GPU, or the CPU where there is none")
     policies: str = value(
-        "", meaning="file of `mmserve tune --out`; empty = policy.json beside the checkpoint, if any; 'off' = none"
+        "", meaning="file written by `mmserve tune --out`; empty = policy.json in the checkpoint, if any; 'off' = none"
     )
-    positions: int = value(0, at_least(0), "of a sequence; 0 = the checkpoint's; more than those need rope_scaling")
-    rope_scaling: str = value("", meaning="'ntk' or 'yarn': how positions are extended beyond the checkpoint's")
+    positions: int = value(0, at_least(0), "longest sequence; 0 = the checkpoint's; a longer one needs rope_scaling")
+    rope_scaling: str = value("", meaning="'ntk' or 'yarn': method to extend positions beyond the checkpoint's")
     unused_tensors: tuple[str, ...] = value(
-        (), meaning="tensors of the checkpoint that the model does not need, with * and ?; others are errors"
+        (), meaning="tensors of the checkpoint to ignore (* and ? match any); other unknown tensors are an error"
     )
 
 

@@ -1,4 +1,4 @@
-"""The options of a request as its caller names them: all together, and those that ``core.request`` has otherwise."""
+"""The options of a request under the names that callers use, also where ``core.request`` names them differently."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ _PIXELS = Range("from 1 to 2**63 - 1", lambda pixels: 1 <= pixels < 1 << 63)
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much a pruner keeps of each image, and of each video; at most one of them is set."""
+    """How much a pruner keeps of each image and of each video; at most one of these is set."""
 
     keep_ratio: float | None = value(
         None, SHARE_ABOVE_0, "share of the visual tokens of an image or video that the pruner keeps", shown="none"
     )
-    token_budget: int | None = value(None, at_least(1), "number of visual tokens that it keeps", shown="none")
+    token_budget: int | None = value(None, at_least(1), "number of visual tokens that the pruner keeps", shown="none")
     attention_mass: float | None = value(
-        None, SHARE_ABOVE_0, "share of the attention that the kept tokens draw together", shown="none"
+        None, SHARE_ABOVE_0, "share of the attention that the kept tokens receive together", shown="none"
     )
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """Fewest and most pixels that pictures are resized to, for models that take images of any size (Qwen-VL)."""
+    """Smallest and largest number of pixels that images are resized to, for models with any image size (Qwen-VL)."""
 
     min_pixels: int | None = value(
-        None, _PIXELS, "fewest pixels that an image is resized to", shown="the checkpoint's own"
+        None, _PIXELS, "smallest number of pixels that an image is resized to", shown="the checkpoint's"
     )
     max_pixels: int | None = value(
-        None, _PIXELS, "most pixels that an image is resized to", shown="the checkpoint's own"
+        None, _PIXELS, "largest number of pixels that an image is resized to", shown="the checkpoint's"
     )
     video_min_pixels: int | None = value(
         None,
         _PIXELS,
-        "fewest pixels of a frame of a video (Qwen3-VL: of all frames)",
-        shown="the checkpoint's own",
+        "smallest number of pixels of a frame of a video (Qwen3-VL: of all frames)",
+        shown="the checkpoint's",
     )
     video_max_pixels: int | None = value(
         None,
         _PIXELS,
-        "most pixels of a frame of a video (Qwen3-VL: of all frames)",
-        shown="the checkpoint's own",
+        "largest number of pixels of a frame of a video (Qwen3-VL: of all frames)",
+        shown="the checkpoint's",
     )
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Options that are names, files, texts or classes with numbers of their own."""
+    """Options that are names, files, texts, or classes with parameters."""
 
     model: str = value(None, meaning="name of one of the server's models", shown="the server's first")
     videos: tuple[object, ...] = value(
         (), meaning="videos placed after the images, before the text of the last message", shown="none"
     )
     video_sampling: object = value(
-        None, meaning="which frames of each video the model sees (``VideoSampling``)", shown="the model's own"
+        None, meaning="which frames of each video the model sees (``VideoSampling``)", shown="the model's"
     )
     recompute: object = value(
         None, meaning="recompute policy of a diffusion model, by name or class (``DkvDecode`` …)", shown="the model's"
@@ -65,82 +65,81 @@ class _Chosen:
     commit: object = value(None, meaning="commit policy, by name or class (``Threshold`` …)", shown="the model's")
     quality: object = value(
         None,
-        meaning="what both policies are chosen for where neither is named: exact (plain decoding), balanced (the "
-        "model's default), fast, or the least share, in (0, 1], of plain decoding's accuracy",
+        meaning="how both policies are chosen where neither is named: exact (plain decoding), balanced (the model's "
+        "default), fast, or the lowest accuracy relative to plain decoding, in (0, 1]",
         shown="balanced",
     )
     seed_canvas: object = value(
         None,
-        meaning="tokens that a diffusion model's canvas begins with, and those of them that stay (``SeedCanvas``)",
+        meaning="initial tokens of a diffusion model's canvas, and which of them are pinned (``SeedCanvas``)",
         shown="none",
     )
-    tokens: bool = value(
-        False, meaning="whether the result has the tokens of the answer and their log-probabilities", shown="False"
-    )
+    tokens: bool = value(False, meaning="return the tokens of the answer with their log-probabilities", shown="False")
     alternatives: int = value(
         None,
         values(Streaming)["alternatives"].range,
-        "most probable tokens with each of ``tokens`` and drafts",
+        "number of most probable tokens returned with each of ``tokens`` and drafts",
         shown="0",
     )
-    regex: str = value(None, meaning="regular expression (ECMAScript) that the whole answer matches", shown="none")
+    regex: str = value(None, meaning="regular expression (ECMAScript) that the whole answer must match", shown="none")
     choices: tuple[str, ...] = value(None, meaning="texts, one of which is the answer", shown="none")
-    grammar: str = value(None, meaning="grammar of the answer, in Lark or GBNF", shown="none")
-    template: object = value(None, meaning="texts and holes between them, which the answer fills", shown="none")
+    grammar: str = value(None, meaning="context-free grammar of the answer, in Lark or GBNF", shown="none")
+    template: object = value(None, meaning="fixed texts with holes between them, which the answer fills", shown="none")
     constraint_mode: str = value(
         None,
-        meaning="what to do with a constraint that no grammar can express: strict refuses it, validate checks the "
-        "finished answer, lenient ignores it",
+        meaning="what to do with the part of a constraint that no grammar can express: strict refuses the request, "
+        "validate checks the finished answer, lenient ignores that part",
         shown="strict",
     )
     schema_options: tuple[str, ...] = value(
         None,
-        meaning="with a schema, how it is read: unknown_formats have no effect, one_of_as_any_of, closed_objects have "
-        "declared properties only; and how answers are written: with white_space, with exponents of numbers, with "
-        "members in any_order",
+        meaning="how a schema is read: unknown_formats (ignored), one_of_as_any_of, closed_objects (declared "
+        "properties only); and what answers may contain: white_space, exponents in numbers, members in any_order",
         shown="none",
     )
     constraint_sampling: str = value(
         None,
-        meaning="distribution that constrained answers are drawn from: mask, or true to the model and weighted: awrs, "
-        "asap",
+        meaning="how constrained answers are sampled: mask (forbidden tokens are masked), or awrs or asap, which "
+        "follow the model's distribution",
         shown="mask",
     )
     adapter: str = value(
-        None, meaning="adapter (LoRA) of the model, one that the server has loaded (``Client.adapters``)", shown="none"
+        None, meaning="adapter (LoRA) of the model that the server has loaded (``Client.adapters``)", shown="none"
     )
     raw: bool = value(
         False,
-        meaning="whether the answer continues the prompt, a text, without the model's chat template",
+        meaning="continue the text of the prompt, without the model's chat template",
         shown="False",
     )
     template_options: object = value(
         None,
-        meaning="further variables of the model's chat template, such as ``enable_thinking``, by name",
+        meaning="variables of the model's chat template by name, such as ``enable_thinking``",
         shown="none",
     )
     slo_class: str = value(
-        None, meaning="class of the server's configuration that sets how soon tokens are due", shown="none"
+        None, meaning="service class ([slo.NAME] in the server's configuration) with latency targets", shown="none"
     )
     tools: tuple[object, ...] = value(
         None,
-        meaning="tools that the answer may call, with arguments that obey their schemas: functions, Python types, "
+        meaning="tools that the answer can call, with arguments valid under their schemas: functions, Python types, "
         "``Tool(…)`` or mappings",
         shown="none",
     )
     tool_choice: str = value(
         None, meaning="auto (text or calls), none, required, or the name of the tool to call", shown="auto"
     )
-    parallel_tool_calls: bool = value(None, meaning="whether an answer may have several calls", shown="True")
-    pruner: str = value(None, meaning="method that drops visual tokens, which needs an amount", shown="none")
+    parallel_tool_calls: bool = value(None, meaning="allow several calls in one answer", shown="True")
+    pruner: str = value(
+        None, meaning="method that drops visual tokens; needs keep_ratio, token_budget or attention_mass", shown="none"
+    )
     kv_reduction: object = value(
-        None, meaning="which K/V an autoregressive model keeps while it decodes (``SinkWindow`` …)", shown="all"
+        None, meaning="K/V eviction of an autoregressive model while it decodes (``SinkWindow`` …)", shown="none"
     )
     image_reuse: object = value(
-        None, meaning="which K/V of images are reused between prompts (``Blend`` …)", shown="none"
+        None, meaning="reuse of images' K/V between prompts, an approximation (``Blend`` …)", shown="none"
     )
     overload: str = value(
-        "block", meaning="frames that come too fast: pushes wait (block), drop_oldest, or thin: every second is dropped"
+        "block", meaning="when frames arrive too fast: block (pushes wait), drop_oldest, thin (drop every second one)"
     )
 
 

@@ -35,28 +35,28 @@ class ImagePart:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSampling:
-    """Which frames of a video file the model sees; by default as many as its own settings define, spread evenly.
+    """Which frames of a video file the model sees; by default those that the model's own settings define.
 
-    ``scene_similarity`` or ``scene_frames`` asks for sampling by scenes; ``frames`` is set without ``fps`` and scenes.
+    ``scene_similarity`` or ``scene_frames`` selects frames by scenes. ``frames`` excludes ``fps`` and scenes.
     """
 
     fps: float | None = value(
         None,
         within(0, 30, above=True),
-        "frames a second; with scenes the rate at which frames are compared",
+        "frames a second; with scenes, the rate at which frames are compared",
         shown="2 with scenes",
     )
-    frames: int | None = value(None, at_least(1), "frames of the whole file, spread evenly", shown="the model's own")
+    frames: int | None = value(None, at_least(1), "number of frames, spread evenly over the file", shown="the model's")
     scene_similarity: float | None = value(
-        None, within(-1, 1), "frames less similar (cosine) than this to the one before begin a scene", shown="0.97"
+        None, within(-1, 1), "a frame less similar (cosine) than this to the previous one begins a scene", shown="0.97"
     )
     scene_frames: int | None = value(
-        None, within(1, 64), "frames of a scene at most, the first in detail and the others compactly", shown="4"
+        None, within(1, 64), "most frames of a scene: the first in detail, the others as one token each", shown="4"
     )
     detail_every: int | None = value(
         None,
         at_least(1),
-        "every so many frames one is in detail, the others are one visual token each (slow-fast)",
+        "slow-fast: one in this many frames is in detail, the others are one visual token each",
         shown="all in detail",
     )
 
@@ -98,24 +98,26 @@ class Sampling:
     """How tokens are drawn. Each of ``n`` samples has a seed of its own (``core/samples.py``)."""
 
     temperature: float = value(0.0, at_least(0), "0 takes the most probable token")
-    top_p: float = value(1.0, SHARE_ABOVE_0, "share of the probability that tokens are drawn from")
-    top_k: int = value(0, at_least(0), "number of most probable tokens that are drawn from; 0 = all")
-    min_p: float = value(0.0, SHARE, "tokens below this share of the highest probability are not drawn")
+    top_p: float = value(1.0, SHARE_ABOVE_0, "sample among the most probable tokens with this total probability")
+    top_k: int = value(0, at_least(0), "sample among this many most probable tokens; 0 = all")
+    min_p: float = value(0.0, SHARE, "exclude tokens with less than this share of the highest probability")
     repetition_penalty: float = value(
         1.0, within(0.01, 100), "divides logits of tokens already in the prompt or answer; 1 = none"
     )
     frequency_penalty: float = value(
-        0.0, within(-2, 2), "taken from a token's logit for each time that the token is in the answer"
+        0.0, within(-2, 2), "subtracted from a token's logit for each time that the token is in the answer"
     )
-    presence_penalty: float = value(0.0, within(-2, 2), "taken from the logits of tokens that are in the answer")
+    presence_penalty: float = value(0.0, within(-2, 2), "subtracted from the logits of tokens that are in the answer")
     logit_bias: Mapping[int, float] = value(
-        meaning="added to the logits of tokens, by their ids", shown="none", default_factory=dict
+        meaning="numbers added to the logits of tokens, by token id", shown="none", default_factory=dict
     )
     seed: int = value(0, _SEED, "the same seed gives the same answer")
-    max_new_tokens: int = value(64, at_least(1), "tokens that the answer may take", shown="the model's")
-    stop: tuple[str, ...] = value((), meaning="the answer ends before the first of up to 16 strings", shown="none")
-    n: int = value(1, at_least(1), "samples of the answer")
-    ignore_end: bool = value(False, meaning="end tokens are not chosen: the answer takes all its tokens")
+    max_new_tokens: int = value(64, at_least(1), "largest number of tokens of the answer", shown="the model's")
+    stop: tuple[str, ...] = value(
+        (), meaning="up to 16 strings; the answer ends before the first one that occurs", shown="none"
+    )
+    n: int = value(1, at_least(1), "number of samples of the answer")
+    ignore_end: bool = value(False, meaning="never choose an end token: the answer has max_new_tokens tokens")
 
     @property
     def changes_logits(self) -> tuple[str, ...]:
@@ -167,7 +169,7 @@ class Diffusion:
     cfg_scale: float = value(
         0.0, within(0, 100), "scale of classifier-free guidance of a masked diffusion model; 0 = none"
     )
-    max_steps: int = value(0, at_least(1), "most denoising steps of a block", shown="no bound but the policy's")
+    max_steps: int = value(0, at_least(1), "largest number of denoising steps of a block", shown="set by the policy")
     seed_canvas: SeedCanvas | None = None
     recompute: Policy = Policy(name="none")
     commit: Policy = Policy(name="low_confidence")
@@ -218,7 +220,9 @@ class Streaming:
     snapshots: bool = False
     tokens: bool = False  # the answer's tokens with their log-probabilities, in the last event
     drafts: bool = False  # each position of the canvas, after each step
-    alternatives: int = value(0, at_least(0, most=20), "most probable tokens that come with each token and draft")
+    alternatives: int = value(
+        0, at_least(0, most=20), "number of most probable tokens returned with each token and draft"
+    )
 
     @property
     def records(self) -> bool:

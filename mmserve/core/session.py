@@ -12,32 +12,32 @@ from mmserve.errors import MMServeError
 
 @dataclass(frozen=True)
 class Memory:
-    """What a stream keeps, and within which bounds. ``policy``: "window", "carrier", "similarity", "group" or "recall";
+    """What a stream keeps, and how much of it. ``policy``: "window", "carrier", "similarity", "group" or "recall";
     ``positions``: "renumber", "gaps" or "reanchor"."""
 
     policy: str = value("window", meaning="which rows of K/V are evicted when there are more than the budget")
-    positions: str = value("renumber", meaning="how the rows left are numbered")
-    budget: int = value(256, meaning="rows of K/V that are kept, the chat's header and carriers included")
+    positions: str = value("renumber", meaning="how the remaining rows are numbered")
+    budget: int = value(256, meaning="rows of K/V that are kept, including the chat's header and carriers")
     host_bytes: int = value(
         64 << 20, meaning="bytes of features of old frames kept for questions about the past", shown="64 MiB"
     )
-    carriers: int = value(64, meaning="rows at most that represent old frames, where the policy makes such")
+    carriers: int = value(64, meaning="with carrier: largest number of rows that represent old frames")
 
 
 @dataclass(frozen=True)
 class FrameSampling:
     """Which frames of segments the model sees."""
 
-    rate: float = value(1.0, within(0, 30, above=True), "frames of segments a second")
+    rate: float = value(1.0, within(0, 30, above=True), "frames a second that are taken from segments")
     scene_similarity: float | None = value(
         None,
         within(-1, 1),
-        "frames less similar (cosine) than this to the one before begin a scene, of whose other frames few are seen",
+        "a frame less similar (cosine) than this to the previous one begins a scene; few other frames of it are taken",
         shown="all frames at the rate",
     )
-    scene_frames: int = value(4, within(1, 64), "with scene_similarity: frames of a scene at most")
+    scene_frames: int = value(4, within(1, 64), "with scene_similarity: largest number of frames of a scene")
     detail_every: int | None = value(
-        None, at_least(1), "every so many frames one is taken in detail, the others compactly", shown="all in detail"
+        None, at_least(1), "one in this many frames is in detail, the others are one token each", shown="all in detail"
     )
 
 

@@ -35,8 +35,8 @@ def _number(number: float) -> str:
 
 def at_least(least: float, *, meaning: str = "", most: float = math.inf) -> Range:
     """Finite, from ``least`` to ``most``; ``meaning``: what ``least`` itself means."""
-    words = f"at least {_number(least)}" + (f", which means {meaning}" if meaning else "")
-    words += f"{' and' if not meaning else ', and'} at most {_number(most)}" if most < math.inf else ""
+    words = f"at least {_number(least)}" + (f" ({_number(least)} = {meaning})" if meaning else "")
+    words += f" and at most {_number(most)}" if most < math.inf else ""
     bound = most if most < math.inf else None
     return Range(words, lambda v: least <= v <= most and v < math.inf, least, bound)
 

@@ -1,7 +1,7 @@
-"""Every field of every body as data: what it accepts, as a JSON schema, and what it does.
+"""Every field of every request body as data: what it accepts, as a JSON schema, and what it does.
 
-``/openapi.json`` and the tables of docs/api.md are made of this. What the readers of bodies have in tables of their own
-(``SAMPLING``, ``NEUTRAL``, ``LABELS``) is taken from there, and a test compares the names with those that readers take.
+``/openapi.json`` and the tables of docs/api.md are made from this. The tables of the modules that read bodies
+(``SAMPLING``, ``NEUTRAL``, ``LABELS``) are used here, and a test compares the names with those that are read.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def _numbers(table: Mapping[str, str], examples: Mapping[str, Any]) -> dict[str,
 def _neutral(table: Neutral) -> dict[str, Field]:
     """Fields that are accepted at a few values alone, or not at all."""
     return {
-        name: Field({"enum": list(accepted)}, f"{_shown(accepted)}; otherwise: {why}", next(iter(accepted), None))
+        name: Field(
+            {"enum": list(accepted)}, f'{_shown(accepted)}; others are refused ("{why}")', next(iter(accepted), None)
+        )
         for name, (accepted, why) in table.items()
     }
 
@@ -97,9 +99,9 @@ def _hint(accepted: Sequence[str], meaning: str = "") -> Field:
 
 _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
-_LABEL = "a label: accepted, and it changes no answer"
-_HINT = "a hint, which changes no answer"
-_REASONING = f"{_HINT}: no model here reasons apart from it"
+_LABEL = "accepted; has no effect on the answer"
+_HINT = "a hint; has no effect on the answer"
+_REASONING = f"{_HINT}, as no model here has a separate reasoning phase"
 _EXAMPLES: dict[str, Any] = {
     "temperature": 0.5,
     "top_p": 0.9,
@@ -172,13 +174,13 @@ _CONSTRAINTS = {
     "guided_json": Field(_any_of(_TEXT, _OBJECT, {"type": "boolean"}), "a JSON schema", {"type": "integer"}),
     "guided_regex": Field(_TEXT, "a regular expression", "[ab]"),
     "guided_choice": Field(_array(_TEXT), "the answer is one of these", ["a", "b"]),
-    "guided_grammar": Field(_TEXT, "with `::=` GBNF, otherwise Lark", 'start: "a"'),
+    "guided_grammar": Field(_TEXT, "a grammar: GBNF if it contains `::=`, else Lark", 'start: "a"'),
 }
 _RESPONSE_FORMAT = {
     "response_format": Field(
         _FORMAT,
-        "`text`, `json_object` or `json_schema`; `strict: false` enforces the widest part that can be enforced and "
-        "checks the rest",
+        "`text`, `json_object` or `json_schema`; with `strict: false`, what cannot be enforced of the schema is "
+        "checked at the end",
         {"type": "json_object"},
     )
 }
@@ -186,13 +188,13 @@ _COMMON = {
     "model": Field(_TEXT, "a name of `GET /v1/models`", "reference", required=True),
     "stream": Field(
         {"type": "boolean"},
-        "deltas are append-only: text of a diffusion model is sent once all text before it is final",
+        "stream; deltas are append-only, so text of a diffusion model is sent when all text before it is final",
         True,
     ),
     "mmserve": Field(
         {"type": "object", "properties": {name: {} for name in OWN}, "additionalProperties": False},
-        "policies, pruner, K/V reduction, image reuse, constraint modes: fields of `GenerateRequest` in protobuf's "
-        'JSON form, as in `{"diffusion": {"threshold": {"confidence": 0.8}}}`',
+        "policies, pruner, K/V eviction, image reuse, constraint modes: fields of `GenerateRequest` as protobuf JSON, "
+        'for example `{"diffusion": {"threshold": {"confidence": 0.8}}}`',
         {"diffusion": {"quality": "QUALITY_EXACT"}},
     ),
     **_CONSTRAINTS,
@@ -213,32 +215,34 @@ _XARGS = {
 _TEMPLATE_KWARGS = {
     "chat_template_kwargs": Field(
         _OBJECT,
-        "variables of the model's chat template, such as `enable_thinking`; those it does not read are refused",
+        "variables of the model's chat template, such as `enable_thinking`; unknown ones are refused",
         {},
     )
 }
 _STOPS = Field(
     _any_of(_TEXT, _array(_TEXT, maxItems=MAX_STOP_STRINGS)),
-    f"at most {MAX_STOP_STRINGS} strings; the answer ends before the first",
+    f"at most {MAX_STOP_STRINGS} strings; the answer ends before the first one that occurs",
     ["."],
 )
 _BIAS = Field(
     {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
-    f"ids of the model's tokens to numbers in [-100, 100], at most {MAX_BIASES}; added to their logits",
+    f"maps token ids to numbers in [-100, 100], which are added to their logits; at most {MAX_BIASES}",
     {"7": -100},
 )
 _METADATA = Field(_OBJECT, _LABEL, {"a": "b"})
 _OPTIONS = Field(
     _STREAM_OPTIONS,
-    "with `stream`: `include_usage` asks for a last chunk with the usage; `include_obfuscation` and vLLM's "
+    "with `stream`: `include_usage` adds a last chunk with the usage; `include_obfuscation` and vLLM's "
     "`continuous_usage_stats` have no effect",
 )
 _TOOL_FIELDS = {
-    "tools": Field(_array(_OBJECT), "functions; see above. The server runs none of its own", [_TOOL]),
+    "tools": Field(_array(_OBJECT), "functions, see above; the server has no built-in tools", [_TOOL]),
     "tool_choice": Field(
-        _any_of({"enum": ["none", "auto", "required"]}, _OBJECT), "which tools are called; a name with its kind", "none"
+        _any_of({"enum": ["none", "auto", "required"]}, _OBJECT),
+        "which tools can be called, or the one to call",
+        "none",
     ),
-    "parallel_tool_calls": Field({"type": "boolean"}, "several calls in an answer", False),
+    "parallel_tool_calls": Field({"type": "boolean"}, "whether an answer can have several calls", False),
 }
 _ALTERNATIVES = "the most probable tokens of each position, at most 20"
 
@@ -255,8 +259,8 @@ _CHAT_FIELDS = {
     **_TEMPLATE_KWARGS,
     "messages": Field(
         _array(_CHAT_MESSAGE, minItems=1),
-        "the last is the user's, or a tool's result. Parts: text; images and videos as a `data:` URL (base64), an http "
-        "or https URL of a host that `[media] url_hosts` lists, or the media id of an upload over gRPC",
+        "the last is the user's, or the result of a tool. Parts: text; images and videos as a `data:` URL (base64), an "
+        "http or https URL of a host in `[media] url_hosts`, or the media id of an upload over gRPC",
         [{"role": "user", "content": _QUESTION}],
         required=True,
     ),
@@ -266,7 +270,7 @@ _CHAT_FIELDS = {
     "stream_options": _OPTIONS,
     "logprobs": Field(
         {"type": "boolean"},
-        "of the chosen tokens, before temperature; in a stream with the last chunk of a choice",
+        "log-probabilities of the chosen tokens, before temperature; in a stream with the last chunk of a choice",
         True,
     ),
     "top_logprobs": Field({"type": "integer", "minimum": 0, "maximum": 20}, f"{_ALTERNATIVES}, with `logprobs`", 0),
@@ -283,7 +287,7 @@ _COMPLETION_FIELDS = {
     **_COMMON,
     **_XARGS,
     "prompt": Field(_any_of(_TEXT, _array(_TEXT, minItems=1, maxItems=1)), "one text", _QUESTION, required=True),
-    "suffix": Field(_TEXT, "the text after the gap; `max_tokens` is the gap's room", "b"),
+    "suffix": Field(_TEXT, "fill-in-the-middle: the text after the gap; `max_tokens` is the size of the gap", "b"),
     **_numbers(completions.SAMPLING, _EXAMPLES),
     "stop": _STOPS,
     "logit_bias": _BIAS,
@@ -297,7 +301,9 @@ _MESSAGE_FIELDS = {
     **_XARGS,
     **_TEMPLATE_KWARGS,
     "system": Field(
-        _any_of(_TEXT, _array(_part("text", "text", text=_TEXT, cache_control=_OBJECT))), "text", "Be brief."
+        _any_of(_TEXT, _array(_part("text", "text", text=_TEXT, cache_control=_OBJECT))),
+        "the system message",
+        "Be brief.",
     ),
     "messages": Field(
         _array(
@@ -312,24 +318,24 @@ _MESSAGE_FIELDS = {
     **_numbers(messages.SAMPLING, _EXAMPLES),
     "max_tokens": Field(
         {"type": "integer", "minimum": 1},
-        "tokens that the answer may take; more than there is room for are as many",
+        "largest number of tokens of the answer; reduced to what fits",
         4,
         required=True,
     ),
     "stop_sequences": _STOPS,
     "output_config": Field(
         _object(format=_FORMAT, effort={"enum": list(EFFORTS)}),
-        "`format`: as `response_format`; `effort` is a hint, which changes nothing",
+        "`format`: as `response_format`; `effort` has no effect",
         {"format": {"type": "text"}, "effort": "low"},
     ),
     "thinking": Field(
         _object(type={"enum": list(messages.THINKING)}, budget_tokens={"type": "integer"}, display=_TEXT),
-        f"{_REASONING}; blocks of thinking in `messages` are left out",
+        f"{_REASONING}; thinking blocks in `messages` are ignored",
         {"type": "enabled", "budget_tokens": 1024},
     ),
     "context_management": Field(
         _object(edits=_array({"type": "object", "properties": {"type": {"pattern": "^clear_thinking_"}}})),
-        "edits that clear thinking, which change nothing",
+        "edits that clear thinking blocks; no effect",
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
     "tools": Field(
@@ -346,32 +352,32 @@ _RESPONSE_FIELDS = {
     **_TEMPLATE_KWARGS,
     "input": Field(
         _any_of(_TEXT, _array(_OBJECT)),
-        "a text, or messages as above, calls of functions and their results, reasoning; no other kinds of items",
+        "a text, or a list of messages, function calls, their results and reasoning items; no other kinds of items",
         _QUESTION,
         required=True,
     ),
-    "instructions": Field(_TEXT, "a text before all messages", "Be brief."),
+    "instructions": Field(_TEXT, "the system message", "Be brief."),
     **_numbers(responses.SAMPLING, _EXAMPLES),
-    "stream_options": Field(_object(include_obfuscation={"type": "boolean"}), "accepted, without effect", {}),
+    "stream_options": Field(_object(include_obfuscation={"type": "boolean"}), "accepted; no effect", {}),
     "text": Field(
         _object(format=_FORMAT, verbosity={"enum": list(VERBOSITIES)}),
-        "`format`: as `response_format`; `verbosity` is a hint, which changes nothing",
+        "`format`: as `response_format`; `verbosity` has no effect",
         {"format": {"type": "text"}, "verbosity": "low"},
     ),
     **_tools(_FLAT),
     "top_logprobs": Field(
         {"type": "integer", "minimum": 0, "maximum": 20},
-        f"{_ALTERNATIVES}, and the chosen one's; in a stream with the end of the text; none beside calls",
+        f"{_ALTERNATIVES}, with the chosen token; in a stream, at the end of the text; not for function calls",
         2,
     ),
     "include": Field(
         _array({"enum": [responses.LOGPROBS, responses.REASONING]}),
-        f"`{responses.LOGPROBS}`; `{responses.REASONING}`, of which there is none",
+        f"`{responses.LOGPROBS}`; `{responses.REASONING}` is accepted and never present",
         [responses.LOGPROBS, responses.REASONING],
     ),
     "reasoning": Field(
         _object(**{name: {"enum": list(accepted)} for name, (accepted, _why) in responses.HINTS.items()}),
-        f"{_REASONING}; items of reasoning in `input` are left out",
+        f"{_REASONING}; reasoning items in `input` are ignored",
         {"effort": "low", "summary": "auto"},
     ),
     **_neutral(responses.NEUTRAL),
@@ -381,8 +387,10 @@ _RESPONSE_FIELDS = {
     "client_metadata": _METADATA,
 }
 _DECISION_QUESTIONS = _array({"type": "object", "required": ["type"], "properties": {"type": _TEXT}})
-_TEMPLATE_OPTIONS = Field({"type": "object", "maxProperties": 0}, "empty: chat templates take no options here", {})
-_IMAGES = Field(_array(_any_of(_URL, _OBJECT)), "images of the context, as URLs", [])
+_TEMPLATE_OPTIONS = Field(
+    {"type": "object", "maxProperties": 0}, "must be empty: options of chat templates are not supported here", {}
+)
+_IMAGES = Field(_array(_any_of(_URL, _OBJECT)), "images that belong to the context, as URLs", [])
 _ANY_JSON: Schema = {}
 
 _COUNTED = (
@@ -402,8 +410,8 @@ BODIES: dict[str, dict[str, Field]] = {
         "model": _COMMON["model"],
         **_RESPONSE_FORMAT,
         **_CONSTRAINTS,
-        "max_tokens": Field({"type": "integer", "minimum": 1}, "the room of the answer", 16),
-        "answer": Field(_TEXT, "an answer to judge by the schema", "{}"),
+        "max_tokens": Field({"type": "integer", "minimum": 1}, "token budget of the answer", 16),
+        "answer": Field(_TEXT, "an answer to validate against the schema", "{}"),
     },
     "/v1/decisions": {
         "model": _COMMON["model"],
@@ -415,7 +423,9 @@ BODIES: dict[str, dict[str, Field]] = {
             required=True,
         ),
         "images": _IMAGES,
-        "temperature": Field({"type": "number", "exclusiveMinimum": 0}, "scales the probabilities of answers", 0.5),
+        "temperature": Field(
+            {"type": "number", "exclusiveMinimum": 0}, "temperature of the probabilities of answers", 0.5
+        ),
         "prompt_format_version": Field({"const": 1}, "1", 1),
         "return_prompt_token_ids": Field({"const": False}, "`false`", False),
         "chat_template_kwargs": _TEMPLATE_OPTIONS,
@@ -425,14 +435,14 @@ BODIES: dict[str, dict[str, Field]] = {
         "state": Field(_ANY_JSON, "the context: a text, or any JSON", "A scene.", required=True),
         "questions": Field(
             {"type": "object", "additionalProperties": {"type": "object", "required": ["type"]}},
-            "`noul`, `choice` or `score`, by their ids",
+            "an object that maps ids to questions of type `noul`, `choice` or `score`",
             {"a": {"type": "noul", "instructions": "Is it?"}},
             required=True,
         ),
         "images": _IMAGES,
         "chat_template_kwargs": _TEMPLATE_OPTIONS,
         **{
-            name: Field({"type": "null"}, "null; `/v1/decisions` has it")
+            name: Field({"type": "null"}, "must be null; supported by `/v1/decisions`")
             for name in ("temperature", "prompt_format_version", "return_prompt_token_ids")
         },
     },

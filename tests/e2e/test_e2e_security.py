@@ -114,7 +114,7 @@ def test_commands_take_a_client_certificate(folder: Path, capsys: pytest.Capture
         assert main([*asked, "--tls-cert", str(known), "--tls-key", str(known_key)]) == 0
         assert [m["name"] for m in json.loads(capsys.readouterr().out)["models"]] == ["reference"]
         for wrong, words in (
-            (["--tls-cert", str(known)], "--tls-cert and --tls-key go together"),
+            (["--tls-cert", str(known)], "--tls-cert and --tls-key must be given together"),
             (["--tls-cert", str(folder / "none.pem"), "--tls-key", str(known_key)], "none.pem"),
         ):
             assert main([*asked, *wrong]) == 1

@@ -58,7 +58,7 @@ def test_every_request_is_in_the_report(capsys: pytest.CaptureFixture[str]) -> N
         (("--rates", "0"), "--rates takes numbers above 0"),
         (("--seconds", "0"), "--seconds must be above 0"),
         (("--server", "nowhere"), "--server takes HOST:PORT"),
-        (("--server", "127.0.0.1:1", "--config", "x.toml"), "--config is for a server that is started here"),
+        (("--server", "127.0.0.1:1", "--config", "x.toml"), "--config cannot be used with --server"),
     ],
 )
 def test_what_cannot_be_measured(arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:

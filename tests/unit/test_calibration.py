@@ -156,7 +156,7 @@ def test_questions_of_the_command_line_need_their_form(capsys) -> None:
             main(["decide", "context", *wrong])
         assert "must be TEXT=" in capsys.readouterr().err
     assert main(["decide", "context"]) == 1
-    assert "must be one at least: --yes-no, --choice or --score" in capsys.readouterr().err
+    assert "at least one is needed: --yes-no, --choice or --score" in capsys.readouterr().err
 
 
 def test_one_question_is_too_few_to_fit_and_to_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,4 +164,4 @@ def test_one_question_is_too_few_to_fit_and_to_measure(tmp_path: Path, capsys: p
     question = {"type": YES_NO, "text": "Is it red?", "answer": "yes"}
     file.write_text(json.dumps({"text": "A red circle.", "questions": [question]}) + "\n")
     assert main(["calibrate", "--model", "bundled", "--questions", str(file), "--out", str(out)]) != 0
-    assert "--questions must hold two questions at least" in capsys.readouterr().err
+    assert "--questions must have at least two questions" in capsys.readouterr().err

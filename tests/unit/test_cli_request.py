@@ -65,8 +65,8 @@ def test_a_grammar_is_read_from_its_file(tmp_path: Path) -> None:
         (["--commit", "threshold:sureness=1"], "pairs KEY=VALUE of confidence, not 'sureness=1'"),
         (["--commit", "threshold:confidence=much"], "confidence must be a number, not 'much'"),
         (["--commit", "learned:end_of_text=1"], "end_of_text must be true or false"),
-        (["--commit", "low_confidence:steps=2"], "'low_confidence' is no policy with numbers"),
-        (["--kv-reduction", "sink_window:sinks=2"], "budget is missing: budget=VALUE"),
+        (["--commit", "low_confidence:steps=2"], "'low_confidence' is not a policy with parameters"),
+        (["--kv-reduction", "sink_window:sinks=2"], "budget is missing: add budget=VALUE"),
         (["--regex", "a", "--grammar", "file"], "not allowed with argument --regex"),
     ],
 )

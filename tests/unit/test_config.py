@@ -203,7 +203,7 @@ def test_a_number_out_of_range_is_refused(table: str, values: dict[str, float]) 
 
 def test_metrics_have_a_port_and_a_host_of_their_own() -> None:
     assert from_mapping({"server": {"metrics_port": 9464}}).server.metrics_host == "127.0.0.1"
-    with pytest.raises(ConfigError, match="metrics_port must be another than port"):
+    with pytest.raises(ConfigError, match="metrics_port must differ from port"):
         from_mapping({"server": {"port": 9464, "metrics_port": 9464}})
     with pytest.raises(ConfigError, match="metrics_host must not be empty"):
         from_mapping({"server": {"metrics_host": ""}})

@@ -251,11 +251,11 @@ def test_fleets_and_batches_are_predicted(tmp_path: Path, capsys: pytest.Capture
     ("given", "why"),
     [
         (["--fleet", "a"], "--fleet takes rates"),
-        (["--batch", "4"], "--layout is needed"),
+        (["--batch", "4"], "--layout is required"),
         (["--workers", "0"], "--workers must be at least 1"),
         (["--ttft", "0"], "--ttft must be above 0"),
         (["--share", "2"], "--share must be"),
-        (["--plot", "x.png"], "--plot is for --sweep"),
+        (["--plot", "x.png"], "--plot needs --sweep"),
         (["--costs", "nowhere.json"], "nowhere.json"),
         (["--batch", "4", "--layout", "2p1d"], "no worker encodes"),
     ],

@@ -1,7 +1,7 @@
-"""The policies that a request can name: by a string, or by a class that has their numbers.
+"""The policies that a request can name: by a string, or by a class with parameters.
 
-The SDK exports these classes, the server's policies inherit their numbers, and a message has their fields. A class's
-policy goes by its name in snake case: ``DkvDecode`` is ``dkv_decode``.
+The SDK exports these classes, the policies of the server inherit their parameters, and messages have the same fields.
+The name of a policy is that of its class in snake case: ``DkvDecode`` is ``dkv_decode``.
 """
 
 from __future__ import annotations

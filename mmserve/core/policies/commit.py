@@ -1,4 +1,4 @@
-"""Commit policies: their names, and their numbers."""
+"""Commit policies: their names and parameters."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from mmserve.core.values import ABOVE_0, NUMBER, SHARE, SHARE_ABOVE_0, at_least,
 class Threshold:
     """Every candidate at least this confident becomes final (arXiv 2505.22618)."""
 
-    confidence: float = value(0.9, ABOVE_0, "least probability of a candidate; more than 1 = one token a step")
+    confidence: float = value(0.9, ABOVE_0, "lowest probability of a candidate; more than 1 = one token a step")
 
 
 @dataclass(frozen=True)
 class Factor:
     """The n most confident, n the largest with the n-th at least ``1 - factor / (n + 1)`` (arXiv 2505.22618)."""
 
-    factor: float = value(1.0, ABOVE_0, "how much confidence may fall with n")
+    factor: float = value(1.0, ABOVE_0, "how much the required confidence falls as n grows")
 
 
 @dataclass(frozen=True)
 class Confident:
-    """All candidates more confident than this, or else as many as reach the schedule's time grid (arXiv 2505.16990)."""
+    """All candidates more probable than this; if none is, as many as the schedule requires (arXiv 2505.16990)."""
 
     confidence: float = value(0.95, SHARE_ABOVE_0, "probability that a candidate must exceed")
 
 
 @dataclass(frozen=True)
 class EntropyBound:
-    """The most of lowest entropy whose entropies, but for the largest, sum to at most ``bound`` (arXiv 2505.24857)."""
+    """The largest set of lowest entropies whose sum, without the largest, is at most ``bound`` (arXiv 2505.24857)."""
 
-    bound: float = value(0.1, at_least(0), "in nats")
+    bound: float = value(0.1, at_least(0), "bound on the sum of entropies, in nats")
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What a filter trained for the model trusts, and as many as the schedule requires (Learn2PD, arXiv 2509.25188)."""
+    """Candidates that a trained filter accepts, and at least as many as the schedule requires (Learn2PD, arXiv
+    2509.25188)."""
 
-    threshold: float = value(0.96, ABOVE_0, "trust that a candidate must exceed; 1 or more = the schedule alone")
-    end_of_text: bool = value(True, meaning="an accepted end of text settles everything right of it (EoTP)")
+    threshold: float = value(0.96, ABOVE_0, "filter score that a candidate must exceed; 1 or more = the schedule alone")
+    end_of_text: bool = value(True, meaning="an accepted end of text makes all positions after it final (EoTP)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,55 +52,55 @@ class Edit:
 
     confidence: float = value(0.95, ABOVE_0, "probability that a candidate must exceed")
     edit_confidence: float = value(0.9, ABOVE_0, "probability that a replacement must exceed")
-    passes: int = value(16, within(0, 64), "most passes over a block after it is full")
+    passes: int = value(16, within(0, 64), "largest number of passes over a block after it is full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ngram:
-    """Prompt-lookup speculation for autoregressive models. Greedy, the answer is the same, in fewer passes, but for
-    ties in the last bits of logits."""
+    """Prompt-lookup speculative decoding of autoregressive models. With greedy decoding the answer is the same, in
+    fewer passes, except for ties in the last bits of logits."""
 
     length: int = value(8, within(1, 64), "tokens of a draft")
-    longest: int = value(4, within(1, 16), "last tokens to look up, at most")
-    shortest: int = value(2, within(1, 16), "last tokens to look up, at least")
+    longest: int = value(4, within(1, 16), "largest n-gram that is looked up, in tokens")
+    shortest: int = value(2, within(1, 16), "smallest n-gram that is looked up, in tokens")
 
 
 @dataclass(frozen=True)
 class Guided:
-    """The server's companion of the model judges the drafted block from left to right (arXiv 2505.21467)."""
+    """The model's companion verifies the drafted block from left to right (arXiv 2505.21467)."""
 
-    top_k: int = value(0, at_least(0), "drafted tokens are kept that are among so many likeliest; 0 = its own choice")
-    ratio: float = value(0.5, SHARE, "with top_k: least probability of a kept token, as a share of the likeliest's")
+    top_k: int = value(0, at_least(0), "keep drafted tokens among the companion's top_k; 0 = only its own choice")
+    ratio: float = value(0.5, SHARE, "with top_k: lowest probability of a kept token relative to the most probable one")
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Speculation for autoregressive models: the server's companion of the model drafts (arXiv 2211.17192). Greedy, the
-    answer is the same, in fewer passes, but for ties in the last bits of logits."""
+    """Speculative decoding of autoregressive models: the model's companion drafts (arXiv 2211.17192). With greedy
+    decoding the answer is the same, in fewer passes, except for ties in the last bits of logits."""
 
     length: int = value(4, within(1, 64), "tokens of a draft")
 
 
 @dataclass(frozen=True)
 class Scheduler:
-    """The discrete scheduler that the server's configuration has under ``[schedulers.NAME]``."""
+    """A discrete scheduler that the server's configuration defines under ``[schedulers.NAME]``."""
 
     name: str = value(meaning="NAME of the scheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyCommit:
-    """What is left is committed at once when the model is sure of the answer (Prophet, arXiv 2508.19982).
+    """Commits all remaining positions at once when the model is certain of the answer (Prophet, arXiv 2508.19982).
 
-    Sure: the two highest logits lie at least ``early`` (later ``middle``, ``late``) apart on average over the answer's
-    positions, final ones that a pass runs included. ``base``: what is committed until then, ``low_confidence`` where
-    none is named; a name or a policy with numbers.
+    Certain: the gap of the two highest logits is at least ``early`` (later ``middle``, ``late``) on average over the
+    answer's positions, including final ones that a pass runs. ``base`` is the policy until then, by name or as a class;
+    default ``low_confidence``.
     """
 
-    early: float = value(7.5, NUMBER, "gap of logits in the first 33% of the steps")
-    middle: float = value(5.0, NUMBER, "gap from 33% on")
-    late: float = value(2.5, NUMBER, "gap from 67% on")
-    mistakes: float = value(0.0, at_least(0), "above 0: sure instead when no more tokens are expected to be wrong")
+    early: float = value(7.5, NUMBER, "required gap of the top two logits in the first 33% of the steps")
+    middle: float = value(5.0, NUMBER, "required gap from 33% of the steps on")
+    late: float = value(2.5, NUMBER, "required gap from 67% of the steps on")
+    mistakes: float = value(0.0, at_least(0), "above 0: commit when at most this many tokens are expected to be wrong")
     answer_start: int = value(0, at_least(0), "first position of the answer")
     answer_length: int = value(0, at_least(0), "positions of the answer; 0 = the current block")
     answer_after: str = value("", at_most_bytes(256), "the answer begins after this text", shown="none")

@@ -1,4 +1,4 @@
-"""Recompute policies: their names, and their numbers."""
+"""Recompute policies: their names and parameters."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from mmserve.core.values import SHARE, at_least, value
 class DkvDecode:
     """dKV-Cache-Decode (arXiv 2505.15781)."""
 
-    refresh: int = value(8, at_least(1), "steps between full passes (the paper's R); 1 = never cached")
+    refresh: int = value(8, at_least(1), "steps between full passes (the paper's R); 1 = no cache")
 
 
 @dataclass(frozen=True)
 class DkvGreedy:
     """dKV-Cache-Greedy (arXiv 2505.15781), for ``commit="random"``."""
 
-    refresh: int = value(2, at_least(1), "steps between full passes; 1 = never cached")
-    window: int = value(4, at_least(0), "masked neighbours run beside each position that is due")
+    refresh: int = value(2, at_least(1), "steps between full passes; 1 = no cache")
+    window: int = value(4, at_least(0), "masked neighbours that run with each selected position")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive:
     """dLLM-Cache (arXiv 2506.06295) with one choice of positions for all layers.
 
-    Prompt and response are run every so many steps; between, the share of the response whose values changed most at
-    the second layer.
+    The prompt and the response run at intervals; in the steps between, the share of the response whose values changed
+    most at the second layer.
     """
 
     prompt_refresh: int = value(100, at_least(1), "steps between passes over the prompt (K_p)")
     response_refresh: int = value(7, at_least(1), "steps between passes over the whole response (K_r)")
-    ratio: float = value(0.25, SHARE, "share of the response run between (rho)")
+    ratio: float = value(0.25, SHARE, "share of the response that runs in other steps (rho)")
 
 
 Recompute = (

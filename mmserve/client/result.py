@@ -60,9 +60,11 @@ class Result(events.Finished, Generic[T]):
 
     @property
     def parsed(self) -> T:
-        """The answer to a request with ``schema``: a value, or an instance of its class; None without one, and where a
-        stop string cut the answer. Raises what the class raises, if it asks for more than its schema does."""
-        return cast(T, None) if self.read is None or self.finish_reason == "stop" else self.read(self.text)
+        """The answer to a request with ``schema``: a value, or an instance of its class; None without one, where a
+        stop string cut the answer, and where it calls tools. Raises what the class raises, if it asks for more than its
+        schema does."""
+        other = self.finish_reason == "stop" or self.tool_calls
+        return cast(T, None) if self.read is None or other else self.read(self.text)
 
 
 def to_result(

@@ -74,7 +74,28 @@ class Gbnf:
     text: str
 
 
-ConstraintKind = JsonSchema | Regex | Choice | Lark | Gbnf
+@dataclass(frozen=True)
+class CallsOrJson:
+    """The answer calls tools, and is then a sentence of the Lark grammar ``calls``, or is a document as of
+    ``JsonSchema``.
+
+    ``openings``: how texts begin that are calls. ``lenient``: whether schemas in ``calls`` are enforced as far as that
+    can be done; the mode of the constraint is the document's.
+    """
+
+    calls: str
+    openings: tuple[str, ...]
+    schema: str
+    options: tuple[SchemaOption, ...] = ()
+    lenient: bool = False
+
+    @property
+    def document(self) -> JsonSchema:
+        """What the answer is without calls."""
+        return JsonSchema(self.schema, self.options)
+
+
+ConstraintKind = JsonSchema | Regex | Choice | Lark | Gbnf | CallsOrJson
 
 
 @dataclass(frozen=True)

@@ -48,3 +48,8 @@ class ToolUse:
     choice: ToolChoice = ToolChoice.AUTO
     named: str | None = None
     parallel: bool = True
+
+    @property
+    def must_call(self) -> bool:
+        """Whether an answer without a call is none."""
+        return self.named is not None or self.choice is ToolChoice.REQUIRED

@@ -180,7 +180,7 @@ _RESPONSE_FORMAT = {
     "response_format": Field(
         _FORMAT,
         "`text`, `json_object` or `json_schema`; with `strict: false`, what cannot be enforced of the schema is "
-        "checked at the end",
+        "checked at the end; with tools, it is for answers without calls",
         {"type": "json_object"},
     )
 }

@@ -32,6 +32,7 @@ from mmserve.rpc.stream import Outbox
 from mmserve.rpc.violations import violations
 from mmserve.tools.answer import ToolAnswers
 from mmserve.tools.formats import FORMATS
+from mmserve.tools.grammar import openings
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
 from mmserve.wire import request_id
@@ -140,7 +141,8 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
     outbox = Outbox(request.sampling.n)
     tools = None
     if request.tools is not None:
-        tools = ToolAnswers(FORMATS[engine.info.tool_format], streams=request.streaming.deltas)
+        form = FORMATS[engine.info.tool_format]
+        tools = ToolAnswers(form, openings(request.tools, form), streams=request.streaming.deltas)
     engine.submit(request, watch.sink(outbox.put))
     try:
         async for event in outbox:

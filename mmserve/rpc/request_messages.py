@@ -63,6 +63,7 @@ def to_request(
     diffusion = asked_diffusion(message, info)
     _require_capabilities(message, diffusion, info)
     tools = asked_tools(message)
+    constraint = asked_constraint(message)
     return Request(
         id=request_id,
         model=info.name,
@@ -73,7 +74,7 @@ def to_request(
         diffusion=diffusion,
         vision=asked_vision(message.vision),
         streaming=from_message(Streaming, message.stream),
-        constraint=asked_constraint(message) if tools is None else tool_constraint(tools, info),
+        constraint=constraint if tools is None else tool_constraint(tools, info, constraint),
         tools=tools,
         kv_reduction=chosen_policy(message.kv_reduction, "policy"),
         image_reuse=chosen_policy(message.image_reuse, "policy"),

@@ -12,11 +12,11 @@ from mmserve.constraint.compile.keywords import ANNOTATIONS, KNOWN, dialect
 from mmserve.constraint.compile.references import subschemas
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import MAX_GRAMMAR_BYTES
-from mmserve.core.constraint import ConstraintMode, ConstraintSpec, Lark
+from mmserve.core.constraint import CallsOrJson, ConstraintMode, ConstraintSpec, JsonSchema, Lark
 from mmserve.core.info import ModelInfo
 from mmserve.core.tools import NO_PARAMETERS, Tool, ToolCall, ToolChoice, ToolUse
 from mmserve.tools.formats import FORMATS
-from mmserve.tools.grammar import tool_grammar
+from mmserve.tools.grammar import openings, tool_grammar
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import TOOL_CHOICES
 
@@ -47,8 +47,9 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
     if (size := sum(tool.ByteSize() for tool in message.tools)) > MAX_TOOL_BYTES:
         yield "tools", f"must be at most {MAX_TOOL_BYTES} bytes together, not {size}"
         return
-    if message.HasField("constraint"):
-        yield "constraint", "must not be set with tools"
+    kind = message.constraint.WhichOneof("kind")
+    if kind not in (None, "json_schema") and message.tool_choice != pb.TOOL_CHOICE_NONE:
+        yield f"constraint.{kind}", "must not be set with tools: an answer that calls none can obey a json_schema alone"
     names, size = [tool.name for tool in message.tools], _AROUND_ALL
     for i, tool in enumerate(message.tools):
         if not _NAME.fullmatch(tool.name):
@@ -147,9 +148,17 @@ def asked_calls(chat: pb.ChatMessage) -> tuple[ToolCall, ...]:
     return tuple(ToolCall(call.id, call.name, call.arguments) for call in chat.tool_calls)
 
 
-def tool_constraint(use: ToolUse, info: ModelInfo) -> ConstraintSpec:
-    """The constraint of answers under ``use`` by the model of ``info``, which takes tools."""
+def tool_constraint(use: ToolUse, info: ModelInfo, text: ConstraintSpec | None = None) -> ConstraintSpec:
+    """The constraint of answers under ``use`` by the model of ``info``, which takes tools.
+
+    ``text``: that of an answer that calls none, with a JSON schema; of no effect where a tool must be called.
+    """
     use = replace(use, tools=tuple(replace(tool, parameters=_bare(tool.parameters)) for tool in use.tools))
-    strict = all(tool.strict for tool in use.tools)
-    mode = ConstraintMode.STRICT if strict else ConstraintMode.LENIENT
-    return ConstraintSpec(Lark(tool_grammar(use, FORMATS[info.tool_format])), mode)
+    strict, form = all(tool.strict for tool in use.tools), FORMATS[info.tool_format]
+    if text is None or use.must_call:
+        mode = ConstraintMode.STRICT if strict else ConstraintMode.LENIENT
+        return ConstraintSpec(Lark(tool_grammar(use, form)), mode)
+    assert isinstance(text.kind, JsonSchema)
+    calls = tool_grammar(replace(use, choice=ToolChoice.REQUIRED), form, beside_json=True)
+    kind = CallsOrJson(calls, openings(use, form), text.kind.text, text.kind.options, lenient=not strict)
+    return replace(text, kind=kind)

@@ -37,11 +37,11 @@ class _Sample:
 class ToolAnswers:
     """Reads the calls in the events of one request, whose model writes them in ``form``.
 
-    ``streams``: whether its text comes in deltas, and so do calls.
+    ``openings``: as of ``CallReader``. ``streams``: whether its text comes in deltas, and so do calls.
     """
 
-    def __init__(self, form: ToolFormat, *, streams: bool) -> None:
-        self._samples: defaultdict[int, _Sample] = defaultdict(lambda: _Sample(CallReader(form)))
+    def __init__(self, form: ToolFormat, openings: tuple[str, ...] = (), *, streams: bool) -> None:
+        self._samples: defaultdict[int, _Sample] = defaultdict(lambda: _Sample(CallReader(form, openings)))
         self._streams = streams
 
     def of(self, event: Event) -> Iterator[Event]:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 
 from mmserve.core.tools import ToolChoice, ToolUse
 from mmserve.tools.formats import ToolFormat
 
 
-def tool_grammar(use: ToolUse, form: ToolFormat) -> str:
-    """The Lark grammar of all answers under ``use`` in the format ``form``; not for ``ToolChoice.NONE``."""
+def openings(use: ToolUse, form: ToolFormat) -> tuple[str, ...]:
+    """How a call under ``use`` begins in the format ``form``, up to its arguments, by tool."""
+    return tuple(f"{form.opening}{tool.name}{form.middle}" for tool in use.tools if use.named in (None, tool.name))
+
+
+def tool_grammar(use: ToolUse, form: ToolFormat, *, beside_json: bool = False) -> str:
+    """The Lark grammar of all answers under ``use`` in the format ``form``; not for ``ToolChoice.NONE``.
+
+    ``beside_json``: whether an answer may be a JSON document in place of a call. Where the two begin alike they then
+    have the same words: of a longer one, which the engine prefers, only calls could follow.
+    """
     tools = [(i, tool) for i, tool in enumerate(use.tools) if use.named in (None, tool.name)]
     rules = [f"arguments_{i}: %json {tool.parameters}" for i, tool in tools]
     free = use.choice is ToolChoice.AUTO and use.named is None
@@ -17,8 +27,11 @@ def tool_grammar(use: ToolUse, form: ToolFormat) -> str:
     if free and form.after_text:  # text and the beginning of the call are one terminal: where it ends is then clear
         before = "BEFORE? "
         rules.append(f"BEFORE: /{_without(_mark(form))}/")
-    rules += [f"BEGIN_{i}: {before}{_literal(f'{form.opening}{tool.name}{form.middle}')}" for i, tool in tools]
-    calls = " | ".join(f"BEGIN_{i} arguments_{i} {_literal(form.closing)}" for i, _ in tools)
+    begins = {i: f"{form.opening}{tool.name}{form.middle}" for i, tool in tools}
+    if not beside_json:
+        rules += [f"BEGIN_{i}: {before}{_literal(text)}" for i, text in begins.items()]
+    firsts = {i: _words(text) if beside_json else f"BEGIN_{i}" for i, text in begins.items()}
+    calls = " | ".join(f"{first} arguments_{i} {_literal(form.closing)}" for i, first in firsts.items())
     if use.parallel and use.named is None:
         rules += [
             f"NEXT_{i}: {_literal(f'{form.separator}{form.opening}{tool.name}{form.middle}')}" for i, tool in tools
@@ -34,6 +47,11 @@ def tool_grammar(use: ToolUse, form: ToolFormat) -> str:
 def _mark(form: ToolFormat) -> str:
     """What text before a call must not contain."""
     return form.opening.splitlines()[0]
+
+
+def _words(text: str) -> str:
+    """``text`` in the words of JSON: its strings, and what is between them."""
+    return " ".join(map(_literal, re.findall('"[^"]*"|[^"]+', text)))
 
 
 def _literal(text: str) -> str:

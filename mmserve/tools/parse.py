@@ -31,10 +31,12 @@ Piece = TextPiece | CallPiece
 class CallReader:
     """Reads the text of one answer of the language that ``tool_grammar`` makes for ``form``, in parts of any size.
 
-    What is not in that language, as the end of a text that was cut, is text.
+    What is not in that language, as the end of a text that was cut, is text. ``openings``: how calls begin, as of
+    ``grammar.openings``, which distinguishes them from documents that begin as calls of other tools.
     """
 
     form: ToolFormat
+    openings: tuple[str, ...] = ()
     _held: str = ""  # text that came and was not handed on
     _calls: int = 0
     _begun: bool = False  # with text
@@ -65,7 +67,14 @@ class CallReader:
         return self._next_call() if self._calls or self._at_call() else self._text()
 
     def _at_call(self) -> bool:
-        return self._held.startswith(self.form.opening) and (self.form.after_text or not self._begun)
+        if self.form.after_text:
+            return self._held.startswith(self.form.opening)
+        return not self._begun and self._held.startswith(self._first_texts)
+
+    @property
+    def _first_texts(self) -> tuple[str, ...]:
+        """With one of which an answer begins that has calls, where they are all of it."""
+        return self.openings or (self.form.opening,)
 
     def _text(self) -> Piece | None:
         """Text up to where a call begins, or may begin."""
@@ -74,7 +83,8 @@ class CallReader:
             at = self._held.find(opening)
             size = at if at >= 0 else len(self._held) - _overlap(self._held, opening)
         else:
-            size = 0 if opening.startswith(self._held) and not self._begun else len(self._held)
+            may_begin = not self._begun and any(each.startswith(self._held) for each in self._first_texts)
+            size = 0 if may_begin else len(self._held)
         text, self._held = self._held[:size], self._held[size:]
         self._begun = self._begun or size > 0
         return TextPiece(text) if text else None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import inf
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -54,7 +55,7 @@ from mmserve.constraint.compile.syntax import (
 from mmserve.constraint.compile.terminals import settled
 from mmserve.constraint.findings import Finding, Refused, child
 from mmserve.constraint.limits import LARGE_BYTES, MAX_CHOICE_BYTES, MAX_CHOICES, MAX_GRAMMAR_BYTES, PARSER_LIMITS
-from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
+from mmserve.core.constraint import CallsOrJson, Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
 
 
 def grammar_of(spec: ConstraintSpec) -> Grammar:
@@ -72,14 +73,33 @@ def grammars_of(spec: ConstraintSpec, failed: int = 0) -> Iterator[Grammar]:
     ``failed``: the processes that compiling others of it has ended; only a JSON schema that may be widened has more.
     """
     try:
-        if not isinstance(spec.kind, JsonSchema):
-            yield _of(spec)
-        elif failed:
-            yield from widest(spec.kind, spec.mode, failed)
-        else:
-            yield from attempts(spec.kind, spec.mode)
+        match spec.kind:
+            case JsonSchema():
+                yield from _documents(spec.kind, spec.mode, failed)
+            case CallsOrJson(calls, openings, lenient=lenient):
+                found = _of(ConstraintSpec(Lark(calls), ConstraintMode.LENIENT if lenient else ConstraintMode.STRICT))
+                for document in _documents(spec.kind.document, spec.mode, failed):
+                    yield _either(found, openings, document)
+            case _:
+                yield _of(spec)
     finally:
         one_of.forget()
+
+
+def _documents(kind: JsonSchema, mode: ConstraintMode, failed: int) -> Iterator[Grammar]:
+    return widest(kind, mode, failed) if failed else attempts(kind, mode)
+
+
+def _either(calls: Grammar, openings: Iterable[str], document: Grammar) -> Grammar:
+    """The grammar of what one of the two accepts; ``openings``: how calls begin, and no document may."""
+    if alike := next((each for each in openings if each.startswith("{") and begins(document.text, each)), None):
+        raise Refused.at("", "json_schema", f"has documents that begin as a call of a tool does, {alike!r}")
+    grammars: list[Any] = [{"lark_grammar": "start: @calls | @document\n"}]
+    for name, each in (("calls", calls), ("document", document)):
+        grammars.append({"name": name, **json.loads(each.text)["grammars"][0]})
+    shorter = min((document, calls), key=lambda each: each.shortest)
+    text = json.dumps({"grammars": grammars}, ensure_ascii=False)
+    return Grammar(text, document.exact, (*calls.warnings, *document.warnings), None, shorter.shortest, shorter.sketch)
 
 
 def _of(spec: ConstraintSpec) -> Grammar:
@@ -107,7 +127,14 @@ def _of(spec: ConstraintSpec) -> Grammar:
 
 def kind_of(spec: ConstraintSpec) -> str:
     """The name that the API has for the kind of ``spec``."""
-    names: dict[type, str] = {JsonSchema: "json_schema", Regex: "regex", Choice: "choice", Lark: "lark", Gbnf: "gbnf"}
+    names: dict[type, str] = {
+        JsonSchema: "json_schema",
+        CallsOrJson: "json_schema",
+        Regex: "regex",
+        Choice: "choice",
+        Lark: "lark",
+        Gbnf: "gbnf",
+    }
     return names.get(type(spec.kind), "template")
 
 
@@ -215,6 +242,13 @@ def takes(text: str, sentence: str) -> bool:
     matcher = LLMatcher(_bytewise(), text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
     tokens = list(sentence.encode())
     return not matcher.is_error() and matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def begins(text: str, beginning: str) -> bool:
+    """Whether a sentence of the grammar ``text`` may have this ``beginning``."""
+    matcher = LLMatcher(_bytewise(), text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+    tokens = list(beginning.encode())
+    return not matcher.is_error() and matcher.try_consume_tokens(tokens) == len(tokens)
 
 
 @cache

@@ -26,7 +26,7 @@ from mmserve.constraint.limits import (
     REPLY_BYTES,
 )
 from mmserve.core.child_process import ChildExited
-from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
+from mmserve.core.constraint import CallsOrJson, ConstraintMode, ConstraintSpec, JsonSchema
 from mmserve.errors import Unavailable
 
 logger = logging.getLogger("mmserve.constraint")
@@ -64,7 +64,7 @@ class Compiler:
         Slow constraints are compiled after fast ones. Raises ``Unavailable`` where no child can be
         started, where each is killed from outside or one makes no progress, or after ``close``.
         """
-        widens = isinstance(spec.kind, JsonSchema) and spec.mode is not ConstraintMode.STRICT
+        widens = isinstance(spec.kind, JsonSchema | CallsOrJson) and spec.mode is not ConstraintMode.STRICT
         for failed in range(_WIDER if widens else 1):
             question = wire.from_spec(spec) | {"budget": budget, "failed": failed}
             reply = self._asked(spec, question | {"quick": QUICK_SECONDS, "known": None})

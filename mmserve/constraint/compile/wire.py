@@ -15,7 +15,7 @@ from mmserve.constraint.compile.attempts import Grammar, Sketch
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.constraint.limits import FINDING_CHARS, IDLE_BYTES, REPLY_BYTES, START_SECONDS
 from mmserve.core.child_process import ChildProcess
-from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
+from mmserve.core.constraint import CallsOrJson, Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class CompileReply(NamedTuple):
     first: FirstAnswers | None = None
 
 
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (JsonSchema, Regex, Choice, Lark, Gbnf)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (JsonSchema, Regex, Choice, Lark, Gbnf, CallsOrJson)}
 MOST_FINDINGS = 100  # of a constraint, that a reply has
 HEADER = 8  # bytes of a message's length, big-endian
 

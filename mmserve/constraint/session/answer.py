@@ -27,7 +27,7 @@ from mmserve.constraint.search.vocabulary import Lexicon, add_tokens
 from mmserve.constraint.search.witness import Outcome, Witness, follow, improve
 from mmserve.constraint.session.observer import Meter, TopKObserver
 from mmserve.constraint.session.sampling import RejectionSampler, SampledRun, SampleState
-from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
+from mmserve.core.constraint import CallsOrJson, ConstraintMode, ConstraintSpec, JsonSchema
 from mmserve.errors import FailedPrecondition, InvalidArgument
 
 logger = logging.getLogger("mmserve.decode")
@@ -296,10 +296,13 @@ _BACKTRACKS = 10_000
 class Judge:
     """Validates answers against a schema that ``compile.document`` has read: its size and depth are bounded.
 
+    ``besides``: how answers begin that are no documents.
+
     Raises ``InvalidArgument`` where the validator does not take the schema.
     """
 
-    def __init__(self, schema: str) -> None:
+    def __init__(self, schema: str, besides: tuple[str, ...] = ()) -> None:
+        self._besides = besides
         patterns = jsonschema_rs.FancyRegexOptions(backtrack_limit=_BACKTRACKS)
         try:
             self._validator: Any = jsonschema_rs.validator_for(
@@ -311,6 +314,8 @@ class Judge:
     def check(self, answer: str) -> None:
         """Raise ``FailedPrecondition`` with the pointer and keyword unless ``answer`` is valid JSON under the
         schema."""
+        if answer.startswith(self._besides):
+            return
         try:
             self._validator.validate(json.loads(answer, parse_float=Decimal))  # no number is too large for JSON
         except jsonschema_rs.ValidationError as error:
@@ -330,6 +335,11 @@ class Judge:
 
 def judge_of(spec: ConstraintSpec, *, exact: bool) -> Judge | None:
     """The validator of answers to ``spec``; None where the grammar is exact, or the mode asks for no validation."""
-    if exact or spec.mode is not ConstraintMode.VALIDATE or not isinstance(spec.kind, JsonSchema):
+    if exact or spec.mode is not ConstraintMode.VALIDATE:
         return None
-    return Judge(meant(spec.kind))
+    match spec.kind:
+        case JsonSchema():
+            return Judge(meant(spec.kind))
+        case CallsOrJson():
+            return Judge(meant(spec.kind.document), spec.kind.openings)
+    return None

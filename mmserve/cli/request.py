@@ -189,6 +189,7 @@ def _add_tools(group: argparse._ArgumentGroup) -> None:
         "parameters is a JSON schema, or of tools in the form of OpenAI's API; default none",
     )
     _add(group, "tool_choice", metavar="auto|none|required|NAME")
+    _add(group, "allowed_tools", action="append", metavar="NAME")
     _add(group, "parallel_tool_calls", action=argparse.BooleanOptionalAction)
 
 

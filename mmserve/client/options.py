@@ -90,6 +90,7 @@ class Options(SharedOptions, total=False):
     slo_class: str | None
     tools: Sequence[ToolLike] | None
     tool_choice: str | None
+    allowed_tools: Sequence[str] | None
     parallel_tool_calls: bool | None
 
 

@@ -79,6 +79,7 @@ def build_request(
         request,
         options.get("tools"),
         options.get("tool_choice"),
+        options.get("allowed_tools") or (),
         parallel=options.get("parallel_tool_calls"),
     )
     put_policy(request.vision, "pruner", options.get("pruner"), "vision.")

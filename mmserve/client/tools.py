@@ -70,9 +70,15 @@ def described(tool: Any, place: str) -> Tool:
 
 
 def put_tools(
-    request: pb.GenerateRequest, tools: Sequence[Any] | None, choice: str | None, *, parallel: bool | None
+    request: pb.GenerateRequest,
+    tools: Sequence[Any] | None,
+    choice: str | None,
+    allowed: Sequence[str] = (),
+    *,
+    parallel: bool | None,
 ) -> None:
-    """Put ``tools`` into ``request``; ``choice``: ``auto``, ``none``, ``required`` or the name of one of them."""
+    """Put ``tools`` into ``request``; ``choice``: ``auto``, ``none``, ``required`` or the name of one of them;
+    ``allowed``: the names of those that may be called, empty = all."""
     for i, each in enumerate(tools or ()):
         tool = described(each, f"tools[{i}]")
         try:
@@ -86,6 +92,10 @@ def put_tools(
         request.required_tool = choice
     elif choice is not None:
         request.tool_choice = number_of(TOOL_CHOICES, choice, "tool_choice")
+    try:
+        request.allowed_tools.extend(allowed)
+    except TypeError as error:
+        raise InvalidArgument.of("allowed_tools", f"must be names of tools: {error}") from error
     if parallel is not None:
         request.parallel_tool_calls = parallel
 

@@ -128,6 +128,9 @@ class _Chosen:
     tool_choice: str = value(
         None, meaning="auto (text or calls), none, required, or the name of the tool to call", shown="auto"
     )
+    allowed_tools: tuple[str, ...] = value(
+        None, meaning="names of the tools that can be called; the model is shown all of ``tools``", shown="all"
+    )
     parallel_tool_calls: bool = value(None, meaning="allow several calls in one answer", shown="True")
     pruner: str = value(
         None, meaning="method that drops visual tokens; needs keep_ratio, token_budget or attention_mass", shown="none"

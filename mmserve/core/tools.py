@@ -41,13 +41,20 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """The tools of a request. ``named``: the one that must be called; ``parallel``: whether several calls may follow
-    one another in an answer."""
+    """The tools of a request. ``named``: the one that must be called; ``allowed``: those that may be, all of them where
+    it is empty; ``parallel``: whether several calls may follow one another in an answer."""
 
     tools: tuple[Tool, ...]
     choice: ToolChoice = ToolChoice.AUTO
     named: str | None = None
+    allowed: tuple[str, ...] = ()
     parallel: bool = True
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """The tools that may be called."""
+        names = self.allowed if self.named is None else (self.named,)
+        return tuple(tool for tool in self.tools if not names or tool.name in names)
 
     @property
     def must_call(self) -> bool:

@@ -89,6 +89,7 @@ def draft_line(draft: Draft) -> str:
 def names_in_errors(sampling: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
     """Fields of ``GenerateRequest`` to their names in errors about bodies with ``sampling``; ``own``: of this API."""
     names = {path: name for name, path in sampling.items()} | {"template_options": TEMPLATE_OPTIONS}
+    names |= {"required_tool": "tool_choice"}
     return names | {n: f"mmserve.{n}" for n in ("diffusion", "vision", "kv_reduction", "image_reuse")} | dict(own)
 
 

@@ -35,6 +35,7 @@ NAMES = api.names_in_errors(
         "sampling.logit_bias": "logit_bias",
         "stream.alternatives": "top_logprobs",
         "constraint": "response_format",
+        "allowed_tools": "tool_choice.allowed_tools.tools",
     },
 )
 NEUTRAL: Neutral = {

@@ -239,7 +239,7 @@ _TOOL_FIELDS = {
     "tools": Field(_array(_OBJECT), "functions, see above; the server has no built-in tools", [_TOOL]),
     "tool_choice": Field(
         _any_of({"enum": ["none", "auto", "required"]}, _OBJECT),
-        "which tools can be called, or the one to call",
+        "which tools can be called (`allowed_tools`), or the one to call",
         "none",
     ),
     "parallel_tool_calls": Field({"type": "boolean"}, "whether an answer can have several calls", False),

@@ -28,7 +28,13 @@ from mmserve.v1 import generation_pb2 as pb
 
 SAMPLING = {**api.SAMPLING, **api.PENALTIES, "max_output_tokens": "sampling.max_new_tokens"}
 NAMES = api.names_in_errors(
-    SAMPLING, {"messages": "input", "constraint": "text.format", "stream.alternatives": "top_logprobs"}
+    SAMPLING,
+    {
+        "messages": "input",
+        "constraint": "text.format",
+        "stream.alternatives": "top_logprobs",
+        "allowed_tools": "tool_choice.tools",
+    },
 )
 NEUTRAL: Neutral = {
     "max_tool_calls": ((), "is not supported"),

@@ -10,6 +10,8 @@ from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
 _CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required": pb.TOOL_CHOICE_REQUIRED}
+#: A choice of some of the tools.
+_ALLOWED = "allowed_tools"
 #: Fields of Anthropic's tools that change nothing: all tools are in the prompt, and arguments come as they are made.
 _TOOL_LABELS: dict[str, type] = {
     "cache_control": dict,
@@ -80,20 +82,42 @@ def _add(tool: Fields, found: pb.GenerateRequest, schema: str) -> None:
     )
 
 
+def _named(given: Fields, *, nested: bool) -> str:
+    """The name of the function that ``given`` refers to."""
+    _of_kind(given, "function")
+    named = given.within("function") if nested else given
+    name: str = named.take("name", str, "")
+    named.end()
+    given.end()
+    return name
+
+
+def _allow(given: Fields, found: pb.GenerateRequest, *, nested: bool) -> None:
+    """Take a choice of some of the tools, all of which the model is shown."""
+    given.take("type", str)
+    allowed = given.within(_ALLOWED) if nested else given
+    mode = allowed.take("mode", str, "")
+    if mode not in ("auto", "required"):
+        raise InvalidArgument.of(allowed.path("mode"), "must be 'auto' or 'required'")
+    found.tool_choice = _CHOICES[mode]
+    found.allowed_tools.extend(_named(each, nested=nested) for each in allowed.each("tools"))
+    if not found.allowed_tools:
+        raise InvalidArgument.of(allowed.path("tools"), "must refer to one of the tools at least")
+    allowed.end()
+    given.end()
+
+
 def _choose(fields: Fields, found: pb.GenerateRequest, *, nested: bool) -> None:
     choice = fields.any("tool_choice")
     parallel = fields.take("parallel_tool_calls", bool, True)
-    if isinstance(choice, dict):
-        given = Fields(choice, "tool_choice")
-        _of_kind(given, "function")
-        named = given.within("function") if nested else given
-        found.required_tool = named.take("name", str, "")
-        named.end()
-        given.end()
+    if isinstance(choice, dict) and choice.get("type") == _ALLOWED:
+        _allow(Fields(choice, "tool_choice"), found, nested=nested)
+    elif isinstance(choice, dict):
+        found.required_tool = _named(Fields(choice, "tool_choice"), nested=nested)
     elif isinstance(choice, str) and choice in _CHOICES:
         if found.tools or choice == "required":
             found.tool_choice = _CHOICES[choice]
     elif choice is not None:
-        raise InvalidArgument.of("tool_choice", "must be 'none', 'auto', 'required' or the name of a function")
+        raise InvalidArgument.of("tool_choice", "must be 'none', 'auto', 'required', a function, or allowed_tools")
     if found.tools:
         found.parallel_tool_calls = parallel

@@ -40,6 +40,8 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
     if not message.tools:
         if asked is not None and message.tool_choice != pb.TOOL_CHOICE_NONE:
             yield asked, "must not be set without tools"
+        if message.allowed_tools:
+            yield "allowed_tools", "must not be set without tools"
         return
     if len(message.tools) > MAX_TOOLS:
         yield "tools", f"must hold at most {MAX_TOOLS} tools, not {len(message.tools)}"
@@ -66,6 +68,13 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
         yield "tools", f"must make a grammar of at most {MAX_GRAMMAR_BYTES} bytes, not some {size}; texts do not count"
     if asked == "required_tool" and message.required_tool not in names:
         yield "required_tool", "must be the name of one of the tools"
+    elif asked == "required_tool" and message.allowed_tools and message.required_tool not in message.allowed_tools:
+        yield "required_tool", "must be one of allowed_tools"
+    for i, name in enumerate(message.allowed_tools[: MAX_TOOLS + 1]):
+        if i == MAX_TOOLS:
+            yield "allowed_tools", f"must hold at most {MAX_TOOLS} names"
+        elif name not in names:
+            yield f"allowed_tools[{i}]", "must be the name of one of the tools"
     if message.tool_choice and message.tool_choice not in TOOL_CHOICES:
         yield "tool_choice", "must be TOOL_CHOICE_AUTO, TOOL_CHOICE_NONE or TOOL_CHOICE_REQUIRED"
 
@@ -100,6 +109,7 @@ def asked_tools(message: pb.GenerateRequest) -> ToolUse | None:
         tools=tuple(map(_tool, message.tools)),
         choice=choice,
         named=message.required_tool or None,
+        allowed=tuple(message.allowed_tools),
         parallel=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,
     )
 
@@ -153,7 +163,7 @@ def tool_constraint(use: ToolUse, info: ModelInfo, text: ConstraintSpec | None =
 
     ``text``: that of an answer that calls none, with a JSON schema; of no effect where a tool must be called.
     """
-    use = replace(use, tools=tuple(replace(tool, parameters=_bare(tool.parameters)) for tool in use.tools))
+    use = replace(use, tools=tuple(replace(tool, parameters=_bare(tool.parameters)) for tool in use.callable))
     strict, form = all(tool.strict for tool in use.tools), FORMATS[info.tool_format]
     if text is None or use.must_call:
         mode = ConstraintMode.STRICT if strict else ConstraintMode.LENIENT

@@ -11,7 +11,7 @@ from mmserve.tools.formats import ToolFormat
 
 def openings(use: ToolUse, form: ToolFormat) -> tuple[str, ...]:
     """How a call under ``use`` begins in the format ``form``, up to its arguments, by tool."""
-    return tuple(f"{form.opening}{tool.name}{form.middle}" for tool in use.tools if use.named in (None, tool.name))
+    return tuple(f"{form.opening}{tool.name}{form.middle}" for tool in use.callable)
 
 
 def tool_grammar(use: ToolUse, form: ToolFormat, *, beside_json: bool = False) -> str:
@@ -20,7 +20,7 @@ def tool_grammar(use: ToolUse, form: ToolFormat, *, beside_json: bool = False) -
     ``beside_json``: whether an answer may be a JSON document in place of a call. Where the two begin alike they then
     have the same words: of a longer one, which the engine prefers, only calls could follow.
     """
-    tools = [(i, tool) for i, tool in enumerate(use.tools) if use.named in (None, tool.name)]
+    tools = list(enumerate(use.callable))
     rules = [f"arguments_{i}: %json {tool.parameters}" for i, tool in tools]
     free = use.choice is ToolChoice.AUTO and use.named is None
     before = ""

@@ -166,6 +166,52 @@ def test_tools_of_openai(url: str) -> None:
             client.chat.completions.create(messages=chat[:1], **{**asked, "tool_choice": "some"})
 
 
+@pytest.mark.parametrize("model", ["reference", MODEL])
+def test_allowed_tools_of_openai(served: Running, url: str, model: str) -> None:
+    """Over both of its APIs, and by the SDK: one of two tools can be called, and the prompt has both."""
+    other = {"name": "now", "description": "The time", "parameters": {"type": "object", "properties": {}}}
+    flat: Any = [{"type": "function", **FORECAST}, {"type": "function", **other}]
+    nested: Any = [{"type": "function", "function": FORECAST}, {"type": "function", "function": other}]
+    chat: Any = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "tools": nested, "max_tokens": 64}
+    asked: Any = {"model": model, "input": QUESTION, "tools": flat, "max_output_tokens": 64}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
+        for name in ("forecast", "now"):
+            some: Any = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
+            choice: Any = {"type": "allowed_tools", "allowed_tools": some}
+            found = client.chat.completions.create(**chat, tool_choice=choice, parallel_tool_calls=False)
+            [call] = found.choices[0].message.tool_calls or ()
+            assert call.type == "function" and call.function.name == name
+            all_of_them = client.chat.completions.create(**chat, tool_choice="required", parallel_tool_calls=False)
+            assert found.usage is not None and all_of_them.usage is not None
+            assert found.usage.prompt_tokens == all_of_them.usage.prompt_tokens
+            choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": name}]}
+            answer = client.responses.create(**asked, tool_choice=choice, parallel_tool_calls=False)
+            [item] = answer.output
+            assert item.type == "function_call" and item.name == name and answer.tool_choice.to_dict() == choice  # type: ignore[union-attr]
+        options = {**OPTIONS, "model": model, "tools": [FORECAST, other]}
+        [same] = served.client.generate(QUESTION, **options, allowed_tools=["now"]).calls
+        assert same.name == "now"
+        none: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+        gone: Any = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "gone"}}]}
+        for wrong, param in (
+            (none, "tool_choice.allowed_tools.tools"),
+            ({"type": "allowed_tools", "allowed_tools": {**gone, "mode": "none"}}, "tool_choice.allowed_tools.mode"),
+            ({"type": "allowed_tools", "allowed_tools": gone}, "tool_choice.allowed_tools.tools[0]"),
+            ({"type": "function", "function": {"name": "gone"}}, "tool_choice"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.chat.completions.create(**chat, tool_choice=wrong)
+            assert refused.value.param == param
+        hosted: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "server_label": "a"}]}
+        for wrong, param in (
+            (hosted, "tool_choice.tools[0].type"),
+            ({**hosted, "tools": [{"type": "function", "name": "gone"}]}, "tool_choice.tools[0]"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.responses.create(**asked, tool_choice=wrong)
+            assert refused.value.param == param
+
+
 def test_tools_of_anthropic(url: str) -> None:
     tool: Any = {"name": "forecast", "description": "The weather to come", "input_schema": SCHEMA}
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}

@@ -89,6 +89,33 @@ def test_the_grammar_takes_text_or_calls_as_asked(admission: Admission, form: To
     assert not takes(admission, ToolUse(tools=TOOLS, parallel=False), form, both)
 
 
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
+@pytest.mark.parametrize("choice", [ToolChoice.AUTO, ToolChoice.REQUIRED])
+def test_only_allowed_tools_are_called(admission: Admission, form: ToolFormat, choice: ToolChoice) -> None:
+    use = ToolUse(tools=TOOLS, choice=choice, allowed=("now",))
+    assert takes(admission, use, form, written(form, CALLED[1:]))
+    assert not takes(admission, use, form, written(form, CALLED[:1]))
+    assert takes(admission, use, form, "It rains.") == (choice is ToolChoice.AUTO)
+    with_both = ToolUse(tools=TOOLS, choice=choice, allowed=("now", "get_weather"))
+    assert takes(admission, with_both, form, written(form, CALLED))
+
+
+def test_allowed_tools_are_some_of_the_tools() -> None:
+    message = asked_with([{"name": "f"}, {"name": "g"}])
+    message.allowed_tools.extend(["g", "h"])
+    assert dict(wrong_tools(message)) == {"allowed_tools[1]": "must be the name of one of the tools"}
+    del message.allowed_tools[1:]
+    assert not list(wrong_tools(message))
+    use = asked_tools(message)
+    assert use is not None and [tool.name for tool in use.tools] == ["f", "g"], "the prompt has all of them"
+    assert [tool.name for tool in use.callable] == ["g"] and "f" not in lark_of(message).partition("start:")[2]
+    message.required_tool = "f"
+    assert dict(wrong_tools(message)) == {"required_tool": "must be one of allowed_tools"}
+    del message.tools[:]
+    message.ClearField("required_tool")
+    assert dict(wrong_tools(message)) == {"allowed_tools": "must not be set without tools"}
+
+
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ANY = {"properties": {"a": {"type": "integer"}}}
 OLD = "http://json-schema.org/draft-07/schema#"  # what is beside $ref has no effect there

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mmserve.config import EngineConfig
-from mmserve.core.events import Delta
+from mmserve.core.events import Delta, Prefilled
 from mmserve.core.handover import Handover
 from mmserve.core.request import TERMINAL, Stage
 from mmserve.kv.pool import PagePool
@@ -138,8 +138,10 @@ class StageOutcomes:
         self._live.advance(state, Stage.PREFILLED if run is None else Stage.ENCODED)
         if state.again:
             self._begin_again(state)
-        else:
-            self._leave_if_due(state)
+            return
+        if run is None and state.request.streaming.prefilled:
+            state.group.sink(Prefilled(state.usage, state.sample))
+        self._leave_if_due(state)
 
     def _leave_if_due(self, state: RequestState) -> None:
         if self._migration.leaves(state):

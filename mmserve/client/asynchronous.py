@@ -103,6 +103,7 @@ class AsyncClient(Base):
         schema: Any = None,
         snapshots: bool = False,
         drafts: bool = False,
+        prefilled: bool = False,
         timeout: float | None = None,
         request_id: str | None = None,
         **options: Unpack[Options],
@@ -111,6 +112,7 @@ class AsyncClient(Base):
 
         snapshots: whether ``Snapshot`` events with the whole canvas are sent; default False.
         drafts: whether ``Draft`` events are sent, with what each step changed of the canvas; default False.
+        prefilled: whether a ``Prefilled`` event with the prompt's tokens is sent before the answer; default False.
         """
         label = request_label(request_id)
         retries = self._retries(timeout)
@@ -121,6 +123,7 @@ class AsyncClient(Base):
             deltas=True,
             snapshots=snapshots,
             drafts=drafts,
+            prefilled=prefilled,
             schema=schema,
             **options,
         )

@@ -104,6 +104,7 @@ class Client(Base):
         schema: Any = None,
         snapshots: bool = False,
         drafts: bool = False,
+        prefilled: bool = False,
         timeout: float | None = None,
         request_id: str | None = None,
         **options: Unpack[Options],
@@ -116,9 +117,17 @@ class Client(Base):
 
         snapshots: whether ``Snapshot`` events with the whole canvas are sent; default False.
         drafts: whether ``Draft`` events are sent, with what each step changed of the canvas; default False.
+        prefilled: whether a ``Prefilled`` event with the prompt's tokens is sent before the answer; default False.
         """
         message = build_request(
-            prompt, images, deltas=True, snapshots=snapshots, drafts=drafts, schema=schema, **options
+            prompt,
+            images,
+            deltas=True,
+            snapshots=snapshots,
+            drafts=drafts,
+            prefilled=prefilled,
+            schema=schema,
+            **options,
         )
         return self._events(message, self._retries(timeout), request_label(request_id))
 

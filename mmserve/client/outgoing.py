@@ -36,6 +36,7 @@ def build_request(
     deltas: bool,
     snapshots: bool,
     drafts: bool = False,
+    prefilled: bool = False,
     schema: Schema | None = None,
     **options: Unpack[Options],
 ) -> pb.GenerateRequest:
@@ -92,6 +93,7 @@ def build_request(
     put_policy(request.image_reuse, "policy", options.get("image_reuse"), "image_reuse.")
     request.stream.deltas, request.stream.snapshots = deltas, snapshots
     request.stream.tokens, request.stream.drafts = bool(options.get("tokens")), drafts
+    request.stream.prefilled = prefilled
     put(request.stream, "stream.", alternatives=options.get("alternatives"))
     return request
 

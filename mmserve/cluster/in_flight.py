@@ -15,7 +15,7 @@ from mmserve.cluster.messages import Chunk, Happened, Lost, Moved, Order, Refuse
 from mmserve.cluster.requests import Group, Part, Sink
 from mmserve.cluster.streams import lost_question
 from mmserve.cluster.workers import PayloadStore
-from mmserve.core.events import Admitted, Delta, Draft, Event, Failed, Finished, Snapshot
+from mmserve.core.events import Admitted, Delta, Draft, Event, Failed, Finished, Prefilled, Snapshot
 from mmserve.core.handover import ROLES, Handover
 from mmserve.core.progress import Progress, Reached, StageEntered, StepTaken
 from mmserve.core.request import Request, RequestId, Stage
@@ -247,6 +247,10 @@ class InFlight:
             case Delta(text):
                 if sample not in group.done and (new := part.new_text(sample, text)):
                     group.sink(Delta(new, sample))
+            case Prefilled():
+                if sample not in group.prefilled:  # a worker that was lost may have been the first to run it
+                    group.prefilled.add(sample)
+                    group.sink(replace(event, sample=sample))
             case Finished():
                 if sample not in group.done:
                     self._finished(group, part, replace(event, sample=sample))

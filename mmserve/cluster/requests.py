@@ -32,6 +32,7 @@ class Group:
     parts: dict[int | None, Part] = field(default_factory=dict)  # that have not ended, by sample; None = all together
     sent: dict[int, int] = field(default_factory=dict)  # characters of each sample's text
     done: set[int] = field(default_factory=set)  # samples
+    prefilled: set[int] = field(default_factory=set)  # samples whose client knows what the prompt took
 
     @property
     def id(self) -> RequestId:

@@ -1,7 +1,7 @@
 """Events of a request while it runs: plain data, in this order:
-one ``Admitted``, then for each sample any number of ``Snapshot``, ``Draft``, ``Delta`` and ``ToolCallDelta`` and one
-``Finished``, the samples in any order; or, at any time after ``Admitted``, one ``Failed`` and nothing more. ``sample``
-counts from 0.
+one ``Admitted``, then for each sample one ``Prefilled`` if it is asked for, any number of ``Snapshot``, ``Draft``,
+``Delta`` and ``ToolCallDelta`` and one ``Finished``, the samples in any order; or, at any time after ``Admitted``, one
+``Failed`` and nothing more. ``sample`` counts from 0.
 """
 
 from __future__ import annotations
@@ -164,6 +164,14 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Prefilled:
+    """The prompt has been run: ``usage`` has its tokens, and none of the answer."""
+
+    usage: Usage
+    sample: int = 0
+
+
+@dataclass(frozen=True)
 class CommittedToken:
     """One token of the answer: its text alone, its log-probability before temperature and filters, and the number of
     forward passes made when it was committed, or last replaced.
@@ -233,4 +241,4 @@ class Failed:
     error: MMServeError
 
 
-Event = Admitted | Snapshot | Draft | Delta | ToolCallDelta | Finished | Failed
+Event = Admitted | Prefilled | Snapshot | Draft | Delta | ToolCallDelta | Finished | Failed

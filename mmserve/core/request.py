@@ -217,6 +217,7 @@ class Streaming:
     """Which events the client wants besides the final one."""
 
     deltas: bool = True
+    prefilled: bool = False  # what the prompt took, before the answer
     snapshots: bool = False
     tokens: bool = False  # the answer's tokens with their log-probabilities, in the last event
     drafts: bool = False  # each position of the canvas, after each step

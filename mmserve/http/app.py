@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import replace
@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mmserve.core.events import Admitted, Event, Finished
+from mmserve.core.events import Admitted, Event, Finished, Prefilled
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Cancelled, DoesNotFit, Internal, MMServeError, NotFound
 from mmserve.http import checks, openapi
@@ -253,8 +253,10 @@ class App:
                         async with aclosing(events):
                             finished = await _finished(events)
                         return JSONResponse(asked.reply.whole(finished))
-                    first = await anext(events)  # refusals have a status of their own until here
-                lines = _lines(api, asked.reply.lines(_after(first, events)))
+                    begun = [await anext(events)]  # refusals have a status of their own until there is an answer
+                    while isinstance(begun[-1], Prefilled):
+                        begun.append(await anext(events))
+                lines = _lines(api, asked.reply.lines(_after(begun, events)))
                 return _Stream(lines, events, held.pop_all())
 
         return answer
@@ -343,8 +345,9 @@ async def _finished(events: AsyncIterator[Event]) -> list[Finished]:
     return sorted(found, key=lambda event: event.sample)
 
 
-async def _after(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    yield first
+async def _after(begun: Sequence[Event], events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    for event in begun:
+        yield event
     async for event in events:
         yield event
 

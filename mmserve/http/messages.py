@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from mmserve.core.events import Delta, Draft, Event, Finished, ToolCallDelta
+from mmserve.core.events import Delta, Draft, Event, Finished, Prefilled, ToolCallDelta, Usage
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
@@ -57,7 +57,7 @@ class Messages:
             raise InvalidArgument.of("max_tokens", "is required")
         copy_fields(fields, found, SAMPLING)
         found.sampling.stop.extend(stops(fields, "stop_sequences"))
-        stream = found.stream.deltas = fields.take("stream", bool, False)
+        stream = found.stream.deltas = found.stream.prefilled = fields.take("stream", bool, False)
         names = constrain(fields, found)
         _output_config(fields, found)
         names |= take_xargs(fields, found)
@@ -211,12 +211,17 @@ class _Reply:
         (one,) = finished
         content = [{"type": "text", "text": one.text, "citations": None}] if one.text or not one.tool_calls else []
         content += [_tool_use(call.id, call.name, _given(call.arguments)) for call in one.tool_calls]
-        return {**self._common, "content": content, **_end(one), "usage": _usage(one), "mmserve": own_fields(finished)}
+        own = {"usage": _usage(one.usage), "mmserve": own_fields(finished)}
+        return {**self._common, "content": content, **_end(one), **own}
+
+    def _start(self, usage: Usage) -> str:
+        """The event that begins a stream, whose prompt has that ``usage``."""
+        begun = {**self._common, "content": [], **_end(None), "usage": _usage(usage)}
+        return sse({"type": "message_start", "message": begun}, "message_start")
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """``message_start``, content blocks with their deltas, ``message_delta`` with the usage, ``message_stop``."""
-        begun = {**self._common, "content": [], **_end(None), "usage": _usage(None)}
-        first = sse({"type": "message_start", "message": begun}, "message_start")
+        first = self._start(Usage(0, 0, 0))
         index, kind = -1, ""  # of the open block
 
         def block(content: dict[str, Any]) -> str:
@@ -232,6 +237,9 @@ class _Reply:
         text = {"type": "text", "text": "", "citations": None}
         async for event in events:
             line = ""
+            if isinstance(event, Prefilled):
+                first = self._start(event.usage)
+                continue
             if isinstance(event, Draft):
                 line = draft_line(event)
             elif isinstance(event, Delta):
@@ -243,7 +251,7 @@ class _Reply:
             elif isinstance(event, Finished):
                 line = block(text) if index < 0 else ""  # a message has one block at least
                 line += sse({"type": "content_block_stop", "index": index}, "content_block_stop")
-                own = {"usage": _usage(event), "mmserve": own_fields([event])}
+                own = {"usage": _tokens(event.usage), "mmserve": own_fields([event])}
                 line += sse({"type": "message_delta", "delta": _end(event), **own}, "message_delta")
                 line += sse({"type": "message_stop"}, "message_stop")
             yield first + line
@@ -275,17 +283,23 @@ def _end(one: Finished | None) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": stop, "stop_details": None, "container": None}
 
 
-def _usage(one: Finished | None) -> dict[str, Any]:
-    """Tokens that were run and read from the cache; all 0 before the answer."""
-    cached = 0 if one is None else one.usage.cached_tokens
+def _usage(usage: Usage) -> dict[str, Any]:
+    """``usage`` as a message has it."""
     return {
-        "input_tokens": 0 if one is None else one.usage.prompt_tokens - cached,
-        "output_tokens": 0 if one is None else one.usage.completion_tokens,
-        "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
-        "cache_creation": None,
-        "output_tokens_details": None,
+        **_tokens(usage),
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         "inference_geo": None,
-        "server_tool_use": None,
         "service_tier": "standard",
+    }
+
+
+def _tokens(usage: Usage) -> dict[str, Any]:
+    """Tokens that were run, and read from the cache. The cache takes in prompts unasked: none is run for it."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens_details": None,
+        "server_tool_use": None,
     }

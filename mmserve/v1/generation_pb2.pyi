@@ -719,27 +719,30 @@ class KvShare(_message.Message):
     def __init__(self, recompute: _Optional[float] = ..., layers: _Optional[int] = ..., each_step: _Optional[int] = ...) -> None: ...
 
 class StreamOptions(_message.Message):
-    __slots__ = ("deltas", "snapshots", "tokens", "drafts", "alternatives")
+    __slots__ = ("deltas", "snapshots", "tokens", "drafts", "alternatives", "prefilled")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
     deltas: bool
     snapshots: bool
     tokens: bool
     drafts: bool
     alternatives: int
-    def __init__(self, deltas: bool = ..., snapshots: bool = ..., tokens: bool = ..., drafts: bool = ..., alternatives: _Optional[int] = ...) -> None: ...
+    prefilled: bool
+    def __init__(self, deltas: bool = ..., snapshots: bool = ..., tokens: bool = ..., drafts: bool = ..., alternatives: _Optional[int] = ..., prefilled: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("admitted", "snapshot", "delta", "finished", "tool_call_delta", "draft", "sample")
+    __slots__ = ("admitted", "snapshot", "delta", "finished", "tool_call_delta", "draft", "prefilled", "sample")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_DELTA_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     admitted: Admitted
     snapshot: Snapshot
@@ -747,8 +750,9 @@ class GenerateResponse(_message.Message):
     finished: Finished
     tool_call_delta: ToolCallDelta
     draft: Draft
+    prefilled: Prefilled
     sample: int
-    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., tool_call_delta: _Optional[_Union[ToolCallDelta, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., sample: _Optional[int] = ...) -> None: ...
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., tool_call_delta: _Optional[_Union[ToolCallDelta, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., sample: _Optional[int] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("request_id", "queued_ahead")
@@ -757,6 +761,12 @@ class Admitted(_message.Message):
     request_id: str
     queued_ahead: int
     def __init__(self, request_id: _Optional[str] = ..., queued_ahead: _Optional[int] = ...) -> None: ...
+
+class Prefilled(_message.Message):
+    __slots__ = ("usage",)
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    usage: Usage
+    def __init__(self, usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("text", "committed", "total", "forwards", "edited")

@@ -19,6 +19,8 @@ def to_response(event: events.Event, request_id: str) -> pb.GenerateResponse:
         case events.Admitted():
             admitted = to_message(event, pb.Admitted(request_id=request_id))
             return pb.GenerateResponse(admitted=admitted)
+        case events.Prefilled():
+            return pb.GenerateResponse(prefilled=to_message(event, pb.Prefilled()), sample=event.sample)
         case events.Snapshot():
             return pb.GenerateResponse(snapshot=to_message(event, pb.Snapshot()), sample=event.sample)
         case events.Draft():
@@ -39,6 +41,8 @@ def from_response(response: pb.GenerateResponse) -> events.Event:
     match response.WhichOneof("event"):
         case "admitted":
             return from_message(events.Admitted, response.admitted)
+        case "prefilled":
+            return from_message(events.Prefilled, response.prefilled, sample=response.sample)
         case "snapshot":
             return from_message(events.Snapshot, response.snapshot, sample=response.sample)
         case "draft":

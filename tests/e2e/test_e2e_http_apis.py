@@ -22,6 +22,7 @@ from llm_comply.schema import SpecLoader
 from llm_comply.test_case import TestCase as Case
 from llm_comply.tests import get_tests
 
+from mmserve.client import Finished, Prefilled
 from mmserve.config import ModelConfig
 from mmserve.http import chat, messages, responses
 from mmserve.reference.tasks import sample
@@ -160,6 +161,41 @@ def test_tokens_of_messages_are_counted(of_anthropic: anthropic.Anthropic, model
         of_anthropic.messages.count_tokens(model=model, messages=texts, extra_body={"max_tokens": 8})  # type: ignore[arg-type]
     with pytest.raises(anthropic.NotFoundError):
         of_anthropic.messages.count_tokens(model="gone", messages=texts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", ["reference", "reference-causal"])
+def test_a_stream_of_messages_begins_with_the_tokens_of_its_prompt(
+    of_anthropic: anthropic.Anthropic, model: str
+) -> None:
+    chat_of: Any = [{"role": "user", "content": f"How many shapes are there? {model} " + "Look. " * 40}]
+    asked: Any = {"model": model, "messages": chat_of, "max_tokens": 8}
+    counted = of_anthropic.messages.count_tokens(model=model, messages=chat_of).input_tokens
+    for cached in (False, True):
+        first, *_, end, _stop = list(of_anthropic.messages.create(**asked, stream=True))
+        assert first.type == "message_start" and end.type == "message_delta"
+        begun = first.message.usage
+        assert begun.input_tokens + (begun.cache_read_input_tokens or 0) == counted and begun.output_tokens == 0
+        assert bool(begun.cache_read_input_tokens) == (cached and model == "reference-causal")
+        assert begun.cache_creation_input_tokens == 0 and begun.cache_creation is not None
+        assert begun.cache_creation.ephemeral_5m_input_tokens == begun.cache_creation.ephemeral_1h_input_tokens == 0
+        for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
+            assert getattr(end.usage, name) == getattr(begun, name)
+        assert end.usage.output_tokens > 0
+        assert not set(end.usage.to_dict()) - set(anthropic.types.MessageDeltaUsage.model_fields)
+    whole = of_anthropic.messages.create(**asked).usage
+    assert whole.input_tokens + (whole.cache_read_input_tokens or 0) == counted
+    assert not set(whole.to_dict()) - set(anthropic.types.Usage.model_fields)
+
+
+def test_what_the_prompt_took_comes_before_the_answer_over_grpc(served: Running) -> None:
+    events = list(served.client.stream("How many shapes are there?", n=2, max_new_tokens=8, prefilled=True))
+    for number in range(2):
+        first, *others = [event for event in events if getattr(event, "sample", None) == number]
+        end = others[-1]
+        assert isinstance(first, Prefilled) and isinstance(end, Finished)
+        assert replace(end.usage, completion_tokens=0, kv_positions=0) == replace(first.usage, kv_positions=0)
+    plain = served.client.stream("How many shapes are there?", max_new_tokens=8)
+    assert not any(isinstance(event, Prefilled) for event in plain)
 
 
 def test_more_tokens_than_a_model_has_are_as_many_as_fit(of_anthropic: anthropic.Anthropic) -> None:

@@ -19,6 +19,7 @@ from mmserve.core.events import (
     Delta,
     Failed,
     Finished,
+    Prefilled,
     Snapshot,
     StageTimes,
     Usage,
@@ -120,7 +121,7 @@ def test_everything_set() -> None:
         ],
         sampling={"temperature": 1.5, "top_p": 1.0, "top_k": 4, "seed": 9, "max_new_tokens": 1024, "stop": ["x"] * 16},
         diffusion={"steps": 1, "block_length": 1, "dkv_decode": {"refresh": 1}, "threshold": {"confidence": 1.0}},
-        stream={"deltas": False, "snapshots": True},
+        stream={"deltas": False, "snapshots": True, "prefilled": True},
     )
     assert [m.role for m in request.messages] == ["system", "assistant", "user"]
     assert request.messages[2].parts == (ImagePart(b"inline"), TextPart("u"), ImagePart(b"uploaded"))
@@ -133,7 +134,7 @@ def test_everything_set() -> None:
         recompute=Policy(name="dkv_decode", options={"refresh": 1}),
         commit=Policy(name="threshold", options={"confidence": 1.0}),
     )
-    assert request.streaming == Streaming(deltas=False, snapshots=True)
+    assert request.streaming == Streaming(deltas=False, snapshots=True, prefilled=True)
 
 
 @pytest.mark.parametrize(
@@ -440,6 +441,7 @@ EVENTS = [
     Admitted(3),
     Snapshot("a▒", 1, 2, 1),
     Delta("é"),
+    Prefilled(Usage(5, 2, 0, 3, 9, 8, 6)),
     Finished("stop", "é", Usage(5, 2, 4, 3, 9, 8, 6), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
     Finished("length", "", Usage(1, 0, 0), 0, 0, StageTimes()),
     Finished(
@@ -464,7 +466,7 @@ def test_events_there_and_back(event: Any) -> None:
 
 def test_odd_events() -> None:
     assert to_response(Admitted(0), "r").admitted.request_id == "r"
-    assert to_response(EVENTS[3], "r").finished.tokens_per_forward == 2.0
+    assert to_response(EVENTS[4], "r").finished.tokens_per_forward == 2.0
     with pytest.raises(TypeError):
         to_response(Failed(Cancelled("x")), "r")
     with pytest.raises(Internal, match="does not know"):

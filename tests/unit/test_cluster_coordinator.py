@@ -14,12 +14,13 @@ from helpers import ask, picture
 
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterSettings
-from mmserve.cluster.messages import Heartbeat, Moved
+from mmserve.cluster.messages import Happened, Heartbeat, Moved
 from mmserve.cluster.metrics import FleetMetrics
 from mmserve.core.cached import Block, Label
+from mmserve.core.events import Prefilled, Usage
 from mmserve.core.handover import Handover
 from mmserve.core.info import AdapterInfo
-from mmserve.core.request import Request, Stage
+from mmserve.core.request import Request, Stage, Streaming
 from mmserve.core.stats import CacheStats, Stats
 from mmserve.errors import (
     FailedPrecondition,
@@ -115,6 +116,20 @@ def test_a_request_whose_state_cannot_be_sent_begins_anew_and_the_others_are_sen
     assert isinstance(calls["one"].error(), Unavailable), "not again and again"
     finish(made, rest, "two")
     assert calls["two"].ended and made.stats().live == 0 and not payloads.held
+
+
+def test_a_client_learns_once_what_the_prompt_took() -> None:
+    """Also where the worker ends that has run it, and another one runs it again."""
+    first, second = Worker("0"), Worker("1")
+    made = coordinator(first)
+    call = submit(made, replace(ask("one"), streaming=Streaming(prefilled=True)))
+    made.take("0", [Happened(MODEL, "one", None, Prefilled(Usage(7, 0, 0)))])
+    made.left("0")
+    join(made, second)
+    made.take("1", [Happened(MODEL, "one", None, Prefilled(Usage(7, 0, 0, 4)))])
+    finish(made, second, "one")
+    assert [event for event in call.events if isinstance(event, Prefilled)] == [Prefilled(Usage(7, 0, 0))]
+    assert call.ended
 
 
 def test_a_constraint_without_a_request_is_not_judged() -> None:

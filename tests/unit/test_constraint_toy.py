@@ -9,13 +9,14 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mmserve.bench.copyist import blank, observed
 from mmserve.constraint.search.beam import Beam
-from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lattice import TopK, build_lattice
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.parser_states import ParserStateCache
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
@@ -199,3 +200,46 @@ def test_the_best_path_is_found_where_the_beam_is_wide(name: str) -> None:
         witness, _outcome = improve(begun, np.full(size, -1), top, size, lexicon, beam=wide, seconds=60)
         best = scores[np.arange(size), valid_rows(name, size)].sum(-1).max()
         assert scores[np.arange(size), witness.tokens].sum() == pytest.approx(best, abs=1e-4)
+
+
+def test_a_token_that_a_verifier_has_chosen_is_preferred_to_the_old_witness() -> None:
+    """It becomes the most likely one, though only just: the old witness holds what was the most likely before."""
+    grammar, lexicon = setting("either")
+    begun = admit(grammar, lexicon, 3)
+    tokens = np.array([[0, 1], [0, 1], [1, 2]])  # a, then a or b, then b
+    top = TopK(np.arange(3), tokens, np.full((3, 2), [-0.1, -3.0], np.float32))
+    session = Session(ConstrainedAnswer(begun, lexicon))
+    session.answer.search(np.full(3, -1), top, 3)
+    assert session.answer.witness.tokens.tolist() == [0, 0, 1]
+    canvas = blank(session, 3)
+    proposed = replace(observed(session, canvas, top), tokens=np.array([0, 1, 1]))
+    final = session.choose(canvas, proposed, Wanted(frozenset({1, 2, 3})), judged=True)
+    assert final.tokens.tolist() == [0, 1, 1]
+
+
+def test_whether_a_row_agrees_is_decided_at_committed_positions_alone() -> None:
+    """A search asks it of each place where it may join the old witness: all positions each time took a second."""
+
+    class Counted(list[int | None]):
+        asked = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            Counted.asked += 1
+            return super().__getitem__(at)
+
+    _grammar, lexicon = setting("pairs")
+    size = 200
+    known = np.full(size, -1)
+    known[[150, 190]] = 0, END
+    old = np.array([*[0, 1] * 94, 2, *[END] * 11])
+    none = TopK(np.zeros(0, np.int64), np.zeros((0, 1), np.int64), np.zeros((0, 1), np.float32))
+    lattice = build_lattice(known, 0, size, none, old, 189, frozenset({END}), lexicon)
+    lattice = replace(lattice, fixed=Counted(lattice.fixed))
+    row = old[:189].tolist()
+    for begin, since in ((0, 0), (10, 10), (9, 11), (10, 9), (151, 151), (188, 10)):
+        agrees = all(
+            known[at] < 0 or known[at] == (row[at - begin + since] if at - begin + since < len(row) else END)
+            for at in range(begin, size)
+        )
+        assert lattice.agrees(begin, row, since) == lattice.agrees(begin, row[since:]) == agrees
+    assert Counted.asked <= 2 * 2 * 6

@@ -204,13 +204,13 @@ class _Search:
 
         Returns whether the old witness continues with the same tokens at the same positions.
         """
-        lattice = self.lattice
+        lattice, old = self.lattice, self.lattice.old_content
         for q in self.along.get(fork.state, ()):
-            tail = lattice.old_content[q:]
             if q == p:
-                self._found(fork, tail, fork.score + lattice.stayed[p])
+                self._found(fork, old[q:], fork.score + lattice.stayed[p])
                 return True
-            if lattice.start + p + len(tail) <= self.closing.size and lattice.agrees(p, tail):
+            if lattice.start + p + len(old) - q <= self.closing.size and lattice.agrees(p, old, q):
+                tail = old[q:]
                 self._found(fork, tail, fork.score + lattice.score(p, tail))
         if fork.score + lattice.stayed[p] > self.best.score and fork.state.matcher.ends(lattice.old_content[p:]):
             self._found(fork, lattice.old_content[p:], fork.score + lattice.stayed[p])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,7 +54,7 @@ class TokenLattice:
     most: list[float]  # [size + 1] upper bound of the score from here to the lattice's end
     ended: list[float]  # [size + 1] score of end tokens only from here on; -inf where another token is committed
     stayed: list[float]  # [size + 1] score of the old witness from here on
-    last_fixed: int  # the last committed position; -1 if none
+    fixed_at: list[int]  # the committed positions, ascending
     old: list[int]  # the old witness
     old_content: list[int]  # the old witness up to its end, beyond the lattice
     ends: frozenset[int]
@@ -70,11 +71,15 @@ class TokenLattice:
         """Positions from ``start`` to the first committed end token, or to the end of an answer of ``size``."""
         return next((p for p in range(self.size) if self.fixed[p] in self.ends), size - self.start)
 
-    def agrees(self, begin: int, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` from ``begin`` on, and the end of text after them, agree with the committed tokens."""
-        for p in range(begin, self.last_fixed + 1):
-            token, i = self.fixed[p], p - begin
-            if token is not None and (token != tokens[i] if i < len(tokens) else token not in self.ends):
+    def agrees(self, begin: int, tokens: Sequence[int], since: int = 0) -> bool:
+        """Whether ``tokens[since:]`` from ``begin`` on, and the end of text after them, agree with what is committed.
+
+        A search asks this for many ``since`` of one long row: nothing is copied.
+        """
+        shift = since - begin
+        for p in self.fixed_at[bisect_left(self.fixed_at, begin) :]:
+            token, i = self.fixed[p], p + shift
+            if token != tokens[i] if i < len(tokens) else token not in self.ends:
                 return False
         return True
 
@@ -184,7 +189,7 @@ def build_lattice(
         most,
         ended,
         stayed,
-        max((p for p in range(size) if fixed[p] is not None), default=-1),
+        [p for p in range(size) if fixed[p] is not None],
         old,
         witness[start:length].tolist(),
         ends,

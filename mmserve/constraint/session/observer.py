@@ -6,7 +6,6 @@ not wall time: other load on the machine has no effect on it.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -181,5 +180,5 @@ def first_among(top: TopK, row: int, token: int) -> TopK:
     last = int(at[0]) if len(at) else tokens.shape[1] - 1
     tokens[row, 1 : last + 1] = top.tokens[row, :last]
     scores[row, 1 : last + 1] = top.log_probabilities[row, :last]
-    tokens[row, 0], scores[row, 0] = token, math.nextafter(float(top.log_probabilities[row, 0]), math.inf)
+    tokens[row, 0], scores[row, 0] = token, np.nextafter(scores[row, 0], np.float32(np.inf))
     return TopK(top.positions, tokens, scores)

@@ -24,7 +24,8 @@ from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary, spell
 from mmserve.constraint.search.witness import Infeasible, Witness, fitting, start_witness
-from mmserve.constraint.session.answer import ConstrainedAnswer, Judge, judge_of, splitter
+from mmserve.constraint.session.answer import ConstrainedAnswer, splitter
+from mmserve.constraint.session.judge import Judge, Validator, judge_of
 from mmserve.constraint.session.sampling import PrefixNode, SampleState
 from mmserve.constraint.session.session import Session
 from mmserve.constraint.session.template import OpenedHole, TemplateAnswer, laid_out, one_by_one, opened, spelling
@@ -111,6 +112,7 @@ class Admission:
         self._language: _Language | None = None
         self._closed = False
         self._lock = threading.Lock()
+        self._validator = Validator()  # of answers that clients ask to be checked
 
     def admit(
         self, spec: ConstraintSpec, budget: int, samples: int = 1, cache: str = "", *, speculates: bool = True
@@ -189,7 +191,7 @@ class Admission:
             if not isinstance(spec.kind, JsonSchema):
                 raise InvalidArgument.of("answer", "can be checked against a JSON schema only")
             try:
-                Judge(meant(spec.kind)).check(answer)
+                Judge(meant(spec.kind), validator=self._validator).check(answer)
             except FailedPrecondition as error:
                 wrong = error.with_traceback(None)
         return CheckedConstraint(session.warnings, wrong)
@@ -205,6 +207,7 @@ class Admission:
             self._closed = True
             if self._language is not None:
                 self._language.grammars.close()
+        self._validator.close()
 
     def _made(self) -> _Language:
         with self._lock:

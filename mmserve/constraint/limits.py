@@ -26,6 +26,7 @@ QUICK_SECONDS = 0.25  # of processor time, after which a constraint waits until 
 LARGE_BYTES = 20_000  # of a grammar, from which on it is known to take long: some four microseconds each
 COMPILE_SECONDS = 2.0  # of a child's processor time: load on the machine changes no outcome
 SEARCH_SECONDS = 2.0  # of a child's processor time, for the first answer under a grammar
+CHECK_SECONDS = 1.0  # of a child's processor time, to validate a finished answer; other requests may wait for it
 KILL_SECONDS = 1.0  # of processor time, after which a search that does not stop by itself is ended with its process
 ANSWER_SECONDS = 60.0  # of wall time, for a child process that makes no progress
 WAITING = 128  # constraints of one model that wait for a child process or for a lock, each on a thread

@@ -17,7 +17,8 @@ from mmserve.constraint.search.matcher import BoundedHole, Concatenation, Constr
 from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Outcome, Witness
-from mmserve.constraint.session.answer import ConstrainedAnswer, Judge, judge_of, splitter
+from mmserve.constraint.session.answer import ConstrainedAnswer, splitter
+from mmserve.constraint.session.judge import Judge, judge_of
 from mmserve.constraint.session.observer import Meter, Ranked
 from mmserve.constraint.session.sampling import SampledRun, SampleState
 from mmserve.constraint.session.session import Session

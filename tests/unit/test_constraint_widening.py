@@ -17,7 +17,7 @@ from mmserve.constraint.compile.service import Grammars
 from mmserve.constraint.compile.wire import BYTES
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.session.answer import Judge
+from mmserve.constraint.session.judge import Judge, Validator
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
 from mmserve.errors import FailedPrecondition, InvalidArgument
 
@@ -165,6 +165,28 @@ def test_each_wider_schema_accepts_what_the_one_before_did() -> None:
 def test_an_answer_that_is_nested_too_deep_is_no_valid_one() -> None:
     with pytest.raises(FailedPrecondition, match="nested too deep"):
         Judge('{"type": "array"}').check("[" * 5000 + "]" * 5000)
+
+
+def test_a_check_that_takes_too_long_ends_and_the_next_one_is_answered() -> None:
+    """A validator tries both branches of each definition: 2³⁰ times, which nothing could end in the server itself."""
+    halves = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)}
+    judge = Judge(json.dumps({"$ref": "#/$defs/a0", "$defs": halves | {"a30": {"type": "integer"}}}))
+    judge.check("1")
+    with pytest.raises(FailedPrecondition, match="cannot be checked against its schema in 1 s"):
+        judge.check('"x"')
+    judge.check("1")
+    with pytest.raises(InvalidArgument, match="cannot be checked against"):
+        Judge('{"type": "nothing"}')
+
+
+def test_a_process_that_is_killed_from_outside_is_replaced() -> None:
+    validator = Validator()
+    judge = Judge('{"type": "integer"}', validator=validator)
+    assert validator._child is not None
+    validator._child.kill()
+    with pytest.raises(FailedPrecondition, match="does not satisfy its schema at the root: type"):
+        judge.check('"x"')
+    validator.close()
 
 
 def test_attempts_end_with_any_json_or_a_reason() -> None:

@@ -20,7 +20,7 @@ from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.compile.wire import from_spec, to_spec
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.session.answer import judge_of
+from mmserve.constraint.session.judge import judge_of
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, SchemaOption
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint

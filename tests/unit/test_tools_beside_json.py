@@ -11,7 +11,7 @@ from grammars import accepts, grammar, matcher
 
 from mmserve.constraint.compile import wire
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.session.answer import judge_of
+from mmserve.constraint.session.judge import judge_of
 from mmserve.core.constraint import CallsOrJson, ConstraintMode, ConstraintSpec, JsonSchema, Lark, SchemaOption
 from mmserve.core.events import Delta, Event, Finished, StageTimes, Usage
 from mmserve.core.tools import Tool, ToolChoice, ToolUse

@@ -162,19 +162,8 @@ class ReplyTooLong(Exception):
     """A reply of more bytes than the limit."""
 
 
-class Child(ChildProcess):
-    """A process that compiles and searches (``search.worker``).
-
-    A question may take ``seconds`` of processor time. Without its owner, the process ends after at most twice
-    ``patience`` seconds of wall time.
-    """
-
-    def __init__(self, seconds: float, patience: float) -> None:
-        super().__init__(PROGRAM, str(seconds), str(2 * patience), str(IDLE_BYTES))
-
-    def read(self, vocabulary: TokenTable) -> None:
-        """Send ``vocabulary``, the first message. Raises ``TimeoutError`` or ``ChildExited``."""
-        self.ask(from_vocabulary(vocabulary), START_SECONDS)
+class JsonChild(ChildProcess):
+    """A process that answers a JSON message with another one."""
 
     def ask(self, message: Any, seconds: float) -> Any:
         """The reply to ``message``; a child that raises is not usable any more.
@@ -193,3 +182,18 @@ class Child(ChildProcess):
         if size > 2 * REPLY_BYTES:
             raise ReplyTooLong
         return json.loads(self._read(size, check))
+
+
+class Child(JsonChild):
+    """A process that compiles and searches (``search.worker``).
+
+    A question may take ``seconds`` of processor time. Without its owner, the process ends after at most twice
+    ``patience`` seconds of wall time.
+    """
+
+    def __init__(self, seconds: float, patience: float) -> None:
+        super().__init__(PROGRAM, str(seconds), str(2 * patience), str(IDLE_BYTES))
+
+    def read(self, vocabulary: TokenTable) -> None:
+        """Send ``vocabulary``, the first message. Raises ``TimeoutError`` or ``ChildExited``."""
+        self.ask(from_vocabulary(vocabulary), START_SECONDS)

@@ -5,30 +5,24 @@ A parser that raises or panics in the middle of an answer is not called again: t
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import jsonschema_rs
 import numpy as np
 
-from mmserve.constraint.compile.document import meant
-from mmserve.constraint.findings import Finding, child
 from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.matcher import Concatenation, Matcher, after
 from mmserve.constraint.search.parser_states import ParserStateCache
 from mmserve.constraint.search.vocabulary import Lexicon, add_tokens
 from mmserve.constraint.search.witness import Outcome, Witness, follow, improve
+from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.observer import Meter, TopKObserver
 from mmserve.constraint.session.sampling import RejectionSampler, SampledRun, SampleState
-from mmserve.core.constraint import CallsOrJson, ConstraintMode, ConstraintSpec, JsonSchema
-from mmserve.errors import FailedPrecondition, InvalidArgument
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -287,59 +281,3 @@ def splitter(witness: Witness) -> Split | None:
     """The splitter of a template that is one language; it has its own parser and is used on whole answers."""
     language = witness.language
     return language.apart().split if isinstance(language, Concatenation) else None
-
-
-#: Backtracking steps of a pattern match: a hundredth of the library's default, far above what useful patterns need.
-_BACKTRACKS = 10_000
-
-
-class Judge:
-    """Validates answers against a schema that ``compile.document`` has read: its size and depth are bounded.
-
-    ``besides``: how answers begin that are no documents.
-
-    Raises ``InvalidArgument`` where the validator does not take the schema.
-    """
-
-    def __init__(self, schema: str, besides: tuple[str, ...] = ()) -> None:
-        self._besides = besides
-        patterns = jsonschema_rs.FancyRegexOptions(backtrack_limit=_BACKTRACKS)
-        try:
-            self._validator: Any = jsonschema_rs.validator_for(
-                json.loads(schema), validate_formats=True, offline=True, pattern_options=patterns
-            )
-        except (ValueError, jsonschema_rs.ReferencingError) as error:
-            raise InvalidArgument.of("constraint.json_schema", f"cannot be checked against: {error}") from error
-
-    def check(self, answer: str) -> None:
-        """Raise ``FailedPrecondition`` with the pointer and keyword unless ``answer`` is valid JSON under the
-        schema."""
-        if answer.startswith(self._besides):
-            return
-        try:
-            self._validator.validate(json.loads(answer, parse_float=Decimal))  # no number is too large for JSON
-        except jsonschema_rs.ValidationError as error:
-            where = child("", *error.instance_path)
-            at = Finding(where, str(error.schema_path[-1]) if error.schema_path else "schema", error.message[:300])
-            message = f"the answer does not satisfy its schema at {at}; ask again with another seed"
-            raise FailedPrecondition(message) from error
-        except RecursionError as error:
-            raise FailedPrecondition("the answer is nested too deep to be checked") from error
-        except ValueError as error:
-            raise FailedPrecondition(f"the answer is no JSON: {error}") from error
-        except ArithmeticError as error:
-            raise FailedPrecondition(
-                "the answer has a number too large to check; ask again with another seed"
-            ) from error
-
-
-def judge_of(spec: ConstraintSpec, *, exact: bool) -> Judge | None:
-    """The validator of answers to ``spec``; None where the grammar is exact, or the mode asks for no validation."""
-    if exact or spec.mode is not ConstraintMode.VALIDATE:
-        return None
-    match spec.kind:
-        case JsonSchema():
-            return Judge(meant(spec.kind))
-        case CallsOrJson():
-            return Judge(meant(spec.kind.document), spec.kind.openings)
-    return None

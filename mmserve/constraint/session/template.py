@@ -17,7 +17,8 @@ from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.matcher import BoundedHole, Concatenation, Grammar, completes
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Witness, admit
-from mmserve.constraint.session.answer import ConstrainedAnswer, Judge
+from mmserve.constraint.session.answer import ConstrainedAnswer
+from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.observer import Meter
 from mmserve.core.constraint import Hole, Template
 from mmserve.errors import FieldViolation, InvalidArgument

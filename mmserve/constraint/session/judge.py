@@ -1,0 +1,121 @@
+"""Validation of finished answers against their schema, in a process of its own.
+
+A validator may need time and memory exponential in the branches of a schema (``anyOf`` of two references to the next
+definition, twenty times), and nothing can stop it in its thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from typing import Any
+
+from mmserve.constraint.compile.document import meant
+from mmserve.constraint.compile.wire import JsonChild, ReplyTooLong
+from mmserve.constraint.limits import ANSWER_SECONDS, CHECK_SECONDS
+from mmserve.core.child_process import ChildExited
+from mmserve.core.constraint import CallsOrJson, ConstraintMode, ConstraintSpec, JsonSchema
+from mmserve.errors import FailedPrecondition, InvalidArgument, Unavailable
+
+_SCHEMA = "constraint.json_schema"
+#: Processes tried for one question, where the one before was killed from outside.
+_ASKED = 3
+
+
+class TooMuch(Exception):
+    """A question that took more processor time, or memory, than it may."""
+
+
+class Validator:
+    """A process that validates, one question after another; may be called from any thread.
+
+    It starts with the first question, and again after one that ended it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: JsonChild | None = None
+
+    def ask(self, schema: str, answer: str | None) -> dict[str, str]:
+        """As ``judge_worker``: nothing, or what is ``wrong`` with the answer, or with the schema (``refused``).
+
+        Raises ``TooMuch``, and ``Unavailable`` where no process answers.
+        """
+        with self._lock:
+            for _ in range(_ASKED):
+                if self._child is None:
+                    self._child = JsonChild(
+                        "mmserve.constraint.session.judge_worker", str(CHECK_SECONDS), str(2 * ANSWER_SECONDS)
+                    )
+                try:
+                    found: dict[str, str] = self._child.ask({"schema": schema, "answer": answer}, ANSWER_SECONDS)
+                    return found
+                except TimeoutError as error:
+                    self._end()
+                    raise Unavailable("the process that checks answers sent nothing; try again later") from error
+                except (ChildExited, ReplyTooLong) as error:
+                    if not self._end():
+                        raise TooMuch from error
+        raise Unavailable("something kills the process that checks answers; try again later")
+
+    def _end(self) -> bool:
+        """End the process; whether it had been killed from outside."""
+        child, self._child = self._child, None
+        if child is None:
+            return False
+        child.end()
+        return child.killed
+
+    def close(self) -> None:
+        """End the process; a later question starts another one."""
+        with self._lock:
+            self._end()
+
+
+#: For finished answers, on threads that decode: what clients ask to be checked (``Admission.check``) has another.
+ANSWERS = Validator()
+atexit.register(ANSWERS.close)
+
+
+class Judge:
+    """Validates answers against a schema that ``compile.document`` has read: its size and depth are bounded.
+
+    ``besides``: how answers begin that are no documents.
+
+    Raises ``InvalidArgument`` where the validator does not take the schema.
+    """
+
+    def __init__(self, schema: str, besides: tuple[str, ...] = (), validator: Validator = ANSWERS) -> None:
+        self._schema, self._besides, self._validator = schema, besides, validator
+        try:
+            found = validator.ask(schema, None)
+        except TooMuch as error:
+            why = f"no answer can be checked against it in {CHECK_SECONDS:g} s; make it smaller or simpler"
+            raise InvalidArgument.of(_SCHEMA, why) from error
+        if "refused" in found:
+            raise InvalidArgument.of(_SCHEMA, f"cannot be checked against: {found['refused']}")
+
+    def check(self, answer: str) -> None:
+        """Raise ``FailedPrecondition`` with the pointer and keyword unless ``answer`` is valid JSON under the
+        schema."""
+        if answer.startswith(self._besides):
+            return
+        try:
+            found: dict[str, Any] = self._validator.ask(self._schema, answer)
+        except TooMuch as error:
+            why = f"the answer cannot be checked against its schema in {CHECK_SECONDS:g} s; make the schema simpler"
+            raise FailedPrecondition(why) from error
+        if "wrong" in found:
+            raise FailedPrecondition(found["wrong"])
+
+
+def judge_of(spec: ConstraintSpec, *, exact: bool) -> Judge | None:
+    """The validator of answers to ``spec``; None where the grammar is exact, or the mode asks for no validation."""
+    if exact or spec.mode is not ConstraintMode.VALIDATE:
+        return None
+    match spec.kind:
+        case JsonSchema():
+            return Judge(meant(spec.kind))
+        case CallsOrJson():
+            return Judge(meant(spec.kind.document), spec.kind.openings)
+    return None

@@ -1,11 +1,15 @@
 """Memory of this process as its C library and the system manage it: what it has, what it keeps, what it gives back."""
 
+import contextlib
 import ctypes
+import importlib
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 #: Seconds without anything large that has ended, until what was freed goes back to the system, and how long that may
 #: be put off: what is used again meanwhile need not be faulted in again.
@@ -16,11 +20,11 @@ _library = ctypes.CDLL(None)
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now; 0 where the system does not report it."""
+    """Bytes of memory that this process has now."""
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)  # 10 us, by ``pathlib`` 36: searches ask twice
     except OSError:
-        return 0
+        return int(_psutil().Process().memory_info().rss)
     try:
         return int(os.read(file, 128).split()[1]) * _PAGE
     finally:
@@ -29,7 +33,10 @@ def resident() -> int:
 
 def available() -> int:
     """Bytes of memory that this process may still take: what the machine has free, within the control group's limit."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return int(_psutil().virtual_memory().available)
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     for most, held in ((folder / "memory.max", folder / "memory.current") for folder in _control_groups()):
         try:
@@ -55,6 +62,18 @@ def _control_groups() -> list[Path]:
     root = Path("/sys/fs/cgroup")
     folder = root / own.lstrip("/")
     return [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
+
+
+def _psutil() -> Any:
+    """psutil, which is installed where the system is not Linux."""
+    return importlib.import_module("psutil")
+
+
+def limit_address_space(size: int) -> None:
+    """Have allocations fail that would give this process more than ``size`` bytes of address space; no limit where the
+    system has none that holds (macOS)."""
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
 
 
 def trim() -> None:

@@ -13,7 +13,7 @@ from mmserve.cluster import ray_actors
 from mmserve.cluster.config import load_cluster
 from mmserve.cluster.metrics import FleetMetrics
 from mmserve.config import Config
-from mmserve.errors import FailedPrecondition
+from mmserve.errors import ConfigError, FailedPrecondition
 from mmserve.rpc.engines import EngineLike
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class Clustered:
 
     def __init__(self, settings: Config, file: Path) -> None:
         self._cluster = load_cluster(file)
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("--cluster needs Linux: its processes share memory by memfd and abstract unix sockets")
         ray_actors.start(self._cluster)
         from mmserve.cluster.fleet import Fleet  # imports torch
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 
 from mmserve.core.values import SHARE_ABOVE_0, Range, at_least, one_of, value
+from mmserve.cores import available_cores
 from mmserve.errors import ConfigError
 
 #: What ``sparse_prefill`` and ``sparse_decode`` may be: the names of ``kv/sparse.py``, which loads torch.
@@ -114,7 +114,7 @@ def resolve(
     threads of one OpenMP pool spin while they wait, and two pools on the same cores were measured four times slower
     than one thread each.
     """
-    cores = cores or len(os.sched_getaffinity(0))
+    cores = cores or available_cores()
     busy = 1 if engine.stages == "inline" else 3
     pages_each = -(-(engine.max_tokens or positions) // engine.page_size)
     pages = engine.pages or engine.max_running * pages_each

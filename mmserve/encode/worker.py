@@ -27,7 +27,7 @@ from mmserve.encode.sampling import Sampled, packed, unpacked
 from mmserve.encode.segments import Segment, read_segment
 from mmserve.encode.video import clip_frames
 from mmserve.errors import InvalidArgument
-from mmserve.memory import resident
+from mmserve.memory import limit_address_space, resident
 from mmserve.priority import lower_priority
 
 #: Without a file to decode, before the process ends.
@@ -107,7 +107,7 @@ def main() -> None:
         # The backstop, where a decoder does not reach its next frame.
         signal.setitimer(signal.ITIMER_PROF, limits.decode_seconds + 1)
         most = _BASE_BYTES + _BYTES_A_PIXEL * limits.max_pixels
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        limit_address_space(most)
         ending = _decode(file, limits)
         signal.setitimer(signal.ITIMER_PROF, 0)
         last = resident() > _KEPT_BYTES

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 import mmserve
+from mmserve.cores import available_cores
 
 
 def describe() -> dict[str, str | int | float]:
     """Processor, cores, memory (GiB), GPU and versions, for reports."""
     return {
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),

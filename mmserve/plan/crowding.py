@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Self
 
 from mmserve import memory
 from mmserve.config import Config
+from mmserve.cores import available_cores
 from mmserve.errors import ConfigError
 
 #: Seconds until a process that does not begin, or does not end, is given up.
@@ -33,7 +33,7 @@ class Neighbours:
 
     def __init__(self, config: Config, cases: Sequence[Case]) -> None:
         room = memory.available() // max(1, memory.resident())
-        self.count = max(0, min(len(os.sched_getaffinity(0)) - 1, room))
+        self.count = max(0, min(available_cores() - 1, room))
         context = multiprocessing.get_context("spawn")
         self._working, self._ended, self._ready = context.Event(), context.Event(), context.Semaphore(0)
         given = (config, tuple(cases), self._working, self._ended, self._ready)

@@ -78,7 +78,7 @@ def test_other_cores_are_busy_only_while_they_are_asked_to_be(monkeypatch: pytes
         engine=EngineConfig(torch_threads=1, prefix_cache=False),
         encoder_cache=EncoderCacheConfig(token_bytes=0, pixel_bytes=0),
     )
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     with Neighbours(config, ((1, 1, 1, 48),)) as beside:
         [process] = beside._processes
         assert beside.count == 1
@@ -107,7 +107,7 @@ def test_without_memory_for_a_second_model_nothing_works_beside(monkeypatch: pyt
 
 
 def test_a_process_that_cannot_load_the_model_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     config = Config(models=(ModelConfig(path=str(tmp_path)),))
     with pytest.raises(ConfigError, match="could not load the model"), Neighbours(config, ((0, 1, 1, 0),)):
         pass

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
-from mmserve.memory import Trimmer
+import pytest
+
+from mmserve import memory
+from mmserve.memory import Trimmer, available, limit_address_space, resident
 
 
 class Clock:
@@ -56,3 +60,23 @@ def test_a_release_is_not_put_off_beyond_its_limit() -> None:
     trimmer.soon()
     assert released.wait(30)
     assert clock.pauses == [0.5]
+
+
+def test_without_the_files_of_linux_memory_is_asked_of_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, free = resident(), available()
+
+    def missing(*_: object) -> NoReturn:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(memory.os, "open", missing)
+    monkeypatch.setattr(memory.Path, "read_text", missing)
+    assert 0.5 < resident() / here < 2
+    assert 0.2 < available() / free < 5
+
+
+def test_where_no_limit_holds_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(memory.resource, "setrlimit", refused)
+    limit_address_space(1 << 30)

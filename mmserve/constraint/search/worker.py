@@ -48,7 +48,7 @@ from mmserve.constraint.search import matcher
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import find_first
 from mmserve.core.constraint import ConstraintSpec
-from mmserve.memory import resident, trim
+from mmserve.memory import limit_address_space, resident, trim
 
 #: How much less of the processors this process gets where others want them: a server's answers come first.
 _NICE = 5
@@ -88,7 +88,7 @@ class _Known(BaseException):
 
 def serve() -> None:
     """Serve standard input."""
-    resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
+    limit_address_space(CHILD_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICE)
     seconds, patience, most = map(float, sys.argv[1:])

@@ -10,8 +10,10 @@ from triton_harness import DEVICE, INTERPRETED
 
 if INTERPRETED:
     from bf16_interpreter import mend
+    from quick_interpreter import quicken
 
     mend()
+    quicken()
 
 
 @pytest.fixture(autouse=True, scope="module")

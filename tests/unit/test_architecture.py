@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,19 +66,20 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, source: str | None = None) -> Iterator[str]:
+@cache
+def imports(path: Path, source: str | None = None) -> tuple[str, ...]:
     """Every module that a file imports, at any depth, with relative imports resolved."""
-    package = _module(path).split(".")
+    package, found = _module(path).split("."), list[str]()
     if path.name != "__init__.py":
         package = package[:-1]
     for node in ast.walk(ast.parse(path.read_text() if source is None else source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found += (base, *(f"{base}.{alias.name}" for alias in node.names))
+    return tuple(found)
 
 
 def _within(module: str, packages: tuple[str, ...]) -> bool:

@@ -76,9 +76,6 @@ class LiveRequests:
             if not each.in_flight:
                 self.end_failed(each)
 
-    def _of(self, request: RequestId) -> RequestState | None:
-        return next((state for state in self if state.group.id == request), None)
-
     def fail_all(self, error: MMServeError) -> None:
         """End every request with ``error``."""
         for state in self:
@@ -95,13 +92,17 @@ class LiveRequests:
                 state.group.sink(Failed(error))
 
     def cancel(self, request: RequestId, error: MMServeError) -> None:
-        """End a request, all of its samples, with ``error``; nothing where it ended already."""
-        if (state := self._of(request)) is not None:
-            self.fail(state, error)
+        """End a request, all of its samples, with ``error``; nothing where it ended already.
+
+        Its first sample, which has its id, may have come here by itself while others are where all of them began.
+        """
+        for state in self:
+            if state.group.id == request:
+                self.fail(state, error)
 
     def withdraw(self, request: RequestId) -> None:
-        """End a request as ``cancel`` does, without an event."""
-        state = self._of(request)
+        """End a request, or the sample that came here by itself with this id, without an event."""
+        state = self.by_id.get(request)
         if state is not None and not state.group.failed:
             self._abort(state, Cancelled("the request goes on elsewhere"))
 

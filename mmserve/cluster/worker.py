@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +57,8 @@ logger = logging.getLogger("mmserve.cluster")
 HEARTBEAT_SECONDS = 0.25
 #: Items that travel together, at most.
 _TOGETHER = 256
+#: Methods that the front calls by its link.
+_CALLS = ("take", "cancel", "serve", "reuse")
 
 
 class Worker:
@@ -68,6 +72,7 @@ class Worker:
         self.parcels = Parcels()
         self._outbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._kv_bits = 0
+        self._serving = threading.Event()
         self._seeing = ThreadPoolExecutor(1, "mmserve-shards")
         self._end_traces: Callable[[], None] = lambda: None
 
@@ -92,7 +97,7 @@ class Worker:
         address = ""
         if linked:
             listener = Listener(self.parcels.arena.offered)
-            listener.serve({name: getattr(self, name) for name in ("take", "cancel", "serve", "reuse")}, self.events)
+            listener.serve({name: partial(self._called, name) for name in _CALLS}, self.events)
             address = listener.address
         return Described(infos, facts, adapters, host_id(), os.getpid(), self.parcels.arena.address, address)
 
@@ -112,6 +117,7 @@ class Worker:
                 if not order.expects:
                     engine.adopt(replace(handover, payload=self._read(order.parcel)), sink)
             except TransferError as error:
+                self._engines[order.model].withdraw(order.handover.request.id)  # what came ahead of it, if anything did
                 self._outbox.put(Refused(order.model, order.key, order.sample, error))
             except MMServeError as error:
                 self._outbox.put(Happened(order.model, order.key, order.sample, Failed(error)))
@@ -147,6 +153,7 @@ class Worker:
             engine.serve_roles(roles, save_every, ahead_bytes)
             if "encode" in roles:
                 engine.warm()
+        self._serving.set()
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         """What ``QUESTIONS[question]`` returns; raises what it raises, ``Internal`` for what is no ``MMServeError``."""
@@ -172,7 +179,11 @@ class Worker:
             self.parcels.reuse(number)
 
     def events(self) -> Iterator[list[Item]]:
-        """What happens, for ever: as many items at once as there are; none at all is a sign of life."""
+        """What happens, for ever: as many items at once as there are; none at all is a sign of life.
+
+        Nothing before ``serve``: nobody reads what a spare reports.
+        """
+        self._serving.wait()
         due, last = 0.0, time.monotonic()
         while True:
             if (now := time.monotonic()) >= due:
@@ -184,6 +195,13 @@ class Worker:
                 due, last = now + HEARTBEAT_SECONDS, now
             if items := self._next(max(0.0, due - time.monotonic())):
                 yield items
+
+    def _called(self, name: str, *arguments: Any) -> None:
+        """Call a method for the front: what goes wrong is logged, and the calls after it come all the same."""
+        try:
+            getattr(self, name)(*arguments)
+        except Exception:
+            logger.exception("a call of %r failed", name)
 
     def _passes(self, since: float) -> tuple[Pass, ...]:
         """What the engines ran lately; and a heartbeat counts as a pass, too, of so many seconds."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from mmserve.constraint.restored import Restorer
 from mmserve.core.isolation import run_isolated
-from mmserve.core.payloads import CanvasPayload, PrefilledPayload
+from mmserve.core.payloads import CanvasPayload, KVState, PrefilledPayload
 from mmserve.core.request import Request, RequestId
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.state import Answer, Stepped, extension_of
 from mmserve.decode.step import step
 from mmserve.kv.ahead import Incoming
+from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
 from mmserve.memory import trim_soon
 from mmserve.models.base import Model
@@ -66,6 +69,20 @@ class DecodeStage:
         """The answer of a request that ended in decode."""
         answer: Answer = self._decoder.answer(self.live[request])
         return answer
+
+    @torch.inference_mode()
+    def whole(self, request: RequestId, came: PrefilledPayload | CanvasPayload) -> PrefilledPayload | CanvasPayload:
+        """What came of a request that goes on elsewhere before its first step here, with the K/V that came ahead of it.
+
+        Raises ``TransferError`` where some of these are missing.
+        """
+        incoming = self._incoming.get(request)
+        if not isinstance(came, PrefilledPayload) or not came.kv.ahead or incoming is None:
+            return came
+        incoming.finish(came.kv)
+        store, positions = self._decoder.parts.store, came.kv.positions
+        pages = np.asarray(self._expected[request].ids, np.int64)[: pages_for(positions, store.page_size)]
+        return replace(came, kv=KVState(positions, store.page_size, store.read_pages(pages)))
 
     def release(self, request: RequestId) -> None:
         """Forget a request; its pages are for others to take back. Not while the worker runs it."""

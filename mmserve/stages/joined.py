@@ -112,7 +112,7 @@ class Stages:
         """What waits for its first decode step here, as of ``encoded_payload``."""
         state = self.to_decode.receive(request)
         if isinstance(state, PrefilledPayload | CanvasPayload):
-            return state
+            return self.decoding.whole(request, state)
         try:
             payload: PrefilledPayload | CanvasPayload = self.decoder.payload(state)
         except BaseException:

@@ -13,6 +13,8 @@ from harness import Bench, Gate, eventually
 from helpers import ask
 from test_migration import Trip, over_the_wire
 
+from mmserve.cluster.messages import Order, Refused
+from mmserve.cluster.worker import Worker
 from mmserve.config import EncoderCacheConfig, KVCacheConfig
 from mmserve.core.events import Event, Failed, Finished
 from mmserve.core.handover import ROLES, Ahead, Handover, Left, Saved
@@ -21,6 +23,7 @@ from mmserve.core.progress import Progress
 from mmserve.core.request import Request, Stage
 from mmserve.errors import Cancelled, TransferError
 from mmserve.tiers.caches import Caches
+from mmserve.transfer.shared_memory import Ticket
 
 #: Their K/V do not depend on constraints, whose search takes its time.
 CASES = {name: [each for each in requests if each.constraint is None] for name, requests in cases().items()}
@@ -218,6 +221,52 @@ def test_chunks_out_of_order_and_missing_ones_are_refused(fleets: Callable[[str]
         there.expect(other, 0, led.sink(request.id))
     fleet.decode.await_nothing_left()
     assert led.failed is None, "who sent it begins anew, and must not get the end of what was refused"
+
+
+def test_a_request_whose_last_part_cannot_be_read_leaves_nothing_of_what_came_ahead(
+    fleets: Callable[[str], Fleet],
+) -> None:
+    """The worker that wrote it has ended: the request begins anew, on another worker or here."""
+    fleet = fleets("causal")
+    led = Led(fleet.decode)
+    fleet.prefill.engine.submit(long("refused"), led.sink("refused"))
+    led.wait()
+    worker = Worker()
+    worker._engines = {"m": fleet.decode.engine}
+    chunk, whole = (dataclasses.replace(each, payload=None) for each in (led.chunks[0], led.handovers[0]))
+    came = worker.parcels.write(led.chunks[0].payload)
+    worker.take([Order("m", "refused", None, chunk, ahead=((0, came),), expects=True)])
+    fleet.decode.await_stage("refused", Stage.EXPECTED)
+    worker.take([Order("m", "refused", None, whole, Ticket("here", "gone", 1, 64))])
+    fleet.decode.await_nothing_left()
+    [refused] = worker._next(0.0)
+    assert isinstance(refused, Refused) and isinstance(refused.error, TransferError)
+    worker.parcels.close()
+
+
+def test_a_request_that_leaves_before_its_first_step_brings_what_came_ahead(fleets: Callable[[str], Fleet]) -> None:
+    """The receiver changes its role while the request waits for the step of another one to end."""
+    fleet = fleets("causal")
+    request, other = long("leaves"), ask("steps", recompute=LAST)
+    done = fleet.whole.ask(request)
+    gate = Gate(fleet.decode.engine, "decode")
+    stepping, led = Led(fleet.decode), Led(fleet.decode)
+    fleet.prefill.engine.submit(other, stepping.sink(other.id))
+    gate.wait()
+    fleet.prefill.engine.submit(request, led.sink(request.id))
+    fleet.decode.await_stage(request.id, Stage.PREFILLED)
+    assert led.numbers
+    for each in (stepping, led):
+        each._route = lambda _handover: fleet.whole
+    fleet.decode.engine.serve_roles(["encode"])
+    try:
+        led.wait()
+        gate.open()
+        stepping.wait()
+    finally:
+        gate.open()
+        fleet.decode.engine.serve_roles(["decode"])
+    same(done, led.finished[request.id])
 
 
 def test_pages_are_given_to_others_only_after_a_write_under_way(fleets: Callable[[str], Fleet]) -> None:

@@ -8,9 +8,9 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -192,11 +192,12 @@ class Fleet:
                     )
         for coordinator in self.coordinators.values():
             coordinator.equip(member)  # before it is watched: it reports nothing yet
-        with self._lock:
-            member.described = described
-        logger.info("worker %s (process %d) serves %s", member.name, described.pid, ", ".join(sorted(member.roles)))
-        for coordinator in self.coordinators.values():
-            coordinator.joined(member)
+        with member.changing:
+            with self._lock:
+                member.described = described
+            logger.info("worker %s (process %d) serves %s", member.name, described.pid, ", ".join(sorted(member.roles)))
+            for coordinator in self.coordinators.values():
+                coordinator.joined(member)
         with self._changed:
             self._changed.notify_all()
 
@@ -226,18 +227,20 @@ class Fleet:
         self._gone(member, actor)
 
     def _gone(self, member: Member, actor: ray_actors.Actor | None) -> None:
-        """``member`` does not serve by ``actor`` any more; may be called again."""
-        with self._lock:
-            if member.actor is not actor:
-                return
-            name, described, member.described, member.actor = member.name, member.described, None, None
-            self._pace.forget(name)
-            self._draining.forget(name)
-        member.resume()
-        if described is not None:
-            self.lost += not self._stopping
-            for coordinator in self.coordinators.values():
-                coordinator.left(name)
+        """``member`` does not serve by ``actor`` any more; may be called again. Returns once coordinators know."""
+        with member.changing:
+            with self._lock:
+                if member.actor is not actor:
+                    return
+                name, described, member.described, member.actor = member.name, member.described, None, None
+                self._pace.forget(name)
+                self._draining.forget(name)
+            member.resume()
+            if described is not None:
+                self.lost += not self._stopping
+                for model, coordinator in list(self.coordinators.items()):
+                    with _going_on(f"the end of worker {name} at the coordinator of {model}"):
+                        coordinator.left(name)
 
     def _close_members(self) -> None:
         """Have all workers end in order, side by side."""
@@ -265,20 +268,26 @@ class Fleet:
             now = time.monotonic()
             passed, before = min(now - before, 2 * _TICK), now  # where this process had to wait, so had the workers
             for member in self.members:
-                actor = member.actor  # before what is known of it: a successor is not taken for it
-                member.flush()
-                member.silent += passed
-                if member.described is not None and member.silent > self._cluster.cluster.silent_seconds:
-                    logger.warning("worker %s has been silent for %.1f s: it is given up", member.name, member.silent)
-                    self._give_up(member, actor)
-                elif member.described is not None:
-                    self._mind(member, actor, now)
-            for coordinator in list(self.coordinators.values()):
-                coordinator.tick(now)
-                if self._cluster.cluster.switching and now - looked >= 1.0:
-                    coordinator.switch(now)
+                with _going_on(f"a look at worker {member.name}"):
+                    self._look_at(member, now, passed)
+            for model, coordinator in list(self.coordinators.items()):
+                with _going_on(f"a look at the requests to {model}"):
+                    coordinator.tick(now)
+                    if self._cluster.cluster.switching and now - looked >= 1.0:
+                        coordinator.switch(now)
             if now - looked >= 1.0:
                 looked = now
+
+    def _look_at(self, member: Member, now: float, passed: float) -> None:
+        """``passed``: seconds since the last look."""
+        actor = member.actor  # before what is known of it: a successor is not taken for it
+        member.flush()
+        member.silent += passed
+        if member.described is not None and member.silent > self._cluster.cluster.silent_seconds:
+            logger.warning("worker %s has been silent for %.1f s: it is given up", member.name, member.silent)
+            self._give_up(member, actor)
+        elif member.described is not None:
+            self._mind(member, actor, now)
 
     def _mind(self, member: Member, actor: ray_actors.Actor | None, now: float) -> None:
         """Keep work from ``member`` where it is slow, and replace it where it stays so."""
@@ -291,14 +300,18 @@ class Fleet:
                 return
             self._pace.rest(member.name)
         logger.warning("worker %s %s: its passes take %.1f times as long as usual", member.name, act.value, slowness)
-        if act is Act.DRAIN:
-            member.drain()
-        elif act is Act.RETURN:
+        if act is Act.REPLACE:
+            self._give_up(member, actor)
+            return
+        with member.changing:
+            if member.actor is not actor:
+                return  # it has ended meanwhile: its successor is another one
+            if act is Act.DRAIN:
+                member.drain()
+                return
             member.resume()
             for coordinator in self.coordinators.values():
                 coordinator.joined(member)
-        else:
-            self._give_up(member, actor)
 
     def _host_of(self, name: str) -> str:
         for member in self.members:
@@ -316,6 +329,15 @@ class Fleet:
     def _thread(self, name: str, target: Callable[[], None]) -> None:
         self._threads.append(threading.Thread(target=target, name=name, daemon=True))
         self._threads[-1].start()
+
+
+@contextmanager
+def _going_on(what: str) -> Iterator[None]:
+    """What goes wrong in it is logged: it must not end the thread, which sees to others, too."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed", what)
 
 
 def _for_workers(config: Config) -> Config:

@@ -29,6 +29,9 @@ class Member:
         self.silent = 0.0  # seconds since it reported anything
         self.begun = 0  # processes so far
         self._free: list[Ticket | Region] = []  # memory that may be written again
+        #: Held while a process takes the place, loses it, or is drained, until the coordinators know: they have the
+        #: member by its process's name, and would else reach the next one by it.
+        self.changing = threading.Lock()
         self._noting = threading.Lock()
         self._assigning = threading.Lock()
         self._drained: frozenset[str] | None = None  # its roles, while it has none because it is slow
@@ -51,14 +54,14 @@ class Member:
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         """As of ``workers.Worker.ask``."""
-        if self.actor is None:
+        if (actor := self.actor) is None:  # read once: it goes at any time
             raise WorkerEnded(f"worker {self.name} has ended")
-        return self.actor.ask(model, question, arguments)
+        return actor.ask(model, question, arguments)
 
     def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
         """As of ``workers.Worker.post``."""
-        if self.actor is not None:
-            self.actor.post(model, question, arguments)
+        if (actor := self.actor) is not None:
+            actor.post(model, question, arguments)
 
     def drain(self) -> None:
         """Run no stage until ``resume``: what it has goes on elsewhere."""
@@ -99,5 +102,5 @@ class Member:
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Have the worker call its method ``name``, unless it has ended."""
-        if self.actor is not None:
-            self.actor.call(name, *arguments)
+        if (actor := self.actor) is not None:
+            actor.call(name, *arguments)

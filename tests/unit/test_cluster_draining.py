@@ -219,6 +219,121 @@ def test_a_worker_that_was_replaced_meanwhile_is_not_given_up(fleet: Fleet) -> N
     assert new.killed and not old.killed and member.actor is None and fleet.lost == 1
 
 
+class Model:
+    """Stands in for a coordinator; ``left`` waits until it ``may``."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+        self.entered, self.may = threading.Event(), threading.Event()
+
+    def joined(self, member: Member) -> None:
+        self.heard.append(("joined", member.name))
+
+    def left(self, name: str) -> None:
+        self.entered.set()
+        assert self.may.wait(60)
+        self.heard.append(("left", name))
+
+    def tick(self, _now: float) -> None:
+        self.heard.append(("tick", ""))
+        raise KeyError("a bug")
+
+
+def test_a_place_is_taken_only_once_all_know_that_its_worker_has_ended(fleet: Fleet) -> None:
+    """Else requests for the worker that ended would come to its successor, which has the same place."""
+    [member] = fleet.members
+    member.actor, member.described = Process(), described()  # type: ignore[assignment]
+    actor, model = member.actor, Model()
+    fleet.coordinators["m"] = model  # type: ignore[assignment]
+    given_up = threading.Thread(target=fleet._give_up, args=(member, actor))  # on the thread that watches
+    given_up.start()
+    assert model.entered.wait(60)
+    ended = threading.Thread(target=fleet._gone, args=(member, actor))  # on that of the place, which then begins again
+    ended.start()
+    ended.join(0.2)
+    assert ended.is_alive()
+    model.may.set()
+    for each in (given_up, ended):
+        each.join(60)
+    assert model.heard == [("left", "0")] and fleet.lost == 1
+
+
+def test_a_worker_joins_either_before_it_ends_or_not_at_all(fleet: Fleet) -> None:
+    [member] = fleet.members
+    member.actor = actor = Process()  # type: ignore[assignment]
+    first, second = Model(), Model()
+    fleet.coordinators.update(a=first, b=second)  # type: ignore[arg-type]
+    for each in (first, second):
+        each.equip = lambda _member: None  # type: ignore[attr-defined]
+        each.may.set()
+    ended = threading.Thread(target=fleet._gone, args=(member, actor))
+    joined = first.joined
+
+    def joins(member: Member) -> None:
+        ended.start()
+        ended.join(0.2)
+        joined(member)
+
+    first.joined = joins  # type: ignore[method-assign]
+    fleet._joined(member, described())
+    ended.join(60)
+    assert first.heard == second.heard == [("joined", "0"), ("left", "0")]
+
+
+@pytest.mark.parametrize("act", [Act.DRAIN, Act.RETURN])
+def test_what_is_due_for_a_slow_worker_is_not_done_to_its_successor(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, act: Act
+) -> None:
+    [member] = fleet.members
+    model, old = Model(), Process()
+    fleet.coordinators["m"] = model  # type: ignore[assignment]
+    member.actor, member.described = Process(), described()  # type: ignore[assignment]
+    monkeypatch.setattr(fleet._draining, "look", lambda *_given, **_more: act)
+    fleet._mind(member, old, 0.0)  # type: ignore[arg-type]
+    assert not member.drained and not model.heard
+    fleet._mind(member, member.actor, 0.0)
+    assert member.drained == (act is Act.DRAIN) and model.heard == [("joined", "0")] * (act is Act.RETURN)
+
+
+def test_one_that_fails_keeps_nobody_else_unwatched(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "_TICK", 0.001)
+    models = Model(), Model()
+    fleet.coordinators.update(a=models[0], b=models[1])  # type: ignore[arg-type]
+    watching = threading.Thread(target=fleet._watch)
+    watching.start()
+    try:
+        eventually(lambda: all(len(each.heard) > 2 for each in models), "several looks at both")
+    finally:
+        fleet._stopping = True
+        watching.join(60)
+
+
+def test_one_that_ends_meanwhile_is_called_no_more() -> None:
+    """Its place loses it at any time, on another thread."""
+
+    class Place(Member):
+        @property
+        def actor(self) -> Any:
+            found, self._last = self._last, None
+            return found
+
+        @actor.setter
+        def actor(self, given: Any) -> None:
+            self._last = given
+
+    member = Place(0, WorkerSettings(), ClusterSettings())
+    called: list[str] = []
+    for use in (
+        lambda: member.take([]),
+        lambda: member.post("m", "stream.close", ("s",)),
+        lambda: member.ask("m", "blocks", ()),
+    ):
+        answer: Any = lambda *_given: called.append("yes")  # noqa: E731
+        member.actor = SimpleNamespace(call=answer, post=answer, ask=answer)
+        use()
+    assert called == ["yes"] * 3
+
+
 def test_spares_are_loaded_again_as_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spares_module, "_AGAIN", 0.01)
     made: list[Process] = []

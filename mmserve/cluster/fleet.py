@@ -254,10 +254,7 @@ class Fleet:
             with suppress(ProcessLookupError):
                 os.kill(described.pid, signal.SIGKILL)
         if actor is not None:
-            try:
-                actor.kill()
-            except Exception as error:  # noqa: BLE001 - Ray's, whose head may be lost
-                logger.warning("a worker's process could not be ended: %r", error)
+            actor.kill()
 
     # --- beside them ---
 

@@ -211,12 +211,15 @@ class Actor:
         ray.wait([self._handle.call.remote("close")], timeout=seconds)
 
     def kill(self) -> None:
-        """End it now."""
+        """End it now; logs where Ray cannot, as without its head."""
         import ray
 
-        ray.kill(self._handle)
         if self._link is not None:
             self._link.close()
+        try:
+            ray.kill(self._handle)
+        except Exception as error:  # noqa: BLE001 - Ray's, of no common class
+            logger.warning("a worker's process could not be ended: %r", error)
 
     def _asked(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         ask = self._handle.ask.options(concurrency_group="streams") if question.startswith(STREAM) else self._handle.ask

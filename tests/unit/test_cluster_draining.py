@@ -23,6 +23,7 @@ from mmserve.cluster.fleet import Fleet
 from mmserve.cluster.member import Member
 from mmserve.cluster.messages import Described, Item
 from mmserve.cluster.pace import Pace
+from mmserve.cluster.ray_actors import Actor
 from mmserve.cluster.spares import Loaded, Spares
 from mmserve.config import Config
 from mmserve.core.stats import Pass
@@ -374,6 +375,23 @@ def test_a_spare_that_comes_after_the_end_is_ended() -> None:
     goes.set()
     stopping.join(60)
     assert made.killed
+
+
+def test_a_process_that_ray_cannot_end_ends_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Ray's head its processes may not be ended: the connection to one ends all the same."""
+
+    def lost(_handle: Any) -> None:
+        raise RuntimeError("the head is lost")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(kill=lost))
+    closed: list[bool] = []
+    actor = object.__new__(Actor)
+    actor._handle, actor._link = None, SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
+    spares = Spares({1}, 1, lambda _kind: Loaded(actor, described()))
+    spares.start()
+    eventually(lambda: spares.ready == 1, "a spare")
+    spares.stop()
+    assert closed == [True]
 
 
 SCRIPT = """

@@ -104,11 +104,14 @@ class Coordinator:
         with self._lock:
             order = self._in_flight.begin_at(worker, self.adapters.resolved(request), sink, again)
         try:
-            return ask(order)
+            asked = ask(order)
         except BaseException:
             with self._lock:
                 self._in_flight.withdraw(request.id)
             raise
+        with self._lock:
+            self._in_flight.taken_in(request.id, worker)
+        return asked
 
     def session_adapter(self, asked: str) -> str:
         """As of ``streams.Requests.session_adapter``."""
@@ -269,6 +272,7 @@ class Coordinator:
             why = error
         except Exception as error:  # noqa: BLE001 - a bug with one state leaves the other requests alone
             why = Internal.logged(error, f"a state of request {item.key}", logger)
+        self._payloads.drop(item.parcel)  # if its worker is there, its memory may be written again
         return Lost(item.model, item.key, item.sample, why, isinstance(item, Chunk) or item.stays)
 
     def _kept_stream(self, item: StreamSaved) -> StreamSaved:
@@ -276,6 +280,7 @@ class Coordinator:
             return replace(item, parcel=None if item.parcel is None else self._payloads.own(item.parcel))
         except Exception as error:  # noqa: BLE001 - the state before it is still there
             logger.warning("the state of a stream after frame %d is lost: %r", item.number, error)
+            self._payloads.drop(item.parcel)
             return replace(item, parcel=None)
 
     def _serving(self) -> list[Worker]:

@@ -74,6 +74,11 @@ class InFlight:
         group = self.groups.get(request)
         return group is not None and any(part.point.stage is Stage.QUEUED for part in group.parts.values())
 
+    def taken_in(self, request: RequestId, worker: str) -> None:
+        """``worker`` has a question that was put to it; one that ended before that is to end there, too."""
+        if request not in self.groups and (there := self.dispatch.workers.get(worker)) is not None:
+            there.cancel(self._model, [request], Cancelled("the request was cancelled"))
+
     def withdraw(self, request: RequestId) -> None:
         """Forget a question that its worker did not take in, without an event."""
         if (group := self.groups.get(request)) is not None:
@@ -90,7 +95,9 @@ class InFlight:
         try:
             self._took(group, part, item)
         except Exception as error:  # noqa: BLE001 - a bug with one request ends that request only
-            self.fail(group, Internal.logged(error, f"request {group.id}", logger, about(group.request)))
+            failure = Internal.logged(error, f"request {group.id}", logger, about(group.request))
+            if group.id in self.groups:  # else it has ended already
+                self.fail(group, failure)
 
     def left(self, worker: str) -> None:
         """``worker`` has ended: what it had goes on from where it was saved."""

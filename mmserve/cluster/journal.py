@@ -101,6 +101,10 @@ class Journal:
         self._asked_at = newest
         return True
 
+    def resumed(self) -> None:
+        """Another worker goes on from the saved state: one that was asked for since then does not come."""
+        self._asked_at = self.number
+
     def saved(self, parcel: Parcel, number: int, open_: Callable[[RequestId], bool]) -> Parcel:
         """A state is there; returns the one that is not needed any more.
 

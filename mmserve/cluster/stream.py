@@ -272,12 +272,16 @@ class ClusterStream:
         tried: set[str] = set()
         while True:
             with self._changed:
-                if self._ended is not None or (self._ready and not self._wanted):
+                ended = self._ended is not None
+                if done := ended or (self._ready and not self._wanted):
                     self._opening = False
-                    return
                 again, self._wanted = bool(self._number), False
                 lost = again and not self._journal.kept
                 many = self._losses > self._most_losses
+            if ended:
+                self._close_there()  # where it was opened after its end
+            if done:
+                return
             if lost or many:
                 self._end(self._too_many_losses() if many else self._lost())
                 continue
@@ -303,6 +307,7 @@ class ClusterStream:
             old, former = self.owner, self.name
             self.owner, self.worker, self.name = owner, owner.name, uuid.uuid4().hex
             self._out.clear()
+            self._journal.resumed()
             parcel, worker, name = self._journal.parcel, self.worker, self.name
         if not self._streams.renamed(self, former):
             raise Unavailable("the server is shutting down; open the stream at another one")
@@ -365,18 +370,23 @@ class ClusterStream:
             self._ended = error
             futures, self._futures = self._futures, {}
             questions = [each.id for each in self._journal.questions]
-            parcel, owner, name = self._journal.clear(), self.owner, self.name
+            parcel = self._journal.clear()
             self._changed.notify_all()
-        self._streams.forget(self)
+        self._close_there()
         self._streams.drop(parcel)
-        if owner is not None:
-            owner.post(self._streams.model, "stream.close", (name,))
         for _seconds, future in futures.values():
             future.set_exception(error)
         if isinstance(error, StreamLost):
             logger.warning("a session of video ends: %s", error)
             for question in questions:
                 self._streams.requests.give_up(question)
+
+    def _close_there(self) -> None:
+        with self._changed:
+            owner, name = self.owner, self.name
+        self._streams.forget(self)
+        if owner is not None:
+            owner.post(self._streams.model, "stream.close", (name,))
 
     def _lost(self, why: MMServeError | None = None) -> StreamLost:
         """What is lost with the stream."""

@@ -44,7 +44,7 @@ class PayloadStore(Protocol):
 
     def keep(self, parcel: Parcel) -> Parcel:
         """A parcel of the same bytes that is there even if the worker that made it ends; may wait for that worker.
-        Raises ``TransferError``."""
+        Raises ``TransferError``; ``parcel`` is then still to be dropped."""
 
     def own(self, parcel: Parcel) -> Parcel:
         """As ``keep``, at the cost of a copy where the worker is on another host: there that is true of ``keep`` only

@@ -14,10 +14,11 @@ from helpers import ask, picture
 
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterSettings
-from mmserve.cluster.messages import Happened, Heartbeat, Moved
+from mmserve.cluster.messages import Happened, Heartbeat, Moved, StreamSaved
 from mmserve.cluster.metrics import FleetMetrics
+from mmserve.config import Config
 from mmserve.core.cached import Block, Label
-from mmserve.core.events import Prefilled, Usage
+from mmserve.core.events import Finished, Prefilled, StageTimes, Usage
 from mmserve.core.handover import Handover
 from mmserve.core.info import AdapterInfo
 from mmserve.core.request import Request, Stage, Streaming
@@ -32,6 +33,7 @@ from mmserve.errors import (
     Unavailable,
     Unimplemented,
 )
+from mmserve.video.facts import Facts
 
 
 def reads(digest: str) -> Callable[[str], AdapterInfo]:
@@ -130,6 +132,45 @@ def test_a_client_learns_once_what_the_prompt_took() -> None:
     finish(made, second, "one")
     assert [event for event in call.events if isinstance(event, Prefilled)] == [Prefilled(Usage(7, 0, 0))]
     assert call.ended
+
+
+def test_memory_of_a_state_that_cannot_be_kept_is_given_back() -> None:
+    """Its worker, which goes on, may write there again."""
+    dropped: list[Any] = []
+
+    class Store(PayloadStore):
+        def keep(self, parcel: Any) -> Any:
+            raise RuntimeError("it does not come")
+
+        def drop(self, parcel: Any) -> None:
+            dropped.append(parcel)
+
+    worker = Worker("0", frozenset({"encode"}))
+    made = coordinator(worker, payloads=Store(), settings=ClusterSettings(max_losses=1), facts=Facts())
+    call = submit(made, ask("one"))
+    streams = made.session_parts(Config()).streams
+    moved = Moved(MODEL, "one", None, replace(worker.orders[0].handover, stage=Stage.ENCODED), "state", stays=False)
+    made.take("0", [moved, StreamSaved(MODEL, "gone", 1, "of a stream")])
+    assert [each for each in dropped if each is not None] == ["state", "of a stream"]
+    assert [each.handover.stage for each in worker.orders] == [Stage.QUEUED] * 2 and not call.ended
+    finish(made, worker, "one")
+    streams.stop()
+
+
+def test_a_bug_in_the_end_of_one_request_loses_nothing_of_the_others() -> None:
+    worker = Worker("0")
+    made = coordinator(worker)
+
+    def breaks(event: Any) -> None:
+        if isinstance(event, Finished):
+            raise ValueError("a bug")
+
+    made.submit(ask("one"), breaks)
+    call = submit(made, ask("two"))
+    times = StageTimes(0.0, 0.0, 0.0, 0.0, 0.0)
+    done = Finished(reason="stop", text="", usage=Usage(1, 0, 1), times=times, forwards=1, recomputed_tokens=0)
+    made.take("0", [Happened(MODEL, name, None, done) for name in ("one", "two")])
+    assert call.ended and made.stats().live == 0
 
 
 def test_a_constraint_without_a_request_is_not_judged() -> None:

@@ -367,6 +367,69 @@ def test_frames_wait_while_many_are_not_in_a_saved_state(cluster: Cluster, monke
         assert waits == [True], "there is room again"
 
 
+def test_a_state_that_its_worker_did_not_save_any_more_is_saved_by_the_next(cluster: Cluster) -> None:
+    """Else frames wait for a state that nobody was asked for, where no more of them may come before it."""
+    cluster.append(4)
+    assert len(of(cluster.owner, "stream.save")) == 1
+    cluster.leave(cluster.owner)
+    until(lambda: of(cluster.next, "stream.open") and given(cluster.next) == [1, 2, 3, 4])
+    until(lambda: of(cluster.next, "stream.save"))
+    cluster.save(cluster.next, 4, "after four")
+    cluster.append(3)
+    assert len(of(cluster.next, "stream.save")) == 1, "not before four more"
+    cluster.append(1)
+    until(lambda: len(of(cluster.next, "stream.save")) == 2)
+
+
+def test_a_stream_that_is_closed_while_it_is_opened_again_is_closed_there_too(cluster: Cluster) -> None:
+    opening, opens = threading.Event(), threading.Event()
+
+    def slow(*_arguments: Any) -> int:
+        opening.set()
+        assert opens.wait(PATIENCE)
+        return 0
+
+    cluster.next.answers["stream.open"] = slow
+    cluster.leave(cluster.owner)
+    assert opening.wait(PATIENCE)
+    cluster.stream.close()
+    before = len(cluster.next.asked)
+    opens.set()
+    until(lambda: ("stream.close", (name_at(cluster.next),)) in cluster.next.asked[before:])
+
+
+def test_a_stream_that_is_closed_before_its_next_name_is_known_leaves_none(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed = cluster.streams.renamed
+
+    def closes(stream_: Any, former: str) -> bool:
+        stream_.close()
+        known: bool = renamed(stream_, former)
+        return known
+
+    monkeypatch.setattr(cluster.streams, "renamed", closes)
+    cluster.leave(cluster.owner)
+    until(lambda: of(cluster.next, "stream.open"))
+    until(lambda: not cluster.streams._streams and not cluster.streams._open)
+
+
+def test_a_question_that_is_cancelled_while_its_worker_takes_it_in_ends_there(cluster: Cluster) -> None:
+    """Its cancellation goes another way, and may be there first."""
+    told: list[list[str]] = []
+
+    def takes_in(*_arguments: Any) -> Asked:
+        cluster.made.cancel("q")
+        told.append(list(cluster.owner.cancelled))
+        return ASKED
+
+    cluster.owner.answers["stream.ask"] = takes_in
+    call = Call(ask("q"))
+    cluster.stream.ask(call.request, None, call.sink)
+    assert isinstance(call.error(), Cancelled)
+    assert cluster.owner.cancelled == [*told[0], "q"], "once more, after it was taken in"
+
+
 def test_a_question_that_a_worker_refuses_leaves_nothing(cluster: Cluster) -> None:
     cluster.owner.answers["stream.ask"] = InvalidArgument.of("adapter", "must not be set")
     call = Call(ask("q"))

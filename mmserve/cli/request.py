@@ -63,13 +63,14 @@ def request_images(arguments: argparse.Namespace) -> list[bytes | str]:
 
 
 def request_prompt(arguments: argparse.Namespace, prompt: str) -> str | list[dict[str, str]]:
-    """``prompt``, after the messages of ``--system`` and ``--chat``."""
+    """``prompt``, after the messages of ``--system`` and ``--chat``; the assistant's, where the answer continues it."""
     chat: list[dict[str, str]] = []
     if arguments.system is not None:
         chat.append({"role": "system", "content": arguments.system})
     if arguments.chat is not None:
         chat += _read("chat", arguments.chat)
-    return [*chat, {"role": "user", "content": prompt}] if chat else prompt
+    role = "assistant" if arguments.continue_final_message else "user"
+    return [*chat, {"role": role, "content": prompt}] if chat or role != "user" else prompt
 
 
 def request_schema(arguments: argparse.Namespace) -> Any:
@@ -104,6 +105,7 @@ def _add_numbers(group: argparse._ActionsContainer, options: Mapping[str, Value]
 def _add_messages(group: argparse._ArgumentGroup) -> None:
     files = {"action": "append", "default": [], "metavar": "FILE|ID"}
     _add(group, "raw", action="store_true")
+    _add(group, "continue_final_message", action="store_true")
     _add(group, "template_options", type=json.loads, metavar="JSON")
     _add(group, "slo_class", metavar="NAME")
     _add(group, "adapter", metavar="NAME")

@@ -86,6 +86,7 @@ class Options(SharedOptions, total=False):
     constraint_sampling: Literal["mask", "awrs", "asap"] | None
     adapter: str | None
     raw: bool
+    continue_final_message: bool
     template_options: Mapping[str, Any] | None
     slo_class: str | None
     tools: Sequence[ToolLike] | None

@@ -48,7 +48,7 @@ def build_request(
     _check_names(options)
     videos, sampling = options.get("videos") or (), options.get("video_sampling")
     request = pb.GenerateRequest(messages=_messages(prompt, images, videos, sampling))
-    named = {name: options.get(name) for name in ("model", "raw", "slo_class", "adapter")}
+    named = {name: options.get(name) for name in ("model", "raw", "continue_final_message", "slo_class", "adapter")}
     put(request, "", **named)
     if template := options.get("template_options"):
         request.template_options = json_text("template_options", template)

@@ -111,6 +111,9 @@ class _Chosen:
         meaning="continue the text of the prompt, without the model's chat template",
         shown="False",
     )
+    continue_final_message: bool = value(
+        False, meaning="the answer continues the last message of the chat, the assistant's", shown="False"
+    )
     template_options: object = value(
         None,
         meaning="variables of the model's chat template by name, such as ``enable_thinking``",

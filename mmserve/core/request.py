@@ -243,6 +243,7 @@ class Request:
     vision: Vision = Vision()
     streaming: Streaming = Streaming()
     raw: bool = False  # whether the answer continues the text of the one message, without the chat template
+    continues: bool = False  # whether the answer continues the text of the last message, the assistant's
     template_options: str = ""  # further variables of the chat template: the JSON text of an object; empty = none
     constraint: ConstraintSpec | None = None
     decisions: tuple[Decision, ...] = ()  # typed questions that the prompt ends with; the answer is their canvas
@@ -256,6 +257,11 @@ class Request:
     label: str = ""  # the client's own name for it, in logs
     #: Where its trace goes on, as headers of W3C Trace Context; empty = it is not traced.
     trace: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer continues a text of the prompt."""
+        return self.raw or self.continues
 
     @property
     def sequences(self) -> int:

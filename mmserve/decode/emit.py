@@ -46,7 +46,15 @@ def step_of(d: Live, begun: int, committed: int, edited: int = 0) -> Step | None
 def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
     """The answer's tokens as they became final, as far as its text goes."""
     others = None if d.record is None else d.record.alternatives
-    return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, others, model.tokenizer, model.spec.end_ids)
+    return committed_tokens(
+        d.canvas,
+        d.text.tokens,
+        d.log_probabilities,
+        others,
+        model.tokenizer,
+        model.spec.end_ids,
+        within=d.request.goes_on,
+    )
 
 
 def answer_of(d: Live, model: Model) -> Answer:

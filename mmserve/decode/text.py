@@ -20,10 +20,13 @@ MASK_GLYPH = "▒"
 
 
 class TextStream:
-    """Turns a growing row of final tokens into text that is never taken back."""
+    """Turns a growing row of final tokens into text that is never taken back.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
-        self.tokenizer, self._stop = tokenizer, stop
+    ``within``: whether the text continues another one, so that a space before its first word is part of it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], *, within: bool = False) -> None:
+        self.tokenizer, self._stop, self._within = tokenizer, stop, within
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
         self._pending: list[int] = []  # the last of them, which are no whole characters yet
@@ -34,9 +37,11 @@ class TextStream:
         self.stop = ""  # the stop string that ended the text
 
     @classmethod
-    def restored(cls, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], state: TextState) -> Self:
+    def restored(
+        cls, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], state: TextState, *, within: bool = False
+    ) -> Self:
         """A stream that goes on from ``state``."""
-        made = cls(tokenizer, stop)
+        made = cls(tokenizer, stop, within=within)
         for token in state.tokens:  # a character may be begun: its bytes are in the decoder
             made._step(token)
         made._tokens, made._decoded = list(state.tokens), state.text
@@ -63,9 +68,18 @@ class TextStream:
             if self.stopped:
                 break
             self._tokens.append(token)
-            self._decoded += self._step(token)
+            step = self._step(token)
+            self._decoded += self._space + step if len(self._tokens) == 1 else step
             self._cut()
         return self._take(len(self._decoded) - self._held())
+
+    @property
+    def _space(self) -> str:
+        """The space in front of the first word that the decoder drops."""
+        if not self._within or not self._tokens:
+            return ""
+        [[spelled]] = token_bytes(self.tokenizer, np.array(self._tokens[:1])[None])
+        return " " if beginning(self.tokenizer, self._tokens[0], spelled) != spelled else ""
 
     def _step(self, token: int) -> str:
         """The text that ``token`` completes.
@@ -98,7 +112,7 @@ class TextStream:
     def finish(self) -> str:
         """The rest of the text: what was held back, and what of a broken character can be shown."""
         if not self.stopped:
-            whole = _decode(self.tokenizer, self._tokens)
+            whole = self._space + _decode(self.tokenizer, self._tokens)
             if whole.startswith(self._decoded):
                 self._decoded = whole
             else:
@@ -138,11 +152,13 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def listed(tokenizer: PreTrainedTokenizerBase, found: Alternatives) -> list[tuple[Alternative, ...]]:
-    """The alternatives of each position of an answer, with their texts and bytes."""
+def listed(
+    tokenizer: PreTrainedTokenizerBase, found: Alternatives, *, within: bool = False
+) -> list[tuple[Alternative, ...]]:
+    """The alternatives of each position of an answer, with their texts and bytes; ``within``: as of ``TextStream``."""
     spelled = token_bytes(tokenizer, found.tokens)
     tokens, likely = found.tokens.tolist(), found.log_probabilities.tolist()
-    if tokens:
+    if tokens and not within:
         spelled[0] = [beginning(tokenizer, *one) for one in zip(tokens[0], spelled[0], strict=True)]
     return [
         tuple(Alternative(i, _shown(data), p, data) for i, data, p in zip(*row, strict=True) if p > -np.inf)
@@ -166,16 +182,18 @@ def committed_tokens(
     others: Alternatives | None,
     tokenizer: PreTrainedTokenizerBase,
     end_ids: frozenset[int],
+    *,
+    within: bool = False,
 ) -> tuple[CommittedToken, ...]:
     """The answer's first ``count`` tokens as they were committed, without end tokens; ``log_probabilities`` is fp32
-    ``[N]``, and ``others`` are of the answer's positions."""
+    ``[N]``, and ``others`` are of the answer's positions. ``within``: as of ``TextStream``."""
     content = ~np.isin(canvas.tokens[canvas.prompt_length :], list(end_ids))
     first = canvas.prompt_length
     at = first + np.flatnonzero(content)[:count]
-    beside = listed(tokenizer, others.where(at - first)) if others is not None else [()] * len(at)
+    beside = listed(tokenizer, others.where(at - first), within=within) if others is not None else [()] * len(at)
     ids, steps, likely = canvas.tokens[at].tolist(), canvas.committed_at[at].tolist(), log_probabilities[at].tolist()
     spelled = [data for [data] in token_bytes(tokenizer, canvas.tokens[at, None])]
-    spelled[:1] = [beginning(tokenizer, ids[0], data) for data in spelled[:1]]
+    spelled[:1] = [data if within else beginning(tokenizer, ids[0], data) for data in spelled[:1]]
     rows = zip(ids, spelled, likely, steps, beside, strict=True)
     return tuple(CommittedToken(i, _shown(data), p, step, more, data) for i, data, p, step, more in rows)
 

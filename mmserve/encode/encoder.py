@@ -296,7 +296,9 @@ class Encoder:
         tools = [_function(tool) for tool in request.tools.tools] if request.tools is not None else []
         options = json.loads(request.template_options or "{}")
         special = self.model.spec.special_tokens
-        ids = prompt_ids(self.model.tokenizer, chat, tools, options=options, special_tokens=special)
+        ids = prompt_ids(
+            self.model.tokenizer, chat, tools, options=options, special_tokens=special, continues=request.continues
+        )
         if request.decisions:
             ids = shared_prompt(self.model.tokenizer, ids, special_tokens=special)
         return np.asarray(ids, dtype=np.int64)

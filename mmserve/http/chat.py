@@ -73,6 +73,7 @@ class Chat(OpenAI):
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
         found.messages.extend(results_of_text(map(_message, fields.each("messages"))))
+        take_continuation(fields, found)
         older, newer = body.get("max_tokens"), body.get("max_completion_tokens")
         if older is not None and newer is not None and older != newer:
             raise InvalidArgument.of("max_tokens", "and max_completion_tokens are the same: set one of them")
@@ -92,6 +93,13 @@ class Chat(OpenAI):
         fields.take("prediction", dict)  # of what the answer will be: it would make that faster, and no other
         fields.end()
         return Asked(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", usage_chunk=usage_chunk), names)
+
+
+def take_continuation(fields: Fields, found: pb.GenerateRequest) -> None:
+    """Take vLLM's ``continue_final_message``, and ``add_generation_prompt``, which is true without it."""
+    found.continue_final_message = fields.take("continue_final_message", bool, False)
+    if fields.take("add_generation_prompt", bool, not found.continue_final_message) == found.continue_final_message:
+        raise InvalidArgument.of("add_generation_prompt", "must be true, and false with continue_final_message")
 
 
 def take_stream(fields: Fields, body: dict[str, Any], found: pb.GenerateRequest) -> tuple[bool, bool]:

@@ -259,11 +259,18 @@ _CHAT_FIELDS = {
     **_TEMPLATE_KWARGS,
     "messages": Field(
         _array(_CHAT_MESSAGE, minItems=1),
-        "the last is the user's, or the result of a tool. Parts: text; images and videos as a `data:` URL (base64), an "
-        "http or https URL of a host in `[media] url_hosts`, or the media id of an upload over gRPC",
+        "the last is the user's, the result of a tool, or an assistant's text that the answer continues. Parts: text; "
+        "images and videos as a `data:` URL (base64), an http or https URL of a host in `[media] url_hosts`, or the "
+        "media id of an upload over gRPC",
         [{"role": "user", "content": _QUESTION}],
         required=True,
     ),
+    "continue_final_message": Field(
+        {"type": "boolean"},
+        "the answer continues the last message, an assistant's text; constraints apply to the answer alone",
+        False,
+    ),
+    "add_generation_prompt": Field({"type": "boolean"}, "`true`, or `false` with `continue_final_message`", True),
     **_numbers(chat.SAMPLING, _EXAMPLES),
     "stop": _STOPS,
     "logit_bias": _BIAS,

@@ -99,6 +99,7 @@ def _prompt(body: dict[str, Any]) -> tuple[Fields, pb.GenerateRequest]:
     if system is not None and system != []:
         found.messages.append(message("system", system, "system", {"text": _text}))
     found.messages.extend(results_of_text(m for each in fields.each("messages") for m in _messages(each)))
+    found.continue_final_message = bool(found.messages) and _continued(found.messages[-1])
     take_message_tools(fields, found)
     take_template_options(fields, found)
     fields.take("cache_control", dict)  # prompts share their beginnings without being asked to
@@ -112,6 +113,11 @@ def _prompt(body: dict[str, Any]) -> tuple[Fields, pb.GenerateRequest]:
             if not edit.take("type", str, "").startswith(_CLEAR_THINKING):
                 raise InvalidArgument.of(edit.path("type"), "is not supported: no message is changed or left out")
     return fields, found
+
+
+def _continued(last: pb.ChatMessage) -> bool:
+    """Whether the answer continues the ``last`` message."""
+    return last.role == pb.ROLE_ASSISTANT and not last.tool_calls
 
 
 def _messages(fields: Fields) -> Iterator[pb.ChatMessage]:
@@ -169,6 +175,9 @@ def _output_config(fields: Fields, found: pb.GenerateRequest) -> None:
     with given:
         constraint = format_of(given, given)
     if constraint is not None:
+        if found.continue_final_message:
+            why = "cannot be combined with a last message of the assistant: the answer would not obey it as a whole"
+            raise InvalidArgument.of("output_config.format", why)
         if found.HasField("constraint"):
             raise InvalidArgument.of("output_config.format", "cannot be combined with another constraint")
         found.constraint.CopyFrom(constraint)

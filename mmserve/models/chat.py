@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -106,28 +107,45 @@ def prompt_ids(
     *,
     options: Mapping[str, Any] = MappingProxyType({}),
     special_tokens: bool = False,
+    continues: bool = False,
 ) -> list[int]:
     """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts, and
     ``tool_calls``. ``options``: further variables of the template, as JSON values. No text of any of them becomes a
     control token (``models.user_text``).
 
     ``special_tokens``: those of the tokenizer go around a text that does not begin with its start of text already, as
-    transformers' processors have it. Raises ``InvalidArgument`` where the template refuses the chat, for example for
-    its order of roles.
+    transformers' processors have it. ``continues``: the answer continues the last message, which is of text alone: the
+    ids end with that text as it is. Raises ``InvalidArgument`` where the template refuses the chat, for example for its
+    order of roles.
     """
 
-    def render(messages: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+    def written(messages: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
         *tools, options = others
-        given: dict[str, Any] = {"tools": tools or None, "tokenize": False, "add_generation_prompt": True, **options}
+        begins = {"add_generation_prompt": not continues}
+        given: dict[str, Any] = {"tools": tools or None, "tokenize": False, **begins, **options}
         try:
             return str(tokenizer.apply_chat_template(messages, **given))
         except TypeError:  # a template that adds a text to a message, for example Pixtral's to the system's
             return str(tokenizer.apply_chat_template([_text_alone(message) for message in messages], **given))
 
+    def render(messages: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+        if not continues:
+            return written(messages, others)
+        *before, last = messages  # templates trim texts, and end a message: it is put where its template has a mark
+        mark = secrets.token_hex(8)
+        begun, found, _ = written([*before, {**last, "content": _one_text(mark)}], others).rpartition(mark)
+        if not found:
+            raise InvalidArgument.of("messages", "the model's chat template does not show the last one")
+        return begun + "".join(part["text"] for part in last["content"])
+
     try:
         return encoded(tokenizer, chat, [*tools, dict(options)], render, special_tokens=special_tokens)
     except (TemplateError, TypeError) as error:  # a template that adds strings to a message's list of parts
         raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
+
+
+def _one_text(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _text_alone(message: dict[str, Any]) -> dict[str, Any]:

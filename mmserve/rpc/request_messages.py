@@ -69,6 +69,7 @@ def to_request(
         model=info.name,
         messages=tuple(_message(m, media) for m in message.messages),
         raw=message.raw,
+        continues=message.continue_final_message,
         template_options=message.template_options,
         sampling=_sampling(message.sampling, info),
         diffusion=diffusion,

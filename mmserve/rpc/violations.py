@@ -83,15 +83,28 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
                     videos += 1
                     yield from _wrong_media(part.video, f"{path}.video", limits)
                     yield from wrong_video_sampling(part.video.sampling, f"{path}.video.sampling", limits)
-    if message.messages[-1].role in (pb.ROLE_SYSTEM, pb.ROLE_ASSISTANT):
-        why = "must be ROLE_USER or ROLE_TOOL: the last message is the user's, or the result of a tool"
-        yield f"messages[{len(message.messages) - 1}].role", why
+    yield from _wrong_end(message)
     allowed = min(limits.max_images, info.max_images) if info.images else limits.max_images
     if images > allowed:
         yield "messages", f"must hold at most {allowed} images, not {images}"
     allowed = min(limits.max_videos, info.max_videos) if info.videos else limits.max_videos
     if videos > allowed:
         yield "messages", f"must hold at most {allowed} videos, not {videos}"
+
+
+def _wrong_end(message: pb.GenerateRequest) -> Wrong:
+    """What is wrong with the last message, after which the answer begins."""
+    last, path = message.messages[-1], f"messages[{len(message.messages) - 1}]"
+    if not message.continue_final_message:
+        if last.role in (pb.ROLE_SYSTEM, pb.ROLE_ASSISTANT):
+            why = "the last message is the user's, the result of a tool, or continued (continue_final_message)"
+            yield f"{path}.role", f"must be ROLE_USER or ROLE_TOOL: {why}"
+    elif message.raw:
+        yield "continue_final_message", "must be false with raw, whose answer continues the text"
+    elif last.role != pb.ROLE_ASSISTANT:
+        yield "continue_final_message", "must be false unless the last message is ROLE_ASSISTANT"
+    elif last.tool_calls or any(part.WhichOneof("part") != "text" for part in last.parts):
+        yield path, "must be of text alone: the answer continues it"
 
 
 def _wrong_media(item: pb.Image | pb.Video, path: str, limits: MediaConfig) -> Wrong:

@@ -110,7 +110,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision", "kv_reduction", "image_reuse", "tools", "tool_choice", "required_tool", "parallel_tool_calls", "raw", "slo_class", "adapter", "template_options", "allowed_tools")
+    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision", "kv_reduction", "image_reuse", "tools", "tool_choice", "required_tool", "parallel_tool_calls", "raw", "slo_class", "adapter", "template_options", "allowed_tools", "continue_final_message")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_TOOLS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     model: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     sampling: SamplingParams
@@ -147,7 +148,8 @@ class GenerateRequest(_message.Message):
     adapter: str
     template_options: str
     allowed_tools: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ..., kv_reduction: _Optional[_Union[KvReduction, _Mapping]] = ..., image_reuse: _Optional[_Union[ImageReuse, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., required_tool: _Optional[str] = ..., parallel_tool_calls: bool = ..., raw: bool = ..., slo_class: _Optional[str] = ..., adapter: _Optional[str] = ..., template_options: _Optional[str] = ..., allowed_tools: _Optional[_Iterable[str]] = ...) -> None: ...
+    continue_final_message: bool
+    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ..., kv_reduction: _Optional[_Union[KvReduction, _Mapping]] = ..., image_reuse: _Optional[_Union[ImageReuse, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., required_tool: _Optional[str] = ..., parallel_tool_calls: bool = ..., raw: bool = ..., slo_class: _Optional[str] = ..., adapter: _Optional[str] = ..., template_options: _Optional[str] = ..., allowed_tools: _Optional[_Iterable[str]] = ..., continue_final_message: bool = ...) -> None: ...
 
 class Tool(_message.Message):
     __slots__ = ("name", "description", "parameters_json_schema", "strict")

@@ -284,3 +284,19 @@ def test_broken_bytes_after_a_character_that_was_sent(data: bytes, text: str) ->
             stream = TextStream.restored(made, (), stream.state())
             deltas += [stream.push(np.array(tokens[: i + 1])) for i in range(cut, end)]
             assert "".join([*deltas, stream.finish()]) == stream.text == expected
+
+
+@pytest.mark.parametrize(("first", "text"), [("▁a", " ab"), ("b", "bb")])
+def test_a_text_that_continues_another_keeps_the_space_before_its_first_word(first: str, text: str) -> None:
+    made = byte_fallback()
+    tokens = np.array(made.convert_tokens_to_ids([first, "b"]))
+    for within in (False, True):
+        expected = text if within else text.lstrip()
+        for cut in range(3):
+            stream = TextStream(made, (), within=within)
+            deltas = [stream.push(tokens[: i + 1]) for i in range(cut)]
+            stream = TextStream.restored(made, (), stream.state(), within=within)
+            deltas += [stream.push(tokens[: i + 1]) for i in range(cut, 2)]
+            assert "".join([*deltas, stream.finish()]) == stream.text == expected
+    stopped = TextStream(made, (" a",), within=True)
+    assert stopped.push(tokens) + stopped.finish() == text.replace(" ab", "")

@@ -167,6 +167,7 @@ ELSEWHERE = {
     "stream.deltas": "",  # one answer is printed when it is whole
     "stream.snapshots": "",  # shown on a terminal
     "stream.drafts": "",  # for viewers: the playground shows them
+    "stream.prefilled": "",  # the usage of the whole answer has the same
 }
 #: Messages that one option reads as a whole, and what each of its fields is there.
 WHOLE = {

@@ -15,7 +15,7 @@ from mmserve.client import Client
 from mmserve.config import Config, resolve
 from mmserve.decode.schedulers import load_schedulers
 from mmserve.encode.decoding import DecodePool
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.http import attach
 from mmserve.models.names import served_names
 from mmserve.models.registry import load_model

@@ -17,7 +17,7 @@ from mmserve.config import EngineConfig, MediaConfig, resolve
 from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot
 from mmserve.core.request import Request, Stage
 from mmserve.decode.schedulers import Discrete
-from mmserve.engine import Engine, Stats
+from mmserve.engine.engine import Engine, Stats
 from mmserve.errors import MMServeError
 from mmserve.models.base import LoadedModel
 from mmserve.tiers.caches import Caches

@@ -17,7 +17,7 @@ from mmserve.core.handover import Ahead, Handover, Left, Saved
 from mmserve.core.payloads import PrefilledPayload
 from mmserve.core.progress import Progress
 from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, Stage, Streaming, TextPart
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.reference.tasks import TASKS, correct
 from mmserve.transfer.kv_coding import coded, decoded

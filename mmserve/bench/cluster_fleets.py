@@ -13,7 +13,7 @@ from mmserve.cluster.coordinator import Coordinator
 from mmserve.cluster.fleet import Fleet
 from mmserve.config import Config, EngineConfig, ModelConfig
 from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, TextPart
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.plan.pictures import picture
 
 #: Pixels of a picture's side.

@@ -22,7 +22,7 @@ from mmserve.bench.llama_cpp import LlamaCpp
 from mmserve.bench.measures import Figures, Progress, times_others
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.request import Diffusion, Message, Request, Sampling, TextPart
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.export.gguf import TYPES, write_gguf
 from mmserve.models.base import LoadedModel
 from mmserve.reference.evaluate import canvas, item

@@ -34,7 +34,7 @@ from mmserve.bench.settings import measured_config
 from mmserve.config import EngineConfig, MediaConfig, resolve
 from mmserve.core.events import Finished
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, Streaming, TextPart
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.models.names import shipped_folder

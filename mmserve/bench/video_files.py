@@ -30,7 +30,7 @@ from mmserve.encode.child import Planned
 from mmserve.encode.decoding import DecodePool
 from mmserve.encode.visual import Viewer
 from mmserve.encode.watching import Watching, clip_file
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.models.registry import load_model

@@ -29,6 +29,7 @@ from mmserve.core.request import Request, RequestId
 from mmserve.core.session import Asked
 from mmserve.core.stats import Stats
 from mmserve.encode.decoding import DecodePool
+from mmserve.engine.waiting import WaitingQueue
 from mmserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -39,7 +40,6 @@ from mmserve.errors import (
 )
 from mmserve.video.facts import Facts, adapter_of
 from mmserve.video.host import Parts
-from mmserve.waiting import WaitingQueue
 
 logger = logging.getLogger("mmserve.cluster")
 

@@ -20,9 +20,9 @@ from mmserve.core.handover import ROLES, Handover
 from mmserve.core.progress import Progress, Reached, StageEntered, StepTaken
 from mmserve.core.request import Request, RequestId, Stage
 from mmserve.core.samples import samples
+from mmserve.engine.waiting import WaitingQueue
 from mmserve.errors import Cancelled, Internal, MMServeError, Unavailable
 from mmserve.observe.logs import about
-from mmserve.waiting import WaitingQueue
 
 logger = logging.getLogger("mmserve.cluster")
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from mmserve.cluster.asking import Answers, ask_all
 from mmserve.cluster.workers import Worker
 from mmserve.core.cached import Block, alone, named
-from mmserve.prefixes import own
+from mmserve.engine.prefixes import own
 
 
 class ClusterKept:
     """``KeptLike`` of ``model``. Slow, for any thread: every call asks all ``workers`` and waits for them.
 
-    Raises ``Unavailable`` where there are none, and what ``mmserve.prefixes.Kept`` raises, with the name of the worker.
+    Raises ``Unavailable`` where there are none, and what ``engine.prefixes.Kept`` raises, with the name of the worker.
     ``dropped``: is called with the names of pages that no worker has any more.
     """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmserve.cluster.worker_streams import WorkerStreams, frame_of
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from mmserve.cluster.workers import Worker
 from mmserve.core.request import Request, Vision
 from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
+from mmserve.engine.request_state import Sink
 from mmserve.errors import Cancelled, MMServeError, Unavailable
-from mmserve.request_state import Sink
 from mmserve.video.base import Frame, Scope, Seen, StreamLost, StreamStats
 
 if TYPE_CHECKING:

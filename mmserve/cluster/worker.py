@@ -43,7 +43,7 @@ from mmserve.core.payloads import KVChunk, PrefilledPayload
 from mmserve.core.progress import Progress
 from mmserve.core.request import RequestId
 from mmserve.core.stats import Pass
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import Internal, MMServeError, TransferError
 from mmserve.models.base import LoadedModel
 from mmserve.observe import traces

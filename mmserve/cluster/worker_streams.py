@@ -19,9 +19,9 @@ from mmserve.core.request import Vision
 from mmserve.core.session import Asked, Memory
 from mmserve.core.stream_state import SeenState, StreamPayload
 from mmserve.core.tenant import Tenant
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
+from mmserve.engine.request_state import Sink
 from mmserve.errors import Cancelled, FailedPrecondition, MMServeError
-from mmserve.request_state import Sink
 from mmserve.video.base import Frame, Scope, Seen, StreamStats
 from mmserve.video.facts import standing_of
 from mmserve.video.reported import reported

@@ -74,7 +74,7 @@ def adapters_of(engine: EngineLike) -> AdaptersLike | None:
 
 
 class KeptLike(Protocol):
-    """What an engine keeps for later requests, as ``mmserve.prefixes.Kept`` has it; slow, for calls from any thread."""
+    """What an engine keeps for later requests, as ``engine.prefixes.Kept`` has it; slow, for calls from any thread."""
 
     def blocks(self) -> list[Block]: ...
 

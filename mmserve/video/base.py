@@ -16,7 +16,7 @@ from mmserve.errors import Unavailable
 if TYPE_CHECKING:  # the client knows these types without torch
     from torch import Tensor
 
-    from mmserve.request_state import Sink
+    from mmserve.engine.request_state import Sink
 
 
 class StreamLost(Unavailable):

@@ -17,7 +17,7 @@ from mmserve.config import Config, VideoConfig
 from mmserve.core.info import ModelInfo
 from mmserve.encode.decoders import Decoders
 from mmserve.encode.sampling import Sampler
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import Unimplemented
 from mmserve.observe.counters import SessionMetrics
 from mmserve.video.base import Streams

@@ -11,6 +11,7 @@ from functools import partial
 from mmserve.core.events import Event, Failed, Finished
 from mmserve.core.request import Request
 from mmserve.core.session import Asked, Moment
+from mmserve.engine.request_state import Sink
 from mmserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -19,7 +20,6 @@ from mmserve.errors import (
     MMServeError,
     ResourceExhausted,
 )
-from mmserve.request_state import Sink
 from mmserve.video import messages as m
 from mmserve.video.base import Scope
 from mmserve.video.clock import moments

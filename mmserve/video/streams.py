@@ -17,11 +17,11 @@ from mmserve.core.stream_state import StreamPayload
 from mmserve.core.tenant import Tenant
 from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.recompute import KEEPS_PROMPT
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
+from mmserve.engine.request_state import Sink
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
 from mmserve.prune import pruner_for
 from mmserve.prune.base import judged_by_decoder
-from mmserve.request_state import Sink
 from mmserve.video.base import Frame, Scope, Seen, StreamStats
 from mmserve.video.bounds import check_bytes, check_count
 from mmserve.video.facts import adapter_of, keeps_kv

@@ -22,7 +22,7 @@ from mmserve.assembly import BackgroundServer
 from mmserve.client import Client, DkvDecode, Finished, Result, Threshold
 from mmserve.config import Config, EngineConfig, MediaConfig, ServerConfig
 from mmserve.core.request import Stage, TextPart
-from mmserve.engine import Engine, Stats
+from mmserve.engine.engine import Engine, Stats
 from mmserve.errors import MMServeError
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.tasks import sample

@@ -27,7 +27,7 @@ from mmserve.core.cached import listing
 from mmserve.core.decisions import CHOICE, INSTRUCTION, YES_NO, Decision
 from mmserve.core.events import Failed, Finished
 from mmserve.core.request import Policy, Request, Stage
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidArgument, NotFound
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::ResourceWarning")]

@@ -29,7 +29,7 @@ from e2e_helpers import (
 )
 from harness import stages_of
 
-import mmserve.engine
+import mmserve.engine.engine
 from mmserve.client import AsyncClient, Client, Finished
 from mmserve.core.request import Request, Stage
 from mmserve.errors import Internal, MMServeError, ResourceExhausted
@@ -88,7 +88,7 @@ def test_who_would_wait_beyond_the_deadline_is_refused_at_once(small: Running, m
     """As measured, the engine ends a token a second; 24 are asked for by the one who waits already."""
     shed, due = small.engine.stats().shed, partial(once, small.address, timeout=20.0)
     monkeypatch.setattr(small.engine._queue, "_measured", Measured(work=10.0, seconds=10.0))
-    monkeypatch.setattr("mmserve.waiting.measured", lambda before, *_, **__: before)
+    monkeypatch.setattr("mmserve.engine.waiting.measured", lambda before, *_, **__: before)
     with gated(small.engine, monkeypatch) as gates, Client(small.address, timeout=50) as patient:
         assert due("idle").WhichOneof("event") == "finished"  # nobody is ahead: there is no wait
         gates.encode.close()
@@ -307,7 +307,7 @@ def test_a_bug_in_the_engines_own_thread_leaves_nobody_waiting(
     asked = [server.ask(f"live {i}") for i in range(4)]
     wait_for("all live", lambda: server.engine.stats().live == 4)
     wait_for("a worker that holds one", lambda: gate.waiting)
-    owner = {"schedule": mmserve.engine, "expire": server.engine._live, "_budgets": server.engine}[place]
+    owner = {"schedule": mmserve.engine.engine, "expire": server.engine._live, "_budgets": server.engine}[place]
     failed = fail_once(monkeypatch, owner, place)
     server.engine.cancel("nobody")  # wakes the engine
     errors = [failure(f) for f in asked]

@@ -18,7 +18,7 @@ from mmserve.constraint.compile.wire import CompileReply
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.core.events import Event, Finished
 from mmserve.core.request import ImagePart, Message, Request, TextPart
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import ResourceExhausted
 
 QUEUE = 8

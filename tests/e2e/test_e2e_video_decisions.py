@@ -29,7 +29,7 @@ from mmserve.client import (
     VideoSampling,
     YesNo,
 )
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.models.base import Attention
 from mmserve.tenants import TenantConfig
 from mmserve.v1 import decision_pb2, generation_pb2

@@ -19,7 +19,7 @@ from video_client import PATIENCE, picture, registries, sdk, video_server, wait_
 
 from mmserve.client import AsyncClient, Cancelled, Delta, FailedPrecondition, InvalidArgument, NotFound, VideoSession
 from mmserve.core.session import Alert
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 
 OPTIONS = {"max_new_tokens": 8, "tokens": True}
 

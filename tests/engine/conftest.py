@@ -9,7 +9,7 @@ import pytest
 from harness import Bench
 from kept_processes import constraint_processes_kept
 
-from mmserve.engine import Stats
+from mmserve.engine.engine import Stats
 from mmserve.models.base import LoadedModel
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 import mmserve.capabilities
 import mmserve.decode.propose
 import mmserve.decode.runner
-import mmserve.engine
+import mmserve.engine.engine
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.constraint import ConstraintSpec, Regex
@@ -33,7 +33,7 @@ from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.logits import Logits
 from mmserve.decode.recompute import FULL_ATTENTION, RECOMPUTE
 from mmserve.decode.recompute.none import NoCache
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import (
     Cancelled,
     ConfigError,
@@ -476,7 +476,7 @@ def test_a_request_can_be_cancelled_at_every_stage(bench: Make, stage: Stage) ->
 def test_a_deadline_ends_a_request_at_every_stage(bench: Make, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
-    monkeypatch.setattr(mmserve.engine, "time", clock)
+    monkeypatch.setattr(mmserve.engine.engine, "time", clock)
     b = bench(decode_tokens=1, encode_batch=1)
     call = hold(b, stage, ask("victim", max_new_tokens=32, deadline=time.monotonic() + 500))
     ahead[0] = 1000.0

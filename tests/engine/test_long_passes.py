@@ -15,8 +15,8 @@ from helpers import ask, tiny_model
 
 from mmserve.config import EngineConfig, resolve
 from mmserve.core.request import Policy, Request
+from mmserve.engine.workers import Workers
 from mmserve.models.base import Attention
-from mmserve.workers import Workers
 
 Make = Callable[..., Bench]
 #: Rows of a batch; a long request has more in each pass, a short one less.

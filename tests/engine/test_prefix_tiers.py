@@ -17,11 +17,11 @@ from helpers import ask, picture
 from llama_checkpoints import Sighted, llama, load, save
 from qwen_checkpoints import MASK_ID, qwen, save_sdar
 
-from mmserve import prefixes
 from mmserve.config import EncoderCacheConfig, KVCacheConfig
 from mmserve.core.cached import Label, listing
 from mmserve.core.events import Finished
 from mmserve.core.request import Policy, Request, Stage
+from mmserve.engine import prefixes
 from mmserve.errors import Cancelled, FailedPrecondition
 from mmserve.kv.pool import PagePool
 from mmserve.models.base import LoadedModel

@@ -14,7 +14,7 @@ from harness import PATIENCE, Bench, eventually
 from helpers import ask, dkv, picture, sure_above, threshold, tiny_model
 
 import mmserve.decode.propose
-import mmserve.engine
+import mmserve.engine.engine
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot
 from mmserve.core.request import Policy, Request
@@ -239,7 +239,7 @@ def test_a_request_ends_with_all_of_its_samples(
 ) -> None:
     """While a worker holds some of them and others wait; nothing of any stays, and one error is told."""
     ahead = [0.0]
-    monkeypatch.setattr(mmserve.engine, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
+    monkeypatch.setattr(mmserve.engine.engine, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
     b = bench(max_pending_per_stage=2, max_running=2)
     gate = b.gate(stage)
     request = several(drawn("r", deadline=time.monotonic() + 500 if how == "deadline" else None), 4)

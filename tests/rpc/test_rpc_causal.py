@@ -12,7 +12,7 @@ from llama_checkpoints import Sighted, load
 
 from mmserve.client import Client, Delta, DkvDecode, DkvGreedy, EarlyCommit, Finished, SeedCanvas, Snapshot
 from mmserve.config import EngineConfig, MediaConfig, resolve
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import LoadedModel
 

@@ -32,7 +32,7 @@ from mmserve.client import (
 from mmserve.config import EngineConfig, MediaConfig, resolve
 from mmserve.core.request import Policy
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel
 

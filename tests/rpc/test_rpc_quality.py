@@ -12,7 +12,7 @@ from echo_server import EchoEngine, model_info, threaded
 from mmserve.client import Client, HeavyHitters, LegoLink, Measured, Pair, Threshold, Tuning
 from mmserve.config import EngineConfig, MediaConfig, resolve
 from mmserve.core.request import Policy
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.v1 import generation_pb2 as pb

@@ -14,7 +14,7 @@ from echo_server import EchoEngine, served, threaded
 from video_client import PATIENCE, Raw, ask, image, registries, sdk, video_engine, video_server, wait_for
 
 from mmserve.config import Config
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import (
     DeadlineExceeded,
     FailedPrecondition,

@@ -13,7 +13,7 @@ from echo_server import threaded
 from video_client import PATIENCE, Raw, ask, image, picture, sdk, video_engine, wait_for
 
 from mmserve.client import VideoSession
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import FailedPrecondition, InvalidArgument, MMServeError, NotFound, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.registry import Registry

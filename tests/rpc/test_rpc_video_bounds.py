@@ -10,7 +10,7 @@ from video_client import PATIENCE, Raw, held, image, video_engine, video_server,
 
 from mmserve.config import Config
 from mmserve.core.session import Memory
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import InvalidArgument, ResourceExhausted
 from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb

@@ -19,7 +19,7 @@ from video_client import PATIENCE, Raw, ask, held, image, sdk, video_engine, vid
 
 from mmserve.config import Config
 from mmserve.core.request import Request
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from mmserve.rpc import status, video_questions
 from mmserve.rpc import video as rpc_video

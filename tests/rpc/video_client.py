@@ -18,7 +18,7 @@ from streaming import streaming_model
 
 from mmserve.client import Client
 from mmserve.config import Config, EngineConfig, MediaConfig, ServerConfig, VideoConfig, resolve
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.errors import MMServeError
 from mmserve.models.base import LoadedModel
 from mmserve.reference.scenes import png

@@ -15,11 +15,11 @@ from mmserve.core.plan import Budgets, Entry
 from mmserve.core.request import Message, Request, Sampling, Stage, TextPart
 from mmserve.core.slo import SLO
 from mmserve.core.tenant import Tenant
+from mmserve.engine.waiting import WaitingQueue
 from mmserve.errors import ConfigError, ResourceExhausted
 from mmserve.schedule.deadlines import LATEST_SECONDS, USUAL_PER_TOKEN, due, pace
 from mmserve.schedule.expected_wait import Measured
 from mmserve.schedule.scheduler import schedule
-from mmserve.waiting import WaitingQueue
 
 ALL = frozenset({"constrain", "load", "tokenize", "encode", "prefill", "decode"})
 BUDGETS = Budgets(

@@ -14,7 +14,7 @@ from mmserve.bench.generation import TASK, _request, generated
 from mmserve.bench.in_process import ask_all
 from mmserve.config import EngineConfig, MediaConfig, ModelConfig, resolve
 from mmserve.core.request import Diffusion
-from mmserve.engine import Engine
+from mmserve.engine.engine import Engine
 from mmserve.export.gguf import write_gguf
 from mmserve.models.base import LoadedModel
 from mmserve.models.decoder import dense_attention

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mmserve.core.cached import Block, Label
+from mmserve.engine.prefixes import Prefixes
 from mmserve.kv.pool import PagePool
 from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.table import PageTable
-from mmserve.prefixes import Prefixes
 
 NO_ROWS = np.empty(0, np.int64)
 

@@ -22,7 +22,7 @@ from mmserve.core.request import (
     TextPart,
     advance,
 )
-from mmserve.request_state import open_group
+from mmserve.engine.request_state import open_group
 
 LIFE = [
     Stage.QUEUED,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmserve.core.isolation import run_isolated
-from mmserve.workers import InlineWorker, ThreadWorker
+from mmserve.engine.workers import InlineWorker, ThreadWorker
 
 
 class Broken(Exception):

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from mmserve.config import EngineConfig
+from mmserve.engine.request_state import MEDIA_WORKERS, WORKERS
 from mmserve.priority import lower_priority
-from mmserve.request_state import MEDIA_WORKERS, WORKERS
 
 Job = Callable[[], None]
 #: How long a job that gives way waits for a next one after each that it has let run (seconds): mostly the next step of

@@ -15,12 +15,12 @@ from mmserve.core.handover import NEXT_ROLE, ROLES, Ahead, Handover, Left, Saved
 from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import CanvasPayload, KVChunk
 from mmserve.core.request import Stage
+from mmserve.engine.live import LiveRequests, typed
+from mmserve.engine.request_state import RequestState, Sink, open_group
 from mmserve.errors import MMServeError, Unavailable, Unimplemented
 from mmserve.kv.ahead import Incoming
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
-from mmserve.live import LiveRequests, typed
-from mmserve.request_state import RequestState, Sink, open_group
 from mmserve.stages import Stages
 
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from mmserve.core.events import Failed
 from mmserve.core.request import TERMINAL, RequestId, Stage, advance
 from mmserve.core.samples import samples
+from mmserve.engine.request_state import RequestState
+from mmserve.engine.waiting import WaitingQueue
 from mmserve.errors import Cancelled, DeadlineExceeded, Internal, MMServeError
 from mmserve.kv.pool import PagePool
 from mmserve.observe.logs import about
-from mmserve.request_state import RequestState
 from mmserve.stages import Stages
-from mmserve.waiting import WaitingQueue
 
 logger = logging.getLogger("mmserve.engine")
 

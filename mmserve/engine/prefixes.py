@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from mmserve.core.cached import Block, Label, alone, named
 from mmserve.core.request import TERMINAL, RequestId
+from mmserve.engine.request_state import RequestState
 from mmserve.errors import FailedPrecondition
 from mmserve.kv.pool import PagePool
 from mmserve.kv.prefix_tier import Fetched, PrefixTier
-from mmserve.request_state import RequestState
 from mmserve.tiers.memory import TensorCache
 
 logger = logging.getLogger("mmserve.engine")

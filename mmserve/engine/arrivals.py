@@ -8,13 +8,13 @@ from dataclasses import replace
 from mmserve.core.handover import Handover
 from mmserve.core.payloads import KVChunk, PrefilledPayload
 from mmserve.core.request import Request, RequestId
+from mmserve.engine.migration import Migration
+from mmserve.engine.outcomes import StageOutcomes
+from mmserve.engine.request_state import Sink
+from mmserve.engine.waiting import WaitingQueue
 from mmserve.errors import TransferError
 from mmserve.kv.ahead import Incoming
-from mmserve.migration import Migration
-from mmserve.outcomes import StageOutcomes
-from mmserve.request_state import Sink
 from mmserve.stages import Stages
-from mmserve.waiting import WaitingQueue
 
 
 class Arrivals:

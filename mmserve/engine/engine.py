@@ -16,7 +16,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
-from mmserve.arrivals import Arrivals
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.constraint import CheckedConstraint
 from mmserve.core.encoded import Encoded
@@ -28,21 +27,22 @@ from mmserve.core.request import Request, RequestId, Stage
 from mmserve.core.stats import Pass, Stats
 from mmserve.decode.schedulers import Discrete
 from mmserve.encode.decoders import Decoders
+from mmserve.engine.arrivals import Arrivals
+from mmserve.engine.live import LiveRequests
+from mmserve.engine.migration import Migration
+from mmserve.engine.outcomes import StageOutcomes
+from mmserve.engine.prefixes import Kept, Prefixes
+from mmserve.engine.request_state import ClientSink, RequestState, Sink, open_group, pass_size
+from mmserve.engine.waiting import WaitingQueue
+from mmserve.engine.workers import Workers
 from mmserve.errors import Cancelled, ConfigError, Internal, MMServeError, Unavailable
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
-from mmserve.live import LiveRequests
-from mmserve.migration import Migration
 from mmserve.models.adapters import Adapters
 from mmserve.models.base import Model
-from mmserve.outcomes import StageOutcomes
-from mmserve.prefixes import Kept, Prefixes
-from mmserve.request_state import ClientSink, RequestState, Sink, open_group, pass_size
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import EncodedPrompt, Stages
 from mmserve.tiers.caches import Caches
-from mmserve.waiting import WaitingQueue
-from mmserve.workers import Workers
 
 logger = logging.getLogger("mmserve.engine")
 

@@ -10,14 +10,14 @@ from mmserve.config import EngineConfig
 from mmserve.core.events import Delta, Prefilled
 from mmserve.core.handover import Handover
 from mmserve.core.request import TERMINAL, Stage
+from mmserve.engine.live import LiveRequests, typed
+from mmserve.engine.migration import Migration
+from mmserve.engine.prefixes import Prefixes
+from mmserve.engine.request_state import RequestGroup, RequestState
+from mmserve.engine.waiting import WaitingQueue
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
-from mmserve.live import LiveRequests, typed
-from mmserve.migration import Migration
-from mmserve.prefixes import Prefixes
-from mmserve.request_state import RequestGroup, RequestState
 from mmserve.stages import EncodedPrompt, Stages
-from mmserve.waiting import WaitingQueue
 
 
 class StageOutcomes:

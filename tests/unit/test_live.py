@@ -10,9 +10,9 @@ import pytest
 from helpers import ask
 
 from mmserve.core.events import Failed
+from mmserve.engine.live import LiveRequests
+from mmserve.engine.request_state import RequestState, open_group
 from mmserve.errors import Cancelled
-from mmserve.live import LiveRequests
-from mmserve.request_state import RequestState, open_group
 
 #: Of a request with two samples, the second is still where both began, and the first has come back from elsewhere.
 FIRST, SECOND = ask("x"), ask("x.1")

@@ -17,9 +17,9 @@ POLICIES = ("prune", "kv/reduction", "kv/reuse", "decode/recompute", "decode/com
 #: Files of a policy package that are not policies: the protocol, and the table of names.
 SHARED = ("base.py", "__init__.py")
 
-#: Packages and modules of mmserve from the lowest floor up: each imports its own floor and those below. The engine's
-#: floor is the stages, their workers and the loop.
-FLOORS = (
+#: Packages and modules of mmserve from the lowest layer up: each imports its own layer and those below. The engine's
+#: layer is the stages, their workers and the loop.
+LAYERS = (
     ("errors",),
     ("core", "v1", "cores", "memory", "priority"),
     ("wire",),
@@ -90,17 +90,17 @@ def test_the_reader_of_imports_sees_every_form() -> None:
     assert not _within("torchvision", ("torch",))
 
 
-def test_no_floor_imports_a_higher_one() -> None:
-    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+def test_no_layer_imports_a_higher_one() -> None:
+    layer = {name: number for number, names in enumerate(LAYERS) for name in names}
     offences = set[str]()
     for path in _files(PACKAGE):
         own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if own == "__init__":
             continue
-        assert own in floor, f"mmserve.{own} has no floor: put it into FLOORS"
+        assert own in layer, f"mmserve.{own} has no layer: put it into LAYERS"
         for module in imports(path):
             parts = module.split(".")
-            if parts[0] == "mmserve" and len(parts) > 1 and floor.get(parts[1], -1) > floor[own]:
+            if parts[0] == "mmserve" and len(parts) > 1 and layer.get(parts[1], -1) > layer[own]:
                 offences.add(f"{_module(path)} imports mmserve.{parts[1]}")
     assert offences == set()
 

@@ -1,6 +1,6 @@
-"""Standing questions about a video, to a CSV: ``python samples/alerts.py FILM.mp4 "Is there a red circle?" ...``.
+"""Alerts of standing questions about a video, as CSV: ``python samples/alerts.py FILM.mp4 "Is there a red circle?"``.
 
-Prints a line each time that the answer to one of the questions turns to yes, or back.
+Prints a line each time that the answer to a question changes to yes or back to no.
 """
 
 import argparse
@@ -10,21 +10,23 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from mmserve.client import Alert, Client
+from mmserve.client import Alert, Client, ConfigError, MMServeError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Push the film, write its alerts."""
-    parser = argparse.ArgumentParser(description="Standing questions about a video, to a CSV.")
+    """Push the video, and write the alerts."""
+    parser = argparse.ArgumentParser(description="Write the alerts of standing questions about a video as CSV.")
     parser.add_argument("film", type=Path)
     parser.add_argument("question", nargs="+", help="answered by yes or no, about each frame")
     parser.add_argument("--server", help="HOST:PORT")
     parser.add_argument("--model", help="a model that takes sessions")
-    parser.add_argument("--rate", type=float, default=1.0, help="frames a second that are looked at (default: 1)")
-    parser.add_argument("--on", type=float, help="probability at which an answer turns to yes")
-    parser.add_argument("--off", type=float, help="probability at which it turns back")
-    parser.add_argument("--realtime", action="store_true", help="push the file as fast as it plays")
+    parser.add_argument("--rate", type=float, default=1.0, help="frames a second that the model sees (default: 1)")
+    parser.add_argument("--on", type=float, help="probability at which an answer becomes yes")
+    parser.add_argument("--off", type=float, help="probability at which it becomes no again")
+    parser.add_argument("--realtime", action="store_true", help="push the file in real time")
     asked = parser.parse_args(arguments)
+    if not asked.film.is_file():
+        parser.error(f"there is no file {asked.film}")
     table, lock = csv.writer(sys.stdout), threading.Lock()
     table.writerow(["seconds", "question", "true", "probability", "mass"])
 
@@ -42,4 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (ConfigError, MMServeError) as error:
+        sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""Ask about a picture: ``python samples/ask_about_a_picture.py [HOST:PORT]`` (``mmserve serve`` runs there).
+"""Ask about a picture: ``python samples/ask_about_a_picture.py [HOST:PORT]`` (needs a running ``mmserve serve``).
 
 Draws a scene, uploads it once, asks several questions about it and prints the answers.
 """
@@ -6,7 +6,7 @@ Draws a scene, uploads it once, asks several questions about it and prints the a
 import random
 import sys
 
-from mmserve.client import Client, Threshold
+from mmserve.client import Client, ConfigError, MMServeError, Threshold
 from mmserve.reference.images import FIELDS, scene_json
 from mmserve.reference.scenes import draw_scene
 
@@ -25,4 +25,7 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "localhost:50051")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "localhost:50051")
+    except (ConfigError, MMServeError) as error:
+        sys.exit(str(error))

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import av
 from PIL import Image
 
-from mmserve.client import Client, MMServeError, VideoSession
+from mmserve.client import Client, ConfigError, MMServeError, VideoSession
 
 #: What FFmpeg may use to reach a source, by its scheme.
 PROTOCOLS = {
@@ -69,7 +69,7 @@ def checked(source: str, allowed: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{source!r} is neither a device, nor a file, nor a network address")
         return {"protocol_whitelist": "file"}
     if scheme not in PROTOCOLS:
-        raise ValueError(f"{scheme} is none of {', '.join(PROTOCOLS)}")
+        raise ValueError(f"{scheme} is not one of {', '.join(PROTOCOLS)}")
     host = urlsplit(source).hostname or ""
     if host not in allowed:
         raise ValueError(f"the host {host!r} is not allowed; name it with --allow {host}")
@@ -94,8 +94,11 @@ def _watch(session: VideoSession, asked: argparse.Namespace, options: dict[str, 
                 return
             session.push(picture)
     except (MMServeError, av.error.FFmpegError) as error:
-        print(f"the camera stops: {error}", file=sys.stderr)
+        print(f"the camera stopped: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (ConfigError, MMServeError) as error:
+        sys.exit(str(error))

@@ -6,7 +6,7 @@ The server batches them; each answer is the same as if it had been asked alone.
 import asyncio
 import sys
 
-from mmserve.client import AsyncClient
+from mmserve.client import AsyncClient, ConfigError, MMServeError
 from mmserve.reference.evaluate import item, shown
 from mmserve.reference.tasks import correct
 
@@ -24,4 +24,7 @@ async def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "localhost:50051"))
+    try:
+        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "localhost:50051"))
+    except (ConfigError, MMServeError) as error:
+        sys.exit(str(error))

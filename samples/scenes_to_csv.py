@@ -1,7 +1,7 @@
-"""Pictures of scenes to a table: ``python samples/scenes_to_csv.py [HOST:PORT] > shapes.csv``.
+"""Convert images of scenes to a table: ``python samples/scenes_to_csv.py [HOST:PORT] > shapes.csv``.
 
-Draws scenes and asks for each of them as JSON under a schema. Every answer is valid, so nothing here has to check one;
-how many scenes are right in every detail is printed at the end.
+Draws scenes and asks for each of them as JSON under a schema. Every answer is valid under the schema, so
+the program does not check it; the number of completely correct scenes is printed at the end.
 """
 
 import csv
@@ -9,7 +9,7 @@ import random
 import sys
 from typing import Any
 
-from mmserve.client import Client, Options, Threshold
+from mmserve.client import Client, ConfigError, MMServeError, Options, Threshold
 from mmserve.reference.images import FIELDS, scene_json
 from mmserve.reference.scenes import COLORS, COLUMNS, KINDS, MAX_SHAPES, ROWS, SIZES, draw_scene
 
@@ -50,4 +50,7 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "localhost:50051")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "localhost:50051")
+    except (ConfigError, MMServeError) as error:
+        sys.exit(str(error))

@@ -14,7 +14,7 @@ from typing import Any
 import av
 from PIL import Image, ImageDraw
 
-from mmserve.client import Client, MMServeError, Question, VideoSession
+from mmserve.client import Client, ConfigError, MMServeError, Question, VideoSession
 
 FRAME_HEIGHT = 360
 
@@ -28,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("answers"), help="folder for pictures (default: answers)")
     parser.add_argument("--at-once", action="store_true", help="push the file as fast as the server takes it")
     asked = parser.parse_args(arguments)
+    if not asked.film.is_file():
+        parser.error(f"there is no file {asked.film}")
     asked.out.mkdir(parents=True, exist_ok=True)
     with Client(asked.server) as client, client.video_session(model=asked.model, rate=2.0) as session:
         playing = threading.Thread(target=_play, args=(session, asked.film, not asked.at_once), daemon=True)
@@ -50,7 +52,7 @@ def _play(session: VideoSession, film: Path, realtime: bool) -> None:
     try:
         session.push_file(film, realtime=realtime, segment_seconds=1.0)
     except MMServeError as error:
-        print(f"the film stops: {error}", file=sys.stderr)
+        print(f"the video stops: {error}", file=sys.stderr)
 
 
 def _answer(question: Question, text: str, film: Path, name: Path) -> None:
@@ -92,4 +94,7 @@ def annotated(image: Image.Image, text: str) -> Image.Image:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (ConfigError, MMServeError) as error:
+        sys.exit(str(error))

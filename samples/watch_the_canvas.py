@@ -1,4 +1,4 @@
-"""Watch a canvas fill in: ``python samples/watch_the_canvas.py OUT.gif [HOST:PORT]`` (``mmserve serve`` runs there).
+"""Watch a canvas fill in: ``python samples/watch_the_canvas.py OUT.gif [HOST:PORT]``.
 
 Draws a scene, asks for it as JSON, and writes the scene beside every snapshot of the canvas as an animated GIF.
 """
@@ -8,7 +8,7 @@ import sys
 
 from PIL import Image, ImageDraw, ImageFont
 
-from mmserve.client import Client, Finished, Snapshot, Threshold
+from mmserve.client import Client, ConfigError, Finished, MMServeError, Snapshot, Threshold
 from mmserve.reference.scenes import PICTURE, draw_scene
 
 WIDTH, LINE, MARGIN, OPEN_WIDTH = 430, 22, 16, 9
@@ -56,4 +56,7 @@ def main(out: str, target: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "localhost:50051")
+    try:
+        main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "localhost:50051")
+    except (ConfigError, MMServeError) as error:
+        sys.exit(str(error))

@@ -10,50 +10,57 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Container
 from importlib import import_module
 from types import ModuleType
 
 import mmserve
 from mmserve.errors import ConfigError, MMServeError
-from mmserve.observe.logs import configure
 
-#: Subcommand to the module that has ``add_arguments(parser)`` and ``run(arguments) -> exit code``.
+#: Commands with one line on each. The module of a command has ``add_arguments(parser)`` and ``run(arguments) -> exit
+#: code``; its name is that of the command, with ``_`` for ``-``.
 COMMANDS = {
-    "serve": "mmserve.cli.serve",
-    "demo": "mmserve.cli.demo",
-    "generate": "mmserve.cli.generate",
-    "decide": "mmserve.cli.decide",
-    "models": "mmserve.cli.models",
-    "adapters": "mmserve.cli.adapters",
-    "cache": "mmserve.cli.cache",
-    "tune": "mmserve.cli.tune",
-    "calibrate": "mmserve.cli.calibrate",
-    "train-filter": "mmserve.cli.train_filter",
-    "plan": "mmserve.cli.plan",
-    "export": "mmserve.cli.export",
-    "bench": "mmserve.cli.bench",
-    "completion": "mmserve.cli.completion",
+    "serve": "Serve models over gRPC, and optionally over HTTP, until SIGTERM or Ctrl-C.",
+    "demo": "Start a server with the bundled model, ask it about newly drawn images and clips, and check its answers.",
+    "generate": "Ask one question, with or without images and videos, and print the answer.",
+    "decide": "Answer typed questions about a context with probabilities, without generating text.",
+    "models": "List the models of a server with what they support and their limits; load and unload models.",
+    "adapters": "List, load and drop adapters (LoRA) of a model.",
+    "cache": "List, pin, unpin and drop cached prompts and images of a server, or prefill a prompt in advance.",
+    "tune": "Measure which decode policies are fastest on a model's prompts, and write them to its policy.json.",
+    "calibrate": "Fit the probabilities of typed questions to known answers, and write the model's decisions.json.",
+    "train-filter": "Train the filter of the commit policy 'learned' on a model's own answers.",
+    "plan": "Plan a cluster: measure the costs of stages, and find the layout of workers with the highest goodput.",
+    "export": "Write a model as a GGUF file for llama.cpp.",
+    "bench": "Run a benchmark and print its figures.",
+    "completion": 'Print the completion script of a shell, as in eval "$(mmserve completion bash)".',
 }
 
 
-def build_parser() -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
-    """The parser of every command, and the commands' modules by name."""
+def build_parser(names: Container[str] = COMMANDS) -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
+    """The parser of every command, and the modules by name of those in ``names``; others have no options."""
     parser = argparse.ArgumentParser(prog="mmserve", description=mmserve.__doc__)
     parser.add_argument("--version", action="version", version=f"mmserve {mmserve.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = {name: import_module(path) for name, path in COMMANDS.items()}
-    for name, module in modules.items():
-        summary = (module.__doc__ or "").splitlines()[0]
+    modules: dict[str, ModuleType] = {}
+    for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        module.add_arguments(command)
-        command.add_argument("-v", "--verbose", action="store_true", help="log more")
+        if name in names:
+            modules[name] = import_module(f"mmserve.cli.{name.replace('-', '_')}")
+            modules[name].add_arguments(command)
+            command.add_argument("-v", "--verbose", action="store_true", help="log at level DEBUG")
     return parser, modules
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
-    parser, modules = build_parser()
-    arguments = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    parser, modules = build_parser(argv[:1])  # imports the module of this command and no other
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unknown arguments: {' '.join(unknown)}; see mmserve {arguments.command} --help")
+    from mmserve.observe.logs import configure  # after `--help` has ended
+
     form = getattr(arguments, "log_format", "text")
     configure(logging.DEBUG if arguments.verbose else _level(arguments.command), form)
     try:
@@ -64,10 +71,11 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 1
     except (ConfigError, MMServeError, OSError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         if form == "json":
-            logging.getLogger("mmserve").error("%s", error)
+            logging.getLogger("mmserve").error("%s", text)
         else:
-            print(f"mmserve {arguments.command}: {error}", file=sys.stderr)
+            print(f"mmserve {arguments.command}: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

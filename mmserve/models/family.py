@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken
@@ -24,8 +24,9 @@ from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, Layout, layout_of
 from mmserve.models.picture import VisionEncoder
-from mmserve.models.towers import load_vision
-from mmserve.models.vision import LlavaVision
+
+if TYPE_CHECKING:
+    from mmserve.models.vision import LlavaVision
 
 END_OF_TURN = "<|eot_id|>"
 #: What ends a turn in the chat formats of Llama 3 and LLaDA, of Qwen (ChatML), of Gemma and of Phi.
@@ -77,6 +78,8 @@ def load_family(
         checkpoint.weights.leave(f"{TOWER}*", f"{PROJECTOR}*", NEWLINE)  # the configuration names no tower
     seeing = vision(decoder) if vision is not None else None
     if images and seeing is None:
+        from mmserve.models.towers import load_vision  # three seconds of transformers, which text models do not need
+
         seeing = llava = load_vision(checkpoint, config.hidden_size, target)
         _check_frame_text(keys, tokenizer, llava)
     checkpoint.weights.check_all_read()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def test_the_command_line_is_read_without_torch() -> None:
     program = (
@@ -13,3 +15,20 @@ def test_the_command_line_is_read_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [
+        ("--help", ("asyncio", "grpc", "mmserve.client", "numpy", "PIL")),
+        ("generate --help", ("av", "mmserve.reference", "mmserve.cli.demo")),
+    ],
+)
+def test_a_command_imports_what_it_needs_alone(arguments: str, unwanted: tuple[str, ...]) -> None:
+    program = (
+        "import sys\nfrom mmserve.cli import main\n"
+        f"try:\n    main({arguments.split()!r})\nexcept SystemExit:\n"
+        f"    print([name for name in {unwanted!r} if name in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n" and "usage: mmserve" in done.stdout

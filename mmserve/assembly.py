@@ -46,8 +46,8 @@ def load_engines(config: Config, cache: Caches | None = None) -> Iterator[Engine
         )
         engine_config = fitted(config.engine, model, model.device)
         engine = Engine(model, engine_config, config.media, schedulers, cache, decoders)
-        logger.info("%s takes requests of %d tokens", model.spec.name, engine.info.max_tokens)
-        logger.info("kernels of %s: %s", model.spec.name, _summary(engine.info.kernels))
+        logger.info("%s: at most %d tokens in a request", model.spec.name, engine.info.max_tokens)
+        logger.info("%s: kernels: %s", model.spec.name, _summary(engine.info.kernels))
         yield engine
 
 

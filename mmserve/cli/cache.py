@@ -9,6 +9,7 @@ from dataclasses import asdict
 from mmserve.cli.options import add_common, asked_model, connected, print_json
 from mmserve.client import Client
 from mmserve.core.cached import KINDS, TIERS, CacheEntry
+from mmserve.errors import ConfigError, NotFound
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do one thing, and print its result."""
+    if arguments.what != "list" and not (arguments.names or arguments.image):
+        needed = "a prompt" if arguments.what == "warm" else "ids of entries, which `mmserve cache list` lists"
+        raise ConfigError(f"{arguments.what} needs {needed}")
     with connected(arguments) as client:
         if arguments.what == "list":
             return _list(arguments, client)
@@ -41,7 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
             return _warm(arguments, client)
         act = {"pin": client.cache.pin, "unpin": client.cache.unpin, "drop": client.cache.drop}[arguments.what]
         entries = client.cache.list(asked_model(arguments)).entries
-        found = act(_chosen(entries, arguments.names))
+        chosen = _chosen(entries, arguments.names)
+        if not chosen:
+            raise NotFound(f"no entry begins with {' or '.join(arguments.names)}; `mmserve cache list` lists them")
+        found = act(chosen)
     print_json({"blocks": found}) if arguments.json else print(f"{arguments.what}: {found} blocks")
     return 0 if found else 1
 

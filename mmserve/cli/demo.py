@@ -66,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.video:
         return demo_video.run(arguments)
     printer = _Printer(quiet=arguments.json)
-    printer.line("Loading the server …")
     items: list[Item] = []
     model = asked_model(arguments)
     with connected(arguments) as client:

@@ -93,7 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.server or arguments.config or arguments.model):
         arguments.model = ["bundled-causal"]
     show = _Lines(quiet=arguments.json)
-    show.line("Loading the server …")
     with connected(arguments) as client:
         client.wait_ready(timeout=60)
         show.line(f"Serving on {client.target}. {arguments.seconds} s of newly drawn scenes, one frame a second:")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mmserve.cli.options import show_progress
 from mmserve.errors import ConfigError
 
 #: As ``mmserve.export.gguf.TYPES``, which loads torch.
@@ -21,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load the model in fp32, and write it."""
+    if not arguments.out.parent.is_dir():
+        raise ConfigError(f"--out: there is no folder {arguments.out.parent}")
+    show_progress(f"Loading {arguments.model}")
     from mmserve.config import ModelConfig
     from mmserve.export.gguf import write_gguf
     from mmserve.models.base import LoadedModel

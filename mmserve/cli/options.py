@@ -198,9 +198,11 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
         with Client(at.target, token=at.token, tls=at.tls, reconnect_seconds=_RECONNECT_SECONDS) as client:
             yield client
         return
+    settings = any_port(read_config(arguments))
+    show_progress("Starting a server; this takes some seconds (--server HOST:PORT uses a running one)")
     from mmserve.assembly import BackgroundServer  # loads torch: not needed to ask a running server
 
-    with BackgroundServer(any_port(read_config(arguments))) as server, Client(server.address) as client:
+    with BackgroundServer(settings) as server, Client(server.address) as client:
         yield client
 
 

@@ -13,15 +13,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mmserve
 from mmserve.check import check
 from mmserve.cli.options import add_config, print_json, read_config, read_tables
 from mmserve.config import Config
+from mmserve.config.ports import try_port
 from mmserve.errors import ConfigError
 from mmserve.http import attach
 from mmserve.models.names import HUB, local_folder, served_names
 from mmserve.observe.logs import FORMATS
 from mmserve.rpc.engines import EngineLike
 from mmserve.settle import settle
+
+logger = logging.getLogger("mmserve")
 
 if TYPE_CHECKING:  # these import torch
     from mmserve.cli.clustered import Clustered
@@ -67,6 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
     for model in settings.models:
         if not model.path.startswith(HUB):
             local_folder(model.path)  # a folder that is not there is reported before anything listens
+    server = settings.server
+    for host, key in ((server.host, "port"), (server.host, "http_port"), (server.metrics_host, "metrics_port")):
+        if port := getattr(server, key):
+            try_port(host, port, key)  # a port in use is reported before PyTorch is imported
+    logger.info("mmserve %s: importing PyTorch", mmserve.__version__)
     source: _Local | Clustered = _Local(settings)
     if arguments.cluster:
         from mmserve.cli.clustered import Clustered
@@ -98,13 +107,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     """Print what is in order and what is not; exit code 0 where everything is in order."""
-    findings = list(check(*read_tables(arguments)))
-    problems = [finding for finding in findings if finding.problem]
+    findings = []
+    for finding in check(*read_tables(arguments)):
+        findings.append(finding)
+        if not arguments.json:
+            print(f"{finding.part}: {finding.problem or 'ok'}", flush=True)  # as they come: PyTorch takes seconds
+    problems = any(finding.problem for finding in findings)
     if arguments.json:
         print_json({"ok": not problems, "findings": [asdict(finding) for finding in findings]})
-        return 1 if problems else 0
-    for finding in findings:
-        print(f"{finding.part}: {finding.problem or 'ok'}")
     return 1 if problems else 0
 
 

@@ -110,6 +110,8 @@ def _channel_options(tls: TLS | None) -> list[tuple[str, int | str]]:
 #: How often a server is asked whether it is ready, and how long its reply may take (seconds).
 POLL_SECONDS = 0.1
 _CHECK_SECONDS = 5.0
+#: How gRPC's messages begin where no connection was made.
+_NOT_CONNECTED = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
 #: How often a connection that fails is looked at for a mistake about TLS (seconds).
 _LOOK_SECONDS = 1.0
 
@@ -192,7 +194,13 @@ class Base:
                 found = mistake(self._tls, self._address.host, self._address.port, failure.message)
                 self._looked = time.monotonic(), found
             found = self._looked[1]
-        return failure if found is None else TLSError(f"{self.target}: {found.message}")
+        if found is not None:
+            return TLSError(f"{self.target}: {found.message}")
+        if not failure.message.startswith(_NOT_CONNECTED):
+            return failure
+        return Unavailable(
+            f"no connection to {self.target}: is a server running there, and is this its gRPC port? ({failure.message})"
+        )
 
     def _retries(self, timeout: float | None) -> Retries:
         return Retries(self.timeout if timeout is None else timeout, self.reconnect_seconds, again=self.retries)

@@ -17,9 +17,13 @@ from mmserve.errors import ConfigError, TLSError
 #: How long a server may take to answer a probe (seconds).
 _PROBE_SECONDS = 2.0
 _PLAINTEXT = (
-    "the server does not speak TLS on this port: connect with tls=None (or grpc://), or turn TLS on in the server"
+    "the server does not speak TLS on this port: connect with tls=None or grpc:// (in a shell: without --tls), or turn "
+    "TLS on in the server"
 )
-_ENCRYPTED = "the server speaks TLS on this port: connect with tls=TLS(ca=Path(…)), tls=True or grpcs://"
+_ENCRYPTED = (
+    "the server speaks TLS on this port: connect with tls=TLS(ca=Path(…)), tls=True or grpcs:// (in a shell: with "
+    "--tls-ca FILE or --tls)"
+)
 _UNTRUSTED = (
     "the server's certificate is not signed by a trusted authority: give the certificate of its authority as "
     "TLS(ca=Path(…))"

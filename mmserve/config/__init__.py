@@ -14,8 +14,9 @@ A file looks like this (every key has a default)::
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
     """A ``Config`` from nested mappings, each key checked for name and type."""
     tables = [*SECTIONS, "models", "schedulers", "slo", "tenants"]
     if unknown := set(data) - set(tables):
-        raise ConfigError(f"{source}: unknown table {sorted(unknown)[0]!r}; known are {tables}")
+        raise ConfigError(f"{source}: unknown table {min(unknown)!r}; {_known(min(unknown), tables)}")
     parts: dict[str, Any] = {
         name: section(kind, data[name], f"{source}: [{name}]") for name, kind in SECTIONS.items() if name in data
     }
@@ -153,6 +154,12 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _SECRET = frozenset({"auth_tokens", "token_file", "token_env"})
 
 
+def _known(name: str, known: Collection[str]) -> str:
+    """The names that are accepted instead of ``name``, the most similar one first."""
+    similar = difflib.get_close_matches(name, known, n=1)
+    return (f"did you mean {similar[0]!r}? " if similar else "") + f"Known are {', '.join(known)}"
+
+
 def section(kind: type[Any], given: Mapping[str, Any], where: str) -> Any:
     """A ``kind`` from the keys of a table, each checked for name, type and range; raises ``ConfigError``."""
     if not isinstance(given, Mapping):
@@ -161,7 +168,7 @@ def section(kind: type[Any], given: Mapping[str, Any], where: str) -> Any:
     checked: dict[str, Any] = {}
     for key, value in given.items():
         if key not in fields:
-            raise ConfigError(f"{where} has no key {key!r}; it has {sorted(fields)}")
+            raise ConfigError(f"{where} has no key {key!r}; {_known(key, fields)}")
         if isinstance(fields[key], tuple) and isinstance(value, list):
             value = tuple(value)
         wanted = type(fields[key])

@@ -82,7 +82,7 @@ def obstacle(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | 
     if setting == "off":
         return "[engine] cuda_graphs is 'off'"
     if store.device.type != "cuda":
-        return f"graphs are of CUDA devices, and the device is {store.device.type}"
+        return f"they need a CUDA device, and the device is {store.device.type}"
     if isinstance(store, QuantizedStore):
         return "K/V is quantised (kv_bits)"
     if sparse is not None:
@@ -99,7 +99,7 @@ def graphs_for(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse 
     reason = obstacle(model, store, setting, sparse)
     store.kernels["decode_step"] = "eager" if reason else "cuda_graphs"
     if reason:
-        logger.info("%s: decode steps run without CUDA graphs: %s", model.spec.name, reason)
+        logger.info("%s: decode steps do not use CUDA graphs: %s", model.spec.name, reason)
         return None
     logger.info("%s: decode steps of up to %d rows run as CUDA graphs", model.spec.name, MOST_ROWS)
     return Graphs(model, store, CudaCapture(store.device))

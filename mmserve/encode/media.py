@@ -94,7 +94,8 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image", watc
         raise InvalidArgument.of(field, f"is {_looks_like(data)}, not a readable {', '.join(FORMATS)} image") from None
     except Image.DecompressionBombError:
         limit = min(limits.max_pixels, 2 * (Image.MAX_IMAGE_PIXELS or limits.max_pixels))
-        raise InvalidArgument.of(field, f"has too many pixels; the limit is {limit} in all") from None
+        setting = named("max_pixels") if limit == limits.max_pixels else "(a limit of Pillow)"
+        raise InvalidArgument.of(field, f"has too many pixels; the limit is {limit} in all {setting}") from None
     except _DAMAGE as error:
         raise InvalidArgument.of(field, f"is a damaged image: {error}") from None
     check_size(image.size, limits, field)

@@ -153,7 +153,7 @@ class Adapters:
             if (place / name).is_dir():
                 return place / name
         if not self._folder:
-            raise NotFound(f"the checkpoint has no adapter {name!r}, and the server no [engine] adapter_folder")
+            raise NotFound(f"the checkpoint has no adapter {name!r}, and [engine] adapter_folder is not set")
         raise NotFound(f"[engine] adapter_folder has no folder {name!r}")
 
     def _taking(self) -> LoadedModel:

@@ -91,9 +91,10 @@ def _answer_tokens(tokenizer: PreTrainedTokenizerBase, question: Decision, index
         found = tuple(ids[0] for ids in encoded if len(ids) == 1)
         if len(found) == len(encoded) == len(set(found)):
             return found
-    answers = ", ".join(question.answers)
+    few = ", ".join(question.answers[:12]) + (", …" if len(question.answers) > 12 else "")
     raise InvalidArgument.of(
-        f"questions[{index}]", f"the model's tokenizer does not have one token for each of {answers}"
+        f"questions[{index}]",
+        f"the model's tokenizer does not have one token for each of {few}; most have one for each of 0 to 9",
     )
 
 

@@ -430,3 +430,41 @@ def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 1
     assert "mmserve[completion]" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_reported_before_pytorch_is_imported() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for key in ("port", "http_port", "metrics_port"):
+            other = () if key == "port" else ("--set", "server.port=0")
+            done = command("serve", "--set", f"server.{key}={port}", *other)
+            assert_fails_clearly(done, f"choose one with --set server.{key}=N")
+            assert "importing PyTorch" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("pin",), "pin needs ids of entries"),
+        (("warm",), "warm needs a prompt"),
+        (("drop", "zzz"), "no entry begins with zzz"),
+    ],
+)
+def test_the_cache_command_says_what_is_missing(
+    server: Running, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], why: str
+) -> None:
+    assert main(["cache", "--server", server.address, *arguments]) == 1
+    assert why in capsys.readouterr().err
+
+
+def test_an_unknown_option_names_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--confg", "x"])
+    assert "unknown arguments: --confg x; see mmserve serve --help" in capsys.readouterr().err
+
+
+def test_an_export_to_no_folder_is_refused_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "gguf", "--model", "/no/model", "--out", "/no/folder/x.gguf"]) == 1
+    assert capsys.readouterr().err == "mmserve export: --out: there is no folder /no/folder\n"

@@ -330,7 +330,7 @@ def elsewhere(model: LoadedModel, path: str = "triton") -> KVStore:
 
 def test_what_stands_in_the_way_is_named(text_model: LoadedModel) -> None:
     here = KVStore(text_model.decoder.config, pages=4, page_size=16, dtype=torch.float32, device=torch.device("cpu"))
-    assert obstacle(text_model, here, "auto", None) == "graphs are of CUDA devices, and the device is cpu"
+    assert obstacle(text_model, here, "auto", None) == "they need a CUDA device, and the device is cpu"
     there = elsewhere(text_model)
     assert obstacle(text_model, there, "auto", None) == ""
     assert "'off'" in obstacle(text_model, there, "off", None)
@@ -351,7 +351,7 @@ def test_how_steps_run_is_told(text_model: LoadedModel, bench: Make, caplog: pyt
     with caplog.at_level(logging.INFO, "mmserve.decode"):
         told = bench(text_model, started=False).engine.stages.describe().kernels
     assert told["decode_step"] == "eager"
-    assert "tiny: decode steps run without CUDA graphs: graphs are of CUDA devices" in caplog.text
+    assert "tiny: decode steps do not use CUDA graphs: they need a CUDA device" in caplog.text
 
 
 on_a_gpu = pytest.mark.skipif(

@@ -258,3 +258,12 @@ def test_a_server_that_stays_away_is_logged_once(caplog: pytest.LogCaptureFixtur
     (line,) = caplog.records
     assert (line.name, line.levelname) == ("mmserve.client", "WARNING")
     assert re.fullmatch(r"cannot reach localhost:1; trying again for up to \d+ s", line.getMessage())
+
+
+def test_a_server_that_is_not_there_is_named_with_what_to_check() -> None:
+    port = free_port()
+    with (
+        Client(f"127.0.0.1:{port}", reconnect_seconds=0) as client,
+        pytest.raises(Unavailable, match=rf"no connection to 127.0.0.1:{port}: is a server running there"),
+    ):
+        client.models()

@@ -137,6 +137,11 @@ def test_an_unknown_key_is_refused_with_the_known_ones(table: str) -> None:
         assert field.name in str(refused.value)
 
 
+def test_a_misspelled_key_is_answered_with_the_similar_one() -> None:
+    with pytest.raises(ConfigError, match=r"has no key 'prt'; did you mean 'port'\? Known are host, port"):
+        from_mapping({"server": {"prt": 1}})
+
+
 def _of_another_type(default: Any) -> list[Any]:
     values: list[Any] = [True, 3, 2.5, "text", ["a"], [1], {"a": 1}]
     fits = {bool: [True], int: [3], float: [3, 2.5], str: ["text"], tuple: [["a"]]}[type(default)]

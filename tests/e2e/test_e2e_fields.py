@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -139,3 +140,60 @@ def test_labels_and_absence_change_nothing(asked: Asked) -> None:
     labels = dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), "a")
     absent = dict.fromkeys(("stop", "seed", "temperature", "logit_bias", "response_format", "tools", "n"))
     assert asked.text(**labels, **absent, metadata={"a": "b"}) == asked.text()
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_tools_beside_a_schema(port: int, model: str) -> None:
+    """Calls, or text that obeys the schema; of two tools one alone may be called."""
+    kind = {
+        "type": "object",
+        "properties": {"b": {"type": "boolean"}},
+        "required": ["b"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": kind}} for name in ("f", "g")]
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]}
+    common: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": "How many shapes are there?"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}},
+        "tools": tools,
+        "parallel_tool_calls": False,
+    }
+    for choice, room, names in (
+        ("auto", 64, {"f", "g", ""}),
+        ("auto", 12, {""}),
+        ("none", 64, {""}),
+        ("required", 64, {"f", "g"}),
+        ({"type": "allowed_tools", "allowed_tools": some}, 64, {"g"}),
+    ):
+        status, answer, _headers = ask(port, {**common, "tool_choice": choice, "max_tokens": room})
+        assert status == 200, answer
+        message = answer["choices"][0]["message"]
+        [called] = [call["function"] for call in message.get("tool_calls", ())] or [{"name": ""}]
+        assert called["name"] in names, (choice, answer)
+        if called["name"]:
+            assert set(json.loads(called["arguments"])) == {"b"} and message["content"] is None
+        else:
+            assert json.loads(message["content"])["n"] in (1, 2)
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_an_answer_continues_a_message(port: int, model: str) -> None:
+    """After its text: constraints, tokens of the prompt and their count are those of what is before the answer."""
+    user, begun = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "There are "}
+    common: dict[str, Any] = {"model": model, "max_tokens": ROOM}
+    regex = {"structured_outputs": {"regex": "[0-9] shapes"}}
+    asked = {**common, **regex, "messages": [user, begun], "continue_final_message": True}
+    status, answer, _headers = ask(port, asked)
+    assert status == 200 and re.fullmatch("[0-9] shapes", answer["choices"][0]["message"]["content"]), answer
+    counts = []
+    for messages in ([user], [user, begun]):
+        body = {"model": model, "messages": messages}
+        counts.append(ask(port, body, "/v1/messages/count_tokens")[1]["input_tokens"])
+        events = [json.loads(data) for _name, data in events_of(port, "/v1/messages", {**common, "messages": messages})]
+        first, end = events[0]["message"]["usage"], events[-2]["usage"]
+        assert first["input_tokens"] + first["cache_read_input_tokens"] == counts[-1]
+        assert all(end[name] == first[name] for name in end if "input" in name)
+    assert answer["usage"]["prompt_tokens"] == counts[1] > counts[0]

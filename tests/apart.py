@@ -21,9 +21,18 @@ from mmserve.capabilities import Capabilities
 from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, resolve
 from mmserve.core.branches import branch_room
 from mmserve.core.cancellation import Cancellation
-from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Hole, JsonSchema, Regex, Template
+from mmserve.core.constraint import (
+    CallsOrJson,
+    ConstraintMode,
+    ConstraintSampling,
+    ConstraintSpec,
+    Hole,
+    JsonSchema,
+    Regex,
+    Template,
+)
 from mmserve.core.decisions import CHOICE, INSTRUCTION, YES_NO, Decision
-from mmserve.core.request import Amount, Policy, Request, Vision
+from mmserve.core.request import Amount, Message, Policy, Request, TextPart, Vision
 from mmserve.decode.policies import Offered
 from mmserve.decoders import decoder_for
 from mmserve.encode.decoders import InPlace
@@ -111,11 +120,16 @@ def cases() -> dict[str, list[Request]]:
     typed = (Decision(kind=YES_NO, text="a?"), Decision(kind=CHOICE, text="b?", options=("c", "d", "e")))
     template = Template(("a: ", Hole(6, Regex("[0-9]{1,4}")), " b: ", Hole(5, Regex("[xyz]+"))))
     drawn = {"temperature": 0.8, "seed": 7}
+    either = CallsOrJson('start: "f(" /[a-z]/ ")"', ("f(",), SCHEMA.text.replace('"a"', '"b"'))
+    checked = spec(either, ConstraintMode.VALIDATE)
+    said = (Message("user", (TextPart("what is it?"),)), Message("assistant", (TextPart("It is "),)))
     masked = [
         ask("plain", images=images, recompute=dkv(4)),
         ask("drawn", long, images=images[:1], commit=Policy(name="threshold", options={"confidence": 0.3}), **drawn),
         dataclasses.replace(ask("fastv", "what?", images=images), vision=two),
         dataclasses.replace(ask("schema", max_new_tokens=24, block=8), constraint=spec(SCHEMA)),
+        dataclasses.replace(ask("either", max_new_tokens=24, block=8), constraint=checked),
+        dataclasses.replace(ask("continued"), messages=said, continues=True),
         dataclasses.replace(ask("template", max_new_tokens=30, **drawn), constraint=spec(template)),
         _decide("what?", *typed, images=images),
         ask("early", commit=Policy(name="early_commit")),
@@ -134,6 +148,8 @@ def cases() -> dict[str, list[Request]]:
         ),
         dataclasses.replace(ask("reused", "what?", images=images, recompute=LAST), image_reuse=reuse),
         dataclasses.replace(ask("schema", recompute=LAST, max_new_tokens=24), constraint=spec(SCHEMA)),
+        dataclasses.replace(ask("either", recompute=LAST, max_new_tokens=24), constraint=checked),
+        dataclasses.replace(ask("continued", recompute=LAST), messages=said, continues=True),
         dataclasses.replace(ask("template", recompute=LAST, max_new_tokens=30), constraint=spec(template)),
         dataclasses.replace(ask("awrs", recompute=LAST, max_new_tokens=24, **drawn), constraint=awrs),
         _decide(long, typed[1], images=images, recompute=LAST),

@@ -1,107 +1,36 @@
 """Every field of every request body as data: what it accepts, as a JSON schema, and what it does.
 
-``/openapi.json`` and the tables of docs/api.md are made from this. The tables of the modules that read bodies
-(``SAMPLING``, ``NEUTRAL``, ``LABELS``) are used here, and a test compares the names with those that are read.
+``/openapi.json`` and the tables of docs/api.md are made from this; a test compares the names with those that are read.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
-
-from mmserve.core.request import Sampling, Streaming
-from mmserve.core.values import Range, values
 from mmserve.http import chat, completions, messages, responses
-from mmserve.http.api import EFFORTS, TIERS, VERBOSITIES, Neutral
+from mmserve.http.api import EFFORTS, TIERS, VERBOSITIES
 from mmserve.http.content import ROLES
-from mmserve.http.fields import OWN, WIDER
+from mmserve.http.field_schemas import (
+    HINT,
+    LABEL,
+    OBJECT,
+    TEXT,
+    Field,
+    Schema,
+    any_of,
+    array,
+    hint,
+    labels,
+    neutral,
+    numbers,
+    object_of,
+    part_of,
+)
+from mmserve.http.fields import OWN
 from mmserve.http.media import DETAILS
 from mmserve.rpc.violations import MAX_BIASES, MAX_STOP_STRINGS
-from mmserve.v1 import generation_pb2 as pb
 
-Schema = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Field:
-    """A field: the JSON schema of its values beside null, what it does, and a value that is accepted."""
-
-    schema: Schema
-    meaning: str
-    example: Any = None
-    required: bool = False
-
-
-_KINDS = {
-    FieldDescriptor.CPPTYPE_DOUBLE: "number",
-    FieldDescriptor.CPPTYPE_UINT32: "integer",
-    FieldDescriptor.CPPTYPE_UINT64: "integer",
-    FieldDescriptor.CPPTYPE_BOOL: "boolean",
-}
-#: Where bodies take more than messages do, ``WIDER``.
-_RULES = {"sampling.seed": "from -2**63 to 2**64 - 1", "sampling.top_k": "at least 0, or -1 for all"}
-_KNOWN = {f"sampling.{name}": v for name, v in values(Sampling).items()} | {
-    f"stream.{name}": v for name, v in values(Streaming).items()
-}
-
-
-def _bounds(accepted: Range | None) -> Schema:
-    if accepted is None:
-        return {}
-    low = {} if accepted.least is None else {"exclusiveMinimum" if accepted.above else "minimum": accepted.least}
-    return low | ({} if accepted.most is None else {"maximum": accepted.most})
-
-
-def _numbers(table: Mapping[str, str], examples: Mapping[str, Any]) -> dict[str, Field]:
-    """Fields of ``GenerateRequest`` (dotted paths) under the names of ``table``."""
-    found = {}
-    for name, path in table.items():
-        *outer, leaf = path.split(".")
-        message = pb.GenerateRequest.DESCRIPTOR
-        for part in outer:
-            message = message.fields_by_name[part].message_type
-        known = _KNOWN[path]
-        schema = {"type": _KINDS[message.fields_by_name[leaf].cpp_type], **_bounds(known.range)}
-        if path in WIDER:
-            schema["minimum"] = WIDER[path][0]
-        rule = f", {_RULES.get(path, known.range.words)}" if known.range else ""
-        meaning = f"{known.meaning}{rule}; default {known.default_words}"
-        found[name] = Field(schema, meaning, examples.get(name))
-    return found
-
-
-def _neutral(table: Neutral) -> dict[str, Field]:
-    """Fields that are accepted at a few values alone, or not at all."""
-    return {
-        name: Field(
-            {"enum": list(accepted)}, f'{_shown(accepted)}; others are refused ("{why}")', next(iter(accepted), None)
-        )
-        for name, (accepted, why) in table.items()
-    }
-
-
-def _shown(accepted: Iterable[Any]) -> str:
-    """Values as a table of the documentation has them."""
-    return " or ".join(f"`{json.dumps(value)}`" for value in accepted) or "null"
-
-
-def _labels(names: Iterable[str]) -> dict[str, Field]:
-    return {name: Field(_TEXT, _LABEL, "a") for name in names}
-
-
-def _hint(accepted: Sequence[str], meaning: str = "") -> Field:
-    return Field({"enum": list(accepted)}, f"{_shown(accepted)}: {meaning or _HINT}", accepted[-1])
-
-
-_TEXT: Schema = {"type": "string"}
-_OBJECT: Schema = {"type": "object"}
-_LABEL = "accepted; has no effect on the answer"
-_HINT = "a hint; has no effect on the answer"
-_REASONING = f"{_HINT}, as no model here has a separate reasoning phase"
+_REASONING = f"{HINT}, as no model here has a separate reasoning phase"
 _EXAMPLES: dict[str, Any] = {
     "temperature": 0.5,
     "top_p": 0.9,
@@ -119,62 +48,44 @@ _EXAMPLES: dict[str, Any] = {
     "logprobs": 2,
     "ignore_eos": True,
 }
-
-
-def _any_of(*schemas: Schema) -> Schema:
-    return {"anyOf": list(schemas)}
-
-
-def _array(items: Schema, **more: Any) -> Schema:
-    return {"type": "array", "items": items, **more}
-
-
-def _object(required: Iterable[str] = (), **properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
-
-def _part(kind: str, required: str, **properties: Schema) -> Schema:
-    return _object(["type", required], type={"const": kind}, **properties)
-
-
 _URL = {"type": "string", "description": "a data: URL, an http(s) URL of a host in [media] url_hosts, or a media id"}
-_ANY_PART = {"type": "object", "required": ["type"], "properties": {"type": _TEXT}}
-_CHAT_PARTS = _any_of(
-    _part("text", "text", text=_TEXT),
-    _part(
-        "image_url", "image_url", image_url=_any_of(_URL, _object(["url"], url=_URL, detail={"enum": list(DETAILS)}))
+_ANY_PART = {"type": "object", "required": ["type"], "properties": {"type": TEXT}}
+_CHAT_PARTS = any_of(
+    part_of("text", "text", text=TEXT),
+    part_of(
+        "image_url", "image_url", image_url=any_of(_URL, object_of(["url"], url=_URL, detail={"enum": list(DETAILS)}))
     ),
-    _part("video_url", "video_url", video_url=_object(["url"], url=_URL)),
-    _part("refusal", "refusal", refusal=_TEXT),
+    part_of("video_url", "video_url", video_url=object_of(["url"], url=_URL)),
+    part_of("refusal", "refusal", refusal=TEXT),
 )
 _CHAT_MESSAGE = {
     "type": "object",
     "required": ["role"],
     "properties": {
         "role": {"enum": list(ROLES)},
-        "content": _any_of(_TEXT, _array(_CHAT_PARTS), {"type": "null"}),
-        "tool_calls": _array(_OBJECT),
-        "tool_call_id": _TEXT,
-        "name": _TEXT,
+        "content": any_of(TEXT, array(_CHAT_PARTS), {"type": "null"}),
+        "tool_calls": array(OBJECT),
+        "tool_call_id": TEXT,
+        "name": TEXT,
     },
 }
 _QUESTION = "Hi"
 _TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
-_FORMAT = _any_of(
-    _object(["type"], type={"enum": ["text", "json_object"]}),
+_FORMAT = any_of(
+    object_of(["type"], type={"enum": ["text", "json_object"]}),
     {"type": "object", "required": ["type"], "properties": {"type": {"const": "json_schema"}}},
 )
-_STREAM_OPTIONS = _object(
+_STREAM_OPTIONS = object_of(
     **{key: {"type": "boolean"} for key in ("include_usage", "include_obfuscation", "continuous_usage_stats")}
 )
 _CONSTRAINTS = {
     "structured_outputs": Field(
-        _OBJECT, "as in vLLM: `json`, `json_object`, `regex`, `choice` or `grammar`", {"regex": "a"}
+        OBJECT, "as in vLLM: `json`, `json_object`, `regex`, `choice` or `grammar`", {"regex": "a"}
     ),
-    "guided_json": Field(_any_of(_TEXT, _OBJECT, {"type": "boolean"}), "a JSON schema", {"type": "integer"}),
-    "guided_regex": Field(_TEXT, "a regular expression", "[ab]"),
-    "guided_choice": Field(_array(_TEXT), "the answer is one of these", ["a", "b"]),
-    "guided_grammar": Field(_TEXT, "a grammar: GBNF if it contains `::=`, else Lark", 'start: "a"'),
+    "guided_json": Field(any_of(TEXT, OBJECT, {"type": "boolean"}), "a JSON schema", {"type": "integer"}),
+    "guided_regex": Field(TEXT, "a regular expression", "[ab]"),
+    "guided_choice": Field(array(TEXT), "the answer is one of these", ["a", "b"]),
+    "guided_grammar": Field(TEXT, "a grammar: GBNF if it contains `::=`, else Lark", 'start: "a"'),
 }
 _RESPONSE_FORMAT = {
     "response_format": Field(
@@ -185,7 +96,7 @@ _RESPONSE_FORMAT = {
     )
 }
 _COMMON = {
-    "model": Field(_TEXT, "a name of `GET /v1/models`", "reference", required=True),
+    "model": Field(TEXT, "a name of `GET /v1/models`", "reference", required=True),
     "stream": Field(
         {"type": "boolean"},
         "stream; deltas are append-only, so text of a diffusion model is sent when all text before it is final",
@@ -202,11 +113,11 @@ _COMMON = {
 }
 _XARGS = {
     "vllm_xargs": Field(
-        _object(
+        object_of(
             diffusion_canvas_length={"type": "integer", "minimum": 1},
             diffusion_max_steps={"type": "integer", "minimum": 1},
-            diffusion_seed_canvas=_array({"type": "integer", "minimum": 0}, minItems=1),
-            diffusion_pinned=_array({"type": "integer", "minimum": 0}),
+            diffusion_seed_canvas=array({"type": "integer", "minimum": 0}, minItems=1),
+            diffusion_pinned=array({"type": "integer", "minimum": 0}),
         ),
         "vLLM's fields of diffusion models, see below",
         {},
@@ -214,13 +125,13 @@ _XARGS = {
 }
 _TEMPLATE_KWARGS = {
     "chat_template_kwargs": Field(
-        _OBJECT,
+        OBJECT,
         "variables of the model's chat template, such as `enable_thinking`; unknown ones are refused",
         {},
     )
 }
 _STOPS = Field(
-    _any_of(_TEXT, _array(_TEXT, maxItems=MAX_STOP_STRINGS)),
+    any_of(TEXT, array(TEXT, maxItems=MAX_STOP_STRINGS)),
     f"at most {MAX_STOP_STRINGS} strings; the answer ends before the first one that occurs",
     ["."],
 )
@@ -229,16 +140,16 @@ _BIAS = Field(
     f"maps token ids to numbers in [-100, 100], which are added to their logits; at most {MAX_BIASES}",
     {"7": -100},
 )
-_METADATA = Field(_OBJECT, _LABEL, {"a": "b"})
+_METADATA = Field(OBJECT, LABEL, {"a": "b"})
 _OPTIONS = Field(
     _STREAM_OPTIONS,
     "with `stream`: `include_usage` adds a last chunk with the usage; `include_obfuscation` and vLLM's "
     "`continuous_usage_stats` have no effect",
 )
 _TOOL_FIELDS = {
-    "tools": Field(_array(_OBJECT), "functions, see above; the server has no built-in tools", [_TOOL]),
+    "tools": Field(array(OBJECT), "functions, see above; the server has no built-in tools", [_TOOL]),
     "tool_choice": Field(
-        _any_of({"enum": ["none", "auto", "required"]}, _OBJECT),
+        any_of({"enum": ["none", "auto", "required"]}, OBJECT),
         "which tools can be called (`allowed_tools`), or the one to call",
         "none",
     ),
@@ -248,7 +159,7 @@ _ALTERNATIVES = "the most probable tokens of each position, at most 20"
 
 
 def _tools(tool: Any, **changed: Field) -> dict[str, Field]:
-    return {**_TOOL_FIELDS, "tools": Field(_array(_OBJECT), _TOOL_FIELDS["tools"].meaning, [tool]), **changed}
+    return {**_TOOL_FIELDS, "tools": Field(array(OBJECT), _TOOL_FIELDS["tools"].meaning, [tool]), **changed}
 
 
 _NESTED = {"type": "function", "function": _TOOL}
@@ -258,7 +169,7 @@ _CHAT_FIELDS = {
     **_XARGS,
     **_TEMPLATE_KWARGS,
     "messages": Field(
-        _array(_CHAT_MESSAGE, minItems=1),
+        array(_CHAT_MESSAGE, minItems=1),
         "the last is the user's, the result of a tool, or an assistant's text that the answer continues. Parts: text; "
         "images and videos as a `data:` URL (base64), an http or https URL of a host in `[media] url_hosts`, or the "
         "media id of an upload over gRPC",
@@ -271,7 +182,7 @@ _CHAT_FIELDS = {
         False,
     ),
     "add_generation_prompt": Field({"type": "boolean"}, "`true`, or `false` with `continue_final_message`", True),
-    **_numbers(chat.SAMPLING, _EXAMPLES),
+    **numbers(chat.SAMPLING, _EXAMPLES),
     "stop": _STOPS,
     "logit_bias": _BIAS,
     "stream_options": _OPTIONS,
@@ -282,47 +193,45 @@ _CHAT_FIELDS = {
     ),
     "top_logprobs": Field({"type": "integer", "minimum": 0, "maximum": 20}, f"{_ALTERNATIVES}, with `logprobs`", 0),
     **_tools(_NESTED),
-    **_neutral(chat.NEUTRAL),
-    "reasoning_effort": _hint(EFFORTS, _REASONING),
-    "verbosity": _hint(VERBOSITIES),
-    "service_tier": _hint(TIERS),
-    **_labels(chat.LABELS),
+    **neutral(chat.NEUTRAL),
+    "reasoning_effort": hint(EFFORTS, _REASONING),
+    "verbosity": hint(VERBOSITIES),
+    "service_tier": hint(TIERS),
+    **labels(chat.LABELS),
     "metadata": _METADATA,
-    "prediction": Field(_OBJECT, _LABEL, {"type": "content", "content": "a"}),
+    "prediction": Field(OBJECT, LABEL, {"type": "content", "content": "a"}),
 }
 _COMPLETION_FIELDS = {
     **_COMMON,
     **_XARGS,
-    "prompt": Field(_any_of(_TEXT, _array(_TEXT, minItems=1, maxItems=1)), "one text", _QUESTION, required=True),
-    "suffix": Field(_TEXT, "fill-in-the-middle: the text after the gap; `max_tokens` is the size of the gap", "b"),
-    **_numbers(completions.SAMPLING, _EXAMPLES),
+    "prompt": Field(any_of(TEXT, array(TEXT, minItems=1, maxItems=1)), "one text", _QUESTION, required=True),
+    "suffix": Field(TEXT, "fill-in-the-middle: the text after the gap; `max_tokens` is the size of the gap", "b"),
+    **numbers(completions.SAMPLING, _EXAMPLES),
     "stop": _STOPS,
     "logit_bias": _BIAS,
     "stream_options": _OPTIONS,
-    **_numbers({"logprobs": "stream.alternatives"}, _EXAMPLES),
-    **_neutral(completions.NEUTRAL),
-    **_labels(completions.LABELS),
+    **numbers({"logprobs": "stream.alternatives"}, _EXAMPLES),
+    **neutral(completions.NEUTRAL),
+    **labels(completions.LABELS),
 }
 _MESSAGE_FIELDS = {
     **_COMMON,
     **_XARGS,
     **_TEMPLATE_KWARGS,
     "system": Field(
-        _any_of(_TEXT, _array(_part("text", "text", text=_TEXT, cache_control=_OBJECT))),
+        any_of(TEXT, array(part_of("text", "text", text=TEXT, cache_control=OBJECT))),
         "the system message",
         "Be brief.",
     ),
     "messages": Field(
-        _array(
-            _object(
-                ["role", "content"], role={"enum": ["user", "assistant"]}, content=_any_of(_TEXT, _array(_ANY_PART))
-            )
+        array(
+            object_of(["role", "content"], role={"enum": ["user", "assistant"]}, content=any_of(TEXT, array(_ANY_PART)))
         ),
         _CHAT_FIELDS["messages"].meaning,
         [{"role": "user", "content": _QUESTION}],
         required=True,
     ),
-    **_numbers(messages.SAMPLING, _EXAMPLES),
+    **numbers(messages.SAMPLING, _EXAMPLES),
     "max_tokens": Field(
         {"type": "integer", "minimum": 1},
         "largest number of tokens of the answer; reduced to what fits",
@@ -331,43 +240,41 @@ _MESSAGE_FIELDS = {
     ),
     "stop_sequences": _STOPS,
     "output_config": Field(
-        _object(format=_FORMAT, effort={"enum": list(EFFORTS)}),
+        object_of(format=_FORMAT, effort={"enum": list(EFFORTS)}),
         "`format`: as `response_format`; `effort` has no effect",
         {"format": {"type": "text"}, "effort": "low"},
     ),
     "thinking": Field(
-        _object(type={"enum": list(messages.THINKING)}, budget_tokens={"type": "integer"}, display=_TEXT),
+        object_of(type={"enum": list(messages.THINKING)}, budget_tokens={"type": "integer"}, display=TEXT),
         f"{_REASONING}; thinking blocks in `messages` are ignored",
         {"type": "enabled", "budget_tokens": 1024},
     ),
     "context_management": Field(
-        _object(edits=_array({"type": "object", "properties": {"type": {"pattern": "^clear_thinking_"}}})),
+        object_of(edits=array({"type": "object", "properties": {"type": {"pattern": "^clear_thinking_"}}})),
         "edits that clear thinking blocks; no effect",
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
-    "tools": Field(
-        _array(_OBJECT), _TOOL_FIELDS["tools"].meaning, [{"name": "f", "input_schema": _TOOL["parameters"]}]
-    ),
-    "tool_choice": Field(_OBJECT, "`auto`, `any`, `tool` or `none` as its `type`", {"type": "none"}),
-    **_neutral(messages.NEUTRAL),
-    "metadata": Field(_object(user_id=_TEXT), _LABEL, {"user_id": "a"}),
-    "cache_control": Field(_OBJECT, _LABEL, {"type": "ephemeral"}),
+    "tools": Field(array(OBJECT), _TOOL_FIELDS["tools"].meaning, [{"name": "f", "input_schema": _TOOL["parameters"]}]),
+    "tool_choice": Field(OBJECT, "`auto`, `any`, `tool` or `none` as its `type`", {"type": "none"}),
+    **neutral(messages.NEUTRAL),
+    "metadata": Field(object_of(user_id=TEXT), LABEL, {"user_id": "a"}),
+    "cache_control": Field(OBJECT, LABEL, {"type": "ephemeral"}),
 }
 _RESPONSE_FIELDS = {
     **_COMMON,
     **_XARGS,
     **_TEMPLATE_KWARGS,
     "input": Field(
-        _any_of(_TEXT, _array(_OBJECT)),
+        any_of(TEXT, array(OBJECT)),
         "a text, or a list of messages, function calls, their results and reasoning items; no other kinds of items",
         _QUESTION,
         required=True,
     ),
-    "instructions": Field(_TEXT, "the system message", "Be brief."),
-    **_numbers(responses.SAMPLING, _EXAMPLES),
-    "stream_options": Field(_object(include_obfuscation={"type": "boolean"}), "accepted; no effect", {}),
+    "instructions": Field(TEXT, "the system message", "Be brief."),
+    **numbers(responses.SAMPLING, _EXAMPLES),
+    "stream_options": Field(object_of(include_obfuscation={"type": "boolean"}), "accepted; no effect", {}),
     "text": Field(
-        _object(format=_FORMAT, verbosity={"enum": list(VERBOSITIES)}),
+        object_of(format=_FORMAT, verbosity={"enum": list(VERBOSITIES)}),
         "`format`: as `response_format`; `verbosity` has no effect",
         {"format": {"type": "text"}, "verbosity": "low"},
     ),
@@ -378,26 +285,26 @@ _RESPONSE_FIELDS = {
         2,
     ),
     "include": Field(
-        _array({"enum": [responses.LOGPROBS, responses.REASONING]}),
+        array({"enum": [responses.LOGPROBS, responses.REASONING]}),
         f"`{responses.LOGPROBS}`; `{responses.REASONING}` is accepted and never present",
         [responses.LOGPROBS, responses.REASONING],
     ),
     "reasoning": Field(
-        _object(**{name: {"enum": list(accepted)} for name, (accepted, _why) in responses.HINTS.items()}),
+        object_of(**{name: {"enum": list(accepted)} for name, (accepted, _why) in responses.HINTS.items()}),
         f"{_REASONING}; reasoning items in `input` are ignored",
         {"effort": "low", "summary": "auto"},
     ),
-    **_neutral(responses.NEUTRAL),
-    "service_tier": _hint(TIERS),
-    **_labels(responses.LABELS),
+    **neutral(responses.NEUTRAL),
+    "service_tier": hint(TIERS),
+    **labels(responses.LABELS),
     "metadata": _METADATA,
     "client_metadata": _METADATA,
 }
-_DECISION_QUESTIONS = _array({"type": "object", "required": ["type"], "properties": {"type": _TEXT}})
+_DECISION_QUESTIONS = array({"type": "object", "required": ["type"], "properties": {"type": TEXT}})
 _TEMPLATE_OPTIONS = Field(
     {"type": "object", "maxProperties": 0}, "must be empty: options of chat templates are not supported here", {}
 )
-_IMAGES = Field(_array(_any_of(_URL, _OBJECT)), "images that belong to the context, as URLs", [])
+_IMAGES = Field(array(any_of(_URL, OBJECT)), "images that belong to the context, as URLs", [])
 _ANY_JSON: Schema = {}
 
 _COUNTED = (
@@ -409,7 +316,7 @@ _COUNTED = (
 BODIES: dict[str, dict[str, Field]] = {
     "/v1/chat/completions": _CHAT_FIELDS,
     "/v1/completions": _COMPLETION_FIELDS,
-    "/v1/fim/completions": {**_COMPLETION_FIELDS, **_numbers({"random_seed": "sampling.seed"}, _EXAMPLES)},
+    "/v1/fim/completions": {**_COMPLETION_FIELDS, **numbers({"random_seed": "sampling.seed"}, _EXAMPLES)},
     "/v1/responses": _RESPONSE_FIELDS,
     "/v1/messages": _MESSAGE_FIELDS,
     "/v1/messages/count_tokens": {name: _MESSAGE_FIELDS[name] for name in _COUNTED},
@@ -418,7 +325,7 @@ BODIES: dict[str, dict[str, Field]] = {
         **_RESPONSE_FORMAT,
         **_CONSTRAINTS,
         "max_tokens": Field({"type": "integer", "minimum": 1}, "token budget of the answer", 16),
-        "answer": Field(_TEXT, "an answer to validate against the schema", "{}"),
+        "answer": Field(TEXT, "an answer to validate against the schema", "{}"),
     },
     "/v1/decisions": {
         "model": _COMMON["model"],

@@ -7,8 +7,9 @@ from http import HTTPStatus
 from typing import Any
 
 from mmserve import __version__
-from mmserve.http.described import BODIES, Field, Schema
+from mmserve.http.described import BODIES
 from mmserve.http.errors import STATUS
+from mmserve.http.field_schemas import Field, Schema
 
 _JSON = "application/json"
 #: Path to what it is, of those that take a body; the first sentences of docs/api.md are longer.

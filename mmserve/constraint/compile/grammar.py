@@ -92,7 +92,7 @@ def _documents(kind: JsonSchema, mode: ConstraintMode, failed: int) -> Iterator[
 
 def _either(calls: Grammar, openings: Iterable[str], document: Grammar) -> Grammar:
     """The grammar of what one of the two accepts; ``openings``: how calls begin, and no document may."""
-    if alike := next((each for each in openings if each.startswith("{") and begins(document.text, each)), None):
+    if (alike := first_begun(document.text, [each for each in openings if each.startswith("{")])) is not None:
         raise Refused.at("", "json_schema", f"has documents that begin as a call of a tool does, {alike!r}")
     grammars: list[Any] = [{"lark_grammar": "start: @calls | @document\n"}]
     for name, each in (("calls", calls), ("document", document)):
@@ -244,11 +244,15 @@ def takes(text: str, sentence: str) -> bool:
     return not matcher.is_error() and matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def begins(text: str, beginning: str) -> bool:
-    """Whether a sentence of the grammar ``text`` may have this ``beginning``."""
-    matcher = LLMatcher(_bytewise(), text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
-    tokens = list(beginning.encode())
-    return not matcher.is_error() and matcher.try_consume_tokens(tokens) == len(tokens)
+def first_begun(text: str, beginnings: Iterable[str]) -> str | None:
+    """The first of ``beginnings`` with which a sentence of the grammar ``text`` may begin."""
+    matcher = None
+    for each in beginnings:
+        matcher = matcher or LLMatcher(_bytewise(), text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        tokens, at = list(each.encode()), matcher.deep_copy()
+        if not at.is_error() and at.try_consume_tokens(tokens) == len(tokens):
+            return each
+    return None
 
 
 @cache

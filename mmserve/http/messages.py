@@ -230,7 +230,7 @@ class _Reply:
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """``message_start``, content blocks with their deltas, ``message_delta`` with the usage, ``message_stop``."""
-        first = self._start(Usage(0, 0, 0))
+        usage, begun = Usage(0, 0, 0), False
         index, kind = -1, ""  # of the open block
 
         def block(content: dict[str, Any]) -> str:
@@ -247,7 +247,7 @@ class _Reply:
         async for event in events:
             line = ""
             if isinstance(event, Prefilled):
-                first = self._start(event.usage)
+                usage = event.usage
                 continue
             if isinstance(event, Draft):
                 line = draft_line(event)
@@ -263,8 +263,8 @@ class _Reply:
                 own = {"usage": _tokens(event.usage), "mmserve": own_fields([event])}
                 line += sse({"type": "message_delta", "delta": _end(event), **own}, "message_delta")
                 line += sse({"type": "message_stop"}, "message_stop")
-            yield first + line
-            first = ""
+            yield line if begun else self._start(usage) + line
+            begun = True
 
 
 def _given(arguments: str) -> dict[str, Any]:

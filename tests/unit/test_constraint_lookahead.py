@@ -72,7 +72,7 @@ def made(schema: Schema) -> Grammar:
 
 def fresh(constraint: Grammar) -> tuple[ParserStateCache, ParserState]:
     states = ParserStateCache(LEXICON, constraint.classes)
-    return states, states.locate(b"", constraint.start)
+    return states, states.locate((), constraint.start)
 
 
 def always() -> bool:

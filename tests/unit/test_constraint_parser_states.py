@@ -213,9 +213,9 @@ def test_a_parser_that_has_read_much_gives_way_to_one_that_has_read_little() -> 
     states = ParserStateCache(lexicon, free.classes)
 
     def at(text: bytes) -> ParserState:
-        matcher = free.start()
-        matcher.consume(lexicon.cover(text) or [])
-        return states.locate(text, lambda: matcher)
+        matcher, tokens = free.start(), lexicon.cover(text) or []
+        matcher.consume(tokens)
+        return states.locate(tokens, lambda: matcher)
 
     quote = lexicon.ids[b'"']
     with states.acquire():

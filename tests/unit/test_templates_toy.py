@@ -136,3 +136,24 @@ def test_whole_canvases_filled_in_any_order_end_in_the_language(name: str) -> No
             witness = session.answer.witness
             assert tuple(witness.tokens[: witness.length].tolist()) in valid
         assert tuple(canvas.answer({END})[0].tolist()) in valid
+
+
+def test_how_a_text_is_split_into_tokens_decides_what_may_follow_it() -> None:
+    """After "a" and "b" the text "bc" after the hole may be half there; after "ab" it cannot, as no token spans a seam.
+
+    The search has looked at both before.
+    """
+    pieces = ("a", "b", "c", "ab", "bc")
+    vocabulary = Vocabulary.spelled([*(piece.encode() for piece in pieces), b""], {END})
+    hole = BoundedHole(Grammar("start: /[ab]*/", vocabulary), 4)
+    language, lexicon = Concatenation((b"", b"bc"), (hole,), vocabulary), Lexicon.of(vocabulary.token_bytes)
+    answer = ConstrainedAnswer(admit(language, lexicon, 6), lexicon)
+    known = np.full(6, -1)
+    steps = ([(2, -0.5), (0, -0.7), (3, -0.8)], [(1, -0.1), (0, -3.0)], [(2, -0.1), (0, -3.0)])  # tokens and scores
+    for position, rows in enumerate(steps):
+        tokens, scores = np.array([[token for token, _ in rows]]), np.array([[s for _, s in rows]], np.float32)
+        answer.search(known, TopK(np.array([position]), tokens, scores), position + 1)
+        known[position] = answer.witness.tokens[position]
+        answer.follow(known)
+    assert [pieces[token] for token in known[:3]] == ["a", "b", "c"]
+    assert answer.witness.length == 3

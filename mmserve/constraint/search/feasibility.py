@@ -197,7 +197,7 @@ def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, states
         if not mine.known:
             mine.own_matcher(())  # compiled here rather than in a request's step
         else:
-            root = mine.locate(b"", lambda: mine.own_matcher(()) or constraint.start(), follows)
+            root = mine.locate((), lambda: mine.own_matcher(()) or constraint.start(), follows)
             LookaheadBound(root, size, mine, lambda: time.perf_counter() < deadline)
 
 

@@ -13,7 +13,7 @@ from typing import Protocol, Self, TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
-from mmserve.constraint.search.prefix_equivalence import PrefixClasses, prefix_classes
+from mmserve.constraint.search.prefix_equivalence import PrefixClasses, TokenRows, prefix_classes
 from mmserve.constraint.search.vocabulary import Vocabulary, add_tokens, in_mask, mask_of, remove_tokens, tokens_of
 
 
@@ -92,7 +92,7 @@ class Constraint(Protocol):
         """The model's tokens."""
 
     def classes(self) -> PrefixClasses:
-        """Equivalence classes of prefixes: all texts of a class have the same continuations."""
+        """Equivalence classes of prefixes: all prefixes of a class have the same continuations."""
 
     def start(self) -> Matcher:
         """A matcher before the first token."""
@@ -236,7 +236,7 @@ class Concatenation:
     vocabulary: Vocabulary
 
     def classes(self) -> PrefixClasses:
-        return PrefixClasses()
+        return TokenRows()
 
     def start(self) -> ConcatenationMatcher:
         before = ConcatenationState(-1, texts=((0, 0),))

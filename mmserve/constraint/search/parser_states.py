@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from mmserve.constraint.search.matcher import Grammar, Matcher, after
 from mmserve.constraint.search.prefix_equivalence import PrefixClasses, Scalar
@@ -107,7 +108,7 @@ class ParserStateCache:
             self._lexer = min(self._lexer + self._learned, _LEXER)
         self._learned = 0  # bytes that the process grew by in searches, besides the states
         self._classes, self._states = self._make(), dict[Hashable, ParserState]()
-        self._root: tuple[bytes, Hashable] = b"", self._classes.start()  # of the latest search
+        self._root: tuple[Any, Hashable] = b"", self._classes.start()  # of the latest search, as of ``_row``
         self._limited = False
         #: For each request's parser that made states: one of its matchers and a token allowed there.
         self._parsers: list[tuple[Matcher, list[int]]] = []
@@ -151,16 +152,18 @@ class ParserStateCache:
                 self._forget()
             self._lock.release()
 
-    def locate(self, text: bytes, matcher: Callable[[], Matcher], follows: Sequence[int] = ()) -> ParserState:
-        """The state of ``text``, with which a search begins; ``matcher`` makes a matcher after it.
+    def locate(self, before: Sequence[int], matcher: Callable[[], Matcher], follows: Sequence[int] = ()) -> ParserState:
+        """The state after the tokens ``before``, with which a search begins; ``matcher`` makes a matcher there.
 
         ``follows``: a token known to be allowed there.
         """
+        text = self.lexicon.text(before)
+        row = self._row(before, text)
         known, prefix_class = self._root
-        if prefix_class is None or not text.startswith(known):
-            known, prefix_class = b"", self._classes.start()
-        prefix_class = self._class_after(prefix_class, text[len(known) :])
-        self._root = text, prefix_class
+        if prefix_class is None or row[: len(known)] != known:
+            known, prefix_class = row[:0], self._classes.start()
+        prefix_class = self._class_after(prefix_class, row[len(known) :])
+        self._root = row, prefix_class
         state = None if prefix_class is None else self._states.get(prefix_class)
         if state is None or state.depth > len(text) + _DEEPER:
             state = self._of(prefix_class, matcher(), len(text))
@@ -270,7 +273,7 @@ class ParserStateCache:
             number = None if alike is None or len(text) > 1 else alike[text[0]]
             if number in seen:
                 continue
-            prefix_class = self._class_after(state.prefix_class, text)
+            prefix_class = self._class_after(state.prefix_class, self._row([token], text))
             if prefix_class is not None and number is not None:
                 seen.add(number)
             steps.setdefault(token if prefix_class is None else (prefix_class,), [token])
@@ -282,7 +285,8 @@ class ParserStateCache:
         if not valid and state.matcher.valid(tokens) < len(tokens):
             return None
         text = self.lexicon.text(tokens)
-        prefix_class, depth = self._class_after(state.prefix_class, text), state.depth + len(text)
+        prefix_class = self._class_after(state.prefix_class, self._row(tokens, text))
+        depth = state.depth + len(text)
         found = None if prefix_class is None else self._states.get(prefix_class)
         if found is not None and found.depth <= depth + _DEEPER:
             return found  # to validate the tokens takes a fifth of the time of a fork
@@ -304,12 +308,16 @@ class ParserStateCache:
             found.matcher, found.depth = matcher, depth
         return found
 
-    def _class_after(self, prefix_class: Hashable | None, text: bytes) -> Hashable | None:
-        """The class after ``text``; None if unknown."""
+    def _row(self, tokens: Sequence[int], text: bytes) -> Any:
+        """What classes are of: ``tokens``, or the ``text`` that they spell."""
+        return tuple(tokens) if self._classes.by_tokens else text
+
+    def _class_after(self, prefix_class: Hashable | None, row: Any) -> Hashable | None:
+        """The class after ``row`` (of ``_row``); None if unknown."""
         if prefix_class is None:
             return None
         try:
-            return self._classes.after(prefix_class, text)
+            return self._classes.after(prefix_class, row)
         except ValueError:
             return None
 

@@ -39,6 +39,8 @@ class PrefixClasses:
 
     #: Whether any two texts are known to be equivalent.
     known = False
+    #: Whether classes are of rows of tokens, not of texts: ``after`` then takes the tokens that follow.
+    by_tokens = False
 
     def start(self) -> Hashable:
         """The class of the empty text."""
@@ -62,6 +64,18 @@ class PrefixClasses:
         """The string or number that a text of class ``prefix_class`` ends in, if all texts that are equivalent outside
         of it, and in which it may end, are equivalent after its end, whatever it holds."""
         return None
+
+
+class TokenRows(PrefixClasses):
+    """Each row of tokens is its own class, as how a text is split into tokens decides what may follow it."""
+
+    by_tokens = True
+
+    def start(self) -> Hashable:
+        return ()
+
+    def after(self, prefix_class: Any, text: Sequence[int]) -> Hashable:
+        return (*prefix_class, *text)
 
 
 def prefix_classes(grammar: str) -> PrefixClasses:

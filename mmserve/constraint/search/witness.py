@@ -185,11 +185,10 @@ def improve(
     laid = build_lattice(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     deadline = clock() + seconds
     before, follows = answer[: witness.known], answer[witness.known :][:1]
-    prefix = lexicon.text(before)
 
     def searched(mine: ParserStateCache) -> tuple[Path | None, Closing]:
         closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_completion)
-        root = mine.locate(prefix, lambda: mine.own_matcher(before) or witness.matcher.fork(), follows)
+        root = mine.locate(before, lambda: mine.own_matcher(before) or witness.matcher.fork(), follows)
         return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
 
     def within_budget(mine: ParserStateCache) -> tuple[Path | None, Closing] | None:

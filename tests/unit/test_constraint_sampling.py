@@ -226,3 +226,13 @@ def test_what_is_learned_is_the_expected_future() -> None:
     learn(root, [MetState(1, 0.3, 0.9, ()), MetState(None, 0.0, 0.6, ((5, 0.1),))])
     assert root.next[1][1].future == pytest.approx(0.5)
     assert root.future == pytest.approx(0.9 - 0.1 - 0.3 * 0.5)
+
+
+def test_what_a_sample_has_met_is_kept_only_where_others_learn_from_it() -> None:
+    """It would grow with the answer, and travel with each move of it."""
+    toy = TOYS[0]
+    alone, learning = SampleState(), SampleState(PrefixNode())
+    toy.sample(0, alone)
+    toy.sample(0, learning)
+    assert not alone.met
+    assert learning.met

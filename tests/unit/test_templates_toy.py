@@ -16,8 +16,10 @@ from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.matcher import BoundedHole, Concatenation, Grammar
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Infeasible, admit
-from mmserve.constraint.session.answer import ConstrainedAnswer
+from mmserve.constraint.session.answer import ConstrainedAnswer, splitter
+from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.session import Session
+from mmserve.errors import FailedPrecondition
 
 END = 5
 PIECES = ("a", "b", "c", "ab", "cc")
@@ -157,3 +159,25 @@ def test_how_a_text_is_split_into_tokens_decides_what_may_follow_it() -> None:
         answer.follow(known)
     assert [pieces[token] for token in known[:3]] == ["a", "b", "c"]
     assert answer.witness.length == 3
+
+
+class Listener(Judge):
+    """Keeps what it is asked to check."""
+
+    def __init__(self) -> None:
+        self.asked = list[str]()
+
+    def check(self, answer: str) -> None:
+        self.asked.append(answer)
+
+
+def test_holes_are_checked_also_where_the_parser_of_the_answer_has_failed() -> None:
+    language, lexicon = setting("any text, then one of it")
+    witness, judge = admit(language, lexicon, 4), Listener()
+    split = splitter(witness)
+    assert split is not None
+    answer = ConstrainedAnswer(witness, lexicon, judges=(judge,), split=split, broken=True)
+    answer.check("acb", np.array([0, 2, 1, END]))
+    assert judge.asked == ["ac"]
+    with pytest.raises(FailedPrecondition, match="cannot be checked"):
+        answer.check("ac", np.array([0, 2, END, END]))  # no whole answer

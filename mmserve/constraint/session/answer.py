@@ -23,6 +23,7 @@ from mmserve.constraint.search.witness import Outcome, Witness, follow, improve
 from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.observer import Meter, TopKObserver
 from mmserve.constraint.session.sampling import RejectionSampler, SampledRun, SampleState
+from mmserve.errors import FailedPrecondition
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -128,7 +129,7 @@ class ConstrainedAnswer:
             return ()
         ends = np.flatnonzero(are_any(known, self.witness.ends))
         answer = known[: ends[0]] if len(ends) else known
-        return self._guarded(lambda: tuple(map(self.read, split(answer.tolist()))), ())
+        return self._tried(lambda: tuple(map(self.read, split(answer.tolist()))), ())  # by another parser
 
     def check(self, text: str, known: np.ndarray) -> None:
         """Raise ``FailedPrecondition`` if the finished answer (``text``; its tokens ``known``, int64 ``[N]``) does not
@@ -136,7 +137,10 @@ class ConstrainedAnswer:
         if self.judge is not None:
             self.judge.check(text)
         if any(self.judges):
-            for judge, filled in zip(self.judges, self.holes(known), strict=True):
+            holes = self.holes(known)
+            if not holes:
+                raise FailedPrecondition("the answer cannot be checked: its parser failed; ask again with another seed")
+            for judge, filled in zip(self.judges, holes, strict=True):
                 if judge is not None:
                     judge.check(filled)
 
@@ -257,8 +261,10 @@ class ConstrainedAnswer:
 
     def _guarded(self, ask: Callable[[], A], otherwise: A) -> A:
         """The result of ``ask``, ``otherwise`` once the parser has failed."""
-        if self.broken:
-            return otherwise
+        return otherwise if self.broken else self._tried(ask, otherwise)
+
+    def _tried(self, ask: Callable[[], A], otherwise: A) -> A:
+        """The result of ``ask``, ``otherwise`` where a parser fails in it."""
         try:
             return ask()
         except (KeyboardInterrupt, SystemExit):

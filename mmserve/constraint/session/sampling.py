@@ -167,7 +167,7 @@ class SampleState:
         """Record a run that has become final; ``ends``: the tokens that end an answer."""
         alive = self.log_weight > -math.inf
         self.log_weight += run.log_weight
-        self.met += run.met
+        self.met += run.met if self.futures is not None else ()
         for token in run.tokens.tolist():
             self.here = child(self.here, token)
         over = run.tokens[-1] in ends or run.witness.known == len(run.witness.tokens)

@@ -67,7 +67,7 @@ class Restorer:
                 self._made = vocabulary, lexicon, SharedParserStates(lexicon)
         restoring = _Restoring(*self._made, request.tenant.cache)
         answer = restoring.answer(state, request.constraint)
-        found = [] if state.ranked is None else [restoring.ranked(state.ranked, answer.witness)]
+        found = [] if state.ranked is None else [restoring.ranked(state.ranked, answer.witness, broken=state.broken)]
         return Session(answer, self._model.spec.causal, found=found)
 
 
@@ -141,15 +141,16 @@ class _Restoring:
         holes = tuple(BoundedHole(grammar, most) for grammar, most in zip(grammars, state.most, strict=True))
         return Concatenation(state.texts, holes, self.vocabulary), None
 
-    def ranked(self, state: RankedState | RunState, witness: Witness) -> Ranked | SampledRun:
-        """The observation of the current pass, whose tokens are not yet final."""
+    def ranked(self, state: RankedState | RunState, witness: Witness, *, broken: bool = False) -> Ranked | SampledRun:
+        """The observation of the current pass, whose tokens are not yet final; ``broken`` as of ``witness``."""
         if isinstance(state, RankedState):
             top = TopK(state.positions, state.tokens, state.log_probabilities)
             return Ranked(top, state.plain, state.own, state.kept)
         of = state.witness
         matcher = witness.matcher.fork()
-        first, last = (min(each.known, each.length) for each in (witness, of))
-        matcher.consume(of.tokens[first:last].tolist())
+        if not broken:
+            first, last = (min(each.known, each.length) for each in (witness, of))
+            matcher.consume(of.tokens[first:last].tolist())
         ahead = replace(witness, tokens=of.tokens, length=of.length, matcher=matcher, known=of.known, cut=of.cut)
         return SampledRun(state.tokens, state.log_probabilities, ahead, state.log_weight, state.met)
 

@@ -14,13 +14,15 @@ import pytest
 import torch
 from test_constraint_toy import END, setting, valid_rows
 
+from mmserve.constraint.restored import _Restoring
+from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.witness import admit
 from mmserve.constraint.session import sampling
 from mmserve.constraint.session.answer import ConstrainedAnswer
-from mmserve.constraint.session.sampling import PrefixNode, SampleState, draw, learn
+from mmserve.constraint.session.sampling import PrefixNode, SampledRun, SampleState, draw, learn
 from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
-from mmserve.core.constraint_state import MetState
+from mmserve.core.constraint_state import LanguageState, MetState, RunState, WitnessState
 from mmserve.core.request import Sampling
 from mmserve.core.samples import sample_seed
 from mmserve.decode.commit.low_confidence import LowConfidence
@@ -236,3 +238,15 @@ def test_what_a_sample_has_met_is_kept_only_where_others_learn_from_it() -> None
     toy.sample(0, learning)
     assert not alone.met
     assert learning.met
+
+
+def test_a_run_in_which_the_parser_failed_goes_on_elsewhere() -> None:
+    """The first token was drawn, and the parser failed at the next: neither it nor the witness's is led anywhere."""
+    grammar, lexicon = setting("balanced")
+    restoring = _Restoring(grammar.vocabulary, lexicon, SharedParserStates(lexicon), "")
+    language, tokens = LanguageState((grammar.source,)), np.array([0, 1, 0, 1, END])
+    before = restoring.witness(WitnessState(language, tokens, 4, 1), broken=True)
+    drawn = RunState(np.array([0, 1]), np.zeros(2, np.float32), WitnessState(language, tokens, 4, 2), -math.inf, ())
+    run = restoring.ranked(drawn, before, broken=True)
+    assert isinstance(run, SampledRun)
+    assert run.witness.known == 2 and run.tokens.tolist() == [0, 1]

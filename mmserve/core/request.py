@@ -259,9 +259,10 @@ class Request:
     trace: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the answer continues a text of the prompt."""
-        return self.raw or self.continues
+    def keeps_space(self) -> bool:
+        """Whether a space before the first word is part of the answer: where that continues a text of the prompt, and
+        where a constraint says what it is, letter for letter."""
+        return self.raw or self.continues or self.constraint is not None
 
     @property
     def sequences(self) -> int:

@@ -53,7 +53,7 @@ def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
         others,
         model.tokenizer,
         model.spec.end_ids,
-        within=d.request.goes_on,
+        within=d.request.keeps_space,
     )
 
 

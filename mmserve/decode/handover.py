@@ -65,7 +65,7 @@ def opened(parts: Parts, request: Request, prefilled: Prefilled) -> Decoding:
         prefilled,
         recompute_policy(request),
         commit_policy(request, parts.offered),
-        TextStream(parts.model.tokenizer, request.sampling.stop, within=request.goes_on),
+        TextStream(parts.model.tokenizer, request.sampling.stop, within=request.keeps_space),
         prefilled.candidates,
         np.zeros(prefilled.canvas.size, np.float32),
         record=record_for(request.streaming, prefilled.canvas.new_tokens),
@@ -88,7 +88,9 @@ def restored(
     d = opened(parts, request, state)
     d.candidates = candidates
     if isinstance(payload, CanvasPayload):
-        d.text = TextStream.restored(parts.model.tokenizer, request.sampling.stop, payload.text, within=request.goes_on)
+        d.text = TextStream.restored(
+            parts.model.tokenizer, request.sampling.stop, payload.text, within=request.keeps_space
+        )
         d.log_probabilities, d.rows, d.fresh = payload.log_probabilities, payload.rows, payload.fresh
         d.forwards, d.edits, d.record = payload.forwards, payload.edits, payload.record
     return d

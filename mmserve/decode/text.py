@@ -22,7 +22,7 @@ MASK_GLYPH = "▒"
 class TextStream:
     """Turns a growing row of final tokens into text that is never taken back.
 
-    ``within``: whether the text continues another one, so that a space before its first word is part of it.
+    ``within``: whether a space before its first word is part of the text, as where it continues another one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], *, within: bool = False) -> None:

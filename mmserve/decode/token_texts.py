@@ -46,7 +46,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray) -> list[
 
 def beginning(tokenizer: PreTrainedTokenizerBase, token: int, spelled: bytes) -> bytes:
     """What of ``spelled``, the bytes of ``token``, begins a text: SentencePiece's decoders drop a space there."""
-    dropped = spelled.startswith(b" ") and not _alone(tokenizer, token).startswith(" ")
+    dropped = spelled.startswith(b" ") and _alone(tokenizer, token).encode() == spelled[1:]
     return spelled[1:] if dropped else spelled
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import blank, tokenizer
+from helpers import ask, blank, tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from mmserve.core.constraint import Choice, ConstraintSpec
 from mmserve.decode.text import MASK_GLYPH, TextStream, canvas_text
 from mmserve.reference.tokenizer import EOS, EOT, HEADER, IMAGE
 
@@ -254,7 +256,7 @@ def test_a_masked_position_is_no_end_even_where_the_mask_is_an_end_token() -> No
 
 def byte_fallback() -> PreTrainedTokenizerFast:
     """Some words and every byte, as of Llama 2 and Gemma."""
-    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b"]
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁▁"]
     made = Tokenizer(
         models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>")
     )
@@ -286,12 +288,12 @@ def test_broken_bytes_after_a_character_that_was_sent(data: bytes, text: str) ->
             assert "".join([*deltas, stream.finish()]) == stream.text == expected
 
 
-@pytest.mark.parametrize(("first", "text"), [("▁a", " ab"), ("b", "bb")])
+@pytest.mark.parametrize(("first", "text"), [("▁a", " ab"), ("b", "bb"), ("▁▁", "  b"), ("<0x20>", " b")])
 def test_a_text_that_continues_another_keeps_the_space_before_its_first_word(first: str, text: str) -> None:
     made = byte_fallback()
     tokens = np.array(made.convert_tokens_to_ids([first, "b"]))
     for within in (False, True):
-        expected = text if within else text.lstrip()
+        expected = text if within else text.removeprefix(" ")
         for cut in range(3):
             stream = TextStream(made, (), within=within)
             deltas = [stream.push(tokens[: i + 1]) for i in range(cut)]
@@ -300,3 +302,10 @@ def test_a_text_that_continues_another_keeps_the_space_before_its_first_word(fir
             assert "".join([*deltas, stream.finish()]) == stream.text == expected
     stopped = TextStream(made, (" a",), within=True)
     assert stopped.push(tokens) + stopped.finish() == text.replace(" ab", "")
+
+
+def test_a_constraint_counts_the_space_before_the_first_word() -> None:
+    """ " a" is one of its texts and "a" is none."""
+    plain = ask("a")
+    assert not plain.keeps_space and replace(plain, raw=True).keeps_space
+    assert replace(plain, constraint=ConstraintSpec(Choice((" a", " b")))).keeps_space

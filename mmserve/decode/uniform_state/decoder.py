@@ -98,7 +98,7 @@ class UniformStateDecoder:
             prefilled.features,
             prefilled.past,
             prefilled.run,
-            TextStream(self.model.tokenizer, request.sampling.stop, within=request.goes_on),
+            TextStream(self.model.tokenizer, request.sampling.stop, within=request.keeps_space),
             self._renoising,
             self._sampler(request),
             np.zeros(prefilled.canvas.size, np.float32),

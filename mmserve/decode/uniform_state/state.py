@@ -125,7 +125,7 @@ def prefilled_of(model: CanvasModel, payload: PrefilledPayload, session: Session
 
 def go_on(d: CanvasDecoding, payload: CanvasPayload) -> CanvasDecoding:
     """``d``, whose prompt is read, where ``payload`` has it."""
-    d.text = TextStream.restored(d.text.tokenizer, d.request.sampling.stop, payload.text, within=d.request.goes_on)
+    d.text = TextStream.restored(d.text.tokenizer, d.request.sampling.stop, payload.text, within=d.request.keeps_space)
     d.log_probabilities, d.forwards, d.still = payload.log_probabilities, payload.forwards, payload.still
     d.recomputed, d.record = payload.prefilled.recomputed, payload.record
     d.step = None if payload.step is None else Step(**payload.step)

@@ -22,6 +22,9 @@ from mmserve.kv.store import KVStore
 
 logger = logging.getLogger("mmserve.kv")
 
+#: Chunks that a prompt must have for its K/V to go ahead of it: a message each costs more than less saves (Splitwise,
+#: section 4.2, sends the K/V of short prompts at once, too).
+LEAST_CHUNKS = 4
 #: ``send(number, chunk)``: let a chunk go; ``number`` counts those of a request from 0.
 Send = Callable[[int, KVChunk], None]
 
@@ -37,6 +40,11 @@ class Outgoing:
         self._bytes = max(1, sum(each.nbytes for each in page.values()) // store.num_layers)  # of a page of a layer
         self._chunks: list[Future[None]] = []
         self._closed = False
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether there is enough to go ahead of the request."""
+        return len(self._pages) * len(self._gone) * self._bytes >= LEAST_CHUNKS * self._least
 
     def final(self, layers: int, positions: int) -> None:
         """K/V of the first ``layers`` layers do not change any more in the pages of the first ``positions``."""

@@ -156,8 +156,10 @@ class PrefillStage:
             return
         send, least = lead
         store = self._decoder.parts.store
-        begun.outgoing = Outgoing(store, begun.pages, least, send, self._leading)
-        begun.outgoing.final(store.num_layers, begun.run)  # those that others had run
+        outgoing = Outgoing(store, begun.pages, least, send, self._leading)
+        if outgoing.worthwhile:
+            begun.outgoing = outgoing
+            outgoing.final(store.num_layers, begun.run)  # those that others had run
 
     def _restored(self, request: RequestId, pages: PageTable) -> PageTable:
         """``pages``, after those that the pool had filled with what was found beyond it."""

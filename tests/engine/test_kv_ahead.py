@@ -22,6 +22,7 @@ from mmserve.core.payloads import KVChunk, PrefilledPayload
 from mmserve.core.progress import Progress
 from mmserve.core.request import Request, Stage
 from mmserve.errors import Cancelled, TransferError
+from mmserve.kv.pool import pages_for
 from mmserve.tiers.caches import Caches
 from mmserve.transfer.shared_memory import Ticket
 
@@ -117,6 +118,26 @@ def test_answers_are_those_of_one_engine(fleets: Callable[[str], Fleet], name: s
 def long(name: str) -> Request:
     request = next(each for each in CASES["causal"] if each.id.endswith("plain"))
     return dataclasses.replace(request, id=name)
+
+
+def test_few_chunks_go_with_their_request(fleets: Callable[[str], Fleet]) -> None:
+    """K/V that are three chunks do not go ahead; in chunks of a third of that size they do."""
+    fleet = fleets("causal")
+    store = fleet.prefill.engine.stages.store
+    request = long("few")
+    pages = pages_for(
+        len(fleet.whole.ask(request).tokens) + fleet.whole.ask(request).usage.prompt_tokens, store.page_size
+    )
+    size = sum(each.nbytes for each in store.read_pages(np.arange(pages)).values())
+    try:
+        for chunk, went in ((size // 3, False), (size // 9, True)):
+            fleet.prefill.engine.serve_roles(["encode", "prefill"], ahead_bytes=chunk)
+            led = Led(fleet.decode)
+            fleet.prefill.engine.submit(dataclasses.replace(request, id=f"few.{went}"), led.sink(f"few.{went}"))
+            led.wait()
+            assert bool(led.numbers) == went
+    finally:
+        fleet.prefill.engine.serve_roles(["encode", "prefill"], ahead_bytes=CHUNK)
 
 
 def test_chunks_go_while_the_prompt_is_prefilled(fleets: Callable[[str], Fleet]) -> None:

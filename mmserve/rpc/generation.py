@@ -29,6 +29,7 @@ from mmserve.rpc.memory_budget import MemoryBudget, media_files, text_bytes
 from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.stream import Outbox
+from mmserve.rpc.tool_messages import named_tools
 from mmserve.rpc.violations import violations
 from mmserve.tools.answer import ToolAnswers
 from mmserve.tools.formats import FORMATS
@@ -147,7 +148,7 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
     try:
         async for event in outbox:
             if isinstance(event, Failed):
-                raise event.error
+                raise event.error if request.tools is None else named_tools(event.error, request.tools)
             watch.see(event)
             if isinstance(event, Finished):
                 logger.info("request %s finished: %s", request.id, _summary(event))

@@ -15,6 +15,7 @@ from mmserve.constraint.limits import MAX_GRAMMAR_BYTES
 from mmserve.core.constraint import CallsOrJson, ConstraintMode, ConstraintSpec, JsonSchema, Lark
 from mmserve.core.info import ModelInfo
 from mmserve.core.tools import NO_PARAMETERS, Tool, ToolCall, ToolChoice, ToolUse
+from mmserve.errors import FieldViolation, InvalidArgument, MMServeError
 from mmserve.tools.formats import FORMATS
 from mmserve.tools.grammar import openings, tool_grammar
 from mmserve.v1 import generation_pb2 as pb
@@ -27,6 +28,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 MAX_TOOL_BYTES = 256 << 10
 #: Bytes that a grammar has around all tools, and around the schema of each without its name, at most.
 _AROUND_ALL, _AROUND = 1 << 10, 250
+#: The field of what is wrong with a line of a grammar, and where in the schema there.
+_IN_GRAMMAR = re.compile(r"constraint\.(?:lark|json_schema)#/([0-9]{1,9})(|/.*)", re.DOTALL)
 #: Keywords that only the model and people read.
 _TEXTS = ("$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly")
 _NAMED = "must be 1 to 128 letters, digits, '_', '.' and '-'"
@@ -172,3 +175,20 @@ def tool_constraint(use: ToolUse, info: ModelInfo, text: ConstraintSpec | None =
     calls = tool_grammar(replace(use, choice=ToolChoice.REQUIRED), form, beside_json=True)
     kind = CallsOrJson(calls, openings(use, form), text.kind.text, text.kind.options, lenient=not strict)
     return replace(text, kind=kind)
+
+
+def named_tools(error: MMServeError, use: ToolUse) -> MMServeError:
+    """``error`` of a request under ``use``, with the tool for each line of the grammar of calls that was refused."""
+    if not isinstance(error, InvalidArgument) or not error.violations:
+        return error
+    return InvalidArgument(*(_of_tool(each, use) for each in error.violations))
+
+
+def _of_tool(wrong: FieldViolation, use: ToolUse) -> FieldViolation:
+    found = _IN_GRAMMAR.fullmatch(wrong.field)
+    line = int(found[1]) if found else 0
+    if found is None or not 0 < line <= len(use.callable):  # which have the first lines, as of ``tool_grammar``
+        return wrong
+    field = f"tools[{use.tools.index(use.callable[line - 1])}].parameters_json_schema"
+    why = wrong.description.replace(f"line {line}: %json: ", "", 1)
+    return FieldViolation(f"{field}#{found[2]}" if found[2] else field, why)

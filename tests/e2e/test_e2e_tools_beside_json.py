@@ -163,3 +163,13 @@ def test_other_constraints_are_refused_by_name(of_openai: openai.OpenAI, fields:
     with pytest.raises(openai.BadRequestError) as refused:
         of_openai.chat.completions.create(model=MODELS[0], messages=CHAT, tools=tools, max_tokens=8, extra_body=fields)
     assert str(refused.value.param).startswith(named)
+
+
+def test_a_schema_of_a_tool_is_refused_by_the_name_of_the_tool(of_openai: openai.OpenAI) -> None:
+    odd = {**FORECAST, "parameters": {"type": "object", "properties": {"a": {"type": "odd"}}}, "strict": True}
+    tools: Any = [{"type": "function", "function": odd}]
+    for form in ({"type": "text"}, FORMAT):
+        asked: Any = {"model": MODELS[0], "messages": CHAT, "tools": tools, "response_format": form, "max_tokens": 8}
+        with pytest.raises(openai.BadRequestError) as refused:
+            of_openai.chat.completions.create(**asked)
+        assert refused.value.param == "tools[0].parameters_json_schema#/properties/a/type"

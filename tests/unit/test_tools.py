@@ -20,16 +20,23 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.config import ModelConfig
 from mmserve.constraint.admission import Admission
-from mmserve.constraint.findings import Refused
+from mmserve.constraint.findings import Refused, as_error
 from mmserve.constraint.limits import MAX_GRAMMAR_BYTES
-from mmserve.core.constraint import ConstraintMode, ConstraintSpec, Lark
+from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, Lark
 from mmserve.core.events import Delta, Event, Finished, StageTimes, ToolCallDelta, Usage
 from mmserve.core.tools import Tool, ToolChoice, ToolUse
 from mmserve.errors import InvalidArgument
 from mmserve.models.chat import load_tokenizer, prompt_ids
 from mmserve.models.registry import load_model, model_folder
 from mmserve.reference.calls import CALLS, NO_TOOL
-from mmserve.rpc.tool_messages import MAX_TOOL_BYTES, MAX_TOOLS, asked_tools, tool_constraint, wrong_tools
+from mmserve.rpc.tool_messages import (
+    MAX_TOOL_BYTES,
+    MAX_TOOLS,
+    asked_tools,
+    named_tools,
+    tool_constraint,
+    wrong_tools,
+)
 from mmserve.tools.answer import ToolAnswers
 from mmserve.tools.formats import FORMATS, HERMES, LLAMA3, ToolFormat, format_in
 from mmserve.tools.grammar import _not_begun, _without, tool_grammar
@@ -114,6 +121,24 @@ def test_allowed_tools_are_some_of_the_tools() -> None:
     del message.tools[:]
     message.ClearField("required_tool")
     assert dict(wrong_tools(message)) == {"allowed_tools": "must not be set without tools"}
+
+
+@pytest.mark.parametrize("beside_json", [False, True])
+def test_a_refused_schema_is_that_of_its_tool(beside_json: bool) -> None:
+    odd = json.dumps({"type": "object", "properties": {"a": {"type": "strange"}}})
+    use = ToolUse(tools=(Tool("f"), Tool("g"), Tool("h", odd)), allowed=("g", "h"))
+    text = ConstraintSpec(JsonSchema("{}")) if beside_json else None
+    spec = tool_constraint(use, SimpleNamespace(tool_format="hermes"), text)  # type: ignore[arg-type]
+    with pytest.raises(Refused) as refused:
+        grammar(spec.kind)
+    named = named_tools(as_error("json_schema" if beside_json else "lark", refused.value.findings), use)
+    assert isinstance(named, InvalidArgument)
+    assert [each.field for each in named.violations] == ["tools[2].parameters_json_schema#/properties/a/type"]
+    assert "line" not in named.violations[0].description
+    others = InvalidArgument.of("sampling.max_new_tokens", "must be at least 9")
+    assert named_tools(others, use).violations == others.violations  # type: ignore[attr-defined]
+    own = InvalidArgument.of("constraint.json_schema#/properties/3", "type: is odd")
+    assert named_tools(own, use).violations == own.violations  # type: ignore[attr-defined]
 
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

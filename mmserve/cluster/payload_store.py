@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class SharedPayloadStore:
         self._host_of, self._reuse = host_of, reuse
         allow_descriptors()
         self._arena, self._reader = Arena(), Reader()
-        self._regions: Regions | None = None
+        self._beginning = threading.Lock()
+        self._regions: Regions | None = None  # from the first use on
 
     def keep(self, parcel: Parcel) -> Parcel:
         """As of ``PayloadStore.keep``. What is not in memory of this host does not outlive the worker that made it."""
@@ -47,11 +49,13 @@ class SharedPayloadStore:
             return self.keep(parcel)
         if not isinstance(parcel, Region):
             return stored(fetched(parcel))
-        if self._regions is None:
-            self._regions = Regions(self._arena.address)
-        data = self._regions.read(parcel)
+        with self._beginning:  # states of several workers come at once
+            if self._regions is None:
+                self._regions = Regions(self._arena.address)
+            regions = self._regions
+        data = regions.read(parcel)
         self._reuse(parcel)
-        return self._regions.copy(data)
+        return regions.copy(data)
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
         """As of ``PayloadStore.sent``: to another host the bytes go by Ray's object store."""

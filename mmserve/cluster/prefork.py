@@ -32,6 +32,8 @@ _SERVE = "--serve"
 _SIZE = struct.Struct("=Q")
 #: Seconds between two attempts to reach a template that has just been started.
 _AGAIN = 0.02
+#: Seconds for who asks to have said what for: others wait meanwhile.
+_PATIENCE = 30.0
 
 
 def command() -> str:
@@ -111,9 +113,10 @@ def _serve() -> None:
         if raylet in ready:
             os._exit(0)
         connection, _ = listener.accept()
-        with connection, suppress(OSError, ValueError):
+        with connection, suppress(OSError, ValueError, struct.error):  # one that ends as it asks ends nothing else
             if not is_own_user(connection):
                 continue
+            connection.settimeout(_PATIENCE)
             _fork(connection, listener, raylet)
 
 

@@ -278,6 +278,8 @@ class DiskCache:
         if self._used + size <= self.capacity:
             return True
         pinned = self._pinned()
+        if size and size + sum(self._sizes[name] for name in pinned) > self.capacity:
+            return False  # there would be no room without all others, either
         for spares_used in (True, False):  # first what was not read since the latest look
             for name in [name for name in self._sizes if name not in pinned]:
                 if self._used + size <= self.capacity:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 from harness import eventually
 
 from mmserve.cluster import fleet as fleets
+from mmserve.cluster import prefork
 from mmserve.cluster import spares as spares_module
 from mmserve.cluster.config import ClusterConfig, ClusterSettings, WorkerSettings
 from mmserve.cluster.draining import PROBATION, REST, SUSTAINED, Act, Draining
@@ -403,7 +405,9 @@ print(json.dumps(found), flush=True)
 
 
 @pytest.mark.timeout(180)
-def test_processes_are_forked_from_one_that_has_all_imports_until_the_raylet_ends(tmp_path: Path) -> None:
+def test_processes_are_forked_from_one_that_has_all_imports_until_the_raylet_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 
@@ -427,7 +431,13 @@ def test_processes_are_forked_from_one_that_has_all_imports_until_the_raylet_end
     assert not run("alone", None)["torch"], "no raylet, no template"
     with subprocess.Popen(["sleep", "600"]) as raylet:
         try:
-            one, other = run("one", raylet.pid), run("other", raylet.pid)
+            one = run("one", raylet.pid)
+            monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+            for said in (b"", b"half", prefork._SIZE.pack(100) + b"{"):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:  # as it asked for a process
+                    killed.connect(prefork._address())
+                    killed.sendall(said)
+            other = run("other", raylet.pid)
         finally:
             raylet.kill()
     assert one["torch"] and other["torch"]

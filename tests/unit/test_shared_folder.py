@@ -120,6 +120,20 @@ def test_pinned_files_stay_for_every_process_and_are_bounded(tmp_path: Path) -> 
     assert key(5) in other and key(0) not in other
 
 
+def test_nothing_goes_for_what_pinned_files_leave_no_room_for(tmp_path: Path) -> None:
+    one = DiskCache(tmp_path, 1 << 20)
+    one.put(key(0), value(0))
+    size = one.used
+    one = DiskCache(tmp_path, 3 * size)
+    one.put(key(1), value(1))
+    assert one.pin(key(0), pinned=True)
+    large = {"x": torch.zeros(SIZE // 4 + 2 * size // 4)}
+    one.put(key(2), large)
+    assert key(1) in one and key(2) not in one
+    less = DiskCache(tmp_path, size // 2)
+    assert less.used == size and key(1) not in less, "a bound that was lowered leaves what is pinned"
+
+
 def test_a_foreign_file_under_a_name_of_ours_is_neither_used_nor_touched(tmp_path: Path) -> None:
     tier = DiskCache(tmp_path, 1500)
     weights, target = tmp_path / f"{key(1).hex()}.safetensors", tmp_path / "weights"

@@ -8,10 +8,13 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +22,12 @@ import torch
 from forked import forked
 from harness import descriptors, eventually
 
+from mmserve.cluster import payload_store
 from mmserve.core.canvas import Canvas
 from mmserve.core.payloads import KVState, PrefilledPayload
 from mmserve.errors import TransferError
 from mmserve.transfer import shared_memory
+from mmserve.transfer.nixl import Region
 from mmserve.transfer.payloads import PAYLOADS
 from mmserve.transfer.shared_memory import Arena, Reader, Ticket
 
@@ -251,3 +256,30 @@ def test_a_process_that_does_not_answer_keeps_nobody_waiting_for_another(arena: 
     waiting.join(60.0)
     assert done and errors
     reader.close()
+
+
+def test_states_of_several_workers_that_come_at_once_by_nixl_are_kept_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By one agent, which is made with the first: what another one of the same name has, this one does not know."""
+    made: list[Any] = []
+
+    class Slow:
+        def __init__(self, _address: str) -> None:
+            made.append(self)
+            time.sleep(0.1)
+
+        def read(self, region: Region) -> memoryview:
+            return memoryview(bytes(region.size))
+
+        def copy(self, data: memoryview) -> Any:
+            return self, len(data)
+
+        def close(self) -> None:
+            """It has nothing."""
+
+    monkeypatch.setattr(payload_store, "Regions", Slow)
+    with closing(payload_store.SharedPayloadStore(lambda _name: "", lambda _parcel: None)) as store:
+        with ThreadPoolExecutor(4) as threads:
+            kept = list(threads.map(store.own, [Region(f"w{i}", 1, 8, 0, b"") for i in range(4)]))
+        assert len(made) == 1 and kept == [(made[0], 8)] * 4

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import grpc
 import pytest
 from e2e_helpers import Process, serving, wait_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers import picture
+from test_e2e_http import free_port
 
 from mmserve.client import Client, Event, Finished, NotFound, Snapshot
 
@@ -59,6 +64,31 @@ def test_the_command_serves_from_a_cluster_and_ends_in_order(server: Process) ->
     assert not isinstance(first, Finished) and isinstance(rest[-1], Finished), "a drain lets requests finish"
     assert server.process.wait(PATIENCE) == 0, server.stderr()
     assert "SIGTERM: draining" in server.stderr()
+
+
+@pytest.mark.slow
+def test_tokens_of_messages_are_counted_by_a_request_to_the_workers(tmp_path: Path) -> None:
+    """The front has no tokenizer: of text, too, the count is that of a request of one token."""
+    file, port = tmp_path / "cluster.toml", free_port()
+    file.write_text('[[workers]]\nroles = "epd"\n')
+    more = ("--cluster", str(file), "--http", str(port), "--set", "engine.torch_threads=1")
+
+    def asked(path: str, **body: Any) -> dict[str, Any]:
+        data = json.dumps({"model": "reference", "messages": chat, **body}).encode()
+        request = Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+        with urlopen(request, timeout=PATIENCE) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    image = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture(1)).decode()}
+    texts: list[dict[str, Any]] = [{"type": "text", "text": "How many shapes are there?"}]
+    with serving(tmp_path, *more) as found:
+        for parts in (texts, [{"type": "image", "source": image}, *texts]):
+            chat = [{"role": "user", "content": parts}]
+            counted = asked("/v1/messages/count_tokens")["input_tokens"]
+            usage = asked("/v1/messages", max_tokens=8)["usage"]
+            assert counted == usage["input_tokens"] + (usage.get("cache_read_input_tokens") or 0) > 0
+        found.process.terminate()
 
 
 def test_without_ray_the_command_says_what_to_install(tmp_path: Path) -> None:

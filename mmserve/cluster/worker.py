@@ -118,7 +118,8 @@ class Worker:
                     engine.adopt(replace(handover, payload=self._read(order.parcel)), sink)
             except TransferError as error:
                 self._engines[order.model].withdraw(order.handover.request.id)  # what came ahead of it, if anything did
-                self._outbox.put(Refused(order.model, order.key, order.sample, error))
+                if not order.expects:  # else it is reported once, when the request itself comes
+                    self._outbox.put(Refused(order.model, order.key, order.sample, error))
             except MMServeError as error:
                 self._outbox.put(Happened(order.model, order.key, order.sample, Failed(error)))
             except Exception as error:  # noqa: BLE001 - a bug with one request leaves the others alone

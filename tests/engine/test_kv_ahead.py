@@ -262,6 +262,11 @@ def test_a_request_whose_last_part_cannot_be_read_leaves_nothing_of_what_came_ah
     fleet.decode.await_nothing_left()
     [refused] = worker._next(0.0)
     assert isinstance(refused, Refused) and isinstance(refused.error, TransferError)
+    worker.take([Order("m", "refused", None, chunk, ahead=((1, came),), expects=True)])
+    assert not worker._next(0.0), "it is reported once, when the request itself comes"
+    worker.take([Order("m", "refused", None, whole, worker.parcels.write(led.handovers[0].payload))])
+    [refused] = worker._next(0.0)
+    assert isinstance(refused, Refused)
     worker.parcels.close()
 
 

@@ -50,7 +50,17 @@ def test_public_names() -> None:
         "FieldViolation",
     ]
     others = ["AsyncClient", "Client", "Measured", "ModelInfo", "Pair", "Result", "Tuning"]
-    video = ["Alert", "Alerts", "Asked", "AsyncAlerts", "AsyncQuestion", "AsyncVideoSession", "PushFailed", "Question"]
+    video = [
+        "Alert",
+        "Alerts",
+        "Asked",
+        "AsyncAlerts",
+        "AsyncQuestion",
+        "AsyncVideoSession",
+        "Prefilled",
+        "PushFailed",
+        "Question",
+    ]
     video += ["Moment", "SessionOptions", "Statistics", "VideoSession"]
     decisions = ["Answered", "Choice", "Decisions", "Score", "YesNo"]
     caches = ["CacheEntry", "Listing", "Warmed"]

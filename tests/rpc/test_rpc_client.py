@@ -33,7 +33,7 @@ PNG = b"\x89PNG and so on"
 
 def test_public_names() -> None:
     events = ["Admitted", "CommittedToken", "ConstraintStats", "Delta", "Event", "Finished", "Snapshot"]
-    events += ["Alternative", "Draft", "DraftAlternative", "DraftPosition"]
+    events += ["Alternative", "Draft", "DraftAlternative", "DraftPosition", "Prefilled"]
     events += ["Call", "StageTimes", "Tool", "ToolCall", "ToolCallDelta", "Usage"]
     inputs = ["Hole", "ImagePart", "Message", "Options", "TLS", "Template", "TextPart", "VideoPart", "VideoSampling"]
     inputs += ["SeedCanvas"]
@@ -50,17 +50,7 @@ def test_public_names() -> None:
         "FieldViolation",
     ]
     others = ["AsyncClient", "Client", "Measured", "ModelInfo", "Pair", "Result", "Tuning"]
-    video = [
-        "Alert",
-        "Alerts",
-        "Asked",
-        "AsyncAlerts",
-        "AsyncQuestion",
-        "AsyncVideoSession",
-        "Prefilled",
-        "PushFailed",
-        "Question",
-    ]
+    video = ["Alert", "Alerts", "Asked", "AsyncAlerts", "AsyncQuestion", "AsyncVideoSession", "PushFailed", "Question"]
     video += ["Moment", "SessionOptions", "Statistics", "VideoSession"]
     decisions = ["Answered", "Choice", "Decisions", "Score", "YesNo"]
     caches = ["CacheEntry", "Listing", "Warmed"]

@@ -29,6 +29,8 @@ def run(arguments: argparse.Namespace) -> None:
     model = load_model(ModelConfig(path=arguments.model))
     if isinstance(model, CanvasModel):
         raise ConfigError(f"{arguments.model} denoises random tokens; a filter is for models that fill masks")
+    if model.spec.causal:
+        raise ConfigError(f"{model.spec.name!r} decodes token by token: a filter is for diffusion models")
     prompts = (
         written_requests(model, arguments.prompts, arguments.max_new_tokens)
         if arguments.prompts is not None

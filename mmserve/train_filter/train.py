@@ -28,8 +28,6 @@ def train(
     model: LoadedModel, requests: list[Request], *, seed: int, steps: int, progress: Callable[[str], None]
 ) -> tuple[CommitFilter, dict[str, Any]]:
     """A filter for ``model`` from its answers to ``requests``, and the record of its making."""
-    if model.spec.causal:
-        raise ConfigError(f"{model.spec.name!r} decodes token by token: a filter is for diffusion models")
     if len(requests) < HELD_OUT:
         raise ConfigError(f"{len(requests)} prompts are too few: at least {HELD_OUT}")
     recorder = Recorder(model, resolve(EngineConfig(max_tokens=model.spec.max_tokens, max_running=1, stages="inline")))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from forked import ForkedCommand
 from harness import stages_of
 
 from mmserve.assembly import BackgroundServer
@@ -238,18 +239,11 @@ def failure(future: Future[Any]) -> MMServeError:
 
 
 class Process:
-    """``mmserve serve`` in a process of its own."""
+    """``mmserve serve`` in a process of its own, which need not import everything first."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.log = folder / "stderr.txt"
-        with self.log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mmserve", "serve", "--set", "server.port=0", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-        assert self.process.stdout is not None
+        self.process = ForkedCommand(["serve", "--set", "server.port=0", *arguments], self.log)
         line = self.process.stdout.readline()
         assert line.startswith("mmserve serves reference"), (line, self.stderr())
         self.address = line.split()[-1]

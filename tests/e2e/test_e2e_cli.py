@@ -13,6 +13,7 @@ from subprocess import CompletedProcess
 
 import pytest
 from e2e_helpers import Running, command, short_asks
+from forked import ForkedCommand
 
 from mmserve.bench import attention
 from mmserve.cli import main
@@ -255,7 +256,10 @@ def test_serve_refuses_a_broken_configuration(tmp_path: Path, capsys: pytest.Cap
 
 def test_serve_refuses_a_configuration_that_is_not_there_in_a_process_too(tmp_path: Path) -> None:
     assert_fails_clearly(command("serve", "--config", str(tmp_path / "none.toml")), "none.toml")
-    assert_fails_clearly(command("serve", "--model", str(tmp_path)), str(tmp_path))
+    log = tmp_path / "stderr.txt"
+    with ForkedCommand(["serve", "--model", str(tmp_path)], log) as loading:
+        out, code = loading.stdout.read(), loading.wait(280)
+    assert_fails_clearly(CompletedProcess((), code, out, log.read_text()), str(tmp_path))
 
 
 @pytest.mark.parametrize("override", ["port=1", "server.port", "models.name=x", "server.port=high", "nothing.x=1"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import multiprocessing
 import socket
 import urllib.request
 import weakref
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from e2e_helpers import PATIENCE, gated, settings, wait_for
+from forked import forked
 from llama_checkpoints import llama, save
 
 from mmserve import cli
@@ -171,7 +171,7 @@ def test_memory_is_known_before_and_given_back(server: BackgroundServer, folder:
         replace(decoder, num_layers=2, num_kv_heads=4, head_dim=256), engine_of(server, "base").config, torch.float32
     )
     assert needed.pages == wide_pool
-    process = multiprocessing.get_context("spawn").Process(target=load_and_unload, args=(folder, weights))
+    process = forked().Process(target=load_and_unload, args=(folder, weights))
     process.start()
     process.join(3 * PATIENCE)
     assert process.exitcode == 0

@@ -67,13 +67,14 @@ def test_models_of_a_guarded_server_need_its_token(
     assert bad.stderr.count("\n") == 1 and "bearer token" in bad.stderr
 
 
-def test_commands_that_start_their_own_server_work_with_a_guarded_configuration(folder: Path) -> None:
+def test_commands_that_start_their_own_server_work_with_a_guarded_configuration(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They talk to it over loopback, with the settings of the engine and none of the locks."""
     certificate, key = self_signed(folder, "own")
     path = configured(folder, auth_tokens=["first"], tls_certificate=str(certificate), tls_key=str(key))
-    done = command("generate", "x", "--config", str(path), "--max-new-tokens", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["forwards"] >= 1
+    assert main(["generate", "x", "--config", str(path), "--max-new-tokens", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["forwards"] >= 1
 
 
 def test_tls_serves_who_trusts_the_certificate_and_nobody_else(folder: Path) -> None:

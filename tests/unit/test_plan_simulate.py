@@ -180,7 +180,7 @@ def test_a_queue_of_one_server_waits_as_pollaczek_and_khinchine_say() -> None:
     waits = []
     for seed in range(5):
         outcome = simulated(
-            "1p1d", Workload("w", (kind,)), rate, 20_000, seed, batching=Batching(prefill_tokens=1), costs=costs
+            "1p1d", Workload("w", (kind,)), rate, 10_000, seed, batching=Batching(prefill_tokens=1), costs=costs
         )
         waits.append(statistics.mean(one.ttft for one in outcome.served) - service)
     busy = rate * service

@@ -16,6 +16,7 @@ from helpers import ask, dkv, threshold, tiny_model
 from mmserve_kernels.cached_attention import kernel as attention_kernel
 from mmserve_kernels.commit_scores import reference
 from mmserve_kernels.rope_scatter import kernel as rope_kernel
+from quick_interpreter import quicken
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,6 +65,7 @@ def test_a_padded_pass_is_the_pass_and_writes_nowhere_else(kind: str, text_model
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores run the Triton kernels, here in the interpreter."""
+    quicken()
     first = KVStore.__init__
 
     def with_kernels(self: KVStore, *arguments: object, **options: object) -> None:

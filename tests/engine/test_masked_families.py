@@ -66,6 +66,14 @@ def mixed(block: int, policies: tuple[Policy, ...], count: int = 14) -> list[Req
     ]
 
 
+def alone(model: LoadedModel, requests: list[Request]) -> dict[str, tuple[Any, ...]]:
+    """The outcome of each request by itself."""
+    b = Bench(model, stages="inline")
+    found = {r.id: outcome(b, b.submit(r)[0]) for r in requests}
+    b.close()
+    return found
+
+
 def best_but_the_mask(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's most probable token that is not the mask, and its share of the softmax over all, the mask included."""
     probabilities = logits.softmax(-1)
@@ -144,23 +152,28 @@ def test_dream_reads_the_row_left_of_a_mask_even_where_it_was_cached(
     assert added > 0, "without such a row nothing is proven"
 
 
+DREAMS = mixed(5, (NONE, dkv(1), dkv(3), dkv()))
+
+
+@pytest.fixture(scope="module")
+def dreamt_alone(dream: LoadedModel) -> dict[str, tuple[Any, ...]]:
+    return alone(dream, DREAMS)
+
+
 @pytest.mark.parametrize("config", [{}, {"page_size": 1, "decode_tokens": 100}, {"max_running": 3, "stages": "inline"}])
 def test_dream_gives_the_same_tokens_alone_and_in_a_batch(
-    bench: Make, dream: LoadedModel, config: dict[str, Any]
+    bench: Make, dream: LoadedModel, dreamt_alone: dict[str, tuple[Any, ...]], config: dict[str, Any]
 ) -> None:
-    requests = mixed(5, (NONE, dkv(1), dkv(3), dkv()))
-    single = bench(dream, stages="inline")
-    alone = {r.id: outcome(single, single.submit(r)[0]) for r in requests}
     b = bench(dream, **config)
     for tensor in (*b.engine.stages.store.keys, *b.engine.stages.store.values):
         tensor.fill_(torch.nan)
-    for call in b.submit(*requests):
-        assert outcome(b, call) == alone[call.request.id]
+    for call in b.submit(*DREAMS):
+        assert outcome(b, call) == dreamt_alone[call.request.id]
 
 
 def test_dream_with_refresh_one_is_dream_without_a_cache(bench: Make, dream: LoadedModel) -> None:
     b = bench(dream, stages="inline")
-    for request in mixed(5, (NONE,)):
+    for request in mixed(5, (NONE,), 8):
         diffusion = dataclasses.replace(request.diffusion, recompute=dkv(1))
         other = dataclasses.replace(request, id=f"{request.id}-dkv", diffusion=diffusion)
         assert outcome(b, b.submit(request)[0]) == outcome(b, b.submit(other)[0])
@@ -226,13 +239,13 @@ def test_sdar_gives_the_tokens_of_its_plain_loop(bench: Make, tmp_path: Path, sd
     kinds: set[int] = set()
     within: set[int] = set()
     saved: dict[float | None, int] = {None: 0, 0.1: 0}
-    for i, text in enumerate((*TEXTS, "ab", "circles")):
+    for i, text in enumerate((*TEXTS, "ab")):
         prompt = prompt_of(b, text)
         within.add(len(prompt) % size)
         new = 24 - len(prompt) % size if i % 2 else 22  # the last block whole, or cut
         for sure_at in saved:
             expected = plain_sdar(sdar_oracle, prompt, new, size, sure_at)
-            for policy in (NONE, BLOCK):
+            for policy in (BLOCK,) if i % 2 else (NONE, BLOCK):
                 name = f"{policy.name} {new} {sure_at} {text}"
                 commit = threshold(sure_at) if sure_at else None
                 [call] = b.submit(ask(name, text, max_new_tokens=new, recompute=policy, commit=commit))
@@ -244,23 +257,28 @@ def test_sdar_gives_the_tokens_of_its_plain_loop(bench: Make, tmp_path: Path, sd
     assert len(within) > 2, "the prompt ends at several places of a block"
 
 
+BLOCKS = mixed(4, (BLOCK, NONE))
+
+
+@pytest.fixture(scope="module")
+def sdar_alone(sdar: LoadedModel) -> dict[str, tuple[Any, ...]]:
+    return alone(sdar, BLOCKS)
+
+
 @pytest.mark.parametrize("config", [{}, {"page_size": 1, "decode_tokens": 100}, {"max_running": 3, "stages": "inline"}])
 def test_sdar_gives_the_same_tokens_alone_and_in_a_batch(
-    bench: Make, sdar: LoadedModel, config: dict[str, Any]
+    bench: Make, sdar: LoadedModel, sdar_alone: dict[str, tuple[Any, ...]], config: dict[str, Any]
 ) -> None:
-    requests = mixed(4, (BLOCK, NONE))
-    single = bench(sdar, stages="inline")
-    alone = {r.id: outcome(single, single.submit(r)[0]) for r in requests}
     b = bench(sdar, **config)
     for tensor in (*b.engine.stages.store.keys, *b.engine.stages.store.values):
         tensor.fill_(torch.nan)
-    for call in b.submit(*requests):
-        assert outcome(b, call) == alone[call.request.id]
+    for call in b.submit(*BLOCKS):
+        assert outcome(b, call) == sdar_alone[call.request.id]
 
 
 def test_sdar_with_its_cache_is_sdar_without(bench: Make, sdar: LoadedModel) -> None:
     b = bench(sdar, stages="inline")
-    for request in mixed(4, (NONE,)):
+    for request in mixed(4, (NONE,), 8):
         other = dataclasses.replace(
             request, id=f"{request.id}-block", diffusion=dataclasses.replace(request.diffusion, recompute=BLOCK)
         )
@@ -306,10 +324,10 @@ def test_llada2_gives_the_tokens_of_its_plain_loop(bench: Make, tmp_path: Path, 
     b = bench(endless(load(save_llada2(glm_oracle, tmp_path))), stages="inline")
     assert b.engine.info.block_length == 32
     kinds: set[int] = set()
-    for text in TEXTS:
-        expected = plain_sdar(glm_oracle, prompt_of(b, text), 40, 32)
+    for text in TEXTS[:2]:
+        expected = plain_sdar(glm_oracle, prompt_of(b, text), 36, 32)
         for policy in (NONE, BLOCK):
-            [call] = b.submit(ask(f"{policy.name} {text}", text, max_new_tokens=40, recompute=policy))
+            [call] = b.submit(ask(f"{policy.name} {text}", text, max_new_tokens=36, recompute=policy))
             assert answer(b, call) == expected
         kinds |= set(expected)
     assert len(kinds) > 20, "the model says more than one token"
@@ -342,31 +360,28 @@ def test_llada2_gives_the_tokens_of_diffusers_pipeline(
     pipeline.set_progress_bar_config(disable=True)
     b = bench(endless(load(save_llada2(glm_oracle, tmp_path, block_size=8))), stages="inline")
     saved = 0
-    for text in TEXTS:
-        prompt = prompt_of(b, text)
-        for new in (24, 27):
-            expected = pipeline(
-                input_ids=torch.tensor([prompt]),
-                gen_length=new,
-                num_inference_steps=8,
-                threshold=sure,
-                editing_threshold=None,
-                eos_early_stop=False,
-                mask_token_id=MASK_ID,
-                output_type="seq",
-            ).sequences[0]
-            commit = threshold(sure) if sure < 1 else None
-            [call] = b.submit(ask(f"{new} {text}", text, max_new_tokens=new, recompute=BLOCK, commit=commit))
-            assert answer(b, call) == expected.tolist()
-            saved += new - call.finished().forwards
+    for text, new in zip(TEXTS, (24, 27, 21), strict=True):
+        expected = pipeline(
+            input_ids=torch.tensor([prompt_of(b, text)]),
+            gen_length=new,
+            num_inference_steps=8,
+            threshold=sure,
+            editing_threshold=None,
+            eos_early_stop=False,
+            mask_token_id=MASK_ID,
+            output_type="seq",
+        ).sequences[0]
+        commit = threshold(sure) if sure < 1 else None
+        [call] = b.submit(ask(f"{new} {text}", text, max_new_tokens=new, recompute=BLOCK, commit=commit))
+        assert answer(b, call) == expected.tolist()
+        saved += new - call.finished().forwards
     assert (saved > 0) == (sure < 1)
 
 
 def test_llada2_gives_the_same_tokens_alone_and_in_a_batch(bench: Make, tmp_path: Path, glm_oracle: Any) -> None:
     model = endless(load(save_llada2(glm_oracle, tmp_path, block_size=4)))
-    requests = mixed(4, (BLOCK, NONE))
-    single = bench(model, stages="inline")
-    alone = {r.id: outcome(single, single.submit(r)[0]) for r in requests}
+    requests = mixed(4, (BLOCK, NONE), 8)
+    expected = alone(model, requests)
     b = bench(model)
     for call in b.submit(*requests):
-        assert outcome(b, call) == alone[call.request.id]
+        assert outcome(b, call) == expected[call.request.id]

@@ -135,7 +135,7 @@ def test_tokens_are_those_of_diffusers_own_pipeline(
         )
     )
     kinds: set[int] = set()
-    for text in ("a red circle", "what is left of it? " * 2):
+    for text in ("a red circle", "what is left of it? " * 2)[: 1 if steps > STEPS else 2]:
         pipeline = Pipeline(folders[folder], kind, numbers, prompt_of(b, text))
         expected = pipeline(3 * LENGTH, steps, temperature)
         call = b.submit(

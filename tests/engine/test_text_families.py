@@ -24,7 +24,7 @@ from mmserve.errors import ConfigError, Unimplemented
 from mmserve.models.base import LoadedModel
 
 Make = Callable[..., Bench]
-NEW = 14
+NEW = 10
 
 
 @pytest.fixture(scope="module", params=CASES)

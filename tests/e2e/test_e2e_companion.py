@@ -42,7 +42,7 @@ def asked(task: str, index: int = 0) -> tuple[str, dict[str, Any]]:
     """A question and its media."""
     thing, question = item(task, index, 5)
     media = shown(task, thing)
-    return question.text, {"images": media["images"], "videos": media["videos"], "max_new_tokens": 32}
+    return question.text, {"images": media["images"], "videos": media["videos"], "max_new_tokens": 20}
 
 
 def test_models_say_what_their_companions_give_them(client: Client) -> None:

@@ -15,7 +15,7 @@ from helpers import tokenizer
 from kinds import KINDS, RANDOM, every_kind
 from test_e2e_http import CHAT, ask, events_of, free_port
 
-ROOM = 16
+ROOM = 10
 
 
 @pytest.fixture(scope="module")

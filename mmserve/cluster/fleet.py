@@ -206,7 +206,8 @@ class Fleet:
         for item in items:
             if isinstance(item, Heartbeat):
                 with self._lock:
-                    self._pace.note(member.name, item.passes)
+                    if member.described is not None:  # else it was given up
+                        self._pace.note(member.name, item.passes)
                 for model in item.stats:
                     by_model[model].append(item)
             else:

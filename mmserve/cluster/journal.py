@@ -38,7 +38,6 @@ class GivenQuestion:
     scope: Scope | None
     asking: bool = True  # it has no answer yet
     lost: bool = False  # the worker that had it does not have it any more
-    dropped: bool = False  # from the journal: it cannot be asked again
 
 
 class Journal:
@@ -118,8 +117,6 @@ class Journal:
         before = [each for each in self.questions if each.after < number and wanted(each)]
         if before and not self.full and self._frames <= 2 * self._every:
             return parcel
-        for each in before:
-            each.dropped = True
         self._leave(lambda each: (each.number if isinstance(each, GivenFrame) else each.after + 1) <= number)
         self._entries = [each for each in self._entries if isinstance(each, GivenFrame) or wanted(each)]
         old, self.parcel, self.number = self.parcel, parcel, number

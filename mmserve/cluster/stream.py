@@ -250,7 +250,7 @@ class ClusterStream:
         """A question was lost before its prompt was elsewhere; whether it will be asked again. With the coordinator's
         lock."""
         with self._changed:
-            if self._ended is not None or given.dropped or not self._journal.kept:
+            if self._ended is not None or given not in self._journal.questions:
                 return False
             given.lost = True
             if not given.asking:

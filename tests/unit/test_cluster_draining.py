@@ -23,7 +23,7 @@ from mmserve.cluster.config import ClusterConfig, ClusterSettings, WorkerSetting
 from mmserve.cluster.draining import PROBATION, REST, SUSTAINED, Act, Draining
 from mmserve.cluster.fleet import Fleet
 from mmserve.cluster.member import Member
-from mmserve.cluster.messages import Described, Item
+from mmserve.cluster.messages import Described, Heartbeat, Item
 from mmserve.cluster.pace import Pace
 from mmserve.cluster.ray_actors import Actor
 from mmserve.cluster.spares import Loaded, Spares
@@ -210,6 +210,17 @@ def test_what_cannot_be_taken_of_a_workers_reports_ends_neither_the_rest_nor_its
     monkeypatch.setattr(fleet, "_joined", lambda member, _described: setattr(member, "actor", actor))
     fleet._keep(fleet.members[0])
     assert len(taken) == 3
+
+
+def test_the_pace_of_a_worker_that_was_given_up_is_no_measure_for_others(fleet: Fleet) -> None:
+    """What it reports last comes on another thread than what ends it."""
+    [member] = fleet.members
+    member.actor, member.described = Process(), described()  # type: ignore[assignment]
+    fleet._deliver(member, [Heartbeat({}, tuple(passes(1.0)))])
+    assert fleet._pace._means["decode", 4]
+    fleet._give_up(member, member.actor)
+    fleet._deliver(member, [Heartbeat({}, tuple(passes(1.0)))])
+    assert not fleet._pace._means["decode", 4]
 
 
 def test_a_worker_that_was_replaced_meanwhile_is_not_given_up(fleet: Fleet) -> None:

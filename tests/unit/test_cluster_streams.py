@@ -18,7 +18,7 @@ from mmserve.cluster import journal, stream
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.coordinator import Coordinator
-from mmserve.cluster.messages import Appended, Moved, Order, StreamSaved
+from mmserve.cluster.messages import Appended, Moved, Order, Refused, StreamSaved
 from mmserve.config import Config, VideoConfig
 from mmserve.core.info import AdapterInfo
 from mmserve.core.request import Stage
@@ -379,6 +379,20 @@ def test_a_state_that_its_worker_did_not_save_any_more_is_saved_by_the_next(clus
     assert len(of(cluster.next, "stream.save")) == 1, "not before four more"
     cluster.append(1)
     until(lambda: len(of(cluster.next, "stream.save")) == 2)
+
+
+def test_a_question_that_is_lost_after_a_state_without_it_ends_typed(cluster: Cluster) -> None:
+    """Its prompt was with another worker when the state was saved, and did not come there."""
+    cluster.append(2)
+    cluster.report(cluster.owner, 1, 2)
+    call = cluster.asked_once("q")
+    handover = replace(of(cluster.owner, "stream.ask")[-1][1].handover, stage=Stage.ENCODED)
+    cluster.made.take("e", [Moved(MODEL, "q", None, handover, "prompt", stays=False)])
+    cluster.append(2)
+    cluster.report(cluster.owner, 3, 4)
+    cluster.save(cluster.owner, 4, "after four")
+    cluster.made.take("0", [Refused(MODEL, "q", None, TransferError("a payload is lost"))])
+    assert isinstance(call.error(), Unavailable), "it cannot be asked again"
 
 
 def test_a_stream_that_is_closed_while_it_is_opened_again_is_closed_there_too(cluster: Cluster) -> None:

@@ -250,3 +250,12 @@ def test_a_run_in_which_the_parser_failed_goes_on_elsewhere() -> None:
     run = restoring.ranked(drawn, before, broken=True)
     assert isinstance(run, SampledRun)
     assert run.witness.known == 2 and run.tokens.tolist() == [0, 1]
+
+
+def test_the_only_valid_answer_is_never_lost_however_improbable_it_is() -> None:
+    """Where its future were 0, no later sample could be drawn at all."""
+    root = PrefixNode()
+    rejected = ((0, 0.75), (1, 0.25))  # with the answer's own probability they are 1 all the same
+    learn(root, [MetState(2, 1e-20, 1.0, rejected), MetState(3, 1e-5, 1.0, ((4, 1.0),))])
+    assert root.future == pytest.approx(1e-25)
+    assert root.futures(np.arange(3)).tolist() == pytest.approx([0.0, 0.0, 1e-5])

@@ -133,8 +133,10 @@ def learn(root: PrefixNode, way: Sequence[MetState]) -> None:
         if visit.token is not None:
             nodes.append(node.next.setdefault(visit.token, (visit.probability, PrefixNode()))[1])
     for node in reversed(nodes[: len(way)]):
-        lost = sum(probability * (1.0 - other.future) for probability, other in node.next.values())
-        node.future = min(node.future, max(0.0, node.allowed - lost))
+        # what is known is summed apart from the rest: as a difference from 1, less than 1e-16 would be lost
+        known = math.fsum(probability * other.future for probability, other in node.next.values())
+        rest = node.allowed - math.fsum(probability for probability, _other in node.next.values())
+        node.future = min(node.future, max(0.0, rest) + known)
 
 
 def child(node: PrefixNode | None, token: int) -> PrefixNode | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -22,6 +23,7 @@ from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.matcher import Grammar, Matcher, completes
 from mmserve.constraint.search.parser_states import ParserState, ParserStateCache, SharedParserStates
 from mmserve.constraint.search.witness import Outcome, Witness, admit, follow, improve
+from mmserve.constraint.session.answer import ConstrainedAnswer
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 from mmserve.memory import resident, trim
 
@@ -269,3 +271,23 @@ def test_a_parser_that_has_learned_all_that_it_may_holds_few_bytes() -> None:
                 matcher.mask()
     held = resident() - before
     assert held < 24 << 20, f"{held >> 20} MiB"
+
+
+def test_an_answer_whose_parser_has_reached_its_limits_goes_on_with_another() -> None:
+    """It ended as its latest witness did, which before the first search is the shortest answer."""
+    lexicon, rng, size = language().lexicon, random.Random(0), 40
+    text = grammar_of(ConstraintSpec(Regex("[ab]*a[ab]{20}"))).text
+    spent = Grammar(text, language().vocabulary, LLParserLimits(**PARSER_LIMITS))
+    answer = ConstrainedAnswer(admit(spent, lexicon, size), lexicon)
+    letters, sample = [lexicon.ids[b"b"], lexicon.ids[b"a"]], spent.start()
+    while sample.valid(rng.choices(letters, k=200)) == 200:
+        pass
+    known = np.full(size, -1)
+    for position in range(size):
+        best = np.array([letters]), np.log(np.array([[0.9, 0.1]], np.float32))
+        answer.search(known, TopK(np.array([position]), *best), position + 1)
+        known[position] = answer.witness.tokens[position]
+        answer.follow(known)
+    assert answer.parsers == 1 and not answer.broken
+    written_text = lexicon.text(answer.witness.tokens[: answer.witness.length].tolist())
+    assert re.fullmatch(rb"b{10,}a[ab]{20}", written_text)

@@ -36,6 +36,9 @@ SECONDS = 2.0
 #: Given-up searches after which a request searches no more: the witness is its answer.
 PATIENCE = 2
 
+#: Parsers that an answer makes in place of one that has used its limits up; a large one takes half a second.
+PARSERS = 8
+
 A = TypeVar("A")
 
 #: Splits the tokens of a template's answer into those of each hole.
@@ -56,6 +59,7 @@ class ConstrainedAnswer:
     asked: int = -1  # the latest frontier for which ``decided`` was computed
     broken: bool = False  # the parser failed: it is not called any more
     late: int = 0  # searches given up for their time
+    parsers: int = field(default=0, kw_only=True)  # made since the first
     meter: Meter = field(default_factory=Meter)
     split: Split | None = None  # of a template's answer into what fills its holes
     judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
@@ -176,7 +180,7 @@ class ConstrainedAnswer:
         if self.late >= PATIENCE:
             self.meter.searched(Outcome.LATE)
             return
-        before = self.witness
+        before = self._guarded(lambda: self._fresh(self.witness), self.witness)
         end = min(end, before.known + HORIZON)
         kept = (before, Outcome.KEPT)
         self.witness, outcome = self._guarded(
@@ -197,7 +201,28 @@ class ConstrainedAnswer:
         still_open = np.flatnonzero(known < 0)
         frontier = int(still_open[0]) if len(still_open) else len(known)
         blindly = replace(witness, known=frontier)
-        self.witness = self._guarded(lambda: follow(witness, known), blindly)
+        self.witness = self._guarded(lambda: self._followed(witness, known), blindly)
+
+    def _followed(self, witness: Witness, known: np.ndarray) -> Witness:
+        """``witness`` after the ``known`` tokens."""
+        try:
+            found = follow(witness, known)
+        except ValueError:
+            found = follow(self._fresh(witness), known)
+        return self._fresh(found)
+
+    def _fresh(self, witness: Witness) -> Witness:
+        """``witness`` with another parser where its own does not take its next token: the matchers of a parser share a
+        limit on the states of its lexer, beyond which they take none."""
+        language, ended = witness.language, witness.known >= witness.length
+        if ended or witness.matcher.valid([int(witness.tokens[witness.known])]):
+            return witness
+        if language is None or self.parsers >= PARSERS:
+            return witness
+        self.parsers += 1
+        matcher = language.apart().start()
+        matcher.consume(witness.tokens[: witness.known].tolist())
+        return replace(witness, matcher=matcher)
 
     def take(self, run: SampledRun) -> None:
         """Advance the witness by the drawn tokens."""

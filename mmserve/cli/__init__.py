@@ -54,7 +54,13 @@ def build_parser(names: Container[str] = COMMANDS) -> tuple[argparse.ArgumentPar
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # also while modules are imported
+        return 130
+
+
+def _run(argv: list[str]) -> int:
     parser, modules = build_parser(argv[:1])  # imports the module of this command and no other
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -77,8 +83,6 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(f"mmserve {arguments.command}: {text}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def _level(command: str) -> int:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from mmserve.cli import main
+
 
 def test_the_command_line_is_read_without_torch() -> None:
     program = (
@@ -32,3 +34,11 @@ def test_a_command_imports_what_it_needs_alone(arguments: str, unwanted: tuple[s
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n" and "usage: mmserve" in done.stdout
+
+
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mmserve.cli.import_module", interrupted)
+    assert main(["models"]) == 130

@@ -18,7 +18,7 @@ def named_tasks(arguments: argparse.Namespace, known: Collection[str], default: 
     """What ``--tasks`` names of ``known``; without names the ``default``, or all. ``ConfigError`` for another name."""
     names = [name for name in arguments.tasks.split(",") if name] or list(default) or list(known)
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--tasks: {unknown[0]!r} is none of {', '.join(known)}")
+        raise ConfigError(f"--tasks: {unknown[0]!r} is not one of {', '.join(known)}")
     return names
 
 

@@ -30,14 +30,14 @@ class MediaHost:
         found = _ENTRY.fullmatch(entry)
         port = int(found["port"] or 0) if found else 0
         if found is None or port > 65535 or found["port"] == "0":
-            raise ValueError(f"{entry!r} is no host")
+            raise ValueError(f"{entry!r} is not a host")
         if found["v6"]:
             return cls(found["v6"], port, IPv6Address(found["v6"]))
         host = found["host"].lower().rstrip(".")
         if re.fullmatch(r"[0-9.]+", host):
             return cls(host, port, IPv4Address(host))
         if not _NAME.fullmatch(host):
-            raise ValueError(f"{entry!r} is no host")
+            raise ValueError(f"{entry!r} is not a host")
         return cls(host, port)
 
     def names(self, host: str, port: int) -> bool:

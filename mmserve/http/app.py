@@ -157,9 +157,7 @@ class App:
         given = request.headers.get("host", "")
         name, leads_here = _host(given) if len(given) <= _HOST_LETTERS else (given, False)
         if not (leads_here or name == config.host or name in config.http_names):
-            why = (
-                f"{name[:100]!r} is no name of this server: call it localhost, or list the name in [server] http_names"
-            )
+            why = f"{name[:100]!r} is not a name of this server: use localhost, or add the name to [server] http_names"
             raise BadRequest(HTTPStatus.MISDIRECTED_REQUEST, why)
 
     async def _health(self, _request: Request) -> Response:

@@ -143,7 +143,7 @@ def _message(fields: Fields) -> pb.ChatMessage:
     for label in ("name", "reasoning", "reasoning_content"):  # the latter two: of other servers' answers
         fields.take(label, str)
     fields.take("annotations", list)
-    fields.end("is no supported field of a message")
+    fields.end("is not a supported field of a message")
     if content in (None, "") and role == "assistant":
         content = [] if calls else content if refusal is None else refusal
     readers = {"text": text_part, "image_url": _image, "video_url": _video, "refusal": refusal_part}

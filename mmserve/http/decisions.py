@@ -128,7 +128,7 @@ class SystemOneApi:
         message = _message(fields, _text(fields, "state"))
         for name in ("temperature", "prompt_format_version", "return_prompt_token_ids"):
             if fields.any(name) is not None:
-                raise InvalidArgument.of(name, "is no field of this API; /v1/decisions has it")
+                raise InvalidArgument.of(name, "is not a field of this API; /v1/decisions supports it")
         given = required(fields, "questions", dict)
         if "" in given:
             raise InvalidArgument.of("questions", "must have names that are not empty")

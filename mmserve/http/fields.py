@@ -82,7 +82,7 @@ class Fields:
         for i, value in enumerate(self.take(name, list, [])):
             yield Fields.of(value, f"{self.path(name)}[{i}]")
 
-    def end(self, why: str = "is no field of this API") -> None:
+    def end(self, why: str = "is not a field of this API") -> None:
         """Raise ``InvalidArgument`` with every field that nothing has taken."""
         if self._left:
             raise InvalidArgument(*(FieldViolation(self.path(name)[:200], why) for name in self._left))

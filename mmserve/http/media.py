@@ -68,4 +68,4 @@ def _data(url: str, kind: str, path: str) -> bytes:
     try:
         return base64.b64decode(payload, validate=True)
     except binascii.Error as error:
-        raise InvalidArgument.of(path, f"is no valid base64: {error}") from None
+        raise InvalidArgument.of(path, f"is not valid base64: {error}") from None

@@ -43,7 +43,7 @@ def take_xargs(fields: Fields, found: pb.GenerateRequest) -> dict[str, str]:
     if "diffusion.seed_canvas.tokens" in named:
         named["diffusion.seed_canvas"] = given.path("diffusion_seed_canvas")
     take_neutral(given, _NEUTRAL, ())
-    given.end(f"is no field of {XARGS} that is known here")
+    given.end(f"is not a known field of {XARGS}")
     return named
 
 

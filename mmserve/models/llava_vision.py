@@ -67,7 +67,7 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
     kind = KINDS.get(tower_config.model_type)
     if kind is None:
         raise ConfigError(
-            f"{keys.path}: vision_config.model_type {tower_config.model_type!r} is none of {sorted(KINDS)}"
+            f"{keys.path}: vision_config.model_type {tower_config.model_type!r} is not one of {sorted(KINDS)}"
         )
     cut = config.vision_feature_select_strategy == "default"
     if cut and not kind.has_cls:
@@ -121,7 +121,7 @@ def _processor_kind(folder: Path) -> type[Any]:
     named = str(settings.get("image_processor_type", "CLIPImageProcessor"))
     found = _PROCESSORS.get(named.removesuffix("Fast").removesuffix("Pil"))
     if found is None:
-        raise ConfigError(f"{folder}: image_processor_type {named!r} is none of {sorted(_PROCESSORS)}")
+        raise ConfigError(f"{folder}: image_processor_type {named!r} is not one of {sorted(_PROCESSORS)}")
     return found
 
 

@@ -120,7 +120,7 @@ class Engines(Mapping[str, EngineLike]):
     def add(self, name: str, engine: EngineLike) -> None:
         """Serve a started engine as model ``name``, which is one of ``names``."""
         if name not in self._names:
-            raise ValueError(f"{name!r} is none of this server's models: {self._names}")
+            raise ValueError(f"{name!r} is not a model of this server: {self._names}")
         self._serving[name] = engine
 
     def replace(self, names: Sequence[str], fresh: Mapping[str, EngineLike]) -> list[EngineLike]:

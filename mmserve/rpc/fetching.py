@@ -136,7 +136,7 @@ class Fetcher:
         port = _PORTS[parts.scheme] if port is None else port
         if not self._hosts.listed(host, port):
             shown = host if port in _PORTS.values() else f"{host}:{port}"
-            raise _Failed(f"must be of a host that the server lists in [media] url_hosts, and {shown[:100]!r} is none")
+            raise _Failed(f"must have a host in the server's [media] url_hosts, which does not list {shown[:100]!r}")
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         return _Target(url, parts.scheme == "https", host, port, path)
 

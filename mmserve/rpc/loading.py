@@ -44,7 +44,7 @@ class Loading:
         """
         load = self.load
         if load is None:
-            raise Unimplemented("this server loads no models while it runs: its stages are on other machines")
+            raise Unimplemented("models cannot be loaded at run time on a cluster")
         entry = ModelConfig(path=str(self._folder(path)), name=name, dtype=dtype or "auto")
         return await self._shielded(self._add(entry, load))
 
@@ -66,7 +66,7 @@ class Loading:
         async with self._replacement.lock:
             name = served_name(entry)
             if name in self._engines.names:
-                raise FailedPrecondition(f"a model {name!r} is served: unload it, or give this one another name")
+                raise FailedPrecondition(f"a model {name!r} is already loaded: unload it, or choose another name")
             try:
                 await self._run(check_memory, entry, self._config)
                 engine: EngineLike = await self._run(next, load(dataclasses.replace(self._config, models=(entry,))))
@@ -95,7 +95,7 @@ class Loading:
     def _folder(self, path: str) -> Path:
         allowed = self._config.server.model_folder
         if not allowed:
-            raise Unimplemented("this server loads no models while it runs: it has no [server] model_folder")
+            raise Unimplemented("models cannot be loaded at run time: [server] model_folder is not set")
         root = Path(allowed).expanduser().resolve()
         folder = (root / path).resolve()
         if not path or folder == root or not folder.is_relative_to(root):

@@ -101,7 +101,7 @@ def _fits(data: bytes, shape: Shape) -> bool:
         elif kind == _FIXED64:
             position += 8
         else:
-            raise DecodeError(f"wire type {kind} is none of proto3")
+            raise DecodeError(f"wire type {kind} is not one of proto3")
 
 
 def _varint(data: bytes, position: int, longest: int) -> tuple[int, int]:

@@ -94,7 +94,7 @@ def test_the_reuse_benchmark(model: str, monkeypatch: pytest.MonkeyPatch, capsys
             and nothing["prefill_rows"] < row["prefill_rows"] < plain["prefill_rows"]
         )
     assert main(["bench", "reuse", "--limit", "2", "--tasks", "arithmetic"]) == 1
-    assert "--tasks: 'arithmetic' is none of count" in capsys.readouterr().err
+    assert "--tasks: 'arithmetic' is not one of count" in capsys.readouterr().err
 
 
 def test_the_command_line_reuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

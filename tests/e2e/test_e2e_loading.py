@@ -82,7 +82,7 @@ def test_loaded_asked_and_unloaded(server: BackgroundServer, folder: Path, capsy
         assert info == client.describe("red") and listed(server) == ["base", "red"]
         assert client.generate(TEXT, model="red").text == expected != before
         assert client.generate(TEXT).text == before
-        with pytest.raises(FailedPrecondition, match="a model 'red' is served: unload it, or give this one another"):
+        with pytest.raises(FailedPrecondition, match="a model 'red' is already loaded: unload it, or choose another"):
             client.load_model("red")
         command = ["models", "--server", server.address, "--load", "team/blue=sky", "--json"]
         assert cli.main(command) == 0
@@ -239,5 +239,5 @@ def test_only_tenants_with_admin_load_and_only_from_a_folder(folder: Path) -> No
             for call in (lambda: guest.load_model("red"), lambda: guest.unload_model("base")):
                 with pytest.raises(Unauthenticated, match="the tenant 'guest' may not load or unload models"):
                     call()
-            with pytest.raises(Unimplemented, match=r"no models while it runs: it has no \[server\] model_folder"):
+            with pytest.raises(Unimplemented, match=r"cannot be loaded at run time: \[server\] model_folder"):
                 boss.load_model("red")

@@ -106,7 +106,7 @@ def test_the_vision_benchmark(
     assert [row["kv_reduction"] for row in report["kv_reductions"]] == ["heavy_hitters", "visual_cache"]
     assert all(row["kv_positions"] < row["kv_positions_unreduced"] for row in report["kv_reductions"])
     assert main(["bench", "vision", "--tasks", "arithmetic"]) == 1
-    assert "--tasks: 'arithmetic' is none of count" in capsys.readouterr().err
+    assert "--tasks: 'arithmetic' is not one of count" in capsys.readouterr().err
 
 
 # --- many clients ---

@@ -54,7 +54,7 @@ def test_every_request_is_in_the_report(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--tasks", "storm"), "'storm' is none of load, stall"),
+        (("--tasks", "storm"), "'storm' is not one of load, stall"),
         (("--rates", "0"), "--rates takes numbers above 0"),
         (("--seconds", "0"), "--seconds must be above 0"),
         (("--server", "nowhere"), "--server takes HOST:PORT"),

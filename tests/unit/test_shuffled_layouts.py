@@ -292,7 +292,7 @@ def test_a_format_that_is_not_known_leaves_the_tokenizer_s(
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
     text = tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\n<IMG_CONTEXT>\nwhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert ("'phi4-chat' is none of Hermes-2, internlm2-chat, internvl2_5" in caplog.text) is (name is not None)
+    assert ("'phi4-chat' is not one of Hermes-2, internlm2-chat, internvl2_5" in caplog.text) is (name is not None)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 from mmserve.config import Config, ModelConfig, ServerConfig, from_mapping
 from mmserve.config.ports import try_port
 from mmserve.errors import ConfigError
+from mmserve.http import require_packages
 from mmserve.models.names import HUB, served_name, served_names
 from mmserve.observe import traces
 from mmserve.tenants import accepted_tokens
@@ -118,7 +119,11 @@ def _server(server: ServerConfig) -> Iterator[Finding]:
 
     yield from _findings(f"port {server.port}", lambda: try_port(server.host, server.port, "port"))
     if server.http_port:
-        yield from _findings(f"port {server.http_port}", lambda: try_port(server.host, server.http_port, "http_port"))
+        yield from _findings(
+            f"port {server.http_port}",
+            lambda: try_port(server.host, server.http_port, "http_port"),
+            require_packages,
+        )
     if server.metrics_port:
         yield from _findings(
             f"port {server.metrics_port}", lambda: try_port(server.metrics_host, server.metrics_port, "metrics_port")

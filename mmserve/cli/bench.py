@@ -10,7 +10,7 @@ from typing import Any
 
 from mmserve.bench.measures import as_text
 from mmserve.cli.benchmarks import BENCHMARKS
-from mmserve.cli.options import add_json, print_json, show_progress
+from mmserve.cli.options import add_json, print_json, require_plot, show_progress
 from mmserve.errors import ConfigError
 
 
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, with progress on stderr, and print a table or one JSON object."""
+    require_plot(getattr(arguments, "plot", None))
     from mmserve.observe.machine import describe  # loads torch
 
     counts = {name: getattr(arguments, name) for name in ("limit", "repeats", "concurrent") if name in arguments}

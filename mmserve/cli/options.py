@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,14 @@ def existing(flag: str, path: Path) -> Path:
     if not path.exists():
         raise InvalidArgument.of(flag, f"there is no file {path}")
     return path
+
+
+def require_plot(path: Path | None) -> None:
+    """Raise ``ConfigError`` where a plot could not be written to ``path`` after all that is measured for it."""
+    if path is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'")
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"--plot: there is no folder {path.parent}")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mmserve.cli.options import add_common, print_json, show_progress
+from mmserve.cli.options import add_common, print_json, require_plot, show_progress
 from mmserve.errors import ConfigError
 
 
@@ -102,5 +102,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--share must be above 0 and at most 1, not {arguments.share}")
     if arguments.plot is not None and not arguments.sweep:
         raise ConfigError("--plot needs --sweep")
+    require_plot(arguments.plot)
     if (arguments.batch or arguments.validate) and not arguments.layout:
         raise ConfigError("--layout is required: the workers of each role, for example 1e1p4d")

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import mmserve
 from mmserve.check import check
-from mmserve.cli.options import add_config, print_json, read_config, read_tables
+from mmserve.cli.options import add_config, existing, print_json, read_config, read_tables
 from mmserve.config import Config
 from mmserve.config.ports import try_port
 from mmserve.errors import ConfigError
-from mmserve.http import attach
+from mmserve.http import attach, require_packages
 from mmserve.models.names import HUB, local_folder, served_names
 from mmserve.observe.logs import FORMATS
 from mmserve.rpc.engines import EngineLike
@@ -71,7 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
     for model in settings.models:
         if not model.path.startswith(HUB):
             local_folder(model.path)  # a folder that is not there is reported before anything listens
+    if arguments.cluster:
+        existing("--cluster", Path(arguments.cluster))
     server = settings.server
+    if server.http_port:
+        require_packages()
     for host, key in ((server.host, "port"), (server.host, "http_port"), (server.metrics_host, "metrics_port")):
         if port := getattr(server, key):
             try_port(host, port, key)  # a port in use is reported before PyTorch is imported

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from mmserve.errors import ConfigError
@@ -11,6 +12,13 @@ if TYPE_CHECKING:
     from mmserve.rpc.server import Server
 
 
+def require_packages() -> None:
+    """Raise ``ConfigError`` where the packages of the extra are missing; imports nothing."""
+    for name in ("starlette", "uvicorn"):
+        if find_spec(name) is None:
+            raise ConfigError(f"[server] http_port needs the package {name!r}: run pip install 'mmserve[http]'")
+
+
 def attach(server: Server) -> HttpFront | None:
     """Have ``server``, which has not started, serve HTTP where its configuration has an ``http_port``.
 
@@ -18,12 +26,9 @@ def attach(server: Server) -> HttpFront | None:
     """
     if not server.config.server.http_port:
         return None
-    try:
-        from mmserve.http.front import HttpFront
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"[server] http_port needs the package {error.name!r}: run pip install 'mmserve[http]'"
-        ) from error
+    require_packages()
+    from mmserve.http.front import HttpFront
+
     front = HttpFront(server)
     server.attach(front)
     return front

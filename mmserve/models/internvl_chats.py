@@ -33,7 +33,7 @@ def use_named_format(tokenizer: PreTrainedTokenizerFast, name: object, image: st
     if not isinstance(name, str) or name not in FORMATS:
         if name is not None:
             known = ", ".join(sorted(FORMATS))
-            _log.warning("template %r is none of %s: the tokenizer's chat template is used", name, known)
+            _log.warning("template %r is not one of %s: the tokenizer's chat template is used", name, known)
         return False
     separator, system = FORMATS[name]
     tokenizer.chat_template = (

@@ -472,3 +472,19 @@ def test_an_unknown_option_names_the_help_of_its_command(capsys: pytest.CaptureF
 def test_an_export_to_no_folder_is_refused_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "gguf", "--model", "/no/model", "--out", "/no/folder/x.gguf"]) == 1
     assert capsys.readouterr().err == "mmserve export: --out: there is no folder /no/folder\n"
+
+
+def test_a_missing_extra_is_reported_before_pytorch_is_imported() -> None:
+    program = (
+        "import sys\nsys.modules['starlette'] = None\nfrom mmserve.cli import main\n"
+        "code = main(['serve', '--http', '1', '--set', 'server.port=0'])\n"
+        "sys.exit(code if 'torch' not in sys.modules else 'torch was imported')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert_fails_clearly(done, "needs the package 'starlette': run pip install 'mmserve[http]'")
+
+
+def test_a_cluster_file_that_is_not_there_is_reported_before_pytorch_is_imported() -> None:
+    done = command("serve", "--cluster", "/no/cluster.toml", "--set", "server.port=0")
+    assert_fails_clearly(done, "--cluster: there is no file /no/cluster.toml")
+    assert "importing PyTorch" not in done.stderr

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from mmserve.cli import build_parser
+from mmserve.cli import build_parser, main
 from mmserve.cli.benchmarks import BENCHMARKS
 
 #: Read by ``read_config``, which every benchmark with a model or a server calls.
@@ -60,3 +61,14 @@ def test_an_option_of_another_benchmark_is_refused(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         parser.parse_args(["bench", "peers", "--hours", "2"])
     assert "--hours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["bench", "decode"], ["plan", "--sweep"]])
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--plot", "/no/folder/x.png"]) == 1
+    assert "--plot: there is no folder /no/folder" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*command, "--plot", "x.png"]) == 1
+    assert "--plot needs matplotlib: pip install 'mmserve[plots]'" in capsys.readouterr().err

@@ -24,4 +24,5 @@ def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
     yield figure
     for axes in figure.axes:
         axes.grid(alpha=0.25)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

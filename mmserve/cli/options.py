@@ -104,11 +104,9 @@ def existing(flag: str, path: Path) -> Path:
 
 
 def require_plot(path: Path | None) -> None:
-    """Raise ``ConfigError`` where a plot could not be written to ``path`` after all that is measured for it."""
+    """Raise ``ConfigError``, before anything is measured, where a plot could not be drawn."""
     if path is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'")
-    if path is not None and not path.parent.is_dir():
-        raise ConfigError(f"--plot: there is no folder {path.parent}")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -64,11 +64,9 @@ def test_an_option_of_another_benchmark_is_refused(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("command", [["bench", "decode"], ["plan", "--sweep"]])
-def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(
+def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*command, "--plot", "/no/folder/x.png"]) == 1
-    assert "--plot: there is no folder /no/folder" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*command, "--plot", "x.png"]) == 1
     assert "--plot needs matplotlib: pip install 'mmserve[plots]'" in capsys.readouterr().err

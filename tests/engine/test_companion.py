@@ -273,7 +273,7 @@ def mixed(policies: tuple[Policy | None, ...], recompute: tuple[str, ...]) -> li
             f"r{i}",
             PROMPTS[i % 3] + f" {i}",
             images=tuple(picture(i) for _ in range(i % 2)),
-            max_new_tokens=(7, 16, 33)[i % 3],
+            max_new_tokens=(7, 16, 25)[i % 3],
             recompute=Policy(name=recompute[i % len(recompute)]),
             commit=policies[i % len(policies)],
             temperature=(0.0, 0.8)[i // 2 % 2],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import helpers
 import pytest
+from forked import forked
 from harness import eventually
 
 from mmserve import memory
@@ -79,6 +81,8 @@ def test_other_cores_are_busy_only_while_they_are_asked_to_be(monkeypatch: pytes
         encoder_cache=EncoderCacheConfig(token_bytes=0, pixel_bytes=0),
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    context = forked()  # whose processes need not import everything first
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     with Neighbours(config, ((1, 1, 1, 48),)) as beside:
         [process] = beside._processes
         assert beside.count == 1

@@ -234,7 +234,7 @@ class _Printer:
         same = "the same" if asked.same else "another answer"
         answer = asked.answer or empty_note("end")
         print(
-            f"     {answer}   [{verdict}; {asked.total_ms:.0f} ms, {asked.forwards} forward passes; "
+            f"     {answer}   [{verdict}; {asked.total_ms:.0f} ms, forward passes: {asked.forwards}; "
             f"plain decoding: {asked.plain_ms:.0f} ms, {asked.plain_forwards}, {same}]",
             flush=True,
         )

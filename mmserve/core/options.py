@@ -112,7 +112,7 @@ class _Chosen:
         shown="False",
     )
     continue_final_message: bool = value(
-        False, meaning="the answer continues the last message of the chat, the assistant's", shown="False"
+        False, meaning="continue the last message of the chat, which must be the assistant's", shown="False"
     )
     template_options: object = value(
         None,

@@ -97,7 +97,7 @@ _SEED = Range("from 0 to 2**64 - 1", lambda seed: 0 <= seed < 1 << 64, 0, (1 << 
 class Sampling:
     """How tokens are drawn. Each of ``n`` samples has a seed of its own (``core/samples.py``)."""
 
-    temperature: float = value(0.0, at_least(0), "0 takes the most probable token")
+    temperature: float = value(0.0, at_least(0), "sampling temperature; 0 = the most probable token")
     top_p: float = value(1.0, SHARE_ABOVE_0, "sample among the most probable tokens with this total probability")
     top_k: int = value(0, at_least(0), "sample among this many most probable tokens; 0 = all")
     min_p: float = value(0.0, SHARE, "exclude tokens with less than this share of the highest probability")
@@ -111,7 +111,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = value(
         meaning="numbers added to the logits of tokens, by token id", shown="none", default_factory=dict
     )
-    seed: int = value(0, _SEED, "the same seed gives the same answer")
+    seed: int = value(0, _SEED, "seed for sampling; the same seed gives the same answer")
     max_new_tokens: int = value(64, at_least(1), "largest number of tokens of the answer", shown="the model's")
     stop: tuple[str, ...] = value(
         (), meaning="up to 16 strings; the answer ends before the first one that occurs", shown="none"

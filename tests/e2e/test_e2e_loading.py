@@ -36,6 +36,7 @@ from mmserve.errors import (
 from mmserve.kv.room import pool_bytes
 from mmserve.memory import available, resident
 from mmserve.needs import memory_needed
+from mmserve.rpc import reload
 from mmserve.tenants import TenantConfig
 
 TEXT = "what is left of the circle?"
@@ -126,6 +127,7 @@ def test_the_first_model_may_go_too(server: BackgroundServer) -> None:
 
 
 def test_requests_under_way_end_first(server: BackgroundServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reload, "_FREEING", (0.0,))  # the gates refer to the engine
     with Client(server.address, timeout=PATIENCE) as client, ThreadPoolExecutor(2) as threads:
         client.load_model("red")
         expected = client.generate(TEXT, model="red").text
@@ -142,6 +144,7 @@ def test_requests_under_way_end_first(server: BackgroundServer, monkeypatch: pyt
 
 
 def test_requests_that_take_too_long_fail(server: BackgroundServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reload, "_FREEING", (0.0,))  # the gates refer to the engine
     with Client(server.address, timeout=PATIENCE) as client, ThreadPoolExecutor(2) as threads:
         client.load_model("red")
         with gated(engine_of(server, "red"), monkeypatch) as gates:

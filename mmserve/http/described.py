@@ -170,7 +170,7 @@ _CHAT_FIELDS = {
     **_TEMPLATE_KWARGS,
     "messages": Field(
         array(_CHAT_MESSAGE, minItems=1),
-        "the last is the user's, the result of a tool, or an assistant's text that the answer continues. Parts: text; "
+        "the answer is a new message, also after one of the assistant, unless it continues that. Parts: text; "
         "images and videos as a `data:` URL (base64), an http or https URL of a host in `[media] url_hosts`, or the "
         "media id of an upload over gRPC",
         [{"role": "user", "content": _QUESTION}],

@@ -181,7 +181,10 @@ def named_tools(error: MMServeError, use: ToolUse) -> MMServeError:
     """``error`` of a request under ``use``, with the tool for each line of the grammar of calls that was refused."""
     if not isinstance(error, InvalidArgument) or not error.violations:
         return error
-    return InvalidArgument(*(_of_tool(each, use) for each in error.violations))
+    named = tuple(_of_tool(each, use) for each in error.violations)
+    return (
+        error if named == error.violations else InvalidArgument(*named)
+    )  # which may have more to say, as ``DoesNotFit``
 
 
 def _of_tool(wrong: FieldViolation, use: ToolUse) -> FieldViolation:

@@ -96,9 +96,8 @@ def _wrong_end(message: pb.GenerateRequest) -> Wrong:
     """What is wrong with the last message, after which the answer begins."""
     last, path = message.messages[-1], f"messages[{len(message.messages) - 1}]"
     if not message.continue_final_message:
-        if last.role in (pb.ROLE_SYSTEM, pb.ROLE_ASSISTANT):
-            why = "the last message is the user's, the result of a tool, or continued (continue_final_message)"
-            yield f"{path}.role", f"must be ROLE_USER or ROLE_TOOL: {why}"
+        if last.tool_calls:
+            yield f"{path}.tool_calls", "must be followed by the results of the calls"
     elif message.raw:
         yield "continue_final_message", "must be false with raw, whose answer continues the text"
     elif last.role != pb.ROLE_ASSISTANT:

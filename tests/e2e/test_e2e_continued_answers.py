@@ -84,10 +84,20 @@ def test_a_constraint_is_for_the_answer_alone(url: str, of_openai: openai.OpenAI
         client.messages.create(model=model, messages=CHAT, max_tokens=32, output_config=config)
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("role", ["assistant", "system"])
+def test_without_the_flag_the_answer_is_a_new_message(of_openai: openai.OpenAI, model: str, role: str) -> None:
+    """As OpenAI and vLLM have it: clients send conversations that end with any message."""
+    messages: Any = [{"role": "user", "content": QUESTION}, {"role": role, "content": "Go on."}]
+    one = of_openai.chat.completions.create(model=model, messages=messages, max_tokens=16)
+    continued = of_openai.responses.create(model=model, input=messages, max_output_tokens=16)
+    assert one.usage is not None and one.usage.completion_tokens > 0
+    assert one.choices[0].message.content == continued.output_text
+
+
 def test_what_cannot_be_continued_is_refused_by_name(served: Running, of_openai: openai.OpenAI) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
     for messages, fields, param in (
-        (CHAT, {}, "messages[1].role"),
         (CHAT[:1], CONTINUE, "continue_final_message"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ([CHAT[0], {"role": "assistant", "content": [image]}], CONTINUE, "messages[1]"),

@@ -183,7 +183,10 @@ def test_ranges(field: str, values: list[Any]) -> None:
         ([{"parts": [{"text": "x"}]}], ["messages[0].role"]),
         ([{"role": 77, "parts": [{"text": "x"}]}], ["messages[0].role"]),
         ([{"role": "ROLE_USER"}], ["messages[0].parts"]),
-        ([USER, {"role": "ROLE_ASSISTANT", "parts": [{"text": "x"}]}], ["messages[1].role"]),
+        (
+            [USER, {"role": "ROLE_ASSISTANT", "tool_calls": [{"id": "1", "name": "f", "arguments": "{}"}]}],
+            ["messages[1].tool_calls"],
+        ),
         ([USER, {"role": "ROLE_USER", "parts": [{"text": "x"}, {}]}], ["messages[1].parts[1]"]),
         ([{"role": "ROLE_USER", "parts": [{"text": "x"}, {"image": {}}]}], ["messages[0].parts[1].image"]),
         ([{"role": "ROLE_USER", "parts": [{"image": {"data": b""}}]}], ["messages[0].parts[0].image.data"]),

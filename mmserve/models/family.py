@@ -78,7 +78,7 @@ def load_family(
         checkpoint.weights.leave(f"{TOWER}*", f"{PROJECTOR}*", NEWLINE)  # the configuration names no tower
     seeing = vision(decoder) if vision is not None else None
     if images and seeing is None:
-        from mmserve.models.towers import load_vision  # three seconds of transformers, which text models do not need
+        from mmserve.models.towers import load_vision  # a second of imports, which text models do not need
 
         seeing = llava = load_vision(checkpoint, config.hidden_size, target)
         _check_frame_text(keys, tokenizer, llava)

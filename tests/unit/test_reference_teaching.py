@@ -119,7 +119,7 @@ def test_a_piece_sees_the_answer_left_of_it_and_none_of_itself(kind, tokenizer):
     row, length = 1, batch.ids.shape[1]
     pieces = doubled.question[row].unique()[1:]
     assert len(pieces) > 5
-    for piece in pieces[1:6].tolist():
+    for piece in pieces[1:4].tolist():
         mine = (doubled.question[row] == piece).nonzero().flatten()
         places = doubled.positions[row, mine]
         changed = ids.clone()

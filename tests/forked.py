@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 #: With all that these import, PyTorch and transformers among it.
-IMPORTED = ["mmserve.engine", "mmserve.models.towers", "mmserve.assembly", "mmserve.cli.serve"]
+IMPORTED = ["mmserve.engine.engine", "mmserve.models.towers", "mmserve.assembly", "mmserve.cli.serve"]
 
 
 def forked() -> ForkServerContext:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import mmserve
 from mmserve.check import check
 from mmserve.cli.options import add_config, existing, print_json, read_config, read_tables
+from mmserve.cluster import require_ray
 from mmserve.config import Config
 from mmserve.config.ports import try_port
 from mmserve.errors import ConfigError
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             local_folder(model.path)  # a folder that is not there is reported before anything listens
     if arguments.cluster:
         existing("--cluster", Path(arguments.cluster))
+        require_ray()
     server = settings.server
     if server.http_port:
         require_packages()

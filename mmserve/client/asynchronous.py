@@ -243,6 +243,8 @@ class AsyncClient(Base):
             _raise_if_closed(self._closed)
 
     async def _failed(self, error: grpc.RpcError) -> MMServeError:
+        if self._closed and error.code() is grpc.StatusCode.CANCELLED:  # at its beginning, a call ends like this
+            return Cancelled("the client was closed")
         return await asyncio.to_thread(self._failure, error)
 
     async def _call(self, service: str, method: str, message: Any, timeout: float | None) -> Any:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mmserve.cluster import prefork
+from mmserve.cluster import prefork, require_ray
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterConfig, WorkerSettings
 from mmserve.cluster.link import Link, Offered, connected
@@ -48,10 +48,9 @@ def start(config: ClusterConfig) -> None:
     if settings.address == "local":
         for name, value in _LOCAL.items():  # read as Ray is imported
             os.environ.setdefault(name, value)
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("stages on a cluster need Ray: pip install 'mmserve[ray]'") from error
+    require_ray()
+    import ray
+
     if settings.address != "local":
         try:
             ray.init(address=settings.address, log_to_driver=False, configure_logging=False)

@@ -216,7 +216,7 @@ CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"mmserve": {"diffusion": {"steps": 0}}}, 400, "mmserve.diffusion.steps", "at least 1"),
     ({"mmserve": {"diffusion": {"steps": "many"}}}, 400, "mmserve", "steps"),
     ({"mmserve": {"kv_reduction": {"heavy_hitters": {"budget": 8}}}}, 400, None, ""),
-    ({"colour": "red"}, 400, "colour", "no field"),
+    ({"colour": "red"}, 400, "colour", "not a field"),
 ]
 
 

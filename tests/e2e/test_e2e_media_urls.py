@@ -50,14 +50,14 @@ def test_a_prompt_with_a_url_is_warmed(served: tuple[Running, Host]) -> None:
     warmed = server.client.cache.warm(question.text, images=[host.url("/seven.png")])
     found = server.client.generate(question.text, images=[picture.png()], max_new_tokens=2)
     assert warmed.visual_tokens == found.usage.visual_tokens and warmed.prompt_tokens == found.usage.prompt_tokens
-    with pytest.raises(InvalidArgument, match="must be of a host"):
+    with pytest.raises(InvalidArgument, match="must have a host"):
         server.client.cache.warm("What?", images=["https://example.org/a.png"])
 
 
 def test_errors_over_grpc(served: tuple[Running, Host]) -> None:
     server, host = served
     host.answers["/text.png"] = whole(b"<html>")
-    with pytest.raises(InvalidArgument, match=r"messages\[0\].parts\[0\].image.url: must be of a host"):
+    with pytest.raises(InvalidArgument, match=r"messages\[0\].parts\[0\].image.url: must have a host"):
         server.client.generate("What?", images=["https://example.org/a.png"])
     with pytest.raises(InvalidArgument, match="not a readable PNG"):
         server.client.generate("What?", images=[host.url("/text.png")])

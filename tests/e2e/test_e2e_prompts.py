@@ -150,7 +150,15 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an empty part": ({"messages": [{"role": "ROLE_USER", "parts": [{}]}]}, ["messages[0].parts[0]"]),
     "no role": ({"messages": [{"parts": [{"text": "x"}]}]}, ["messages[0].role"]),
     "a role of the future": ({"messages": [{"role": 77, "parts": [{"text": "x"}]}]}, ["messages[0].role"]),
-    "the assistant last": ({"messages": [QUESTION, {**QUESTION, "role": "ROLE_ASSISTANT"}]}, ["messages[1].role"]),
+    "calls without results": (
+        {
+            "messages": [
+                QUESTION,
+                {"role": "ROLE_ASSISTANT", "tool_calls": [{"id": "1", "name": "f", "arguments": "{}"}]},
+            ]
+        },
+        ["messages[1].tool_calls"],
+    ),
     "an image of nothing": (
         {"messages": [{"role": "ROLE_USER", "parts": [{"image": {}}]}]},
         ["messages[0].parts[0].image"],

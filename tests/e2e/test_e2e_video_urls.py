@@ -90,11 +90,11 @@ def test_each_refusal_is_of_its_push_alone(served: tuple[str, Host]) -> None:
     host.answers["/long.png"] = whole(bytes(MOST + 1))
     host.answers["/out.png"] = moved("http://example.org/a.png")
     wrong = {
-        "https://example.org/a.png": "push_image.url: must be of a host that the server lists",
+        "https://example.org/a.png": "push_image.url: must have a host in the server's",
         host.url("/gone.png"): "push_image.url: could not be fetched: .* answered with status 404",
         host.url("/text.png"): "push_image.url: .*not a readable PNG",
         host.url("/long.png"): f"larger than {MOST} bytes",
-        host.url("/out.png"): "it redirects to a URL that must be of a host",
+        host.url("/out.png"): "it redirects to a URL that must have a host",
     }
     with sdk(address) as client, client.video_session(budget=64) as session:
         with pytest.raises(InvalidArgument, match=r"push_segment\.url: must be an http or https URL"):

@@ -91,7 +91,7 @@ def test_constraints_that_cannot_be_kept_are_refused_by_name(port: int, model: s
     )
     unknown = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#/gone"}}}
     refused(port, model, "response_format.json_schema#/$ref", "names nothing", response_format=unknown)
-    refused(port, model, "guided_whitespace_pattern", "no field", guided_whitespace_pattern="x")
+    refused(port, model, "guided_whitespace_pattern", "not a field", guided_whitespace_pattern="x")
     both = {"guided_regex": "a", "structured_outputs": {"choice": ["a"]}}
     refused(port, model, "guided_regex", "combined with structured_outputs.choice", **both)
 
@@ -215,7 +215,7 @@ def test_pinned_tokens_stand_in_the_answer_of_random_tokens(port: int) -> None:
         ({"diffusion_pinned": [0]}, "diffusion_pinned", "needs diffusion_seed_canvas"),
         ({"diffusion_read_only": True}, "diffusion_read_only", "/v1/decisions"),
         ({"diffusion_samples": 4}, "diffusion_samples", "use n"),
-        ({"no_such_field": 1}, "no_such_field", "no field"),
+        ({"no_such_field": 1}, "no_such_field", "not a known field"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(port: int, model: str, xargs: Any, field: str, why: str) -> None:

@@ -292,7 +292,7 @@ def test_a_client_that_takes_nothing_is_cut(
     with Served(message_seconds=0.5) as served, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", served.front.port))
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.INFO, "mmserve"):  # which other tests may have set to less
             deaf.sendall(ask(" ".join(["word" * 1000] * 10), close=False, stream=stream))
             assert served.front._uvicorn is not None
             held = served.front._uvicorn.server_state.connections

@@ -261,7 +261,7 @@ class Request:
     @property
     def keeps_space(self) -> bool:
         """Whether a space before the first word is part of the answer: where that continues a text of the prompt, and
-        where a constraint says what it is, letter for letter."""
+        where a constraint defines every character of it."""
         return self.raw or self.continues or self.constraint is not None
 
     @property

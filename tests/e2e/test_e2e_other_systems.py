@@ -1,4 +1,4 @@
-"""A server of one process needs nothing that only Linux has; one of several processes says that it does."""
+"""A server of one process needs nothing that only Linux has; one of several processes refuses to start without it."""
 
 from __future__ import annotations
 

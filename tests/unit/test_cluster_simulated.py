@@ -1,4 +1,4 @@
-"""A coordinator among workers that by chance end, change their roles, refuse requests and hear late what they are told:
+"""A coordinator among workers that by chance end, change their roles, refuse requests and get their calls late:
 each client gets its text and its end once, no worker gets a request that it has, and no state is kept."""
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class Live:
 
 @dataclass(eq=False)
 class Simulated:
-    """A worker that hears what it is told later, and reports what it does later still."""
+    """A worker that gets calls late, and reports what it does later still."""
 
     name: str
     roles: frozenset[str]
     payloads: PayloadStore
     chance: random.Random
     ahead: bool
-    told: deque[Callable[[], None]] = field(default_factory=deque)
+    calls: deque[Callable[[], None]] = field(default_factory=deque)
     reports: deque[Item] = field(default_factory=deque)
     live: dict[str, Live] = field(default_factory=dict)
-    own: frozenset[str] = frozenset()  # the roles that it has heard of
+    own: frozenset[str] = frozenset()  # the roles that it knows of
 
     def __post_init__(self) -> None:
         self.own = self.roles
@@ -77,21 +77,21 @@ class Simulated:
 
     def take(self, orders: list[Order]) -> None:
         for order in orders:
-            self.told.append(lambda order=order: self._taken(order))  # type: ignore[misc]
+            self.calls.append(lambda order=order: self._taken(order))  # type: ignore[misc]
 
     def cancel(self, model: str, ids: list[str], error: MMServeError | None) -> None:
         for each in ids:
-            self.told.append(lambda each=each: self._cancelled(each, error))  # type: ignore[misc]
+            self.calls.append(lambda each=each: self._cancelled(each, error))  # type: ignore[misc]
 
     def serve(self, roles: Any) -> None:
         self.roles = frozenset(roles)
 
-        def heard(roles: frozenset[str] = self.roles) -> None:
+        def change(roles: frozenset[str] = self.roles) -> None:
             self.own = roles
             for live in list(self.live.values()):
                 self._leave_if_due(live)
 
-        self.told.append(heard)
+        self.calls.append(change)
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
         raise NotImplementedError
@@ -171,8 +171,8 @@ class Simulated:
 
     def step(self) -> None:
         """Hear something, or go on with a request."""
-        if self.told and self.chance.random() < 0.6:
-            self.told.popleft()()
+        if self.calls and self.chance.random() < 0.6:
+            self.calls.popleft()()
             return
         going = [live for live in self.live.values() if live.stage is not Stage.EXPECTED]
         if not going:
@@ -288,8 +288,8 @@ def test_nothing_is_lost_or_answered_twice(seed: int) -> None:
             done = [e for e in call.events if isinstance(e, Finished) and e.sample == sample]
             assert len(done) == 1 if not last else len(done) <= 1
     for worker in list(workers.values()):
-        while worker.told or worker.reports or worker.live:
+        while worker.calls or worker.reports or worker.live:
             worker.step()
             made.take(worker.name, [worker.reports.popleft() for _ in range(len(worker.reports))])
-            assert worker.told or worker.reports or all(e.stage is not Stage.EXPECTED for e in worker.live.values())
+            assert worker.calls or worker.reports or all(e.stage is not Stage.EXPECTED for e in worker.live.values())
     assert made.stats().live == 0 and not payloads.held

@@ -97,7 +97,7 @@ def test_frames_are_in_once_and_questions_see_those_before_them(seed: int) -> No
     every.append(second)
 
     def report() -> None:
-        """As the threads that hear the workers; what one has said is lost in part where it ends."""
+        """As the threads that read reports of workers; some of a worker's reports are lost where it ends."""
         mine, answered = random.Random(seed + 1), 0
         while not over.is_set():
             for one in [*encoders, rest]:

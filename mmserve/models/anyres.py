@@ -21,7 +21,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.image_processing_utils import select_best_resolution
 
 from mmserve.errors import ConfigError
 from mmserve.models.keys import Keys
@@ -48,7 +47,7 @@ class Anyres:
 
     def shape(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles that a picture of so many pixels is cut in."""
-        best: tuple[int, int] = select_best_resolution((height, width), list(self.pinpoints))
+        best = max(self.pinpoints, key=lambda pinpoint: _fit(pinpoint, height, width))
         return best[0] // self.tile, best[1] // self.tile
 
     def count(self, side: int, height: int, width: int) -> int:
@@ -121,6 +120,13 @@ class _Laid:
         if self.size != self.kept:
             grid_HWC = F.interpolate(grid_HWC.permute(2, 0, 1)[None], self.size, mode="bilinear")[0].permute(1, 2, 0)
         return grid_HWC if values.dim() == 3 else grid_HWC[..., 0]
+
+
+def _fit(pinpoint: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """How well a picture fits: the pixels that it keeps, then how few are wasted (``select_best_resolution``)."""
+    scale = min(pinpoint[1] / width, pinpoint[0] / height)
+    kept = min(int(width * scale) * int(height * scale), width * height)
+    return kept, kept - pinpoint[0] * pinpoint[1]
 
 
 def _bands(cut: int, kept: int, size: int, side: int) -> list[slice]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mmserve.errors import ConfigError
@@ -21,6 +20,7 @@ from mmserve.models.layouts import HUGGING_FACE
 from mmserve.models.qwen25_vision import Qwen25Vision
 from mmserve.models.qwen_pixels import QwenPixels, load_pixels
 from mmserve.models.qwen_vl import KINDS, chat_sources, load_tower, tower_config
+from mmserve.models.unfilled import unfilled
 
 TOWER, PROJECTOR = "visual.", "img_projector."
 
@@ -67,7 +67,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 def _vision(checkpoint: Checkpoint, target: Target, hidden_size: int) -> DimpleVision:
     kind = KINDS["qwen2_5_vl"]
     tower = tower_config(checkpoint, kind)
-    with torch.device("meta"):
+    with unfilled():
         projector = Projector(tower.out_hidden_size, hidden_size)
     names = {name: PROJECTOR + name for name, _ in projector.named_parameters()}
     checkpoint.weights.fill(projector, names, target.dtype, target.device)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tokenizers import AddedToken
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -24,6 +23,7 @@ from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, Layout, layout_of
 from mmserve.models.picture import VisionEncoder
+from mmserve.models.unfilled import unfilled
 
 if TYPE_CHECKING:
     from mmserve.models.vision import LlavaVision
@@ -225,7 +225,7 @@ def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, 
         tied = target.device.type == "meta" or weights.same(head, embed)
         weights.leave(head)
         config = replace(config, tie_embeddings=tied)
-    with torch.device("meta"):
+    with unfilled():
         decoder = Decoder(config)
     names = layout.names(decoder)
     # Norms that are stored less 1 are kept in fp32: in bf16 the sum would lose what the checkpoint has.

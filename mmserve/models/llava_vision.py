@@ -25,6 +25,7 @@ from mmserve.models.nested import UNREADABLE, read_processor
 from mmserve.models.processors import of_frames, video_settings
 from mmserve.models.projectors import NewlineProjector, mlp_projector
 from mmserve.models.towers import KINDS, load_tower
+from mmserve.models.unfilled import unfilled
 from mmserve.models.vision import LlavaVision, VideoSettings
 
 #: Image processors of towers, as ``image_processor_type`` names them, without its endings.
@@ -78,7 +79,7 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
     whole = (side // int(tower_config.patch_size)) ** 2
     select = keys.layer("vision_feature_layer", config.vision_feature_layer, tower_config.num_hidden_layers)
     tower, later, absent = load_tower(kind, tower_config, weights, f"{prefix}vision_tower.", select, target)
-    with torch.device("meta"):
+    with unfilled():
         projector: torch.nn.Module = mlp_projector("mlp2x_gelu", tower_config.hidden_size, width)
     names = {
         f"{ours}.{leaf}": f"{prefix}multi_modal_projector.{theirs}.{leaf}"

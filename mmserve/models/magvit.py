@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Weights
+from mmserve.models.unfilled import unfilled
 
 PREFIX = "encoder."
 _GROUPS = 32
@@ -99,7 +100,7 @@ class MagvitEncoder(nn.Module):
 
 def load_magvit(weights: Weights, device: torch.device) -> MagvitEncoder:
     """The encoder among ``weights``, frozen, in fp32; raises ``ConfigError``."""
-    with torch.device("meta"):
+    with unfilled():
         encoder = MagvitEncoder(MagvitConfig.of(weights))
     names = {name: f"{PREFIX}{name}" for name, _ in encoder.named_parameters()}
     weights.fill(encoder, names, torch.float32, device)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -26,6 +25,7 @@ from mmserve.models.layouts import HUGGING_FACE, Layout
 from mmserve.models.picture import VisionEncoder
 from mmserve.models.switches import NESTED, refuse_text_model
 from mmserve.models.tensor_parts import Part
+from mmserve.models.unfilled import unfilled
 
 #: What cannot be read of a configuration or a processor raises one of these.
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError)
@@ -158,7 +158,7 @@ def load_renamed(
     make: Callable[[], nn.Module], name_of: Callable[[str], Part], checkpoint: Checkpoint, target: Target
 ) -> nn.Module:
     """As ``load_part``, where ``name_of`` maps each parameter's name to a tensor, or to rows of one."""
-    with torch.device("meta"):
+    with unfilled():
         module = make()
     names = {name: name_of(name) for name, _ in module.named_parameters()}
     checkpoint.weights.fill(module, names, target.dtype, target.device)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -36,6 +35,7 @@ from mmserve.models.qwen25_vision import Qwen25Vision
 from mmserve.models.qwen_moe import EXPERTS, STACKED
 from mmserve.models.qwen_pixels import load_pixels
 from mmserve.models.qwen_vision import QwenVision
+from mmserve.models.unfilled import unfilled
 
 #: Frames sampled of a video where ``mm_video_frames``, a key of our own, is not set.
 FRAMES = 16
@@ -190,7 +190,7 @@ def load_tower(
     checkpoint: Checkpoint, kind: Kind, config: Any, name_of: Callable[[str], str], target: Target
 ) -> nn.Module:
     """The vision tower of ``config``; ``name_of`` gives the tensor of each parameter. Raises ``ConfigError``."""
-    with torch.device("meta"):
+    with unfilled():
         tower: Any = kind.tower(config)
     names = {name: name_of(name) for name, _ in tower.named_parameters()}
     checkpoint.weights.fill(tower, names, target.dtype, target.device)

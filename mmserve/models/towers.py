@@ -18,22 +18,24 @@ from huggingface_hub.errors import (
 )
 from PIL import Image
 from torch import nn
-from transformers import (
-    CLIPImageProcessorPil,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    SiglipImageProcessorPil,
-    SiglipVisionConfig,
-    SiglipVisionModel,
+from transformers import CLIPVisionConfig, SiglipVisionConfig
+from transformers.image_utils import (
+    IMAGENET_STANDARD_MEAN,
+    IMAGENET_STANDARD_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
 )
 
 from mmserve.errors import ConfigError
 from mmserve.models.anyres import LlavaTiles, anyres_of
 from mmserve.models.checkpoint import Checkpoint, Target, Weights, read_json
+from mmserve.models.clip_tower import ClipTower
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, projector_tensor
 from mmserve.models.processors import IMAGES, image_settings
 from mmserve.models.projectors import NewlineProjector, PooledProjector, mlp_projector, pooled_side
+from mmserve.models.tower_pixels import TowerPixels
+from mmserve.models.unfilled import unfilled
 from mmserve.models.vision import LlavaVision, VideoSettings
 
 _log = logging.getLogger(__name__)
@@ -44,21 +46,50 @@ BESIDE = "vision_tower"
 
 @dataclass(frozen=True)
 class TowerKind:
-    """transformers' classes for a kind of tower, and what LLaVA does with it."""
+    """transformers' names for a kind of tower, and what LLaVA does with it."""
 
     config: type[Any]
-    model: type[Any]
-    processor: type[Any]
+    processor: str  # its class in transformers
+    defaults: dict[str, Any]  # that class's settings where a file leaves them out
     has_cls: bool
     fixed_layer: int | None  # LLaVA's own tower classes read `mm_vision_select_layer` for CLIP only
     overrides: dict[str, Any]  # of the processor's settings
 
 
-_CLIP = TowerKind(CLIPVisionConfig, CLIPVisionModel, CLIPImageProcessorPil, True, None, {})
+_DEFAULTS = {
+    "crop_size": None,
+    "do_center_crop": False,
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+}
+_CLIP = TowerKind(
+    CLIPVisionConfig,
+    "CLIPImageProcessorPil",
+    {
+        **_DEFAULTS,
+        "size": {"shortest_edge": 224},
+        "crop_size": {"height": 224, "width": 224},
+        "do_center_crop": True,
+        "image_mean": OPENAI_CLIP_MEAN,
+        "image_std": OPENAI_CLIP_STD,
+    },
+    True,
+    None,
+    {},
+)
 _SIGLIP = TowerKind(
     SiglipVisionConfig,
-    SiglipVisionModel,
-    SiglipImageProcessorPil,
+    "SiglipImageProcessorPil",
+    {
+        **_DEFAULTS,
+        "size": {"height": 224, "width": 224},
+        "image_mean": IMAGENET_STANDARD_MEAN,
+        "image_std": IMAGENET_STANDARD_STD,
+    },
     False,
     -2,
     {"resample": Image.Resampling.BICUBIC, "do_resize": True, "do_convert_rgb": True},
@@ -248,17 +279,10 @@ def load_tower(
         config.num_hidden_layers = run
         for one in rest:
             weights.leave(f"{one}*")
-    if kind.model is SiglipVisionModel:
-        config.vision_use_head = any(name.startswith(f"{prefix}head.") for name in weights.names)
-    with torch.device("meta"):
-        tower = kind.model(config)
+    with unfilled():
+        tower = ClipTower(config, has_cls=kind.has_cls)
     weights.fill(tower, {name: prefix + name for name, _ in tower.named_parameters()}, target.dtype, target.device)
-    for name, buffer in list(tower.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        if leaf != "position_ids":
-            raise ConfigError(f"the vision tower has a buffer {name} that no checkpoint holds")
-        positions = torch.arange(buffer.shape[-1], device=target.device).expand(buffer.shape).clone()
-        tower.get_submodule(owner).register_buffer(leaf, positions, persistent=False)
+    weights.leave(f"{prefix}head.*", f"{prefix}embeddings.position_ids")
     if not kept:
         return tower.eval(), None, cut
     layers: Any = tower.eval().get_submodule("encoder.layers")
@@ -276,7 +300,7 @@ def _load_projector(
         raise ConfigError(
             f"{keys.path}: mm_projector_type = {kind!r} is not supported; it can be 'linear' or 'mlpNx_gelu'"
         )
-    with torch.device("meta"):
+    with unfilled():
         projector = mlp_projector(str(kind), vision_size, hidden_size)
     alone = kind == "linear" and f"{PROJECTOR}weight" in checkpoint.weights
     names = {name: projector_tensor(name, alone=alone) for name, _ in projector.named_parameters()}
@@ -294,7 +318,7 @@ def _processor(kind: TowerKind, folder: Path, keys: Keys, side: int) -> Callable
         raise ConfigError(f"{folder} has no {IMAGES}: the vision tower's image processor is unknown")
     settings = {k: v for k, v in settings.items() if k not in ("image_processor_type", "processor_class")}
     try:
-        processor: Callable[..., Any] = kind.processor(**settings | kind.overrides)
+        processor: Callable[..., Any] = _of_settings(kind, settings | kind.overrides)
         if keys.values.get("image_aspect_ratio") == "pad":
             processor = PaddedProcessor(processor)
         shape = processor(Image.new("RGB", (side + 3, side)), return_tensors="np")["pixel_values"].shape
@@ -303,3 +327,14 @@ def _processor(kind: TowerKind, folder: Path, keys: Keys, side: int) -> Callable
     if shape != (1, 3, side, side):
         raise ConfigError(f"{path} makes images of {shape[2:]}, but the tower takes {side} x {side}")
     return processor
+
+
+def _of_settings(kind: TowerKind, settings: dict[str, Any]) -> Callable[..., Any]:
+    """Ours where it has all of ``settings``, otherwise transformers'."""
+    ours = TowerPixels.of(settings, kind.defaults)
+    if ours is not None:
+        return ours
+    import transformers  # whose attributes are imported when they are asked for
+
+    made: Callable[..., Any] = getattr(transformers, kind.processor)(**settings)
+    return made

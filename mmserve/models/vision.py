@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
 
 from mmserve.models.anyres import Anyres
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES, Watched, layers_of
@@ -32,6 +31,7 @@ from mmserve.models.projectors import (
     pooled_side,
     separated,
 )
+from mmserve.models.tower_pixels import TowerPixels
 from mmserve.prune.base import Evidence, GridView
 
 #: Seconds of the longest clips that models with times in front of frames are taught: they know no larger numbers.
@@ -60,10 +60,10 @@ class VideoSettings:
 
 
 class LlavaVision(VisionEncoder):
-    """A tower from transformers, one layer's patch features, and LLaVA's ``mlpNx_gelu`` projector.
+    """A tower, one layer's patch features, and LLaVA's ``mlpNx_gelu`` projector.
 
-    ``tower`` is any transformers vision model that returns ``hidden_states``; ``processor`` a pillow-backed image
-    processor; ``select_layer`` counts hidden states as LLaVA does (-2 = the last layer but one); ``has_cls``:
+    ``tower`` is a ``ClipTower``, or a vision model of transformers with such layers; ``processor`` a pillow-backed
+    image processor; ``select_layer`` counts hidden states as LLaVA does (-2 = the last layer but one); ``has_cls``:
     whether the first position is a class token, which LLaVA drops. ``video`` is None where it takes images only, and
     ``anyres`` where an image is one tile; otherwise ``processor`` gives ``[1, T, 3, height, width]``, and ``frames`` is
     the processor of a clip's frames; ``several``, if given, makes one tile of an image that is not its request's only
@@ -322,6 +322,12 @@ def _check(processor: Any, image: Image.Image) -> None:
 
 def _first_resize(processor: Any) -> Resize | None:
     """What ``VisionEncoder.first_resize`` is to return for a processor, of transformers or around one."""
+    if isinstance(processor, TowerPixels):
+        return processor.first_resize()
+    if getattr(processor, "pads", False):
+        return None
+    from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil  # seconds, and imported with a processor
+
     if type(processor) not in (CLIPImageProcessorPil, SiglipImageProcessorPil) or not processor.do_resize:
         return None  # others pad or cut first
     size, resample = processor.size, processor.resample

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any
 
@@ -21,6 +22,10 @@ from mmserve.rpc.memory_budget import MemoryBudget
 INLINE_BYTES = 1 << 20
 #: Levels of objects and arrays: what is parsed here is written as JSON again, from deeper in the stack.
 MAX_DEPTH = 256
+#: Objects and arrays of a body, and all of its values: reading one takes microseconds, in which nothing else is served.
+MAX_CONTAINERS, MAX_VALUES = 1 << 14, 1 << 17
+#: Steps in which the bytes of a body that is still arriving are counted.
+_STEP = 1 << 20
 
 
 class Bodies:
@@ -31,12 +36,15 @@ class Bodies:
 
     async def read(self, request: Request) -> dict[str, Any]:
         """The JSON object that ``request`` carries; raises ``InvalidArgument``, or ``BadRequest`` with its status."""
+        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise BadRequest(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must have no content-encoding")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # also keeps forms of foreign pages out, which a browser sends unasked
             raise BadRequest(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the content-type must be application/json")
         try:
-            async with asyncio.timeout(self._config.message_seconds or None):
-                data = await self._bytes(request)
+            with ExitStack() as held:
+                async with asyncio.timeout(self._config.message_seconds or None):
+                    data = await self._bytes(request, held)
         except TimeoutError:
             why = f"the body took longer than {self._config.message_seconds:g} s (message_seconds) to arrive"
             raise BadRequest(HTTPStatus.REQUEST_TIMEOUT, why) from None
@@ -49,13 +57,14 @@ class Bodies:
             raise InvalidArgument.of("body", "must be a JSON object")
         return found
 
-    async def _bytes(self, request: Request) -> bytes:
+    async def _bytes(self, request: Request, held: ExitStack) -> bytes:
+        """The body, whose bytes count until ``held`` is closed."""
         most = self._config.max_message_bytes
         why = f"the body is larger than {most} bytes (max_message_bytes); upload large media first, over gRPC"
         given = request.headers.get("content-length", "")
         if given.isdecimal() and int(given) > most:
             raise BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
-        data = bytearray()
+        data, counted = bytearray(), INLINE_BYTES
         more = True
         while more:
             message = await request.receive()
@@ -65,6 +74,9 @@ class Bodies:
             if len(data) + len(chunk) > most:
                 raise BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
             data += chunk
+            while len(data) > counted:
+                held.enter_context(self._budget.taken((), _STEP))
+                counted += _STEP
         return bytes(data)
 
 
@@ -73,7 +85,31 @@ class Bodies:
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD]|\xed|\x00")
 
 
+#: A string of a body, cut or whole, and what begins an object or array or is between two values.
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[{\[,]', re.DOTALL)
+
+
+def _too_many(data: bytes) -> bool:
+    """Whether there are more objects and arrays, or values, than a body may have."""
+    containers = data.count(b"{") + data.count(b"[")
+    values = containers + data.count(b",")
+    if (containers <= MAX_CONTAINERS and values <= MAX_VALUES) or b"\0" in data:  # no UTF-8: strings are not known
+        return containers > MAX_CONTAINERS or values > MAX_VALUES
+    containers = values = 0  # without those in strings
+    for tokens, found in enumerate(_TOKEN.finditer(data)):
+        kind = data[found.start()]
+        containers += kind in b"{["
+        values += kind != ord('"')
+        if containers > MAX_CONTAINERS or values > MAX_VALUES or tokens > 4 * MAX_VALUES:
+            return True
+    return False
+
+
 def _parsed(data: bytes) -> Any:
+    if _too_many(data):
+        raise InvalidArgument.of(
+            "body", f"must hold at most {MAX_CONTAINERS} objects and arrays, and {MAX_VALUES} values"
+        )
     try:
         found = json.loads(data, parse_constant=_constant, parse_float=_float)
         if _MAYBE_SURROGATE.search(data):

@@ -34,6 +34,10 @@ _TYPES = {
 }
 
 
+#: Fields that an error names, and characters of a field and of a description: a request may have millions.
+_VIOLATIONS, _FIELD, _MESSAGE = 32, 300, 2000
+
+
 class BadRequest(InvalidArgument):
     """A request that cannot be read as one of its API: its own status, such as 413 for a body that is too long."""
 
@@ -67,12 +71,22 @@ def openai_error(error: MMServeError, names: Mapping[str, str]) -> dict[str, Any
 
     ``names``: fields of ``GenerateRequest`` to those of the request's API.
     """
-    message, param = error.message, None
+    message, param = shortened(error.message, _MESSAGE), None
     if isinstance(error, InvalidArgument) and error.violations:
-        wrong = [(_named(v.field, names), v.description) for v in error.violations]
+        wrong = [
+            (shortened(_named(each.field, names), _FIELD), shortened(each.description, _MESSAGE))
+            for each in error.violations[:_VIOLATIONS]
+        ]
         message, param = "; ".join(f"{field}: {description}" for field, description in wrong), wrong[0][0]
+        if (left := len(error.violations) - len(wrong)) > 0:
+            message += f"; {left} more fields are not acceptable"
     kind = _TYPES.get(status_of(error), "server_error" if status_of(error) >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": error.code.lower()}}
+
+
+def shortened(text: str, most: int) -> str:
+    """``text``, without its end where it has more than ``most`` characters."""
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 @contextmanager

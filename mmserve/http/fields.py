@@ -85,7 +85,7 @@ class Fields:
     def end(self, why: str = "is not a field of this API") -> None:
         """Raise ``InvalidArgument`` with every field that nothing has taken."""
         if self._left:
-            raise InvalidArgument(*(FieldViolation(self.path(name)[:200], why) for name in self._left))
+            raise InvalidArgument(*(FieldViolation(self.path(name[:200]), why) for name in self._left))
 
     def __enter__(self) -> Self:
         return self

@@ -131,7 +131,7 @@ def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
         yield "sampling.logit_bias", "must be in [-100, 100]"
     if len(sampling.stop) > MAX_STOP_STRINGS:
         yield "sampling.stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(sampling.stop)}"
-    for i, stop in enumerate(sampling.stop):
+    for i, stop in enumerate(sampling.stop[: MAX_STOP_STRINGS + 1]):
         if not stop:
             yield f"sampling.stop[{i}]", "must not be empty"
 

@@ -52,12 +52,17 @@ class Asked:
     reply: Reply
     #: Fields of ``message`` to what this body calls them, where its API has other names for them, or none.
     names: Mapping[str, str] = field(default_factory=dict)
+    #: Where the body has each message, and what of it has another place there (``errors.renamed``).
+    places: Mapping[str, str] = field(default_factory=dict)
     #: Whether more new tokens than the model has are as many as it has.
     fits: bool = False
 
 
 class Api(Protocol):
     """One API: a kind of body, of answer and of error."""
+
+    #: Fields of ``GenerateRequest`` to what bodies call them.
+    names: Mapping[str, str]
 
     def read(self, body: dict[str, Any]) -> Asked:
         """The request in ``body``; raises ``InvalidArgument`` with its wrong fields."""
@@ -91,6 +96,24 @@ def names_in_errors(sampling: Mapping[str, str], own: Mapping[str, str]) -> dict
     names = {path: name for name, path in sampling.items()} | {"template_options": TEMPLATE_OPTIONS}
     names |= {"required_tool": "tool_choice"}
     return names | {n: f"mmserve.{n}" for n in ("diffusion", "vision", "kv_reduction", "image_reuse")} | dict(own)
+
+
+def names_of_messages(calls: Mapping[str, str], **media: str) -> dict[str, str]:
+    """Names of what is in messages: of the fields of ``calls``, and of an image and a video below the content."""
+    found = {"messages[].parts": "@[].content", "messages[].tool_calls": "@[].tool_calls"}
+    found |= {f"messages[].tool_calls[].{own}": f"@[].tool_calls[].{name}" for own, name in calls.items()}
+    for kind, name in media.items():
+        for source in ("data", "media_id"):
+            found[f"messages[].parts[].{kind}.{source}"] = f"@[].content[].{name}"
+    return found
+
+
+def names_of_tools(function: str, schema: str) -> dict[str, str]:
+    """Names of what is in tools: ``function`` is in front of their fields, ``schema`` is that of the arguments."""
+    return {
+        "tools[].name": f"tools[].{function}name",
+        "tools[].parameters_json_schema": f"tools[].{function}{schema}",
+    }
 
 
 def take_neutral(fields: Fields, neutral: Neutral, labels: Sequence[str]) -> None:

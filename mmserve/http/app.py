@@ -218,17 +218,18 @@ class App:
         with ExitStack() as held:
             held.enter_context(self._server.quotas.taken(tenant))
             body = await self._bodies.read(request)
-            message = read_counted(body)
+            message, places = read_counted(body)
             count = None
-            if all(part.HasField("text") for chat in message.messages for part in chat.parts):
-                engine = self._server.engines.find(self._server.engines.split(message.model)[0])
-                asked = self._server.generations.read(uuid.uuid4().hex, message, tenant, engine)
-                count = await asyncio.get_running_loop().run_in_executor(None, engine.prompt_tokens, asked)
-            if count is None:
-                events = self._events(message, tenant, held, fields_of(urls_in(message.messages), body))
-                held.enter_context(Present(request.receive))
-                async with aclosing(events):
-                    count = (await _finished(events))[0].usage.prompt_tokens
+            with renamed(APIS["/v1/messages"].names, places):
+                if all(part.HasField("text") for chat in message.messages for part in chat.parts):
+                    engine = self._server.engines.find(self._server.engines.split(message.model)[0])
+                    asked = self._server.generations.read(uuid.uuid4().hex, message, tenant, engine)
+                    count = await asyncio.get_running_loop().run_in_executor(None, engine.prompt_tokens, asked)
+                if count is None:
+                    events = self._events(message, tenant, held, fields_of(urls_in(message.messages), body))
+                    held.enter_context(Present(request.receive))
+                    async with aclosing(events):
+                        count = (await _finished(events))[0].usage.prompt_tokens
             return JSONResponse({"input_tokens": count})
 
     def _generates(self, api: Api) -> Handler:
@@ -245,7 +246,7 @@ class App:
                     asked.message.sampling.max_new_tokens = min(asked.message.sampling.max_new_tokens, most)
                 events = self._events(asked.message, tenant, held, fields_of(urls_in(asked.message.messages), body))
                 del body
-                with renamed(asked.names):
+                with renamed({**api.names, **asked.names}, asked.places):
                     held.enter_context(Present(request.receive))
                     if not asked.stream:
                         async with aclosing(events):
@@ -272,7 +273,8 @@ class App:
                 fields = fields_of(urls_in(asked.message.messages), body)
                 deciding = self._server.deciding.decide(own, [asked.message], tenant, None, held, fields)
                 held.enter_context(Present(request.receive))
-                return JSONResponse(api.reply(asked, await deciding))
+                with renamed(api.names, asked.places):
+                    return JSONResponse(api.reply(asked, await deciding))
 
         return answer
 

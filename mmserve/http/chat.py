@@ -12,7 +12,7 @@ from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.constraints import constrain
-from mmserve.http.content import message, refusal_part, results_of_text, role_of, text_part
+from mmserve.http.content import Placed, add_messages, message, refusal_part, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
 from mmserve.http.tools import take_chat_tools
@@ -36,6 +36,10 @@ NAMES = api.names_in_errors(
         "stream.alternatives": "top_logprobs",
         "constraint": "response_format",
         "allowed_tools": "tool_choice.allowed_tools.tools",
+        **api.names_of_tools("function.", "parameters"),
+        **api.names_of_messages(
+            {"name": "function.name", "arguments": "function.arguments"}, image="image_url.url", video="video_url.url"
+        ),
     },
 )
 NEUTRAL: Neutral = {
@@ -72,7 +76,7 @@ class Chat(OpenAI):
     def read(self, body: dict[str, Any]) -> Asked:
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
-        found.messages.extend(results_of_text(map(_message, fields.each("messages"))))
+        places = add_messages(found, (_message(each) for each in fields.each("messages")))
         take_continuation(fields, found)
         older, newer = body.get("max_tokens"), body.get("max_completion_tokens")
         if older is not None and newer is not None and older != newer:
@@ -87,12 +91,14 @@ class Chat(OpenAI):
         take_template_options(fields, found)
         names |= take_xargs(fields, found)
         names |= {} if older is None else {"sampling.max_new_tokens": "max_tokens"}
-        merge_own(fields, found)
+        names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.take("metadata", dict)
         fields.take("prediction", dict)  # of what the answer will be: it would make that faster, and no other
         fields.end()
-        return Asked(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", usage_chunk=usage_chunk), names)
+        return Asked(
+            found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", usage_chunk=usage_chunk), names, places
+        )
 
 
 def take_continuation(fields: Fields, found: pb.GenerateRequest) -> None:
@@ -133,7 +139,7 @@ def take_bias(fields: Fields, found: pb.GenerateRequest) -> None:
         found.sampling.logit_bias[int(token)] = typed(bias, float, f"logit_bias.{token}")
 
 
-def _message(fields: Fields) -> pb.ChatMessage:
+def _message(fields: Fields) -> Placed:
     role = role_of(fields, ("system", "developer", "user", "assistant", "tool"))
     content, calls = fields.any("content"), list(fields.each("tool_calls"))
     call_id = fields.take("tool_call_id", str, "")
@@ -150,7 +156,7 @@ def _message(fields: Fields) -> pb.ChatMessage:
     found = message(role, content, fields.path("content"), readers)
     found.tool_calls.extend(map(_call, calls))
     found.tool_call_id = call_id
-    return found
+    return Placed(found, fields.path(""))
 
 
 def _call(fields: Fields) -> pb.ToolCall:

@@ -66,7 +66,7 @@ class Completions(OpenAI):
         if suffix:
             _pin(found, suffix)
         names |= take_xargs(fields, found)
-        merge_own(fields, found)
+        names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.end()
         return Asked(found, stream, _Reply(found, suffix, usage_chunk=usage_chunk, fim=self._fim), names)

@@ -26,6 +26,8 @@ def constrain(fields: Fields, message: pb.GenerateRequest) -> dict[str, str]:
     [(name, constraint)] = found
     message.constraint.CopyFrom(constraint)
     kind = {} if name == _FORMAT else {f"constraint.{constraint.WhichOneof('kind')}": name}
+    if constraint.WhichOneof("kind") == "choice":
+        kind["constraint.choice.options"] = name
     return {**kind, "constraint": name}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mmserve.errors import InvalidArgument
@@ -31,30 +32,60 @@ def message(role: str, content: Any, path: str, readers: Readers) -> pb.ChatMess
     if isinstance(content, str):
         parts = [pb.ContentPart(text=content)]
     elif isinstance(content, list):
-        parts = [_part(part, f"{path}[{i}]", readers) for i, part in enumerate(content)]
+        parts = [part_of(part, f"{path}[{i}]", readers) for i, part in enumerate(content)]
     else:
         raise InvalidArgument.of(path, "must be a string or an array of parts")
     return pb.ChatMessage(role=pb.Role.Name(enums.number_of(enums.ROLES, ROLES[role], "role")), parts=parts)
 
 
-def results_of_text(messages: Iterable[pb.ChatMessage]) -> Iterator[pb.ChatMessage]:
-    """``messages``, in which the results of tools are text alone: images in them go to the user's message after them,
-    or are one."""
-    media: list[pb.ContentPart] = []
+@dataclass
+class Placed:
+    """A message, and where a body has it; ``inner``: places of what is elsewhere than its number suggests."""
+
+    message: pb.ChatMessage
+    path: str
+    inner: dict[str, str] = field(default_factory=dict)
+
+
+def add_messages(found: pb.GenerateRequest, given: Iterable[Placed]) -> dict[str, str]:
+    """Add messages to ``found``; returns the places of all of them, as ``errors.renamed`` takes them.
+
+    The results of tools become text alone: images in them go to the user's message after them, or are one.
+    """
+    places = {}
+    for i, each in enumerate(_results_of_text(given), len(found.messages)):
+        found.messages.append(each.message)
+        places[f"@[{i}]"] = each.path
+        places |= {f"@[{i}].{name}": place for name, place in each.inner.items()}
+    return places
+
+
+def _results_of_text(messages: Iterable[Placed]) -> Iterator[Placed]:
+    media: list[tuple[pb.ContentPart, str]] = []
     for each in messages:
-        if each.role == pb.ROLE_TOOL:
-            media += (part for part in each.parts if part.WhichOneof("part") != "text")
-            texts = [part for part in each.parts if part.WhichOneof("part") == "text"] or [pb.ContentPart(text="")]
-            yield pb.ChatMessage(role=each.role, parts=texts, tool_call_id=each.tool_call_id)
+        own = each.message
+        if own.role == pb.ROLE_TOOL:
+            parts = [(part, f"{each.path}.content[{i}]") for i, part in enumerate(own.parts)]
+            media += (one for one in parts if one[0].WhichOneof("part") != "text")
+            texts = [part for part, _ in parts if part.WhichOneof("part") == "text"] or [pb.ContentPart(text="")]
+            yield Placed(pb.ChatMessage(role=own.role, parts=texts, tool_call_id=own.tool_call_id), each.path)
             continue
-        if media and each.role != pb.ROLE_USER:
-            yield pb.ChatMessage(role=pb.ROLE_USER, parts=media)
+        if media and own.role != pb.ROLE_USER:
+            yield _with(media, [], each.path)
         elif media:
-            each = pb.ChatMessage(role=each.role, parts=[*media, *each.parts])
+            at = [each.inner.get(f"content[{i}]", f"{each.path}.content[{i}]") for i in range(len(own.parts))]
+            each = _with(media, [*zip(own.parts, at, strict=True)], each.path)
         media = []
         yield each
     if media:
-        yield pb.ChatMessage(role=pb.ROLE_USER, parts=media)
+        yield _with(media, [], "messages")
+
+
+def _with(media: list[tuple[pb.ContentPart, str]], parts: list[tuple[pb.ContentPart, str]], path: str) -> Placed:
+    """A user's message of ``media`` and ``parts``, each with its place."""
+    both = [*media, *parts]
+    message = pb.ChatMessage(role=pb.ROLE_USER, parts=[part for part, _ in both])
+    return Placed(message, path, {f"content[{i}]": at for i, (_, at) in enumerate(both)})
 
 
 def role_of(fields: Fields, known: tuple[str, ...]) -> str:
@@ -65,7 +96,8 @@ def role_of(fields: Fields, known: tuple[str, ...]) -> str:
     return str(role)
 
 
-def _part(part: Any, path: str, readers: Readers) -> pb.ContentPart:
+def part_of(part: Any, path: str, readers: Readers) -> pb.ContentPart:
+    """The part of a message at ``path``."""
     fields = Fields.of(part, path)
     kind = fields.take("type", str, "")
     if kind not in readers:

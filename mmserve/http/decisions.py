@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mmserve.core.decisions import CHOICE, SCORE, YES_NO
@@ -42,10 +42,15 @@ class DecisionsAsked:
     message: pb.DecideRequest
     questions: tuple[Named, ...]
     temperature: float = 1.0
+    #: Where the body has each question, if not under its number (``errors.renamed``).
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 class DecisionApi(Protocol):
     """One API of typed questions."""
+
+    #: Fields of ``DecideRequest`` to what bodies call them.
+    names: Mapping[str, str]
 
     def read(self, body: dict[str, Any]) -> DecisionsAsked:
         """The request in ``body``; raises ``InvalidArgument`` with its wrong fields."""
@@ -60,8 +65,21 @@ class DecisionApi(Protocol):
         ...
 
 
+#: What both call images; they come before the text of the context.
+_IMAGES = {f"messages[-].parts[].image.{source}": "images[]" for source in ("data", "media_id")}
+
+
 class DecisionsApi:
     """``/v1/decisions``."""
+
+    names: Mapping[str, str] = {
+        "messages": "input",
+        **_IMAGES,
+        "questions[].text": "questions[].question",
+        "questions[].choice.options": "questions[].options",
+        "questions[].score.levels": "questions[].levels",
+        "questions[].score.high": "questions[].levels",
+    }
 
     def read(self, body: dict[str, Any]) -> DecisionsAsked:
         fields = Fields(body)
@@ -115,11 +133,21 @@ class DecisionsApi:
         }
 
     def error(self, error: MMServeError) -> dict[str, Any]:
-        return openai_error(error, {"messages": "input"})
+        return openai_error(error, self.names)
 
 
 class SystemOneApi:
     """``/v1/systemone``: questions by their ids, with ``criteria`` for what the answers are."""
+
+    names: Mapping[str, str] = {
+        "messages": "state",
+        **_IMAGES,
+        "questions[]": "@[]",
+        "questions[].text": "@[].instructions",
+        "questions[].choice.options": "@[].criteria",
+        "questions[].score.levels": "@[].criteria",
+        "questions[].score.high": "@[].criteria",
+    }
 
     def read(self, body: dict[str, Any]) -> DecisionsAsked:
         fields = Fields(body)
@@ -139,7 +167,8 @@ class SystemOneApi:
                 kind = required(own, "type", str)
                 asked = message.questions.add(id=name, text=_text(own, "instructions"))
                 named.append(_by_criteria(own, kind, name, asked))
-        return DecisionsAsked(message, tuple(named))
+        places = {f"@[{i}]": f"questions.{name}"[:200] for i, name in enumerate(given)}
+        return DecisionsAsked(message, tuple(named), places=places)
 
     def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
         answers: dict[str, Any] = {}
@@ -160,7 +189,7 @@ class SystemOneApi:
         return {"model": response.model, "answers": answers, "usage": usage}
 
     def error(self, error: MMServeError) -> dict[str, Any]:
-        return openai_error(error, {"messages": "state"})
+        return openai_error(error, self.names)
 
 
 DECISION_APIS: dict[str, DecisionApi] = {"/v1/decisions": DecisionsApi(), "/v1/systemone": SystemOneApi()}

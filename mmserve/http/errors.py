@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 from mmserve.errors import FieldViolation, InvalidArgument, MMServeError, ResourceExhausted
@@ -90,20 +93,44 @@ def shortened(text: str, most: int) -> str:
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Fields of ``GenerateRequest`` in an ``InvalidArgument`` become those of ``names``."""
+def renamed(names: Mapping[str, str], places: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Fields of ``GenerateRequest`` in an ``InvalidArgument`` become those of ``names``; ``places``: where a body has
+    each message or question, which may have another number there."""
     try:
         yield
     except InvalidArgument as error:
-        if not names or not error.violations:
+        if not error.violations:
             raise
-        wrong = (FieldViolation(_named(each.field, names), each.description) for each in error.violations)
+        wrong = (FieldViolation(_named(each.field, names, places), each.description) for each in error.violations)
         raise InvalidArgument(*wrong) from error
 
 
-def _named(field: str, names: Mapping[str, str]) -> str:
-    """``field`` under its name of the API, with its rest, such as ``stop[0]`` or ``guided_json#/type``."""
-    for path, name in names.items():
-        if field == path or field.startswith((f"{path}[", f"{path}.", f"{path}#")):
-            return name + field[len(path) :]
-    return field
+def _named(field: str, names: Mapping[str, str], places: Mapping[str, str] = MappingProxyType({})) -> str:
+    """``field`` under its name of the API, with its rest, such as ``stop[0]`` or ``guided_json#/type``.
+
+    Of several paths in ``names`` the longest counts. A number in one, ``[]``, is that of the name, where ``[-]`` has
+    none there. A name that begins with ``@[]`` is a message's or question's, which ``places`` has by its number.
+    """
+    found = [(len(path), path, match) for path in names if (match := _pattern(path).match(field))]
+    if not found:
+        return field
+    _, path, match = max(found)
+    numbers = iter(match.groups())
+    name = re.sub(r"\[\]", lambda _: f"[{next(numbers)}]", names[path]) + field[match.end() :]
+    if not name.startswith("@"):
+        return name
+    for end in [*reversed([found.start() for found in _BOUNDARY.finditer(name)])]:
+        if name[:end] in places:
+            return places[name[:end]] + name[end:]
+    return f"messages{name[1:]}"
+
+
+#: Where a field may end in a longer path.
+_BOUNDARY = re.compile(r"(?<=.)(?=[\[.#]|\Z)")
+
+
+@lru_cache(maxsize=1024)
+def _pattern(path: str) -> re.Pattern[str]:
+    """Matches fields that are ``path``, or in it."""
+    numbered = re.escape(path).replace(re.escape("[]"), r"\[([0-9]+)\]").replace(re.escape("[-]"), r"\[[0-9]+\]")
+    return re.compile(f"{numbered}{_BOUNDARY.pattern}")

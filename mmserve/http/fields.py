@@ -52,8 +52,8 @@ class Fields:
         return cls(typed(value, dict, path), path)
 
     def path(self, name: str) -> str:
-        """``name`` with the path of the object in front of it."""
-        return f"{self._path}.{name}" if self._path else name
+        """``name`` with the path of the object in front of it; that path alone where it is empty."""
+        return f"{self._path}.{name}" if self._path and name else self._path or name
 
     def has(self, name: str) -> bool:
         """Whether ``name`` is there, not null, and nothing has taken it yet."""
@@ -134,14 +134,15 @@ def stops(fields: Fields, name: str) -> list[str]:
     return [typed(stop, str, f"{path}[{i}]") for i, stop in enumerate(found)]
 
 
-def merge_own(fields: Fields, message: pb.GenerateRequest) -> None:
+def merge_own(fields: Fields, message: pb.GenerateRequest) -> dict[str, str]:
     """Merge the ``mmserve`` object into ``message``: fields of ``GenerateRequest`` in protobuf's JSON form.
 
-    Raises ``InvalidArgument`` for other fields, and for drafts of an answer that is not streamed.
+    Returns the names that errors about fields of ``message`` then have. Raises ``InvalidArgument`` for other fields,
+    for a second constraint, and for drafts of an answer that is not streamed.
     """
     own = fields.take("mmserve", dict)
     if not own:
-        return
+        return {}
     for name in own:
         if name not in OWN:
             raise InvalidArgument.of(f"mmserve.{name}"[:200], f"must be one of {', '.join(OWN)}")
@@ -154,4 +155,8 @@ def merge_own(fields: Fields, message: pb.GenerateRequest) -> None:
             raise InvalidArgument.of(f"mmserve.stream.{field.name}", f"must be one of {', '.join(OWN_STREAM)}")
     if given.stream.drafts and not message.stream.deltas:
         raise InvalidArgument.of("mmserve.stream.drafts", "is only for stream = true")
+    constrained = given.constraint.WhichOneof("kind") is not None
+    if constrained and message.constraint.WhichOneof("kind") is not None:
+        raise InvalidArgument.of("mmserve.constraint", "cannot be combined with another constraint")
     message.MergeFrom(given)
+    return {"constraint": "mmserve.constraint"} if constrained else {}

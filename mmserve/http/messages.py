@@ -13,7 +13,7 @@ from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.constraints import constrain, format_of
-from mmserve.http.content import message, results_of_text, role_of, text_part
+from mmserve.http.content import Placed, add_messages, message, part_of, role_of, text_part
 from mmserve.http.errors import openai_error, status_of
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.tools import take_message_tools
@@ -28,6 +28,8 @@ NAMES = api.names_in_errors(
         "sampling.stop": "stop_sequences",
         "constraint": "output_config.format",
         "stream.alternatives": "mmserve.stream.alternatives",
+        **api.names_of_tools("", "input_schema"),
+        **api.names_of_messages({"name": "name", "arguments": "input"}, image="source", video="source"),
     },
 )
 NEUTRAL: Neutral = {
@@ -51,8 +53,10 @@ _CLEAR_THINKING = "clear_thinking_"
 class Messages:
     """``/v1/messages``."""
 
+    names = NAMES
+
     def read(self, body: dict[str, Any]) -> Asked:
-        fields, found = _prompt(body)
+        fields, found, places = _prompt(body)
         if body.get("max_tokens") is None:
             raise InvalidArgument.of("max_tokens", "is required")
         copy_fields(fields, found, SAMPLING)
@@ -61,12 +65,12 @@ class Messages:
         names = constrain(fields, found)
         _output_config(fields, found)
         names |= take_xargs(fields, found)
-        merge_own(fields, found)
+        names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, ())
         with fields.within("metadata") as labels:
             labels.take("user_id", str)
         fields.end()
-        return Asked(found, stream, _Reply(found.model), names, fits=True)
+        return Asked(found, stream, _Reply(found.model), names, places, fits=True)
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         status, text = status_of(error), openai_error(error, NAMES)["error"]["message"]
@@ -79,26 +83,27 @@ class Messages:
         return sse(self.error(error), "error")
 
 
-def read_counted(body: dict[str, Any]) -> pb.GenerateRequest:
-    """The request whose prompt ``/v1/messages/count_tokens`` counts, which is asked for one token of no interest."""
-    fields, found = _prompt(body)
+def read_counted(body: dict[str, Any]) -> tuple[pb.GenerateRequest, dict[str, str]]:
+    """The request whose prompt ``/v1/messages/count_tokens`` counts, which is asked for one token of no interest, and
+    the places of its messages."""
+    fields, found, places = _prompt(body)
     _output_config(fields, pb.GenerateRequest())  # no part of the prompt
     fields.end()
     if found.tool_choice == pb.TOOL_CHOICE_NONE:
         del found.tools[:]
     found.ClearField("tool_use")
     found.sampling.max_new_tokens = 1
-    return found
+    return found, places
 
 
-def _prompt(body: dict[str, Any]) -> tuple[Fields, pb.GenerateRequest]:
-    """A request with what of ``body`` makes its prompt, and the fields that are left."""
+def _prompt(body: dict[str, Any]) -> tuple[Fields, pb.GenerateRequest, dict[str, str]]:
+    """A request with what of ``body`` makes its prompt, the fields that are left, and the places of the messages."""
     fields, found = Fields(body), pb.GenerateRequest()
     found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
     system = fields.any("system")
     if system is not None and system != []:
         found.messages.append(message("system", system, "system", {"text": _text}))
-    found.messages.extend(results_of_text(m for each in fields.each("messages") for m in _messages(each)))
+    places = add_messages(found, (m for each in fields.each("messages") for m in _messages(each)))
     found.continue_final_message = bool(found.messages) and _continued(found.messages[-1])
     take_message_tools(fields, found)
     take_template_options(fields, found)
@@ -112,7 +117,7 @@ def _prompt(body: dict[str, Any]) -> tuple[Fields, pb.GenerateRequest]:
         for edit in context.each("edits"):
             if not edit.take("type", str, "").startswith(_CLEAR_THINKING):
                 raise InvalidArgument.of(edit.path("type"), "is not supported: no message is changed or left out")
-    return fields, found
+    return fields, found, places
 
 
 def _continued(last: pb.ChatMessage) -> bool:
@@ -120,33 +125,31 @@ def _continued(last: pb.ChatMessage) -> bool:
     return last.role == pb.ROLE_ASSISTANT and not last.tool_calls
 
 
-def _messages(fields: Fields) -> Iterator[pb.ChatMessage]:
+def _messages(fields: Fields) -> Iterator[Placed]:
     """A message of the body: the results of tools in it are messages of their own, in front of the rest."""
     role, content, path = role_of(fields, ("user", "assistant")), fields.any("content"), fields.path("content")
     fields.end()
-    rest: Any = content
-    calls: list[pb.ToolCall] = []
-    if isinstance(content, list):
-        rest = []
-        for i, block in enumerate(content):
-            each = Fields.of(block, f"{path}[{i}]")
-            kind = block.get("type")
-            if kind == "tool_result" and role == "user":
-                yield _result(each)
-            elif kind == "tool_use" and role == "assistant":
-                calls.append(_call(each))
-            elif not (kind in _THOUGHTS and role == "assistant"):
-                rest.append(block)
-        if not rest and not calls and (content or role == "assistant"):
-            return
-    found = message(role, rest, path, {"text": _text, "image": _image, "video": _video})
-    found.tool_calls.extend(calls)
-    yield found
+    if not isinstance(content, list):
+        yield Placed(message(role, content, path, {}), fields.path(""))
+        return
+    found, inner = message(role, [], path, {}), {}
+    for i, block in enumerate(content):
+        at = f"{path}[{i}]"
+        kind = (each := Fields.of(block, at)).any("type")
+        if kind == "tool_result" and role == "user":
+            yield Placed(_result(each), at)
+        elif kind == "tool_use" and role == "assistant":
+            inner[f"tool_calls[{len(found.tool_calls)}]"] = at
+            found.tool_calls.append(_call(each))
+        elif not (kind in _THOUGHTS and role == "assistant"):
+            inner[f"content[{len(found.parts)}]"] = at
+            found.parts.append(part_of(block, at, {"text": _text, "image": _image, "video": _video}))
+    if found.parts or found.tool_calls or not (content or role == "assistant"):
+        yield Placed(found, fields.path(""), inner)
 
 
 def _call(fields: Fields) -> pb.ToolCall:
     with fields:
-        fields.take("type", str)
         for label in ("cache_control", "caller"):
             fields.take(label, dict)
         own, name = fields.take("id", str, ""), fields.take("name", str, "")
@@ -154,7 +157,6 @@ def _call(fields: Fields) -> pb.ToolCall:
 
 
 def _result(fields: Fields) -> pb.ChatMessage:
-    fields.take("type", str)
     fields.take("cache_control", dict)
     fields.take("is_error", bool)  # what went wrong is in the content
     content = fields.any("content")

@@ -19,7 +19,7 @@ from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.chat import token_logprobs
 from mmserve.http.constraints import constrain, format_of
-from mmserve.http.content import message, refusal_part, results_of_text, role_of, text_part
+from mmserve.http.content import Placed, add_messages, message, refusal_part, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, typed
 from mmserve.http.tools import take_response_tools
@@ -34,6 +34,8 @@ NAMES = api.names_in_errors(
         "constraint": "text.format",
         "stream.alternatives": "top_logprobs",
         "allowed_tools": "tool_choice.tools",
+        **api.names_of_tools("", "parameters"),
+        **api.names_of_messages({"name": "name", "arguments": "arguments"}, image="image_url"),
     },
 )
 NEUTRAL: Neutral = {
@@ -87,12 +89,14 @@ _FIXED: dict[str, Any] = {
 class Responses:
     """``/v1/responses``."""
 
+    names = NAMES
+
     def read(self, body: dict[str, Any]) -> Asked:
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
         if (instructions := fields.take("instructions", str)) is not None:
             found.messages.append(message("system", instructions, "instructions", {}))
-        found.messages.extend(results_of_text(_input(fields)))
+        places = add_messages(found, _input(fields))
         copy_fields(fields, found, SAMPLING)
         stream = found.stream.deltas = fields.take("stream", bool, False)
         with fields.within("stream_options") as options:
@@ -103,7 +107,7 @@ class Responses:
         take_response_tools(fields, found)
         take_template_options(fields, found)
         names |= take_xargs(fields, found)
-        merge_own(fields, found)
+        names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         with fields.within("reasoning") as reasoning:
             take_neutral(reasoning, HINTS, ())
@@ -112,7 +116,7 @@ class Responses:
         fields.end()
         echoed = {name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()}
         tools = [{"description": None, "parameters": None, "strict": False, **tool} for tool in echoed["tools"]]
-        return Asked(found, stream, _Reply(found, {**_FIXED, **echoed, "tools": tools, "text": text}), names)
+        return Asked(found, stream, _Reply(found, {**_FIXED, **echoed, "tools": tools, "text": text}), names, places)
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         return openai_error(error, NAMES)
@@ -136,21 +140,22 @@ def _take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
 _ITEMS = "must be 'message', 'function_call', 'function_call_output' or 'reasoning'"
 
 
-def _input(fields: Fields) -> list[pb.ChatMessage]:
+def _input(fields: Fields) -> list[Placed]:
     given = fields.any("input")
     if isinstance(given, str):
-        return [message("user", given, "input", {})]
-    found: list[pb.ChatMessage] = []
+        return [Placed(message("user", given, "input", {}), "input")]
+    found: list[Placed] = []
     for i, item in enumerate(typed(given, list, "input")):
         each = Fields.of(item, f"input[{i}]")
         kind = each.take("type", str, "message")
         if kind == "function_call":
-            if not (found and found[-1].role == pb.ROLE_ASSISTANT):  # calls are of the message in front of them
-                found.append(message("assistant", [], each.path("type"), {}))
-            found[-1].tool_calls.append(_call(each))
+            if not (found and found[-1].message.role == pb.ROLE_ASSISTANT):  # calls are of the message in front of them
+                found.append(Placed(message("assistant", [], each.path("type"), {}), each.path("")))
+            found[-1].inner[f"tool_calls[{len(found[-1].message.tool_calls)}]"] = each.path("")
+            found[-1].message.tool_calls.append(_call(each))
             continue
         if kind == "function_call_output":
-            found.append(_result(each))
+            found.append(Placed(_result(each), each.path("")))
             continue
         if kind == "reasoning":  # of another server's answer
             continue
@@ -161,7 +166,7 @@ def _input(fields: Fields) -> list[pb.ChatMessage]:
             each.take(name, str)
         readers = {"input_text": text_part, "output_text": _output, "text": text_part, "input_image": _image}
         readers["refusal"] = refusal_part
-        found.append(message(role, each.any("content"), each.path("content"), readers))
+        found.append(Placed(message(role, each.any("content"), each.path("content"), readers), each.path("")))
         each.end()
     return found
 

@@ -103,7 +103,7 @@ def _wrong_end(message: pb.GenerateRequest) -> Wrong:
     elif last.role != pb.ROLE_ASSISTANT:
         yield "continue_final_message", "must be false unless the last message is ROLE_ASSISTANT"
     elif last.tool_calls or any(part.WhichOneof("part") != "text" for part in last.parts):
-        yield path, "must be of text alone: the answer continues it"
+        yield f"{path}.parts", "must be of text alone: the answer continues it"
 
 
 def _wrong_media(item: pb.Image | pb.Video, path: str, limits: MediaConfig) -> Wrong:

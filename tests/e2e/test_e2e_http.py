@@ -201,7 +201,7 @@ CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"logit_bias": {"a": 1}}, 400, "logit_bias", "ids of tokens"),
     ({"logit_bias": {"1" * 5000: 1}}, 400, "logit_bias", "ids of tokens"),
     ({"logit_bias": {"7": 101}}, 400, "logit_bias", "must be in [-100, 100]"),
-    ({"tools": [{"type": "function"}]}, 400, "tools[0].name", "letters"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0].function.name", "letters"),
     ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "function"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream = true"),
     ({"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),

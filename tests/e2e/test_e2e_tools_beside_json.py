@@ -172,4 +172,4 @@ def test_a_schema_of_a_tool_is_refused_by_the_name_of_the_tool(of_openai: openai
         asked: Any = {"model": MODELS[0], "messages": CHAT, "tools": tools, "response_format": form, "max_tokens": 8}
         with pytest.raises(openai.BadRequestError) as refused:
             of_openai.chat.completions.create(**asked)
-        assert refused.value.param == "tools[0].parameters_json_schema#/properties/a/type"
+        assert refused.value.param == "tools[0].function.parameters#/properties/a/type"

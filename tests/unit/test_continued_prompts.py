@@ -83,7 +83,7 @@ def test_bodies_that_ask_for_it() -> None:
     ):
         with pytest.raises(InvalidArgument, match="add_generation_prompt"):
             Chat().read({**asked, **fields})
-    for reads in (lambda body: Messages().read({**body, "max_tokens": 8}).message, read_counted):
+    for reads in (lambda body: Messages().read({**body, "max_tokens": 8}).message, lambda body: read_counted(body)[0]):
         assert reads(asked).continue_final_message
         assert not reads({**asked, "messages": [USER, SAID, USER]}).continue_final_message
         called = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}

@@ -192,13 +192,13 @@ def test_messages_without_anything_to_read_are_left_out() -> None:
 
 def test_what_is_counted_is_the_prompt_of_the_message() -> None:
     unknown = ("max_tokens", "stream", "metadata", "temperature")
-    counted = read_counted({name: value for name, value in CODE.items() if name not in unknown})
+    counted, _places = read_counted({name: value for name, value in CODE.items() if name not in unknown})
     message = Messages().read(CODE).message
     assert (counted.messages, counted.tools) == (message.messages, message.tools)
     with pytest.raises(InvalidArgument, match="max_tokens"):
         read_counted(CODE)
     none = {"model": "m", "messages": USER, "tools": CODE["tools"], "tool_choice": {"type": "none"}}
-    assert not read_counted(none).tools
+    assert not read_counted(none)[0].tools
 
 
 @pytest.mark.parametrize(

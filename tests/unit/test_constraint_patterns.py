@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 import jsonschema_rs
 import pytest
-from grammars import accepts, compact, enforced, matcher, schema_matcher
+from grammars import accepts, compact, enforced, grammar, matcher, schema_matcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +16,7 @@ from mmserve.constraint.compile.derivatives import all_but, complement, matches
 from mmserve.constraint.compile.expression import EVERY, BadPattern, inverse, union
 from mmserve.constraint.compile.pattern import searched, whole
 from mmserve.constraint.findings import Refused
-from mmserve.core.constraint import Choice, Gbnf, Lark, Regex
+from mmserve.core.constraint import Choice, ConstraintMode, Gbnf, JsonSchema, Lark, Regex
 
 atoms = st.sampled_from(["a", "b", "é", "\\d", "\\w", "\\s", ".", "[ab]", "[^a]", "[a-c\\d]", "\\.", "\\n", "\\u00e9"])
 repeats = st.sampled_from(["", "", "", "*", "+", "?", "{2}", "{1,2}", "{1,}", "*?"])
@@ -54,6 +56,12 @@ ECMA = [
     (r"^\ud83d\ude00$", "\U0001f600", "x"),
     (r"^[\b]$", "\b", "b"),
     (r"^a{2}?$", "aa", "a"),
+    (r"(?i)^\W$", "-", "s"),
+    (r"(?i)^\w$", "K", "\u212a"),
+    (r"(?i)^[\W]$", "\u017f", "k"),
+    (r"(?i)^[^\W]$", "S", "-"),
+    (r"(?i)^[b-d\D]$", "C", "1"),
+    (r"(?i)^[k-l]$", "\u212a", "j"),
     (r"^(?<name>a)$", "a", "b"),
     (r"^\/\-\.$", "/-.", "a"),
     (r"^[a\]-]$", "]", "b"),
@@ -241,3 +249,24 @@ def test_names_out_of_a_few_or_of_a_narrower_pattern_take_the_schemas_of_pattern
     enforced({**lower, "patternProperties": {"": {"type": "number"}}}, [{"a": 1}], [{"A": 1}, {"a": "x"}])
     closed = {**lower, "patternProperties": {".+": {"type": "number"}}, "additionalProperties": False}
     enforced(closed, [{"a": 1}], [{"A": 1}, {"a": "x"}, {"": 1}])
+
+
+def test_names_that_match_several_patterns_take_the_schemas_of_all() -> None:
+    two: dict[str, Any] = {"^a": {"type": "integer"}, "b$": {"maximum": 5}}
+    schema = {"type": "object", "patternProperties": two}
+    taken: list[Any] = [{"ab": 1}, {"ac": 9}, {"cb": "x"}, {"cb": 4}, {"x": "x"}, {"aab": 3, "b": 2}]
+    refused: list[Any] = [{"ab": 6}, {"ab": "x"}, {"cb": 9}, {"ac": "x"}]
+    enforced(schema, taken, refused)
+    enforced({**schema, "properties": {"ab": {"minimum": 3}}, "required": ["ab"]}, [{"ab": 4}], [{"ab": 2}, {"ab": 6}])
+    enforced({**schema, "additionalProperties": False}, [{"ab": 1}, {"ac": 9}], [{"x": "x"}, *refused])
+    all_of_them = {**schema, "patternProperties": {**two, "": {"type": ["integer", "string"]}}}
+    enforced(all_of_them, taken, [*refused, {"x": None}, {"b": 1.5}])
+
+
+def test_patterns_that_are_too_large_to_be_separated_are_refused_alone() -> None:
+    names = {"^[a-z]{1,60}$": {"type": "string"}, "^.{3,50}$": {"minLength": 2}}
+    schema = {"type": "object", "patternProperties": names, "properties": {"id": {"pattern": "^[0-9]+$"}}}
+    with pytest.raises(Refused, match=r"/patternProperties: .*share no name"):
+        grammar(JsonSchema(json.dumps(schema)))
+    at = schema_matcher(schema, ConstraintMode.VALIDATE)
+    assert accepts(at, '{"id":"12"}') and not accepts(at, '{"id":"x"}')

@@ -340,3 +340,15 @@ def test_names_that_are_required_twice_are_required_once() -> None:
     found = rewrite(schema)
     assert found.schema == rewrite(schema | {"required": ["a"]}).schema
     assert [(warning.pointer, warning.keyword) for warning in found.warnings] == [("/required", "required")]
+
+
+def test_an_object_that_must_have_one_of_its_own_kind_has_no_end() -> None:
+    tree: dict[str, Any] = {"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}}
+    with pytest.raises(Refused, match="infinitely deep"):
+        schema_matcher(tree)
+    enforced({**tree, "properties": {"end": {"type": "null"}}}, [{"end": None}, {"a": {"end": None}}], [{}, {"a": {}}])
+
+
+def test_a_branch_of_one_of_that_takes_everything_is_apart_from_one_that_takes_nothing() -> None:
+    schema = {"type": "object", "oneOf": [{"minItems": 2, "const": [1, 2]}, True]}
+    enforced(schema, [{}, {"a": 1}], [1, [1, 2]])

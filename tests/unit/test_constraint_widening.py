@@ -162,6 +162,14 @@ def test_each_wider_schema_accepts_what_the_one_before_did() -> None:
     assert accepted[0] == 2 and accepted[-1] == len(values) and accepted == sorted(accepted)
 
 
+def test_distinct_items_at_the_depth_where_a_schema_is_cut_are_left_open() -> None:
+    deep: Any = {"type": "array", "uniqueItems": True, "items": {"enum": list(range(8))}}
+    for _ in range(7):
+        deep = {"type": "object", "properties": {"a": deep}}
+    found = [compiled(made) for made in attempts(JsonSchema(json.dumps(deep)), ConstraintMode.VALIDATE)]
+    assert not any(at.is_error() for at in found)
+
+
 def test_an_answer_that_is_nested_too_deep_is_no_valid_one() -> None:
     with pytest.raises(FailedPrecondition, match="nested too deep"):
         Judge('{"type": "array"}').check("[" * 5000 + "]" * 5000)

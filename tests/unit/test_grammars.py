@@ -148,6 +148,8 @@ WRONG = [
     (Lark("start: A\n\nA: /a(?=b)/"), "/3", "look-around"),
     (Lark('start: "\\q"'), "/1", "not supported in a string"),
     (Lark("%import common.NAMES\nstart: NAMES"), "/1", "'common' has no 'NAMES'"),
+    (Lark("start: WS\n%import common (WS, INT\n"), "/2", "a name to import, or ')', is missing"),
+    (Lark("start: WS\n%import common (WS"), "/2", "unexpected the end"),
     (Lark('start: "a"\n  | %json {"type": "strin"}'), "/2/type", "%json"),
     (Lark("_list{x}: x+\nstart: _list{/a/}"), "/1", "templates are not supported"),
 ]
@@ -176,6 +178,7 @@ READ: list[tuple[ConstraintKind, list[str], list[str]]] = [
         ["xxÉ", "zz", "ywz"],
         ["x", "z"],
     ),
+    (Gbnf("root ::= a0\n" + "".join(f'a{n} ::= "x"? a{n + 1}\n' for n in range(500)) + 'a500 ::= "y"'), ["xxy"], ["x"]),
     (Lark('start: A b\nA.2: "a".."c" | /[x-z]/i\nb.1: "\\x41" | "\\u00e9"\n'), ["aA", "Xé", "zA"], ["dA", "ae"]),
     (Lark('start: T\nT: /[a-z]*/ & ~("if" | "do")\n'), ["i", "ifs", ""], ["if", "do", "A"]),
     (Lark('start: a |\n\na: "x" |\n  "y"\n  // z\n  | "w" # v\n'), ["", "x", "y", "w"], ["z", "v"]),

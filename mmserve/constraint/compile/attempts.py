@@ -77,7 +77,8 @@ def _cut(schema: Any, depth: int) -> Any:
         return schema
     if depth == 0:
         return True
-    return with_children(schema, lambda inner: _cut(inner, depth - 1))
+    kept = schema if depth > 1 else {name: value for name, value in schema.items() if name != unordered.DISTINCT}
+    return with_children(kept, lambda inner: _cut(inner, depth - 1))  # distinct items need their values
 
 
 #: How documents are spaced: one space after a comma or a colon, or none; unbounded white space would allow endless

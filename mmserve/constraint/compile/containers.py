@@ -27,6 +27,7 @@ from mmserve.constraint.compile.keywords import (
     types_of,
 )
 from mmserve.constraint.compile.negation import Scope, both, complement
+from mmserve.constraint.compile.overlaps import separated
 from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.compile.scalars import anchored
 from mmserve.constraint.findings import Notes, child
@@ -276,15 +277,20 @@ def _only(node: Schema, names: list[str]) -> Schema | None:
 
 
 def pattern_keys(patterns: dict[str, Any], pointer: str, notes: Notes) -> dict[str, list[Any]] | None:
-    """The schemas of ``patternProperties`` by the expression that whole names match; None if one is not supported."""
+    """The schemas of ``patternProperties`` by expressions that whole names match, where possible one at most; None if a
+    pattern is not supported."""
     found: dict[str, list[Any]] = {}
     for pattern, schema in patterns.items():
         try:
-            found.setdefault(anchored(searched(pattern)), []).append(schema)
+            found.setdefault(searched(pattern), []).append(schema)
         except BadPattern as error:
             notes.cannot(pointer, "patternProperties", f"{pattern[:60]!r}: {error}")
             return None
-    return found
+    try:
+        return {anchored(expression): schemas for expression, schemas in separated(found).items()}
+    except BadPattern as error:
+        notes.cannot(pointer, "patternProperties", str(error))
+        return None
 
 
 def property_counts(node: Schema, pointer: str, notes: Notes) -> tuple[Schema, list[Schema]]:

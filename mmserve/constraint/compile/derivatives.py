@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
+from typing import Protocol
 
 from mmserve.constraint.compile.expression import (
     EVERY,
@@ -162,7 +163,12 @@ def matches(expression: str, text: str) -> bool:
 
 
 def disjoint(one: str, other: str, states: int) -> bool:
-    """True only if no string matches both expressions; ``states`` of the two together are looked at.
+    """True only if no string matches both expressions; as ``overlap``."""
+    return overlap(one, other, states) is False
+
+
+def overlap(one: str, other: str, states: int) -> bool | None:
+    """Whether some string matches both expressions; None where ``states`` of the two together do not show it.
 
     Raises ``BadPattern``.
     """
@@ -172,13 +178,13 @@ def disjoint(one: str, other: str, states: int) -> bool:
     while pending and len(seen) <= states:
         a, b = pending.pop()
         if mine.ends(a) and theirs.ends(b):
-            return False
+            return True
         for char in chars:
             following = mine.after(a, char), theirs.after(b, char)
             if following not in seen and DEAD not in following:
                 seen.add(following)
                 pending.append(following)
-    return not pending
+    return None if pending else False
 
 
 @lru_cache(maxsize=256)
@@ -231,7 +237,19 @@ def as_expression(ways: dict[tuple[int, int], Ranges], ends: set[int]) -> str | 
     return texts.get((_FIRST, _LAST))
 
 
-def edges(automaton: Automaton) -> dict[tuple[int, int], Ranges] | None:
+class States(Protocol):
+    """The states of an automaton, as of ``Automaton``."""
+
+    bounds: list[int]
+
+    def after(self, state: int, char: str) -> int:
+        """The state after ``char``."""
+
+    def ends(self, state: int) -> bool:
+        """Whether ``state`` is accepting."""
+
+
+def edges(automaton: States) -> dict[tuple[int, int], Ranges] | None:
     """The characters that lead from each state to each other one, ``DEAD`` among them; None for too many states."""
     starts = sorted({0, *(bound for bound in automaton.bounds if bound <= 0x10FFFF)})
     spans = list(zip(starts, [*(start - 1 for start in starts[1:]), 0x10FFFF], strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from decimal import Decimal
@@ -55,7 +56,7 @@ def read_schema(text: str) -> Any:
         raise Refused.at("", "schema", f"is no JSON: {error}") from error
     if not isinstance(value, dict | bool):
         raise Refused.at("", "schema", "must be a JSON object, true or false")
-    _check_texts(value, "")
+    _check_texts(value, ())
     _check_counts(value)
     return value
 
@@ -81,8 +82,8 @@ def _depth(text: str) -> int:
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise Refused.at("", "schema", f"an object has two members named {twice[:60]!r}")
     return members
 
@@ -104,17 +105,22 @@ def _int(text: str) -> int:
     return int(text)
 
 
-def _check_texts(value: Any, pointer: str) -> None:
+#: Names and indices that lead to a value. Pointers are made of them in errors only: with long names, those of all
+#: values would take gigabytes.
+_Steps = tuple[str | int, ...]
+
+
+def _check_texts(value: Any, steps: _Steps) -> None:
     match value:
         case str():
-            _check_text(value, pointer)
+            _check_text(value, steps)
         case dict():
             for name, inner in value.items():
-                _check_text(name, pointer)
-                _check_texts(inner, child(pointer, name))
+                _check_text(name, steps)
+                _check_texts(inner, (*steps, name))
         case list():
             for index, inner in enumerate(value):
-                _check_texts(inner, child(pointer, index))
+                _check_texts(inner, (*steps, index))
 
 
 def has_surrogate(text: str) -> bool:
@@ -122,34 +128,37 @@ def has_surrogate(text: str) -> bool:
     return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _check_text(text: str, pointer: str) -> None:
+def _check_text(text: str, steps: _Steps) -> None:
     if has_surrogate(text):
-        safe = pointer.encode(errors="replace").decode()
+        safe = child("", *steps).encode(errors="replace").decode()
         raise Refused.at(safe, "schema", "a string holds half of a surrogate pair")
 
 
 def _check_counts(root: Any) -> None:
     """Check the number of properties and enum values in the whole schema. Raises ``Refused``."""
     properties = values = size = 0
-    pending: list[tuple[Any, str]] = [(root, "")]
+    pending: list[tuple[Any, _Steps]] = [(root, ())]
     while pending:
-        value, pointer = pending.pop()
+        value, steps = pending.pop()
         if isinstance(value, list):
-            pending += [(inner, child(pointer, i)) for i, inner in enumerate(value)]
+            pending += [(inner, (*steps, i)) for i, inner in enumerate(value)]
         if not isinstance(value, dict):
             continue
         if isinstance(found := value.get("properties"), dict):
             properties += len(found)
             if properties > MAX_PROPERTIES:
-                raise Refused.at(pointer, "properties", f"a schema may have at most {MAX_PROPERTIES} properties")
+                raise Refused.at(
+                    child("", *steps), "properties", f"a schema may have at most {MAX_PROPERTIES} properties"
+                )
         if isinstance(found := value.get("enum"), list):
             values += len(found)
             size += len(json.dumps(found, ensure_ascii=False).encode())
             if values > MAX_ENUM_VALUES:
-                raise Refused.at(pointer, "enum", f"a schema may have at most {MAX_ENUM_VALUES} enum values")
+                raise Refused.at(child("", *steps), "enum", f"a schema may have at most {MAX_ENUM_VALUES} enum values")
             if size > MAX_ENUM_BYTES:
-                raise Refused.at(pointer, "enum", f"a schema's enum values may have at most {MAX_ENUM_BYTES} bytes")
-        pending += [(inner, child(pointer, name)) for name, inner in value.items()]
+                why = f"a schema's enum values may have at most {MAX_ENUM_BYTES} bytes"
+                raise Refused.at(child("", *steps), "enum", why)
+        pending += [(inner, (*steps, name)) for name, inner in value.items()]
 
 
 def canonical(root: Any) -> Any | None:

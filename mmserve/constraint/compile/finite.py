@@ -11,7 +11,7 @@ tokens: where that is far above a request's budget, no answer is searched.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from decimal import Decimal
 from itertools import chain, product
@@ -38,15 +38,27 @@ def without_endless(schema: Any, definitions: dict[str, Any]) -> Any:
 
     Both are as ``mmserve.constraint.compile.schema`` writes them. Raises ``Refused`` where nothing is left.
     """
-    ending: set[str] = set()
-    while grown := {name for name in definitions if name not in ending and _ends(definitions[name], ending)}:
-        ending |= grown
+    ending = grown_to_all(definitions, lambda name, found: _ends(definitions[name], found))
     if not _ends(schema, ending):
         reason = "has no value" if _ends(schema, set(definitions)) is False else "every value would be infinitely deep"
         raise Refused.at("", "schema", reason)
     kept = {name: _pruned(each, ending) for name, each in definitions.items() if name in ending}
     pruned = _pruned(schema, ending)
     return {**pruned, "$defs": kept} if isinstance(pruned, dict) and kept else pruned
+
+
+def grown_to_all(names: Collection[str], belongs: Callable[[str, set[str]], bool]) -> set[str]:
+    """The least set of ``names`` with each one that ``belongs`` to it, given the set so far.
+
+    One that depends on others mostly comes before them: a chain of them takes one pass.
+    """
+    found, before = set[str](), -1
+    while len(found) > before:
+        before = len(found)
+        for name in reversed(list(names)):
+            if name not in found and belongs(name, found):
+                found.add(name)
+    return found
 
 
 def _ends(schema: Any, ending: set[str]) -> bool:
@@ -68,9 +80,16 @@ def _ends(schema: Any, ending: set[str]) -> bool:
 
 
 def _object_ends(schema: dict[str, Any], ending: set[str]) -> bool:
-    others = bool(schema.get("patternProperties")) or schema.get("additionalProperties", True)
-    properties = schema.get("properties", {})
-    return all(_ends(properties.get(name, others), ending) for name in schema.get("required", ()))
+    patterns = schema.get("patternProperties", {}).values()
+    rest = schema.get("additionalProperties", True)
+    others = bool(patterns) or rest
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    if not all(_ends(properties.get(name, others), ending) for name in required):
+        return False
+    optional = (each for name, each in properties.items() if name not in required)
+    return schema.get("minProperties", 0) <= len(required) or any(
+        _ends(each, ending) for each in (*optional, *patterns, rest)
+    )
 
 
 def _array_ends(schema: dict[str, Any], ending: set[str]) -> bool:
@@ -117,10 +136,8 @@ def with_finite_numbers(schema: Any, notes: Notes, *, apart: bool = False) -> An
 def _recurring(definitions: dict[str, Any]) -> set[str]:
     """The recursive definitions, and those that refer to them, directly or not."""
     left = {name: {target(node) for node in nodes(each) if "$ref" in node} for name, each in definitions.items()}
-    while leaves := [name for name, others in left.items() if not others & left.keys()]:
-        for name in leaves:
-            del left[name]
-    return set(left)
+    ending = grown_to_all(left, lambda name, found: left[name] <= found)
+    return left.keys() - ending
 
 
 def _joins(node: Schema) -> bool:

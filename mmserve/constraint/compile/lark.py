@@ -321,6 +321,8 @@ class LarkReader(Reader):
         if self._is("("):
             names = []
             while not self._is(")"):
+                if self._word.kind not in ("rule", "token"):
+                    raise self._unexpected("a name to import, or ')', is missing")
                 names.append(self._take().text)
                 self._is(",")
         else:

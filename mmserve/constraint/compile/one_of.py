@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from mmserve.constraint.compile.derivatives import automaton_of, disjoint, matches
-from mmserve.constraint.compile.expression import BadPattern
+from mmserve.constraint.compile.expression import BadPattern, with_property
 from mmserve.constraint.compile.keywords import (
     ALL,
     finite,
@@ -165,7 +165,7 @@ def _apart(one: str, other: str) -> bool:
     return False
 
 
-_CACHES = _searched, _apart, automaton_of
+_CACHES = _searched, _apart, automaton_of, with_property
 
 
 def forget() -> None:
@@ -240,6 +240,8 @@ def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: fr
 
 
 def _typed(branch: Any, scope: Scope, within: frozenset[str]) -> Any:
+    """``branch`` with the types ``within`` where it has no ``type``."""
+    branch = {} if branch is True else branch
     if not isinstance(branch, dict) or "type" in branch or ("$ref" in branch and scope.draft <= 7) or within == ALL:
         return branch
     return {**branch, "type": names_of(within)}

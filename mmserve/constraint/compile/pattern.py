@@ -39,6 +39,7 @@ _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
 _FLAGGED = re.compile(r"([a-zA-Z]*)(?:-([a-zA-Z]+))?([:)])")
 _PROPERTY = 60  # characters of the name of a Unicode property, at most
 _SYNTAX = frozenset("^$\\.*+?()[]{}|/-")
+_NAMED = frozenset(CLASSES.values())
 
 
 def whole(pattern: str) -> str:
@@ -190,7 +191,7 @@ class _Parser:
         """Read flags; whether they are for what follows their parentheses, rather than for what is in them."""
         found = _FLAGGED.match(self.text, self.at)
         if found is None:
-            raise self._bad("look-around is not supported")
+            raise self._bad("look-around, back-references and atomic groups are not supported")
         on, off, end = found.groups()
         self.at = found.end()
         self.flags = (self.flags | self._supported(frozenset(on))) - self._supported(frozenset(off or ""))
@@ -202,7 +203,8 @@ class _Parser:
         return flags
 
     def _folded(self, ranges: Ranges) -> Ranges:
-        return folded(ranges) if "i" in self.flags else ranges
+        """``ranges`` in either case where the flag ``i`` is set; ``\\w`` and ``\\W`` have both cases anyway."""
+        return folded(ranges) if "i" in self.flags and ranges not in _NAMED else ranges
 
     def _repeated(self, item: Item) -> Item:
         bounds = self._bounds()
@@ -244,10 +246,9 @@ class _Parser:
             low = self._member()
             if self.text[self.at : self.at + 1] == "-" and self.text[self.at + 1 : self.at + 2] not in ("]", ""):
                 self.at += 1
-                parts.append(self._range(low, self._member()))
-            else:
-                parts.append(low)
-        chosen = self._folded(union(*parts))
+                low = self._range(low, self._member())
+            parts.append(self._folded(low))
+        chosen = union(*parts)
         return inverse(chosen) if negated else chosen
 
     def _range(self, low: Ranges, high: Ranges) -> Ranges:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmserve.constraint.compile import containers, one_of, scalars, unordered
+from mmserve.constraint.compile.decimals import with_short_decimals
 from mmserve.constraint.compile.finite import with_finite_numbers, without_endless
 from mmserve.constraint.compile.keywords import (
     ALL,
@@ -88,6 +89,7 @@ class _Rewriter:
         apart = self._apart or (self._distinct and unordered.distinct_within(schema))
         if not self._exponents:
             schema = with_finite_numbers(schema, self._notes, apart=apart)
+        schema = with_short_decimals(schema)
         return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
 
     def _schema(self, node: Any, pointer: str) -> Any:

@@ -177,21 +177,29 @@ def item_of(node: Node, known: dict[str, Any]) -> Item:
     raise ValueError(type(node).__name__)
 
 
-#: Characters of an expression, repetitions written out, up to which what is regular becomes one word.
-_WORD = 4_000
+#: Characters of an expression, repetitions written out, and its nested parts, up to which what is regular becomes one
+#: word. Rules that refer to one another in a row nest, too.
+_WORD, _NESTED = 4_000, 100
 
 
 def regular(syntax: Syntax) -> dict[str, Item]:
     """Rules and terminals as expressions, where they are regular, short enough, and nothing is skipped in them."""
     names = syntax.terminals if syntax.skipped else syntax.names
-    found, sizes = dict[str, Item](), dict[str, int]()
+    found, sizes, depths = dict[str, Item](), dict[str, int](), dict[str, int]()
     for name in _inner_first(names):
         node = names[name].node
         with suppress(ValueError):
-            size = _size(node, sizes)
-            if size <= _WORD:
-                found[name], sizes[name] = item_of(node, found), size
+            size, depth = _size(node, sizes), _depth(node, depths)
+            if size <= _WORD and depth <= _NESTED:
+                found[name], sizes[name], depths[name] = item_of(node, found), size, depth
     return found
+
+
+def _depth(node: Node, depths: dict[str, int]) -> int:
+    """How deep the parts of ``node`` are nested, with those of the names that it refers to."""
+    if isinstance(node, Ref):
+        return depths.get(node.name, 0)
+    return 1 + max((_depth(part, depths) for part in parts_of(node)), default=0)
 
 
 def _size(node: Node, sizes: dict[str, int]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mmserve.constraint.compile.derivatives import all_but
 from mmserve.constraint.compile.expression import BadPattern
+from mmserve.constraint.compile.finite import grown_to_all
 from mmserve.constraint.compile.keywords import Schema, children, names_of, nodes, target, types_of, writable
 from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.compile.scalars import anchored
@@ -48,9 +49,8 @@ class _Writer:
         self.kept: dict[str, None] = {}
         self._lines: list[str] = []
         self._rules: dict[str, str] = {}  # by what they are of
-        self._special = set[str]()  # definitions that are more than a schema
-        while grown := {n for n, each in self._definitions.items() if n not in self._special and self._is_more(each)}:
-            self._special |= grown
+        #: Definitions that are more than a schema.
+        self._special = grown_to_all(self._definitions, self._becomes_special)
 
     def text(self) -> str:
         """The text of the grammar."""
@@ -61,6 +61,10 @@ class _Writer:
         between |= {"open": rf"\{{{space}", "close": rf"{space}\}}", "begin": rf"\[{space}", "end": rf"{space}\]"}
         signs = [f"{name}: /{expression}/" for name, expression in between.items()]
         return "\n".join([f"start: {start}", *signs, *self._lines]) + "\n"
+
+    def _becomes_special(self, name: str, special: set[str]) -> bool:
+        self._special = special
+        return self._is_more(self._definitions[name])
 
     def _is_more(self, schema: Any) -> bool:
         """Whether llguidance's own schemas cannot express all of ``schema``."""

@@ -101,7 +101,7 @@ class _Restoring:
             self.lexicon,
             state.warnings,
             None if spec is None else judge_of(spec, exact=not state.judged),
-            of_draws and SampleState(None, of_draws.speculates, of_draws.log_weight, met=list(of_draws.met)),
+            of_draws and SampleState(None, of_draws.speculates, of_draws.log_weight),
             state.drafted,
             state.forced,
             state.asked,
@@ -152,7 +152,7 @@ class _Restoring:
             first, last = (min(each.known, each.length) for each in (witness, of))
             matcher.consume(of.tokens[first:last].tolist())
         ahead = replace(witness, tokens=of.tokens, length=of.length, matcher=matcher, known=of.known, cut=of.cut)
-        return SampledRun(state.tokens, state.log_probabilities, ahead, state.log_weight, state.met)
+        return SampledRun(state.tokens, state.log_probabilities, ahead, state.log_weight)
 
 
 def _answer_state(answer: ConstrainedAnswer) -> ConstraintState:
@@ -164,7 +164,7 @@ def _answer_state(answer: ConstrainedAnswer) -> ConstraintState:
         warnings=answer.warnings,
         judged=answer.judge is not None,
         judged_holes=tuple(judge is not None for judge in answer.judges),
-        sampled=None if sampled is None else SampledState(sampled.speculates, sampled.log_weight, tuple(sampled.met)),
+        sampled=None if sampled is None else SampledState(sampled.speculates, sampled.log_weight),
         ranked=None,
         drafted=answer.drafted,
         forced=answer.forced,
@@ -199,7 +199,7 @@ def _ranked_state(ranked: Ranked | SampledRun) -> RankedState | RunState:
         top = ranked.top
         return RankedState(top.positions, top.tokens, top.log_probabilities, ranked.plain, ranked.own, ranked.kept)
     witness = _witness_state(ranked.witness)
-    return RunState(ranked.tokens, ranked.log_probabilities, witness, ranked.log_weight, ranked.met)
+    return RunState(ranked.tokens, ranked.log_probabilities, witness, ranked.log_weight)
 
 
 def _meter_state(meter: Meter) -> MeterState:

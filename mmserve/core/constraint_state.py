@@ -45,16 +45,6 @@ class RankedState:
 
 
 @dataclass(frozen=True)
-class MetState:
-    """One prefix on a sample's path: the sample's token, and tokens after which no answer is valid."""
-
-    token: int | None  # None = there was none
-    probability: float
-    allowed: float  # probability of all tokens that the grammar allows there
-    rejected: tuple[tuple[int, float], ...]  # tokens and their probabilities
-
-
-@dataclass(frozen=True)
 class RunState:
     """Tokens drawn in a pass and not yet final: as ``Run``."""
 
@@ -62,7 +52,6 @@ class RunState:
     log_probabilities: np.ndarray  # float32 [n]
     witness: WitnessState
     log_weight: float
-    met: tuple[MetState, ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,6 @@ class SampledState:
 
     speculates: bool
     log_weight: float
-    met: tuple[MetState, ...]
 
 
 @dataclass(frozen=True)

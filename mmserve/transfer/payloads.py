@@ -14,7 +14,6 @@ from mmserve.core.constraint_state import (
     GapState,
     LanguageState,
     MeterState,
-    MetState,
     RankedState,
     RunState,
     SampledState,
@@ -38,8 +37,8 @@ from mmserve.transfer.kv_coding import CodedTensor
 PAYLOADS = Kinds(
     {
         EncodedPayload: 1,
-        PrefilledPayload: 6,
-        CanvasPayload: 6,
+        PrefilledPayload: 7,
+        CanvasPayload: 7,
         VisualPayload: 1,
         KVChunk: 1,
         StreamPayload: 1,
@@ -60,7 +59,7 @@ PAYLOADS = Kinds(
             Span,
             TextState,
         ),
-        *(ConstraintState, GapState, LanguageState, MeterState, MetState, RankedState, RunState, SampledState),
+        *(ConstraintState, GapState, LanguageState, MeterState, RankedState, RunState, SampledState),
         WitnessState,
         *(ArchiveState, FrameState, RowsState, SeenState, UnitsState),
     ),

@@ -28,7 +28,6 @@ from mmserve.constraint.search.matcher import Matcher, after
 from mmserve.constraint.search.vocabulary import Lexicon
 from mmserve.constraint.search.witness import Witness
 from mmserve.constraint.session.observer import Meter
-from mmserve.core.constraint_state import MetState
 
 #: Draws until one is accepted; the last represents all that is left, so that the work is bounded.
 MOST = 32
@@ -122,7 +121,17 @@ class PrefixNode:
         return found
 
 
-def learn(root: PrefixNode, way: Sequence[MetState]) -> None:
+@dataclass(frozen=True)
+class Met:
+    """One prefix on a sample's path: the sample's token, and tokens after which no answer is valid."""
+
+    token: int | None  # None = there was none
+    probability: float
+    allowed: float  # probability of all tokens that the grammar allows there
+    rejected: tuple[tuple[int, float], ...]  # tokens and their probabilities
+
+
+def learn(root: PrefixNode, way: Sequence[Met]) -> None:
     """Update the tree by a sample's path, from the first token of its answer to the last."""
     nodes = [root]
     for visit in way:
@@ -160,7 +169,7 @@ class SampleState:
     speculates: bool = True  # whether forced text is run as a draft: the model may be asked after tokens not final
     log_weight: float = 0.0
     here: PrefixNode | None = None  # the node after the final tokens
-    met: list[MetState] = field(default_factory=list)
+    met: list[Met] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.here = self.futures
@@ -185,7 +194,7 @@ class SampledRun:
     log_probabilities: np.ndarray  # float32 [n], before temperature, filters and constraint
     witness: Witness  # with these tokens
     log_weight: float  # of these draws; -inf where every allowed token has probability 0
-    met: tuple[MetState, ...]
+    met: tuple[Met, ...] = ()  # for samples that learn of it (ASAp), which stay in their process
 
 
 @dataclass(frozen=True)
@@ -222,7 +231,7 @@ class RejectionSampler:
         self._begun_dead = sampled.log_weight == -math.inf
         self._tokens: list[int] = []
         self._log_probabilities: list[float] = []
-        self._met: list[MetState] = []
+        self._met: list[Met] = []
         self._open = True
 
     def restrict(self, logits: Tensor) -> None:
@@ -286,10 +295,10 @@ class RejectionSampler:
         rejected = tuple((int(tokens[i]), float(probabilities[i])) for i in found.rejected)
         allowed, chosen = float(probabilities.sum()), found.chosen
         if chosen is None:
-            self._met.append(MetState(None, 0.0, allowed, rejected))
+            self._met.append(Met(None, 0.0, allowed, rejected))
             return found
         self._log_weight += math.log(found.mass) - math.log(futures[chosen])
-        self._met.append(MetState(int(tokens[chosen]), float(probabilities[chosen]), allowed, rejected))
+        self._met.append(Met(int(tokens[chosen]), float(probabilities[chosen]), allowed, rejected))
         return replace(found, chosen=int(tokens[chosen]))
 
 

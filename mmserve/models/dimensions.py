@@ -41,7 +41,9 @@ _QWEN3_HEAD = 128  # where its configuration has no ``head_dim``
 #: Keys of layers with sliding windows, which ``layer_windows`` reads.
 WINDOWED = frozenset({"use_sliding_window", "layer_types"})
 #: Keys that LLaDA2 has and ``_from_llada2`` reads.
-_LLADA2_READ = frozenset({"num_experts", "partial_rotary_factor", "use_bias", "use_qk_norm", "use_qkv_bias"})
+_LLADA2_READ = frozenset(
+    {"num_experts", "partial_rotary_factor", "rotary_dim", "use_bias", "use_qk_norm", "use_qkv_bias"}
+)
 _LLADA2_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "norm_head": (False, None),
     "norm_topk_prob": (True, None),
@@ -179,10 +181,12 @@ def _from_llada2(keys: Keys) -> DecoderConfig:
     first = given.get("first_k_dense_replace") or 0
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         raise ConfigError(f"{keys.path}: first_k_dense_replace must be a number of layers, not {first!r}")
-    size = keys.integer("moe_intermediate_size")
+    size, rotated = keys.integer("moe_intermediate_size"), keys.number("partial_rotary_factor", default=0.5)
+    rotary_width = int(config.head_dim * rotated)
+    keys.check({"rotary_dim": (rotary_width, None)})  # says the same once more
     return replace(
         config,
-        rotary_width=int(config.head_dim * keys.number("partial_rotary_factor", default=0.5)),
+        rotary_width=rotary_width,
         qkv_bias=keys.flag("use_qkv_bias"),
         out_bias=keys.flag("use_bias") or given.get("use_bias") is None,
         mlp_bias=False,

@@ -82,6 +82,10 @@ def test_a_token_gives_the_same_bits_alone_and_among_others() -> None:
     assert torch.equal(moe(x.view(2, 20, 32)).view(40, 32), whole)
 
 
+def test_the_number_of_rotated_dimensions_may_be_stated_beside_their_share(tmp_path: Path) -> None:
+    assert load(save(_oracle(), tmp_path, rotary_dim=6)).decoder.config.rotary_width == 6
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -93,6 +97,7 @@ def test_a_token_gives_the_same_bits_alone_and_among_others() -> None:
         ({"first_k_dense_replace": 0}, r"no tensor model\.layers\.0\.mlp\.gate\.weight"),
         ({"first_k_dense_replace": "one"}, "first_k_dense_replace must be a number of layers, not 'one'"),
         ({"partial_rotary_factor": 0.25}, "3 dimensions of 12 cannot be rotated in pairs"),
+        ({"rotary_dim": 4}, "rotary_dim = 4 is not supported; it can be 6 or None"),
         ({"num_key_value_heads": 4}, r"query_key_value\.weight has shape \[96, 32\], expected \[144, 32\]"),
         ({"use_bias": ...}, r"no tensor model\.layers\.0\.attention\.dense\.bias"),
         ({"score_function": "softmax"}, "score_function = 'softmax' is not supported"),

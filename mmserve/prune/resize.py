@@ -31,7 +31,6 @@ class Resize:
         return [_resized(view.rows, view.columns, count) for view, count in kept]
 
 
-@lru_cache(maxsize=64)
 def _resized(full_rows: int, full_columns: int, count: int) -> Plan:
     if not count:
         return Plan(torch.empty(0, dtype=torch.int64))
@@ -47,6 +46,7 @@ def coarser(rows: int, columns: int, count: int) -> tuple[int, int]:
     return min(fewer, count // across), across
 
 
+@lru_cache(maxsize=256)
 def _areas(size: int, cells: int) -> Tensor:
     """Fp32 ``[cells, size]``: the share that each of ``size`` equal pieces has in each of ``cells`` equal cells."""
     edges = torch.arange(cells + 1, dtype=torch.float64) * size / cells

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -43,7 +42,6 @@ class New:
         return self.start + len(self.x_RD)
 
 
-@lru_cache(maxsize=256)
 def _mask(rows: int, start: int, block: int, device: torch.device) -> Tensor:
     """Bool ``[R, L]``: what each of ``rows`` after ``start`` others attends to: up to the end of its block of ``block``
     positions, counted from the stream's first row."""
@@ -67,6 +65,7 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
     deep = deep_rows((np.arange(len(new.x_RD)), new.deep) for new in batch)
 
     decoder, block = model.decoder, model.spec.attention_block or 1
+    masks = [_mask(len(new.x_RD), new.start, block, model.device) for new in batch]
     cos, sin = decoder.rotary(F.pad(places, (0, short)))
 
     def write(layer: int, k: Tensor, v: Tensor) -> None:
@@ -81,15 +80,10 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
         write(layer, k, v)
         q = rotate(q, cos, sin)
         seen = torch.zeros_like(q)
-        for rows, new in own:
+        for (rows, new), mask in zip(own, masks, strict=True):
             keys, values = new.buffers.turned, new.buffers.values
             assert keys is not None and values is not None
-            seen[rows] = _attention(
-                q[rows],
-                keys[layer, : new.stop],
-                values[layer, : new.stop],
-                _mask(len(new.x_RD), new.start, block, model.device),
-            )
+            seen[rows] = _attention(q[rows], keys[layer, : new.stop], values[layer, : new.stop], mask)
         return seen
 
     last = len(decoder.layers) - 1

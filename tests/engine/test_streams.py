@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,6 +70,20 @@ def test_appended_rows_are_those_of_a_prompt_with_all_frames(streams: EngineStre
     assert text == "1s:", "times begin again every 8 seconds"
     assert stream.stats().frames == 10
     assert stream.stats().evicted_rows == 0
+
+
+def test_what_a_pass_over_frames_needs_goes_with_it(streams: EngineStreams) -> None:
+    """Each frame sees another number of rows: masks of all of them would be more than the rows themselves."""
+
+    def masks() -> int:
+        gc.collect()
+        return sum(type(one) is torch.Tensor and one.dtype == torch.bool and one.dim() == 2 for one in gc.get_objects())
+
+    stream = opened(streams, budget=90)
+    put(stream, frame(0))
+    before = masks()
+    put(stream, *(frame(i) for i in range(1, 10)))
+    eventually(lambda: masks() <= before, "no mask is kept")
 
 
 def test_how_frames_come_together_changes_no_bit(bench: Make, causal: LoadedModel) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -224,6 +226,15 @@ def test_windows_less_even_than_four_fifths_stay() -> None:
         return len(MustDrop().plans([one], budget(9))[0].places)
 
     assert (kept(0.79), kept(0.81)) == (9, 1)
+
+
+def test_resize_keeps_no_weights_of_a_plan() -> None:
+    """They are as many as a picture's patches times those that are left, and pictures have any shape."""
+    [plan] = Resize().plans([view(9, 11)], ratio(0.5))
+    weights = weakref.ref(plan.weights)
+    del plan
+    gc.collect()
+    assert weights() is None
 
 
 def test_resize_averages_equal_areas() -> None:

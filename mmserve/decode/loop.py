@@ -54,7 +54,7 @@ class DiffusionDecoder:
 
     @torch.inference_mode()
     def propose(self, batch: list[Decoding]) -> list[None]:
-        """draft → rows → forward → candidates, of each request that has none yet.
+        """draft → rows → forward → candidates, of each request that has none yet and does not wait.
 
         A request is changed only once its own candidates are there: after a failure the call can be repeated.
         """
@@ -62,6 +62,7 @@ class DiffusionDecoder:
         embed_fresh(parts.model, running)
         for extension in parts.extensions:
             extension.before_rows(running)
+        running = [d for d in running if not d.waits]
         if running:
             rows = rows_of(running, parts.runner)
             passes = [watched(parts.passes.next(d, r), d.extensions) for d, r in zip(running, rows, strict=True)]
@@ -78,8 +79,10 @@ class DiffusionDecoder:
         return [None] * len(batch)
 
     def commit(self, d: Decoding) -> Stepped:
-        """choose → commit → emit."""
+        """choose → commit → emit; nothing of a request that waits."""
         proposed, d.candidates = d.candidates, None
+        if proposed is None and d.waits:
+            return Stepped("", None, None, rows=count_next_rows(d))
         if proposed is None:
             raise ValueError("commit before propose")
         spec = self.parts.model.spec

@@ -203,6 +203,11 @@ class Decoding:
         """Positions with K/V."""
         return self.prefilled.held
 
+    @property
+    def waits(self) -> bool:
+        """Whether its next pass is not due yet."""
+        return any(extension.waits for extension in self.extensions)
+
     def extension(self, kind: type[E]) -> E | None:
         """Its extension of this kind, if it has one."""
         return extension_of(self.extensions, kind)

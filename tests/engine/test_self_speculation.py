@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Bench, Call
+from harness import Bench, Call, eventually
 from helpers import ask
 from llama_checkpoints import edit, load
 from lora_checkpoints import adapter_tensors, merged, save_adapter
@@ -19,11 +19,14 @@ from text_checkpoints import oracle, save
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.constraint import ConstraintSpec, Regex
+from mmserve.core.events import Finished
+from mmserve.core.handover import Handover, Saved
 from mmserve.core.request import Policy, Request
 from mmserve.decode.extensions import own_blocks
 from mmserve.decode.sampler import candidates
-from mmserve.errors import ConfigError, Unimplemented
+from mmserve.errors import Cancelled, ConfigError, Unimplemented
 from mmserve.models.base import LoadedModel
+from mmserve.transfer.payloads import PAYLOADS
 
 Make = Callable[..., Bench]
 MASK, NEW = 100, 24
@@ -202,6 +205,64 @@ def test_no_two_passes_over_blocks_draw_with_the_same_noise(
     monkeypatch.setattr(own_blocks, "candidates", noting)
     bench(replace(model, spec=replace(model.spec, draft_block=8))).ask(in_blocks(temperature=1.0))
     assert len(drawn) > NEW and all(len(positions) == 1 for positions in drawn.values())
+
+
+def test_blocks_are_filled_a_pass_a_step(
+    pair: tuple[Any, LoadedModel], bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests go on between two passes over a block, and one that is cancelled ends there."""
+    running, passes = bench(pair[1]), list[str]()
+    forward, steps = own_blocks.forward, running.engine.stages.decoder.parts.runner
+    run = steps.run
+
+    def filling(*given: Any, **named: Any) -> Any:
+        passes.append("block")
+        if passes.count("block") == 4:
+            running.engine.cancel("cancelled")
+        return forward(*given, **named)
+
+    def stepping(stage: str, *given: Any) -> Any:
+        passes.append(stage)
+        return run(stage, *given)
+
+    monkeypatch.setattr(own_blocks, "forward", filling)
+    monkeypatch.setattr(steps, "run", stepping)
+    running.ask(in_blocks())
+    alone = passes.copy()
+    assert alone.count("block") == NEW - 1
+    passes.clear()
+    other = ask("plain", TEXTS[1], max_new_tokens=NEW, recompute=LAST)
+    for call in running.submit(in_blocks(), other):
+        call.finished()
+    assert all("decode" in passes[i : i + 2] for i, each in enumerate(passes) if each == "block")
+    passes.clear()
+    [cancelled] = running.submit(replace(in_blocks(), id="cancelled"))
+    assert isinstance(cancelled.error(), Cancelled)
+    running.await_nothing_left()
+    assert passes.count("block") == 4
+
+
+def test_a_request_goes_on_elsewhere_from_the_middle_of_a_block(pair: tuple[Any, LoadedModel], bench: Make) -> None:
+    here, there, saved = bench(pair[1]), bench(pair[1]), list[Handover]()
+    here.engine.serve_roles(["encode", "prefill", "decode"], save_every=5)
+    request = in_blocks(temperature=1.0, max_new_tokens=50)
+    call = Call(request)
+
+    def sink(event: Any) -> None:
+        if not isinstance(event, Saved):
+            return call.sink(event)
+        payload = PAYLOADS.decode(PAYLOADS.encode(event.handover.payload))
+        return saved.append(replace(event.handover, payload=payload))
+
+    here.engine.submit(request, sink)
+    done = call.finished()
+    assert len(saved) > 5, "it was saved in the middle of blocks"
+    for handover in saved[::3]:
+        later = Call(request)
+        there.engine.adopt(handover, later.sink)
+        eventually(lambda later=later: later.ended, "the answer")  # type: ignore[misc]
+        last = later.events[-1]
+        assert isinstance(last, Finished) and last.text == done.text
 
 
 def with_adapter(pair: tuple[Any, LoadedModel], bench: Make, folder: Path) -> tuple[Any, Bench]:

@@ -59,6 +59,11 @@ class RequestExtension:
         return False
 
     @property
+    def waits(self) -> bool:
+        """Whether the next pass is not due, because ``before_rows`` has more to do first, at the next step."""
+        return False
+
+    @property
     def seconds(self) -> float:
         """Processor time that it took of the request's decode steps so far, where it measures that."""
         return 0.0

@@ -2,9 +2,9 @@
 
 The diffusion mode of Nemotron-Labs-Diffusion (arXiv 2607.05722; ``generate`` with ``causal_context`` of its
 ``modeling_nemotron_labs_diffusion.py``). A block is the newest token and masks after it, all of which see all of the
-block; passes over it go on until the commit policy has filled it. Then one pass token by token gives its K/V, and the
-token after it, with which the next block begins. Fast-dVLM (arXiv 2604.06832) does the same with masks that the row
-before them predicts, and fills a block's parts one after another.
+block; passes over it go on, one a step, until the commit policy has filled it. Then one pass token by token gives its
+K/V, and the token after it, with which the next block begins. Fast-dVLM (arXiv 2604.06832) does the same with masks
+that the row before them predicts, and fills a block's parts one after another.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ class BlockByBlock(RequestExtension):
 
     state: FilledBlock
     penalised: bool  # whether its logits are changed by which tokens are in the answer
+    filling: _Filling | None = None  # the block in progress; where the request goes on elsewhere, it begins again
+
+    @property
+    def waits(self) -> bool:
+        return self.filling is not None
 
     def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:
         return drafted if self.state.filled is None else self.state.filled.tokens
@@ -75,7 +80,6 @@ class _Filling:
     one, and the confidence of what was filled in."""
 
     d: Decoding
-    state: FilledBlock
     canvas: Canvas
     first: int  # position of its first mask
     confidence: np.ndarray  # fp32, of each of its masks
@@ -97,7 +101,7 @@ class _Filling:
             origin=first - 1,
             logit_shift=0,
         )
-        return cls(d, state, own, first, np.ones(count, np.float32))
+        return cls(d, own, first, np.ones(count, np.float32))
 
     @property
     def rows(self) -> np.ndarray:
@@ -139,24 +143,26 @@ class OwnBlocks(Extension):
 
     @torch.inference_mode()
     def before_rows(self, batch: Sequence[Decoding]) -> None:
-        """Fill the next block of each request that has none, a pass over all of them at a time."""
-        filling: list[_Filling] = []
-        for d in batch:
-            found = d.extension(BlockByBlock)
-            count = min(self._model.spec.draft_block - 1, d.canvas.size - d.canvas.known())
-            if found is not None and found.state.filled is None and count:
-                filling.append(_Filling.of(d, found.state, count, self._model.spec.sub_block))
-        open_ = filling
-        while open_:
-            passes = [self._pass(each) for each in open_]
-            logits = forward(self._model, self._store, passes, self._floor, stacks=self._stacks)
-            for each, rows in zip(open_, logits, strict=True):
-                self._fill(each, rows.whole())
-            open_ = [each for each in open_ if not each.full(self._model.spec.end_ids)]
-        for each in filling:
-            own = slice(len(each.tokens))
-            each.state.filled = Candidates(each.rows[1:][own], each.tokens, each.confidence[own], None, None)
-            each.state.forwards += each.passes
+        """One pass over the next block of each request that has none: those that it does not fill wait."""
+        found = [(own, each) for d in batch if (own := d.extension(BlockByBlock)) and (each := self._block(d, own))]
+        if not found:
+            return
+        passes = [self._pass(each) for _own, each in found]
+        logits = forward(self._model, self._store, passes, self._floor, stacks=self._stacks)
+        for (own, each), rows in zip(found, logits, strict=True):
+            self._fill(each, rows.whole())
+            if each.full(self._model.spec.end_ids):
+                kept = slice(len(each.tokens))
+                own.state.filled = Candidates(each.rows[1:][kept], each.tokens, each.confidence[kept], None, None)
+                own.state.forwards += each.passes
+                own.filling = None
+
+    def _block(self, d: Decoding, own: BlockByBlock) -> _Filling | None:
+        """The block of ``d`` that is to be filled; None where it is full, or no mask is left."""
+        count = min(self._model.spec.draft_block - 1, d.canvas.size - d.canvas.known())
+        if own.filling is None and own.state.filled is None and count:
+            own.filling = _Filling.of(d, own.state, count, self._model.spec.sub_block)
+        return own.filling
 
     def _fill(self, each: _Filling, logits: torch.Tensor) -> None:
         d, canvas = each.d, each.canvas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported: kernels run on the CPU
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # processes that tests start compile what they import once
@@ -18,8 +19,10 @@ from kept_processes import end_kept, media_processes_kept
 
 from mmserve.models.base import LoadedModel
 
+sys.dont_write_bytecode = False  # nor do test modules have to be compiled each time: 17 s of each process
 torch.set_num_threads(1)
-settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=40)
+settings.register_profile("thorough", deadline=None, database=None, max_examples=400)  # others each time
 settings.load_profile("suite")
 
 #: Processes that share the whole suite, at most: each holds torch and a server of its own.

@@ -18,7 +18,7 @@ CLIENTS = 64
 
 
 def test_64_clients_at_once_get_the_answers_they_get_alone(server: Running, gates: Gates) -> None:
-    asks = draw_asks(CLIENTS)
+    asks = draw_asks(CLIENTS, canvas=(4, 6, 8, 12))
     assert len({a.images for a in asks if a.images}) == sum(bool(a.images) for a in asks), "pictures must be distinct"
     alone = [answer(a.of(server.client)) for a in asks]
     start = Barrier(CLIENTS)

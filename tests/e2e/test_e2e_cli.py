@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from e2e_helpers import Running, command, short_asks
 from forked import ForkedCommand
 
 from mmserve.bench import attention
-from mmserve.cli import main
+from mmserve.cli import demo, main
 from mmserve.config import from_mapping
 from mmserve.errors import ConfigError
 
@@ -68,12 +69,17 @@ def test_the_demo_asks_and_judges(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["machine"]["cores"] >= 1
 
 
-def test_the_demo_talks_to_people_and_saves_its_scenes(server: Running, tmp_path: Path) -> None:
-    done = command("demo", "--items", "5", "--server", server.address, "--save", str(tmp_path / "new" / "scenes"))
-    assert done.returncode == 0, done.stderr
-    assert "of 5 right," in done.stdout and "plain decoding:" in done.stdout and "times as fast" in done.stdout
-    assert "forward passes" in done.stdout and "▒" in done.stdout
-    assert len(list((tmp_path / "new" / "scenes").glob("*.png"))) == 5
+def test_the_demo_talks_to_people_and_saves_its_scenes(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = list(demo._questions(5, 0))[3:]  # one of them has its canvas shown
+    monkeypatch.setattr(demo, "_questions", lambda *_: last)
+    scenes = tmp_path / "new" / "scenes"
+    assert main(["demo", "--items", "2", "--server", server.address, "--save", str(scenes)]) == 0
+    out = capsys.readouterr().out
+    assert "of 2 right," in out and "plain decoding:" in out and "times as fast" in out
+    assert "forward passes" in out and "▒" in out
+    assert len(list(scenes.glob("*.png"))) == 2
 
 
 def test_generate_answers_about_an_image(server: Running, tmp_path: Path) -> None:
@@ -94,13 +100,15 @@ def test_generate_answers_about_an_image(server: Running, tmp_path: Path) -> Non
     assert told["usage"]["visual_tokens"] == expected.usage.visual_tokens > 0
 
 
-def test_generate_starts_a_server_of_its_own_and_reads_stdin(server: Running) -> None:
+def test_generate_starts_a_server_of_its_own_and_reads_stdin(
+    server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompt = "How many shapes are there?"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
     given = ("--max-new-tokens", "6", "--temperature", "3", "--seed", "5", "--set", "engine.torch_threads=1")
-    done = command("generate", "-", *given, stdin=prompt)
-    assert done.returncode == 0, done.stderr
+    assert main(["generate", "-", *given]) == 0
     expected = server.client.generate(prompt, max_new_tokens=6, temperature=3.0, seed=5)
-    assert done.stdout == expected.text + "\n"
+    assert capsys.readouterr().out == expected.text + "\n"
 
 
 def test_generate_takes_policies_by_name(server: Running) -> None:

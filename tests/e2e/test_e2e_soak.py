@@ -14,7 +14,7 @@ from e2e_helpers import Running, answer, draw_asks, running, settings, wait_for
 from mmserve.client import Client, Finished
 from mmserve.errors import Cancelled, DeadlineExceeded, InvalidArgument, MMServeError, NotFound, ResourceExhausted
 
-REQUESTS, THREADS = 140, 16
+REQUESTS, THREADS = 100, 16
 #: Bytes that the process may have grown by; one request's canvas, pages and answer are far below a megabyte.
 GROWTH = 96 << 20
 

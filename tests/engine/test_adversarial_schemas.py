@@ -163,10 +163,10 @@ def everything(bench: Bench, schemas: Sequence[Schema]) -> Counter[str]:
 def test_some_schemas_under_adversarial_logits(
     bench: Make, madmen: dict[Attention, LoadedModel], attention: Attention
 ) -> None:
-    schemas = random.Random(attention.value).sample(zoo(400), 5)
+    schemas = random.Random(attention.value).sample(zoo(400), 3)
     seen = everything(bench(madmen[attention], max_tokens=512), schemas)
-    assert seen["valid"] >= 5 * 5 and seen["invalid, refused"] > 100
-    assert seen["schemas refused"] <= 2
+    assert seen["valid"] >= 2 * len(MORE) and seen["invalid, refused"] > 100
+    assert seen["schemas refused"] <= 1
 
 
 @pytest.mark.slow

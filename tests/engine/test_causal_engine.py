@@ -108,12 +108,12 @@ def test_greedy_tokens_are_those_of_generate(tmp_path: Path, bench: Make, heads:
     for text in ("a red circle", "what is left of it? " * 3, "?"):
         [prompt] = b.engine.stages.encoder.encode([ask("x", text)])
         with torch.no_grad():
-            expected = greedy(oracle, oracle.model.embed_tokens(torch.from_numpy(prompt.ids)), 32)
+            expected = greedy(oracle, oracle.model.embed_tokens(torch.from_numpy(prompt.ids)), 16)
         for policy in (LAST, NONE):
-            [call] = b.submit(say(f"{policy.name} {text}", text, max_new_tokens=32, recompute=policy))
+            [call] = b.submit(say(f"{policy.name} {text}", text, max_new_tokens=16, recompute=policy))
             assert answer(b, call) == expected
         kinds |= set(expected)
-    assert len(kinds) > 20
+    assert len(kinds) > 12
 
 
 def spliced(made: Sighted, prompt: Encoded, pictures: tuple[bytes, ...], bench: Bench) -> torch.Tensor:

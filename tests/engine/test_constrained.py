@@ -166,9 +166,9 @@ def pairs_of(recomputes: Sequence[Policy], commits: Sequence[Policy], every: int
     return [(one, other) for i, one in enumerate(recomputes) for j, other in enumerate(commits) if (i + j) % every == 0]
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_policy_ends_in_valid_documents_within_the_budget(bench: Make, every: int) -> None:
-    """All commit policies over all recompute policies, each pair or every other one, drawn or greedy."""
+    """All commit policies over all recompute policies, each pair or every third one, drawn or greedy."""
     pairs = pairs_of(RECOMPUTES, COMMITS, every)
     assert len(pairs) >= 90 // every
     everything_obeys(bench(), pairs, 12)
@@ -185,7 +185,7 @@ def test_policies_that_edit_close_or_listen(bench: Make, full: LoadedModel) -> N
         policy("early_commit", policy("learned"), early=0.9, middle=0.7, late=0.5),
         policy("threshold", confidence=0.2),
     ]
-    done = everything_obeys(bench(full, watch=False), list(itertools.product(recomputes, commits)), 5)
+    done = everything_obeys(bench(full, watch=False), pairs_of(recomputes, commits, 2), 5)
     assert sum(d.edits for d in done) > 0, "a random model changes its mind, also within a schema"
 
 
@@ -202,12 +202,12 @@ def test_an_answer_region_is_judged_and_what_is_committed_obeys(bench: Make, lat
 def test_block_diffusion(bench: Make, kind: str, request: pytest.FixtureRequest) -> None:
     commits = [policy("low_confidence"), policy("threshold", confidence=0.3), policy("random"), policy("entropy_bound")]
     recomputes = [BLOCK, policy("none"), policy("dual")]
-    everything_obeys(bench(request.getfixturevalue(kind)), list(itertools.product(recomputes, commits * 2)), 4)
+    everything_obeys(bench(request.getfixturevalue(kind)), list(itertools.product(recomputes, commits)), 4)
 
 
 def test_next_tokens(bench: Make, causal: LoadedModel) -> None:
     commits = [policy("low_confidence"), policy("ngram"), policy("draft_model"), policy("threshold", confidence=0.3)]
-    done = everything_obeys(bench(causal), list(itertools.product([LAST, policy("none")], commits * 3)), 4)
+    done = everything_obeys(bench(causal), list(itertools.product([LAST, policy("none")], commits * 2)), 4)
     assert any(d.tokens_per_forward > 1 for d in done), "what is forced needs no pass of its own"
 
 

@@ -135,7 +135,7 @@ def nudged(folder: Path) -> list[Any]:
     return models
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, 2])
 def test_tokens_are_those_of_transformers(
     bench: Make, oracle: Any, nudged: list[Any], loaded: CanvasModel, folder: Path, count: int, monkeypatch: Any
 ) -> None:

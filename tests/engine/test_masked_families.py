@@ -111,19 +111,19 @@ def dream(dream_oracle: Qwen, tmp_path_factory: pytest.TempPathFactory) -> Loade
     return endless(load(save_dream(dream_oracle, tmp_path_factory.mktemp("dream"))))
 
 
-@pytest.mark.parametrize("block", [21, 8], ids=["one block", "blocks of 8"])
+@pytest.mark.parametrize("block", [12, 8], ids=["one block", "blocks of 8"])
 def test_dream_gives_the_tokens_of_its_plain_loop(
     bench: Make, dream: LoadedModel, dream_oracle: Qwen, block: int
 ) -> None:
     b = bench(dream, stages="inline")
     kinds: set[int] = set()
     for text in TEXTS:
-        expected = plain_dream(dream_oracle, prompt_of(b, text), 21, block)
+        expected = plain_dream(dream_oracle, prompt_of(b, text), 12, block)
         for policy in (NONE, dkv(1)):
-            [call] = b.submit(ask(f"{policy.name} {text}", text, max_new_tokens=21, block=block, recompute=policy))
+            [call] = b.submit(ask(f"{policy.name} {text}", text, max_new_tokens=12, block=block, recompute=policy))
             assert answer(b, call) == expected
         kinds |= set(expected)
-    assert len(kinds) > 15, "the model says more than one token"
+    assert len(kinds) > 9, "the model says more than one token"
 
 
 def test_dream_reads_the_row_left_of_a_mask_even_where_it_was_cached(
@@ -242,7 +242,7 @@ def test_sdar_gives_the_tokens_of_its_plain_loop(bench: Make, tmp_path: Path, sd
     for i, text in enumerate((*TEXTS, "ab")):
         prompt = prompt_of(b, text)
         within.add(len(prompt) % size)
-        new = 24 - len(prompt) % size if i % 2 else 22  # the last block whole, or cut
+        new = 16 - len(prompt) % size if i % 2 else 14  # the last block whole, or cut
         for sure_at in saved:
             expected = plain_sdar(sdar_oracle, prompt, new, size, sure_at)
             for policy in (BLOCK,) if i % 2 else (NONE, BLOCK):
@@ -252,7 +252,7 @@ def test_sdar_gives_the_tokens_of_its_plain_loop(bench: Make, tmp_path: Path, sd
                 assert answer(b, call) == expected
                 saved[sure_at] += new - call.finished().forwards
             kinds |= set(expected)
-    assert len(kinds) > 30, "the model says more than one token"
+    assert len(kinds) > 20, "the model says more than one token"
     assert saved[None] == 0 < saved[0.1], "the threshold makes several tokens known at once"
     assert len(within) > 2, "the prompt ends at several places of a block"
 
@@ -324,13 +324,13 @@ def test_llada2_gives_the_tokens_of_its_plain_loop(bench: Make, tmp_path: Path, 
     b = bench(endless(load(save_llada2(glm_oracle, tmp_path))), stages="inline")
     assert b.engine.info.block_length == 32
     kinds: set[int] = set()
-    for text in TEXTS[:2]:
+    for text in TEXTS[1:2]:
         expected = plain_sdar(glm_oracle, prompt_of(b, text), 36, 32)
         for policy in (NONE, BLOCK):
             [call] = b.submit(ask(f"{policy.name} {text}", text, max_new_tokens=36, recompute=policy))
             assert answer(b, call) == expected
         kinds |= set(expected)
-    assert len(kinds) > 20, "the model says more than one token"
+    assert len(kinds) > 10, "the model says more than one token"
 
 
 class Judge(torch.nn.Module):
@@ -360,7 +360,7 @@ def test_llada2_gives_the_tokens_of_diffusers_pipeline(
     pipeline.set_progress_bar_config(disable=True)
     b = bench(endless(load(save_llada2(glm_oracle, tmp_path, block_size=8))), stages="inline")
     saved = 0
-    for text, new in zip(TEXTS, (24, 27, 21), strict=True):
+    for text, new in zip(TEXTS[1:], (19, 13), strict=True):
         expected = pipeline(
             input_ids=torch.tensor([prompt_of(b, text)]),
             gen_length=new,

@@ -111,6 +111,8 @@ def test_without_memory_for_a_second_model_nothing_works_beside(monkeypatch: pyt
 
 
 def test_a_process_that_cannot_load_the_model_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    context = forked()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     config = Config(models=(ModelConfig(path=str(tmp_path)),))
     with pytest.raises(ConfigError, match="could not load the model"), Neighbours(config, ((0, 1, 1, 0),)):

@@ -125,7 +125,7 @@ def test_a_request_is_the_same_alone_and_among_others_bit_for_bit(attention_scor
     assert torch.equal(scores(attention_scores, together)[70:120], scores(attention_scores, alone))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.data())
 def test_reference_of_any_shape(data: st.DataObject) -> None:
     _any_shape(data, reference.attention_scores)

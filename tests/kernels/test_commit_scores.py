@@ -184,7 +184,7 @@ def test_a_row_is_the_same_alone_and_among_others_bit_for_bit(commit_scores) -> 
         assert torch.equal(getattr(together, field.name)[3:4], getattr(alone, field.name)), field.name
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.data())
 def test_reference_of_any_shape(data: st.DataObject) -> None:
     _any_shape(data, reference.commit_scores)

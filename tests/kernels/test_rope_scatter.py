@@ -74,7 +74,7 @@ def test_agrees_with_rotation_of_the_plane(
 
 
 @implementations
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     rows=st.integers(1, 9),
     heads=st.sampled_from([(1, 1), (6, 2), (9, 9), (28, 4)]),
@@ -117,7 +117,7 @@ def test_several_axes_agree_with_transformers(rope_scatter: Callable[..., torch.
     assert_near(k_pages.flatten(0, 1)[slots], expected_k[0].transpose(0, 1), torch.float32, scale=4)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     rows=st.integers(0, 40),
     heads=st.sampled_from([(1, 1), (6, 2), (9, 9), (28, 4)]),

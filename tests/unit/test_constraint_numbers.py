@@ -31,7 +31,7 @@ BOUNDS = st.one_of(
 KEYWORDS = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     st.dictionaries(st.sampled_from(KEYWORDS), BOUNDS, min_size=1),
     st.sampled_from(["number", "integer"]),

@@ -32,7 +32,7 @@ patterns = st.builds(
 texts = st.text(alphabet="ab1_é .\n\u00a0\u2028٣", max_size=5)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(patterns, st.lists(texts, min_size=1, max_size=8))
 def test_patterns_are_searched_as_the_judge_searches(pattern: str, tried: list[str]) -> None:
     schema = {"type": "string", "pattern": pattern}
@@ -195,7 +195,7 @@ def test_what_a_class_leaves_out_is_not_let_through_as_an_escape(pattern: str) -
         assert accepts(at, compact(text)) is judge.is_valid(text), text
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(patterns, st.lists(texts, min_size=4, max_size=8))
 def test_the_complement_of_a_pattern_matches_the_other_strings(pattern: str, strings: list[str]) -> None:
     other = complement(searched(pattern))

@@ -41,7 +41,7 @@ HEAVY = Workload("heavy", (Kind(images=2, patches=2000, visual_tokens=100, outpu
 PROBLEM = Problem(COSTS, HEAVY, Targets(0.4, 0.05), requests=80)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     a=st.floats(1e-4, 1.0), b=st.floats(1e-6, 1e-2), c=st.floats(1e-9, 1e-5), zero=st.sampled_from(["", "a", "b", "c"])
 )
@@ -86,7 +86,7 @@ def test_a_run_that_ends_early_says_the_same_as_a_whole_one(rate: float) -> None
 
 @pytest.mark.parametrize("targets", [Targets(0.3, 0.05), Targets(0.6, 0.05), Targets(3.0, 1.0)])
 def test_the_search_agrees_with_brute_force(targets: Targets) -> None:
-    problem = replace(PROBLEM, targets=targets, requests=40)
+    problem = replace(PROBLEM, targets=targets, requests=25)
     for workers in (1, 3):
         candidates = choices(problem, layouts(workers, images=True), Batching())
         brute = max(goodput(problem, choice) for choice in candidates)
@@ -100,7 +100,7 @@ def throughput(outcome: Outcome) -> float:
     return len(outcome.served) / (outcome.makespan - min(one.ask.arrival for one in outcome.served))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(layout=st.sampled_from(["1e1p1d", "2epd", "2ep1d", "1e2pd"]), batch=st.sampled_from([1, 8]))
 def test_no_run_goes_much_faster_than_the_capacity(layout: str, batch: int) -> None:
     choice = Choice(Layout.parse(layout), Batching(encode_batch=batch))
@@ -131,7 +131,7 @@ def test_it_says_that_nothing_keeps_the_targets() -> None:
 
 def test_the_shape_of_epdserves_result() -> None:
     """Below what encode and prefill take on one worker only a split keeps the target; far above it a baseline leads."""
-    problem = Problem(costs_file.read("epdserve"), workload_file.read("epdserve"), Targets(1.4, 0.04), requests=300)
+    problem = Problem(costs_file.read("epdserve"), workload_file.read("epdserve"), Targets(1.4, 0.04), requests=150)
     base = Batching(encode_batch=1, prefill_tokens=1354, max_running=128, shards=2)
     serial = serial_seconds(problem, base)
     assert serial == pytest.approx(1.33, abs=0.02)  # as its repository's own run has it
@@ -229,7 +229,7 @@ def test_the_command_prints_measures_and_advice(tmp_path: Path, capsys: pytest.C
 
 def test_a_sweep_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "new" / "sweep.png"
-    given = ["plan", "--costs", _written(tmp_path), "--workers", "2", "--requests", "30", "--sweep"]
+    given = ["plan", "--costs", _written(tmp_path), "--workers", "2", "--requests", "15", "--sweep"]
     assert main([*given, "--plot", str(picture), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows["targets"]) > 4 and {"ttft_s", "all in one rps", "advice"} <= set(rows["targets"][0])
@@ -237,7 +237,7 @@ def test_a_sweep_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_fleets_and_batches_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["plan", "--costs", _written(tmp_path), "--workers", "3", "--requests", "60", "--ttft", "0.6"]
+    given = ["plan", "--costs", _written(tmp_path), "--workers", "3", "--requests", "30", "--ttft", "0.6"]
     assert main([*given, "--fleet", "1e3,1e6", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     few, many = ([row["workers"] for row in rows if row["rate_rps"] == rate] for rate in (1e3, 1e6))

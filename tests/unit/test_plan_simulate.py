@@ -47,7 +47,7 @@ def simulated(
     return Simulation(costs, Layout.parse(layout), batching, asks, **options).run()  # type: ignore[arg-type]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     layout=st.sampled_from(LAYOUTS),
     rate=st.sampled_from([0.5, 5.0, 50.0, math.inf]),
@@ -109,7 +109,7 @@ def test_every_request_ends_once_after_its_stages(
         assert one.end >= one.first
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(layout=st.sampled_from(LAYOUTS), rate=st.sampled_from([1.0, 8.0, math.inf]), seed=st.integers(0, 99))
 def test_no_worker_is_idle_before_work_that_it_may_do(layout: str, rate: float, seed: int) -> None:
     free = Batching(max_running=1000, max_pending=1000)
@@ -122,7 +122,7 @@ def test_no_worker_is_idle_before_work_that_it_may_do(layout: str, rate: float, 
     simulated(layout, rate=rate, seed=seed, batching=free, audit=audit)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(layout=st.sampled_from(LAYOUTS), seed=st.integers(0, 99))
 def test_all_that_is_free_or_waits_leaves_nothing_behind(layout: str, seed: int) -> None:
     asks = MIXED.draw(30, 5.0, seed)
@@ -140,7 +140,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert one != simulated("3e2p3d", rate=10.0, seed=2, batching=Batching(shards=2))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     layout=st.sampled_from(["1e1p1d", "2e1p2d", "2epd", "2ep1d", "1e2pd"]),
     more=st.sampled_from(["e", "p", "d"]),

@@ -448,7 +448,7 @@ def decode(canvas: Canvas, recompute: Recompute, commit: Commit, rng: np.random.
 
 @pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize("recompute", RECOMPUTES)
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(
     length=st.integers(1, 30),
     block=st.integers(1, 30),

@@ -125,7 +125,7 @@ def test_positions_after_an_eviction() -> None:
     assert not is_full(places, 9, 32)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     units=st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5)), max_size=6),
     header=st.integers(1, 4),

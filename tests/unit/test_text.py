@@ -110,7 +110,7 @@ def test_long_stop_strings_take_no_time_at_each_token() -> None:
 
 
 @given(texts, stops, cuts, st.booleans())
-@settings(max_examples=400)
+@settings(max_examples=150)
 @example("ab", ("abc", "b"), [1], True)
 @example("x👩‍👩‍👧y", ("\u200d",), [1], True)
 def test_deltas_and_finish_are_the_text_before_the_first_stop(
@@ -128,7 +128,7 @@ def test_deltas_and_finish_are_the_text_before_the_first_stop(
 
 
 @given(texts, stops, cuts, st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_a_delta_holds_no_part_of_a_character_and_is_never_taken_back(
     content: str, stop: tuple[str, ...], chunks: list[int], split: bool
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_delta_holds_no_part_of_a_character_and_is_never_taken_back(
 
 
 @given(st.lists(st.one_of(st.integers(0, len(TOKENIZER) - 1), st.sampled_from(SPECIALS)), max_size=40), stops, cuts)
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_any_tokens_at_all_stream_to_their_decoding(
     tokens: list[int], stop: tuple[str, ...], chunks: list[int]
 ) -> None:

@@ -42,6 +42,10 @@ class Reply(Protocol):
         """The same answer as server-sent events; a string holds those that are known at once, which is one write."""
         ...
 
+    def failed(self, body: dict[str, Any]) -> str:
+        """The event of an error in the middle of a stream; ``body``: that of a response with the error."""
+        ...
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -61,8 +65,10 @@ class Asked:
 class Api(Protocol):
     """One API: a kind of body, of answer and of error."""
 
-    #: Fields of ``GenerateRequest`` to what bodies call them.
-    names: Mapping[str, str]
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Fields of ``GenerateRequest`` to what bodies call them."""
+        ...
 
     def read(self, body: dict[str, Any]) -> Asked:
         """The request in ``body``; raises ``InvalidArgument`` with its wrong fields."""
@@ -70,10 +76,6 @@ class Api(Protocol):
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         """The body of a response with ``error``."""
-        ...
-
-    def error_line(self, error: MMServeError) -> str:
-        """The server-sent event of an error in the middle of a stream."""
         ...
 
 

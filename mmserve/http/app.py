@@ -26,7 +26,7 @@ from mmserve.core.events import Admitted, Event, Finished, Prefilled
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Cancelled, DoesNotFit, Internal, MMServeError, NotFound
 from mmserve.http import checks, openapi
-from mmserve.http.api import Api
+from mmserve.http.api import Api, Reply
 from mmserve.http.body import Bodies
 from mmserve.http.chat import Chat
 from mmserve.http.completions import Completions
@@ -255,7 +255,7 @@ class App:
                     begun = [await anext(events)]  # refusals have a status of their own until there is an answer
                     while isinstance(begun[-1], Prefilled):
                         begun.append(await anext(events))
-                lines = _lines(api, asked.reply.lines(_after(begun, events)))
+                lines = _lines(api, asked.reply, _after(begun, events))
                 return _Stream(lines, events, held.pop_all())
 
         return answer
@@ -318,7 +318,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     """A path or method that does not exist, as an error of the API."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    body = {"error": {"message": what, "type": "invalid_request_error", "param": None, "code": None}}
+    body: dict[str, Any] = {"error": {"message": what, "type": "invalid_request_error", "param": None, "code": None}}
+    if request.url.path.startswith("/v1/messages"):
+        kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request_error"
+        body = {"type": "error", "error": {"type": kind, "message": what}}
     return JSONResponse(body, error.status_code, error.headers)
 
 
@@ -366,10 +369,10 @@ class _Stream(StreamingResponse):
                 await self.stream_response(send)
 
 
-async def _lines(api: Api, lines: AsyncIterator[str]) -> AsyncIterator[str]:
-    """``lines``; an error after the first is a line, too, and the last."""
+async def _lines(api: Api, reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+    """The lines of ``events``; an error after the first is a line, too, and the last."""
     try:
-        async for line in lines:
+        async for line in reply.lines(events):
             yield line
         return
     except MMServeError as error:
@@ -377,4 +380,4 @@ async def _lines(api: Api, lines: AsyncIterator[str]) -> AsyncIterator[str]:
     except Exception as error:  # noqa: BLE001 - a bug ends this request alone
         ended = Internal.logged(error, "a stream", logger)
     calls.current().failed = ended.code
-    yield api.error_line(ended)
+    yield reply.failed(api.error(ended))

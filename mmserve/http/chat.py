@@ -66,9 +66,6 @@ class OpenAI:
     def error(self, error: MMServeError) -> dict[str, Any]:
         return openai_error(error, self.names)
 
-    def error_line(self, error: MMServeError) -> str:
-        return sse(self.error(error))
-
 
 class Chat(OpenAI):
     """``/v1/chat/completions``."""
@@ -189,6 +186,10 @@ class Chunks:
         self._kind, self._usage_chunk = kind, usage_chunk
         self._common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
+    def failed(self, body: dict[str, Any]) -> str:
+        """As of ``Reply.failed``."""
+        return sse(body)
+
     def _chunk_of(self, choice: dict[str, Any], own: dict[str, Any]) -> str:
         usage_field = {"usage": None} if self._usage_chunk else {}
         return sse({**self._common, "object": self._kind, "choices": [choice], **usage_field, **own})
@@ -207,7 +208,7 @@ class _Reply(Chunks):
             {
                 "index": one.sample,
                 "message": _answer(one),
-                "logprobs": _logprobs(one.tokens) if self._logprobs else None,
+                "logprobs": content_logprobs(one.tokens) if self._logprobs else None,
                 "finish_reason": _REASONS[one.reason],
             }
             for one in finished
@@ -246,7 +247,7 @@ class _Reply(Chunks):
         tokens: tuple[CommittedToken, ...] | None = None,
         **own: Any,
     ) -> str:
-        logprobs = None if tokens is None else _logprobs(tokens)
+        logprobs = None if tokens is None else content_logprobs(tokens)
         choice = {"index": sample, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._chunk_of(choice, own)
 
@@ -280,7 +281,8 @@ def usage(finished: Sequence[Finished]) -> dict[str, Any]:
     }
 
 
-def _logprobs(tokens: tuple[CommittedToken, ...]) -> dict[str, Any]:
+def content_logprobs(tokens: Sequence[CommittedToken]) -> dict[str, Any]:
+    """``tokens`` as the ``logprobs`` of a choice."""
     return {"content": token_logprobs(tokens), "refusal": None}
 
 

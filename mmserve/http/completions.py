@@ -15,7 +15,7 @@ from mmserve.errors import InvalidArgument
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, take_neutral
 from mmserve.http.chat import NAMES as CHAT_NAMES
 from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
-from mmserve.http.chat import Chunks, OpenAI, shown, take_bias, take_stream, usage
+from mmserve.http.chat import Chunks, OpenAI, content_logprobs, shown, take_bias, take_stream, usage
 from mmserve.http.constraints import constrain
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.vllm import take_xargs
@@ -117,31 +117,43 @@ class _Reply(Chunks):
                 text = self._text(event) if self._suffix else ""
                 last = len(finished) == self._samples
                 own = {"mmserve": own_fields(finished)} if last else {}
-                line = self._chunk(event.sample, text, _REASONS[event.reason], event.tokens, **own)
+                line = self._chunk(event.sample, text, _REASONS[event.reason], self._tokens(event), **own)
                 yield line + (self._end(finished) if last else "")
 
     def _text(self, one: Finished) -> str:
         """The text in front of the suffix; what a stop string left of it."""
         return one.holes[0] if one.holes else one.text.removesuffix(self._suffix)
 
+    def _tokens(self, one: Finished) -> Sequence[CommittedToken]:
+        """Those of the text in front of the suffix, where log-probabilities are asked for."""
+        if not self._suffix or not self._logprobs:
+            return one.tokens
+        left, own = len(self._text(one).encode()), []
+        for token in one.tokens:
+            if left <= 0:
+                break
+            own.append(token)
+            left -= len(token.text_bytes)
+        return own
+
     def _choice(self, one: Finished, text: str, reason: str) -> dict[str, Any]:
-        if self._fim:
-            return {"index": one.sample, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-        logprobs = _logprobs(one.tokens) if self._logprobs else None
-        return {"index": one.sample, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        content = {"message": {"role": "assistant", "content": text}} if self._fim else {"text": text}
+        logprobs = self._given(self._tokens(one)) if self._logprobs else None
+        return {"index": one.sample, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(
-        self, sample: int, text: str, reason: str | None, tokens: tuple[CommittedToken, ...] = (), **own: Any
+        self, sample: int, text: str, reason: str | None, tokens: Sequence[CommittedToken] = (), **own: Any
     ) -> str:
-        choice: dict[str, Any] = {"index": sample, "finish_reason": reason}
-        if self._fim:
-            choice["delta"] = {"role": "assistant", "content": text}
-        else:
-            choice |= {"text": text, "logprobs": _logprobs(tokens) if tokens and self._logprobs else None}
-        return self._chunk_of(choice, own)
+        content = {"delta": {"role": "assistant", "content": text}} if self._fim else {"text": text}
+        logprobs = self._given(tokens) if self._logprobs and tokens else None
+        return self._chunk_of({"index": sample, **content, "logprobs": logprobs, "finish_reason": reason}, own)
+
+    def _given(self, tokens: Sequence[CommittedToken]) -> dict[str, Any]:
+        """``tokens`` as the API's log-probabilities: fill-in-the-middle answers as chats do."""
+        return content_logprobs(tokens) if self._fim else _logprobs(tokens)
 
 
-def _logprobs(tokens: tuple[CommittedToken, ...]) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[CommittedToken]) -> dict[str, Any]:
     """``text_offset`` counts whole characters in front of a token."""
     whole = getincrementaldecoder("utf-8")("replace")
     offsets, at = [], 0

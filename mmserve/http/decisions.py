@@ -49,8 +49,10 @@ class DecisionsAsked:
 class DecisionApi(Protocol):
     """One API of typed questions."""
 
-    #: Fields of ``DecideRequest`` to what bodies call them.
-    names: Mapping[str, str]
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Fields of ``DecideRequest`` to what bodies call them."""
+        ...
 
     def read(self, body: dict[str, Any]) -> DecisionsAsked:
         """The request in ``body``; raises ``InvalidArgument`` with its wrong fields."""

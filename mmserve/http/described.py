@@ -164,6 +164,11 @@ def _tools(tool: Any, **changed: Field) -> dict[str, Field]:
 
 _NESTED = {"type": "function", "function": _TOOL}
 _FLAT = {"type": "function", **_TOOL}
+_CONTINUED = Field(
+    {"type": "boolean"},
+    "the answer continues the last message, an assistant's text; constraints apply to the answer alone",
+    False,
+)
 _CHAT_FIELDS = {
     **_COMMON,
     **_XARGS,
@@ -176,11 +181,7 @@ _CHAT_FIELDS = {
         [{"role": "user", "content": _QUESTION}],
         required=True,
     ),
-    "continue_final_message": Field(
-        {"type": "boolean"},
-        "the answer continues the last message, an assistant's text; constraints apply to the answer alone",
-        False,
-    ),
+    "continue_final_message": _CONTINUED,
     "add_generation_prompt": Field({"type": "boolean"}, "`true`, or `false` with `continue_final_message`", True),
     **numbers(chat.SAMPLING, _EXAMPLES),
     "stop": _STOPS,
@@ -207,6 +208,11 @@ _COMPLETION_FIELDS = {
     "prompt": Field(any_of(TEXT, array(TEXT, minItems=1, maxItems=1)), "one text", _QUESTION, required=True),
     "suffix": Field(TEXT, "fill-in-the-middle: the text after the gap; `max_tokens` is the size of the gap", "b"),
     **numbers(completions.SAMPLING, _EXAMPLES),
+    "max_tokens": Field(
+        {"type": "integer", "minimum": 1},
+        f"largest number of tokens of the answer, at least 1; default {completions.DEFAULT_TOKENS}",
+        4,
+    ),
     "stop": _STOPS,
     "logit_bias": _BIAS,
     "stream_options": _OPTIONS,
@@ -270,6 +276,7 @@ _RESPONSE_FIELDS = {
         _QUESTION,
         required=True,
     ),
+    "continue_final_message": _CONTINUED,
     "instructions": Field(TEXT, "the system message", "Be brief."),
     **numbers(responses.SAMPLING, _EXAMPLES),
     "stream_options": Field(object_of(include_obfuscation={"type": "boolean"}), "accepted; no effect", {}),

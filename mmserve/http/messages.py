@@ -40,7 +40,14 @@ NEUTRAL: Neutral = {
 #: Blocks of other servers' answers that are no part of the chat.
 _THOUGHTS = ("thinking", "redacted_thinking")
 #: HTTP status to the ``type`` of an error.
-_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _REASONS = {"end": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -75,12 +82,8 @@ class Messages:
     def error(self, error: MMServeError) -> dict[str, Any]:
         status, text = status_of(error), openai_error(error, NAMES)["error"]["message"]
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        kind = "overloaded_error" if status == 503 else kind
         body = {"type": "error", "error": {"type": kind, "message": text}}
         return {**body, "request_id": calls.current().request_id}
-
-    def error_line(self, error: MMServeError) -> str:
-        return sse(self.error(error), "error")
 
 
 def read_counted(body: dict[str, Any]) -> tuple[pb.GenerateRequest, dict[str, str]]:
@@ -224,6 +227,10 @@ class _Reply:
         content += [_tool_use(call.id, call.name, _given(call.arguments)) for call in one.tool_calls]
         own = {"usage": _usage(one.usage), "mmserve": own_fields(finished)}
         return {**self._common, "content": content, **_end(one), **own}
+
+    def failed(self, body: dict[str, Any]) -> str:
+        """As of ``Reply.failed``."""
+        return sse(body, "error")
 
     def _start(self, usage: Usage) -> str:
         """The event that begins a stream, whose prompt has that ``usage``."""

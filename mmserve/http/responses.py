@@ -96,6 +96,7 @@ class Responses:
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
         if (instructions := fields.take("instructions", str)) is not None:
             found.messages.append(message("system", instructions, "instructions", {}))
+        found.continue_final_message = fields.take("continue_final_message", bool, _unfinished(body.get("input")))
         places = add_messages(found, _input(fields))
         copy_fields(fields, found, SAMPLING)
         stream = found.stream.deltas = fields.take("stream", bool, False)
@@ -121,10 +122,6 @@ class Responses:
     def error(self, error: MMServeError) -> dict[str, Any]:
         return openai_error(error, NAMES)
 
-    def error_line(self, error: MMServeError) -> str:
-        """As of ``Api.error_line``; its number is the first, as the stream ends with it."""
-        return sse({"type": "error", "sequence_number": 0, **self.error(error)}, "error")
-
 
 def _take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
     """Take ``include`` and ``top_logprobs``, which asks for the tokens' own, too."""
@@ -135,6 +132,17 @@ def _take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
     if others := fields.take("top_logprobs", int, 0):
         copy_fields(Fields({"top_logprobs": others}), found, {"top_logprobs": "stream.alternatives"})
         found.stream.tokens = True
+
+
+def _unfinished(given: Any) -> bool:
+    """Whether the last item of the ``input`` is a message of the assistant that is not complete: the answer continues
+    it, as in vLLM."""
+    last = given[-1] if isinstance(given, list) and given else None
+    return (
+        isinstance(last, dict)
+        and (last.get("type") or "message", last.get("role")) == ("message", "assistant")
+        and last.get("status") in ("in_progress", "incomplete")
+    )
 
 
 _ITEMS = "must be 'message', 'function_call', 'function_call_output' or 'reasoning'"
@@ -217,6 +225,7 @@ class _Reply:
 
     def __init__(self, asked: pb.GenerateRequest, fields: dict[str, Any]) -> None:
         self._logprobs = asked.stream.tokens
+        self.numbers = itertools.count()  # of the events of a stream
         self._id, self.item = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
         self._common = {
             "id": self._id,
@@ -233,7 +242,7 @@ class _Reply:
             "input_tokens": one.usage.prompt_tokens,
             "output_tokens": one.usage.completion_tokens,
             "total_tokens": one.usage.prompt_tokens + one.usage.completion_tokens,
-            "input_tokens_details": {"cached_tokens": one.usage.cached_tokens},
+            "input_tokens_details": {"cached_tokens": one.usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         }
         logprobs = token_logprobs(one.tokens) if self._logprobs and not one.tool_calls else []
@@ -272,6 +281,11 @@ class _Reply:
             yield first + "".join(lines)
             first = ""
 
+    def failed(self, body: dict[str, Any]) -> str:
+        """The event of an error, with its fields as in OpenAI's events and as in Open Responses."""
+        given = {name: body["error"][name] for name in ("code", "message", "param")}
+        return sse({"type": "error", "sequence_number": next(self.numbers), **given, **body}, "error")
+
     def message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         """The item of the message."""
         return {"type": "message", "id": self.item, "status": status, "role": "assistant", "content": content}
@@ -281,13 +295,13 @@ class _Items:
     """The output items of a response as a stream has them, one after another."""
 
     def __init__(self, reply: _Reply) -> None:
-        self._reply, self._numbers = reply, itertools.count()
+        self._reply = reply
         self._done: list[dict[str, Any]] = []  # without what came in deltas, but for ids
         self._open: ToolCall | str | None = None  # the item that is sent now: a call, or the text of the message
 
     def line(self, event: str, **fields: Any) -> str:
         """A numbered event."""
-        return sse({"type": event, "sequence_number": next(self._numbers), **fields}, event)
+        return sse({"type": event, "sequence_number": next(self._reply.numbers), **fields}, event)
 
     def text(self, delta: str) -> Iterator[str]:
         """More text of the message, which comes before all calls."""

@@ -67,6 +67,20 @@ def test_the_answer_is_what_follows(served: Running, url: str, of_openai: openai
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_a_response_continues(of_openai: openai.OpenAI, model: str) -> None:
+    """By the flag, and where an answer that came to its limit is sent back as it was."""
+    asked: Any = {"model": model, "max_output_tokens": 32}
+    found = of_openai.responses.create(**asked, input=CHAT, extra_body={"continue_final_message": True})
+    assert found.output_text == REST
+    cut = of_openai.responses.create(model=model, input=QUESTION, max_output_tokens=7)
+    assert (cut.status, cut.output_text) == ("incomplete", BEGUN)
+    turns: Any = [{"role": "user", "content": QUESTION}, *(item.model_dump() for item in cut.output)]
+    assert of_openai.responses.create(**asked, input=turns).output_text == REST
+    with of_openai.responses.stream(**asked, input=turns) as stream:
+        assert stream.get_final_response().output_text == REST
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_a_constraint_is_for_the_answer_alone(url: str, of_openai: openai.OpenAI, model: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
@@ -100,7 +114,7 @@ def test_what_cannot_be_continued_is_refused_by_name(served: Running, of_openai:
     for messages, fields, param in (
         (CHAT[:1], CONTINUE, "continue_final_message"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
-        ([CHAT[0], {"role": "assistant", "content": [image]}], CONTINUE, "messages[1]"),
+        ([CHAT[0], {"role": "assistant", "content": [image]}], CONTINUE, "messages[1].content"),
     ):
         asked: Any = {"model": MODELS[0], "messages": messages, "max_tokens": 8}
         with pytest.raises(openai.BadRequestError) as refused:

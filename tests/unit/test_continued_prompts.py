@@ -92,4 +92,23 @@ def test_bodies_that_ask_for_it() -> None:
     form = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}
     with pytest.raises(InvalidArgument, match=r"output_config\.format.*last message"):
         Messages().read({**asked, **form, "max_tokens": 8})
-    assert not Responses().read({"model": "m", "input": [USER, SAID]}).message.continue_final_message
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "expected"),
+    [
+        ({}, {}, False),
+        ({}, {"continue_final_message": True}, True),
+        ({"type": "message", "status": "completed"}, {}, False),
+        ({"status": "incomplete"}, {}, True),
+        ({"type": "message", "status": "in_progress"}, {"continue_final_message": None}, True),
+        ({"status": "incomplete"}, {"continue_final_message": False}, False),
+    ],
+)
+def test_responses_continue_a_message_that_is_not_complete(
+    last: dict[str, Any], fields: dict[str, Any], expected: bool
+) -> None:
+    body = {"model": "m", "input": [USER, {**SAID, **last}], **fields}
+    assert Responses().read(body).message.continue_final_message is expected
+    ended = Responses().read({"model": "m", "input": [{**SAID, **last}, USER]}).message
+    assert not ended.continue_final_message, "the last message alone"

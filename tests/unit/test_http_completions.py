@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from mmserve.core.events import CommittedToken, Finished, StageTimes, Usage
 from mmserve.http.completions import Completions
 
 MOST = (1 << 32) - 1
@@ -10,3 +18,37 @@ MOST = (1 << 32) - 1
 def test_the_largest_room_before_a_suffix_is_left_to_the_model_to_refuse() -> None:
     asked = Completions().read({"model": "m", "prompt": "a", "suffix": "b", "max_tokens": MOST})
     assert asked.message.sampling.max_new_tokens == MOST
+
+
+def finished(text: str, holes: tuple[str, ...] = ()) -> Finished:
+    tokens = tuple(CommittedToken(i, c, -0.5, 0, (), c.encode()) for i, c in enumerate(text))
+    times = StageTimes(0.0, 0.0, 0.0, 0.0, 0.0)
+    return Finished("end", text, Usage(1, 0, len(text)), 1, 0, times, holes=holes, tokens=tokens)
+
+
+async def choices_of(reply: Any, one: Finished) -> list[dict[str, Any]]:
+    async def events() -> AsyncIterator[Finished]:
+        yield one
+
+    lines = [line async for line in reply.lines(events())]
+    return [json.loads(line.removeprefix("data: ").split("\n\n")[0])["choices"][0] for line in lines]
+
+
+@pytest.mark.parametrize("fim", [False, True])
+@pytest.mark.parametrize(("gap", "suffix"), [("", "cd"), ("ab", "cd"), ("äb", "c"), ("ab", "")])
+def test_log_probabilities_are_of_the_text_before_the_suffix(fim: bool, gap: str, suffix: str) -> None:
+    body = {"model": "m", "prompt": "a", "logprobs": 0, **({"suffix": suffix} if suffix else {})}
+    reply = Completions(fim=fim).read(body).reply
+    one = finished(gap + suffix, (gap,) if suffix else ())
+    [whole] = reply.whole([one])["choices"]
+    [last] = asyncio.run(choices_of(reply, one))
+    for choice in (whole, last):
+        found = choice["logprobs"]
+        if not gap and choice is last:
+            assert found is None
+        elif fim:
+            assert [each["token"] for each in found["content"]] == list(gap)
+        else:
+            assert found["tokens"] == list(gap) and len(found["token_logprobs"]) == len(gap)
+    plain = Completions(fim=fim).read({"model": "m", "prompt": "a"}).reply.whole([one])
+    assert plain["choices"][0]["logprobs"] is None

@@ -53,8 +53,29 @@ _LLADA2_SWITCHES: Mapping[str, tuple[object, ...]] = {
 }
 
 
+#: What classes of transformers have where a configuration leaves it out, by ``model_type``: where that is not what
+#: ``from_hugging_face`` takes.
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "ministral3": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+    },
+    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "qwen2": {"max_position_embeddings": 32_768},
+    "qwen3": {"max_position_embeddings": 32_768},
+    "qwen3_moe": {"max_position_embeddings": 32_768, "num_key_value_heads": 4},
+}
+
+
 def decoder_config(keys: Keys) -> DecoderConfig:
     """Dimensions from a ``config.json`` of either layout; raises ``ConfigError`` naming the key and its value."""
+    kind = keys.values.get("model_type")
+    if isinstance(kind, str) and kind in _DEFAULTS:
+        keys = Keys({**_DEFAULTS[kind], **keys.values}, keys.path)
     try:
         return _reader(keys)(keys)
     except ValueError as error:

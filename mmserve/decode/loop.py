@@ -82,7 +82,7 @@ class DiffusionDecoder:
         """choose → commit → emit; nothing of a request that waits."""
         proposed, d.candidates = d.candidates, None
         if proposed is None and d.waits:
-            return Stepped("", None, None, rows=count_next_rows(d))
+            return Stepped("", None, None, rows=d.waits)
         if proposed is None:
             raise ValueError("commit before propose")
         spec = self.parts.model.spec

@@ -204,9 +204,9 @@ class Decoding:
         return self.prefilled.held
 
     @property
-    def waits(self) -> bool:
-        """Whether its next pass is not due yet."""
-        return any(extension.waits for extension in self.extensions)
+    def waits(self) -> int:
+        """Rows of what its extensions run before its next pass is due; 0 = it is due."""
+        return sum(extension.waits for extension in self.extensions)
 
     def extension(self, kind: type[E]) -> E | None:
         """Its extension of this kind, if it has one."""

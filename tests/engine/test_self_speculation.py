@@ -228,8 +228,10 @@ def test_blocks_are_filled_a_pass_a_step(
     monkeypatch.setattr(own_blocks, "forward", filling)
     monkeypatch.setattr(steps, "run", stepping)
     running.ask(in_blocks())
-    alone = passes.copy()
-    assert alone.count("block") == NEW - 1
+    assert passes.count("block") == NEW - 1
+    assert max(one.size for one in running.engine.passes if one.stage == "decode") == NEW, (
+        "a pass counts with all its rows"
+    )
     passes.clear()
     other = ask("plain", TEXTS[1], max_new_tokens=NEW, recompute=LAST)
     for call in running.submit(in_blocks(), other):

@@ -59,9 +59,10 @@ class RequestExtension:
         return False
 
     @property
-    def waits(self) -> bool:
-        """Whether the next pass is not due, because ``before_rows`` has more to do first, at the next step."""
-        return False
+    def waits(self) -> int:
+        """How many rows ``before_rows`` runs at the next step, where it has more to do before the next pass is due; 0 =
+        that is due."""
+        return 0
 
     @property
     def seconds(self) -> float:

@@ -49,8 +49,8 @@ class BlockByBlock(RequestExtension):
     filling: _Filling | None = None  # the block in progress; where the request goes on elsewhere, it begins again
 
     @property
-    def waits(self) -> bool:
-        return self.filling is not None
+    def waits(self) -> int:
+        return 0 if self.filling is None else len(self.filling.rows)
 
     def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:
         return drafted if self.state.filled is None else self.state.filled.tokens

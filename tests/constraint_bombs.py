@@ -122,7 +122,7 @@ SCHEMAS: dict[str, tuple[Any, str, str]] = {
     "least_properties": ({"type": "object", "minProperties": 3}, "/minProperties", "minProperties"),
     "most_properties": ({**_TYPED, "maxProperties": 1}, "/maxProperties", "maxProperties"),
     "unevaluated": (
-        {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
+        {"anyOf": [{"properties": {"a": {}}}, {"required": ["b"]}], "unevaluatedProperties": False},
         "/unevaluatedProperties",
         "unevaluatedProperties",
     ),

@@ -352,3 +352,25 @@ def test_an_object_that_must_have_one_of_its_own_kind_has_no_end() -> None:
 def test_a_branch_of_one_of_that_takes_everything_is_apart_from_one_that_takes_nothing() -> None:
     schema = {"type": "object", "oneOf": [{"minItems": 2, "const": [1, 2]}, True]}
     enforced(schema, [{}, {"a": 1}], [1, [1, 2]])
+
+
+A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
+ONLY_TEXT: dict[str, Any] = {"type": "object", "unevaluatedProperties": {"type": "string"}}
+
+
+def test_properties_that_all_of_and_references_evaluate_are_followed() -> None:
+    taken: list[Any] = [{"a": 1, "b": 2}, {"b": 2}, {"b": 2, "x": "s"}]
+    refused: list[Any] = [{"a": 1}, {"a": "s", "b": 2}, {"b": 2, "x": 1}]
+    enforced({**ONLY_TEXT, "allOf": [A, {"allOf": [True, B]}]}, taken, refused)
+    enforced({**ONLY_TEXT, **A, "$ref": "#/$defs/b", "$defs": {"b": B}}, taken, refused)
+    enforced({**ONLY_TEXT, "allOf": [A, B], "unevaluatedProperties": False}, taken[:2], [*refused, taken[2]])
+    patterns = {"patternProperties": {"^x": {"type": "null"}}}
+    enforced({**ONLY_TEXT, "allOf": [patterns, A]}, [{"x": None}, {"y": "s"}], [{"x": "s"}, {"y": None}])
+    every = {**B, "additionalProperties": {"type": "boolean"}}
+    enforced({**ONLY_TEXT, "allOf": [every]}, [{"b": 1, "x": True}], [{"b": 1, "x": "s"}, {"x": True}])
+
+
+def test_properties_that_one_of_several_schemas_evaluates_are_not_followed() -> None:
+    for joined in ({"anyOf": [A, B]}, {"if": A, "then": B}, {"dependentSchemas": {"a": B}}):
+        with pytest.raises(Refused, match=r"/unevaluatedProperties: .*allOf"):
+            grammar(JsonSchema(json.dumps({**ONLY_TEXT, "allOf": [joined]})))

@@ -16,8 +16,8 @@ import jsonschema_rs
 
 from mmserve.constraint.compile import unordered
 from mmserve.constraint.compile.document import canonical, read
-from mmserve.constraint.compile.finite import longest_document, shortest_document
 from mmserve.constraint.compile.keywords import with_children
+from mmserve.constraint.compile.lengths import longest_document, shortest_document
 from mmserve.constraint.compile.schema import Rewritten, rewrite
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.core.constraint import ConstraintMode, JsonSchema, SchemaOption

@@ -16,7 +16,6 @@ from mmserve.constraint.compile.derivatives import all_but, disjoint, is_everyth
 from mmserve.constraint.compile.expression import BadPattern
 from mmserve.constraint.compile.keywords import (
     ANNOTATIONS,
-    IN_PLACE,
     Schema,
     distinct,
     finite,
@@ -145,25 +144,6 @@ def contains_cases(node: Schema, scope: Scope, pointer: str, notes: Notes) -> li
     row = "prefixItems" if scope.draft >= 2020 else "items"
     anything: dict[str, Any] = {}  # true is no schema of draft 4
     return [{row: [*[anything] * place, node["contains"]], "minItems": place + 1} for place in places]
-
-
-def unevaluated(node: Schema, pointer: str, notes: Notes) -> Schema:
-    """``node`` with ``unevaluatedProperties`` and ``unevaluatedItems`` as ``additionalProperties`` and ``items``.
-
-    Beside keywords that judge the same value through other schemas, they depend on those: then they are left out.
-    """
-    for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        if keyword not in node:
-            continue
-        node = dict(node)
-        rest = node.pop(keyword)
-        if plain in node or rest is True or rest == {}:
-            continue
-        if set(node) & IN_PLACE or (plain == "items" and "contains" in node):
-            notes.cannot(pointer, keyword, f"use {plain}: what other schemas evaluate is not followed")
-        else:
-            node[plain] = rest
-    return node
 
 
 def property_names(node: Schema, pointer: str, notes: Notes, resolve: Callable[[str], Any]) -> Schema:

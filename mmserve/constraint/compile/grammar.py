@@ -31,9 +31,9 @@ from mmserve.constraint.compile.expression import (
     shortest_of,
     text_of,
 )
-from mmserve.constraint.compile.finite import shortest_document
 from mmserve.constraint.compile.gbnf import GbnfReader
 from mmserve.constraint.compile.lark import LarkReader, Reader
+from mmserve.constraint.compile.lengths import shortest_document
 from mmserve.constraint.compile.pattern import matched
 from mmserve.constraint.compile.schema import rewrite
 from mmserve.constraint.compile.syntax import (

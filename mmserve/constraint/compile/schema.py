@@ -31,6 +31,7 @@ from mmserve.constraint.compile.keywords import (
 from mmserve.constraint.compile.negation import Scope, both, complement, either
 from mmserve.constraint.compile.one_of import Effort
 from mmserve.constraint.compile.references import References, located, obscure
+from mmserve.constraint.compile.unevaluated import without_unevaluated
 from mmserve.constraint.findings import Finding, Notes, Refused, child
 from mmserve.constraint.limits import MAX_REPEAT, MAX_SCHEMAS
 
@@ -114,7 +115,7 @@ class _Rewriter:
         if wrong := list(misshapen(node, pointer)):
             raise Refused(*wrong)
         self._warn_of_unknown(node, pointer)
-        node = containers.unevaluated(node, pointer, self._notes)
+        node = without_unevaluated(node, pointer, self._notes, self._scope(pointer))
         node = containers.property_names(node, pointer, self._notes, self._scope(pointer).resolve)
         own = [part for make in self._OWN for part in make(self, node, pointer)]
         applied = [part for make in self._APPLIED for part in make(self, node, pointer)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from mmserve.constraint.compile.keywords import IN_PLACE, Schema, is_schema, misshapen, modern
+from mmserve.constraint.compile.keywords import IN_PLACE, Schema, misshapen, modern
 from mmserve.constraint.compile.negation import Scope
 from mmserve.constraint.findings import Notes, Refused
 
@@ -76,9 +76,10 @@ def evaluated(schema: Schema, scope: Scope, depth: int = _DEPTH) -> Schema | Non
             return {**found, "additionalProperties": True}
         parts = [*body.get("allOf", ()), *([scope.resolve(body["$ref"])] if "$ref" in body else [])]
         inner = [evaluated(part, scope, depth - 1) for part in parts if isinstance(part, dict)]
-        if None in inner or not all(map(is_schema, parts)):
+        known = [each for each in inner if each is not None]
+        if len(known) < len(inner):
             return None
-        for each in [body, *inner]:
+        for each in [body, *known]:
             for keyword in _NAMES:
                 found[keyword] |= dict.fromkeys(each.get(keyword, ()), True)
             found |= dict.fromkeys(each.keys() & _EVERY, True)

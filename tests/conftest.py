@@ -1,4 +1,7 @@
-"""Fixtures that more than one folder of tests uses."""
+"""Fixtures that more than one folder of tests uses.
+
+PyTorch is imported where it is needed: the process that hands out tests to others needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,15 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first impo
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # processes that tests start compile what they import once
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from helpers import tiny_model
 from hypothesis import settings
-from kept_processes import end_kept, media_processes_kept
 
-from mmserve.models.base import LoadedModel
+if TYPE_CHECKING:
+    from mmserve.models.base import LoadedModel
 
-sys.dont_write_bytecode = False  # nor do test modules have to be compiled each time: 17 s of each process
-torch.set_num_threads(1)
+sys.dont_write_bytecode = False  # nor do modules have to be compiled each time: 17 s of each process
 settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.register_profile("thorough", deadline=None, database=None, max_examples=400)  # others each time
 settings.load_profile("suite")
@@ -44,17 +45,25 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def model() -> LoadedModel:
     """A tiny multimodal model with random weights."""
+    from helpers import tiny_model
+
     return tiny_model(vision=True)
 
 
 @pytest.fixture(scope="session")
 def text_model() -> LoadedModel:
     """The same model without its tower."""
+    from helpers import tiny_model
+
     return tiny_model(vision=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def kept_processes() -> Iterator[None]:
+    import torch
+    from kept_processes import end_kept, media_processes_kept
+
+    torch.set_num_threads(1)
     with media_processes_kept():
         yield
     end_kept()

@@ -90,7 +90,7 @@ def test_drawn_requests_are_answered_as_described(description: Any, path: str) -
     operation = description[path]["GET" if "{" in path else "POST"]
 
     @drawn(
-        max_examples=8,
+        max_examples=5,
         deadline=None,
         derandomize=True,
         database=None,

@@ -23,7 +23,7 @@ def test_pictures_are_decoded_asked_about_and_answered_in_json() -> None:
     done = elsewhere("demo", "--json", "--items", "5")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["accuracy"] == 1.0
+    assert found["accuracy"] == 1.0 and len(found["items"]) == 5
     assert "json" in {item["task"] for item in found["items"]}, "a constraint is searched, too"
 
 

@@ -441,12 +441,12 @@ def download(page: Page) -> Path:
 
 
 def test_a_saved_run_is_one_small_file_that_replays_offline(page: Page) -> None:
-    ask(page, max_tokens=256, steps=48, **{"commit-a": "low_confidence", "recompute-a": "none", "block_length": 256})
+    ask(page, max_tokens=96, steps=24, **{"commit-a": "low_confidence", "recompute-a": "none", "block_length": 96})
     answer, states = texts(page)[0], classes(page)
-    assert len(states) == 256 and page.one(".at").text.endswith("of 48")
+    assert len(states) == 96 and page.one(".at").text.endswith("of 24")
     file = download(page)
     print(f"saved: {file.stat().st_size} bytes")
-    assert file.stat().st_size <= 300_000
+    assert file.stat().st_size <= 150_000
     content = file.read_text()
     assert not re.findall(r"(?:src|href)=[\"']?(?:https?:)?//", content)
     page.driver.execute_cdp_cmd("Network.enable", {})
@@ -460,7 +460,7 @@ def test_a_saved_run_is_one_small_file_that_replays_offline(page: Page) -> None:
         scrub(page, 0)
         assert classes(page).count("committed") < states.count("committed")
         page.named("Step forward").click()
-        assert page.one(".at").text == "2 of 48"
+        assert page.one(".at").text == "2 of 24"
         page.run("arguments[0].focus()", page.all(".canvas .tok")[1])
         assert page.all(".others li") and not page.all(".token input"), "nothing can be pinned here"
         assert page.unnamed() == []

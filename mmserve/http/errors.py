@@ -101,8 +101,9 @@ def renamed(names: Mapping[str, str], places: Mapping[str, str] = MappingProxyTy
     except InvalidArgument as error:
         if not error.violations:
             raise
-        wrong = (FieldViolation(_named(each.field, names, places), each.description) for each in error.violations)
-        raise InvalidArgument(*wrong) from error
+        shown = error.violations[:_VIOLATIONS]
+        wrong = (FieldViolation(_named(each.field, names, places), each.description) for each in shown)
+        raise InvalidArgument(*wrong, *error.violations[_VIOLATIONS:]) from error
 
 
 def _named(field: str, names: Mapping[str, str], places: Mapping[str, str] = MappingProxyType({})) -> str:

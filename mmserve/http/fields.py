@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Self
 
 from google.protobuf import json_format
@@ -35,6 +36,8 @@ WIDER: Mapping[str, tuple[int, Callable[[int], int]]] = {
 }
 #: Fields of ``GenerateRequest`` that the ``mmserve`` object of a body may set, by protobuf's JSON names.
 OWN = ("diffusion", "vision", "kv_reduction", "image_reuse", "constraint", "stream", "slo_class")
+#: Unknown fields that an error names.
+_NAMED = 32
 #: Fields of its ``stream`` that bodies have under no other name.
 OWN_STREAM = ("drafts", "alternatives")
 
@@ -85,7 +88,10 @@ class Fields:
     def end(self, why: str = "is not a field of this API") -> None:
         """Raise ``InvalidArgument`` with every field that nothing has taken."""
         if self._left:
-            raise InvalidArgument(*(FieldViolation(self.path(name[:200]), why) for name in self._left))
+            wrong = [FieldViolation(self.path(name[:200]), why) for name in islice(self._left, _NAMED)]
+            if (more := len(self._left) - len(wrong)) > 0:
+                wrong.append(FieldViolation(self._path or "body", f"has {more} more fields that are not known"))
+            raise InvalidArgument(*wrong)
 
     def __enter__(self) -> Self:
         return self

@@ -36,14 +36,14 @@ class Spelling:
         return bool(self.kinds & {"ByteLevel", "ByteFallback"})
 
     def bytes_of(self, token: str, *, added: bool = False) -> bytes | None:
-        """The bytes of ``token``; ``added``: to the vocabulary, as the text that it is.
+        """The bytes of ``token``; ``added``: to the vocabulary, where what the decoder does not take is text as it is.
 
         None where it is of no text, or the decoder of another kind.
         """
         if "ByteFallback" in self.kinds and _BYTE.fullmatch(token):
             return bytes.fromhex(token[3:5])
-        if added:
-            return token.encode()
-        if "ByteLevel" in self.kinds:
-            return bytes(_ALPHABET[c] for c in token) if all(c in _ALPHABET for c in token) else None
-        return token.replace("▁", " ").encode() if self.kinds & {"ByteFallback", "Metaspace"} else None
+        if "ByteLevel" in self.kinds and all(c in _ALPHABET for c in token):
+            return bytes(_ALPHABET[c] for c in token)
+        if self.kinds & {"ByteFallback", "Metaspace"}:
+            return token.replace("▁", " ").encode()
+        return token.encode() if added else None

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.models.user_text import encoded
@@ -93,6 +93,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     if not (folder / "tokenizer.json").is_file():
         if not all((folder / name).is_file() for name in _QWEN_FILES):
             raise ConfigError(f"{folder} has no tokenizer.json")
+        from transformers import Qwen2Tokenizer  # half a second, for the models of all kinds are listed first
+
         kind = Qwen2Tokenizer
     try:
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

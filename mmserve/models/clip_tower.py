@@ -1,20 +1,23 @@
 """The vision transformer of CLIP (arXiv 2103.00020) and SigLIP (arXiv 2303.15343), without what pools its patches.
 
 Parameters have the names of transformers' ``CLIPVisionModel`` and ``SiglipVisionModel``, and hidden states their bits.
-Those classes take 2.5 s to import, which a server would start later by.
+Importing those classes takes 3 s, which a server would start later by.
 Shapes in names: B pictures, N positions, H heads, K head size, C = H * K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mmserve.errors import ConfigError
+from mmserve.models.keys import Keys
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -28,6 +31,49 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass(kw_only=True)
+class TowerConfig:
+    """A tower's dimensions, under the names of transformers' configurations, without what no tower here reads."""
+
+    model_type: str
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_channels: int = 3
+    image_size: int = 224
+    patch_size: int
+    hidden_act: str
+    layer_norm_eps: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+#: With the defaults of ``CLIPVisionConfig`` and ``SiglipVisionConfig``.
+CLIP = TowerConfig(model_type="clip_vision_model", patch_size=32, hidden_act="quick_gelu", layer_norm_eps=1e-5)
+SIGLIP = TowerConfig(
+    model_type="siglip_vision_model", patch_size=16, hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6
+)
+
+
+def read_tower(keys: Keys, base: TowerConfig) -> TowerConfig:
+    """The configuration that ``keys`` are, and ``base`` where they leave something out; raises ``ConfigError``."""
+    counts: dict[str, Any] = {
+        f.name: keys.integer(f.name, default=getattr(base, f.name)) for f in fields(base) if f.type == "int"
+    }
+    act = keys.values.get("hidden_act") or base.hidden_act
+    eps = keys.number("layer_norm_eps", default=base.layer_norm_eps)
+    made = replace(base, **counts, hidden_act=str(act), layer_norm_eps=eps)
+    if made.hidden_size % made.num_attention_heads:
+        raise ConfigError(
+            f"{keys.path}: hidden_size = {made.hidden_size} is not a multiple of num_attention_heads = "
+            f"{made.num_attention_heads}"
+        )
+    return made
+
+
 @dataclass(frozen=True)
 class TowerOutput:
     """``[B, N, C]``: the input of each layer, and the output of the last; and that after the final norm in SigLIP."""
@@ -37,7 +83,7 @@ class TowerOutput:
 
 
 class ClipTower(nn.Module):
-    """The tower of ``config``, of transformers; ``has_cls``: CLIP, with a class token before the patches."""
+    """The tower of ``config``, ours or transformers'; ``has_cls``: CLIP, with a class token before the patches."""
 
     def __init__(self, config: Any, *, has_cls: bool) -> None:
         super().__init__()

@@ -18,7 +18,6 @@ from huggingface_hub.errors import (
 )
 from PIL import Image
 from torch import nn
-from transformers import CLIPVisionConfig, SiglipVisionConfig
 from transformers.image_utils import (
     IMAGENET_STANDARD_MEAN,
     IMAGENET_STANDARD_STD,
@@ -29,7 +28,7 @@ from transformers.image_utils import (
 from mmserve.errors import ConfigError
 from mmserve.models.anyres import LlavaTiles, anyres_of
 from mmserve.models.checkpoint import Checkpoint, Target, Weights, read_json
-from mmserve.models.clip_tower import ClipTower
+from mmserve.models.clip_tower import CLIP, SIGLIP, ClipTower, TowerConfig, read_tower
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, projector_tensor
 from mmserve.models.processors import IMAGES, image_settings
@@ -46,9 +45,9 @@ BESIDE = "vision_tower"
 
 @dataclass(frozen=True)
 class TowerKind:
-    """transformers' names for a kind of tower, and what LLaVA does with it."""
+    """A kind of tower, and what LLaVA does with it."""
 
-    config: type[Any]
+    config: TowerConfig  # where a file leaves something out
     processor: str  # its class in transformers
     defaults: dict[str, Any]  # that class's settings where a file leaves them out
     has_cls: bool
@@ -67,7 +66,7 @@ _DEFAULTS = {
     "rescale_factor": 1 / 255,
 }
 _CLIP = TowerKind(
-    CLIPVisionConfig,
+    CLIP,
     "CLIPImageProcessorPil",
     {
         **_DEFAULTS,
@@ -82,7 +81,7 @@ _CLIP = TowerKind(
     {},
 )
 _SIGLIP = TowerKind(
-    SiglipVisionConfig,
+    SIGLIP,
     "SiglipImageProcessorPil",
     {
         **_DEFAULTS,
@@ -239,7 +238,7 @@ def download(repository: str, *, weights: bool = True) -> Path:
         raise ConfigError(f"cannot fetch {repository!r} from the Hugging Face hub: {error}") from error
 
 
-def _tower_config(folder: Path) -> tuple[TowerKind, Any]:
+def _tower_config(folder: Path) -> tuple[TowerKind, TowerConfig]:
     values = read_json(folder / "config.json")
     architecture = values.get("model_type")
     if architecture not in KINDS:
@@ -248,10 +247,9 @@ def _tower_config(folder: Path) -> tuple[TowerKind, Any]:
         )
     kind = KINDS[architecture]
     values = values.get("vision_config", values)
-    try:
-        return kind, kind.config.from_dict({key: value for key, value in values.items() if key != "model_type"})
-    except (TypeError, ValueError, AttributeError, StrictDataclassError) as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{folder / 'config.json'}: vision_config must be an object, not {values!r}")
+    return kind, read_tower(Keys(values, folder / "config.json"), kind.config)
 
 
 def _tower_weights(folder: Path) -> Weights:

@@ -41,6 +41,7 @@ def test_the_bundled_model_is_served_without_what_takes_seconds_to_import() -> N
         "sympy",
         "torch._dynamo",
         "torch._inductor",
+        "transformers.models",
         "transformers.modeling_utils",
         "transformers.processing_utils",
     )

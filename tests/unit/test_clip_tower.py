@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
-from mmserve.models.clip_tower import ClipTower
+from mmserve.errors import ConfigError
+from mmserve.models.clip_tower import CLIP, SIGLIP, ClipTower, read_tower
+from mmserve.models.keys import Keys
 
 SIZES = {
     "hidden_size": 24,
@@ -44,3 +47,22 @@ def test_hidden_states_are_those_of_transformers(kind: str, activation: str, dty
         assert torch.equal(one, other)
     assert torch.equal(made.last_hidden_state, expected.last_hidden_state)
     assert torch.equal(alone.last_hidden_state, expected.last_hidden_state)
+
+
+@pytest.mark.parametrize(("base", "published"), [(CLIP, CLIPVisionConfig), (SIGLIP, SiglipVisionConfig)])
+def test_what_a_configuration_leaves_out_is_as_published(base: Any, published: Any) -> None:
+    for given in ({}, SIZES, {"hidden_act": "gelu", "layer_norm_eps": 0.25, "num_channels": 1}):
+        theirs = published(**given).to_dict()
+        ours = read_tower(Keys(given, Path("config.json")), base).to_dict()
+        assert ours == {name: theirs[name] for name in ours}
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": "wide"}, {"patch_size": 0}, {"image_size": [20, 20]}])
+def test_a_wrong_configuration_is_reported_by_its_key(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json: {next(iter(wrong))} must be a positive number"):
+        read_tower(Keys(wrong, Path("config.json")), CLIP)
+
+
+def test_heads_divide_the_width() -> None:
+    with pytest.raises(ConfigError, match="hidden_size = 770 is not a multiple of num_attention_heads = 12"):
+        read_tower(Keys({"hidden_size": 770}, Path("config.json")), CLIP)

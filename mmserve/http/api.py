@@ -31,6 +31,22 @@ TIERS = ("auto", "default", "flex", "priority", "scale")
 Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
 
 
+#: vLLM's fields of chats and completions at the values that they have there by default, which its clients may send.
+VLLM: Neutral = {
+    "min_tokens": ((0,), "is not supported"),
+    "stop_token_ids": (([],), "is not supported; use stop"),
+    "bad_words": (([],), "is not supported; use logit_bias"),
+    "include_stop_str_in_output": ((False,), "is not supported"),
+    "skip_special_tokens": ((True,), "must be true: an answer has no special tokens"),
+    "spaces_between_special_tokens": ((True, False), "must be true or false"),
+    "use_beam_search": ((False,), "is not supported"),
+    "length_penalty": ((1.0,), "is not supported"),
+    "return_token_ids": ((False,), "is not supported"),
+    "return_tokens_as_token_ids": ((False,), "is not supported"),
+    "priority": ((0,), "is not supported: the priority is that of the tenant"),
+}
+
+
 class Reply(Protocol):
     """How one request is answered."""
 

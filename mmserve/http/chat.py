@@ -43,6 +43,9 @@ NAMES = api.names_in_errors(
     },
 )
 NEUTRAL: Neutral = {
+    **api.VLLM,
+    "echo": ((False,), "is not supported"),
+    "add_special_tokens": ((False,), "must be false: the chat template has them"),
     "functions": (([],), "is not supported; use tools"),
     "function_call": (("none", "auto"), "is not supported; use tool_choice"),
     "store": ((False, True), "must be true or false; nothing is stored either way"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished
 from mmserve.errors import InvalidArgument
+from mmserve.http import api
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, take_neutral
 from mmserve.http.chat import NAMES as CHAT_NAMES
 from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
@@ -30,6 +31,7 @@ NAMES = {
     "stream.alternatives": "logprobs",
 }
 NEUTRAL: Neutral = {
+    **api.VLLM,
     "echo": ((False,), "is not supported"),
     "best_of": ((1,), "is not supported; use n"),
 }

@@ -43,6 +43,9 @@ def said(request: pb.GenerateRequest) -> list[tuple[str, list[str]]]:
         {"max_tokens": 9, "max_completion_tokens": 9},
         {"parallel_tool_calls": False, "tool_choice": "auto", "tools": []},
         {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+        {"min_tokens": 0, "stop_token_ids": [], "bad_words": [], "length_penalty": 1.0, "priority": 0},
+        {"skip_special_tokens": True, "spaces_between_special_tokens": True, "add_special_tokens": False},
+        {"include_stop_str_in_output": False, "use_beam_search": False, "return_token_ids": False, "echo": False},
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -69,6 +72,10 @@ def test_values_that_nobody_knows_are_refused_by_name() -> None:
         "verbosity": "loud",
         "store": "yes",
         "prediction": "a",
+        "min_tokens": 4,
+        "stop_token_ids": [7],
+        "skip_special_tokens": False,
+        "priority": 1,
     }.items():
         with pytest.raises(InvalidArgument, match=name):
             chat(**{name: value})

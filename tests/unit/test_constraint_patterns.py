@@ -97,6 +97,11 @@ BAD += [
 ]
 BAD += ["\\ud800", "\\u{110000}", "\\x4", "a{100001}", "((a{1000}){1000})", "(" * 500, "^*", "a++", "[\\d-z]"]
 BAD += ["\\p{Wide}", "\\p{L", "\\p", "(?i", "(?P=a)", "(?x)a", "(?i)*"]
+#: Alternatives with and without anchors, whose number is squared at each of several levels.
+ANCHORED = "(^a|b$|c)"
+for _ in range(5):
+    ANCHORED = f"({ANCHORED}{ANCHORED}|d)"
+BAD += [ANCHORED]
 
 
 @pytest.mark.parametrize("pattern", BAD)

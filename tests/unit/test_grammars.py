@@ -179,6 +179,8 @@ READ: list[tuple[ConstraintKind, list[str], list[str]]] = [
         ["x", "z"],
     ),
     (Gbnf("root ::= a0\n" + "".join(f'a{n} ::= "x"? a{n + 1}\n' for n in range(500)) + 'a500 ::= "y"'), ["xxy"], ["x"]),
+    (Lark('start: (("" ~ 4000) ~ 4000) ~ 4000 "x"'), ["x"], ["", "xx"]),
+    (Gbnf('root ::= ("" {4000}){4000} a\na ::= "(" a ")" | "x"'), ["x", "((x))"], ["", "(x"]),
     (Lark('start: A b\nA.2: "a".."c" | /[x-z]/i\nb.1: "\\x41" | "\\u00e9"\n'), ["aA", "Xé", "zA"], ["dA", "ae"]),
     (Lark('start: T\nT: /[a-z]*/ & ~("if" | "do")\n'), ["i", "ifs", ""], ["if", "do", "A"]),
     (Lark('start: a |\n\na: "x" |\n  "y"\n  // z\n  | "w" # v\n'), ["", "x", "y", "w"], ["z", "v"]),

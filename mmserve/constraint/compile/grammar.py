@@ -31,6 +31,7 @@ from mmserve.constraint.compile.expression import (
     shortest_of,
     text_of,
 )
+from mmserve.constraint.compile.finite import grown_to_all
 from mmserve.constraint.compile.gbnf import GbnfReader
 from mmserve.constraint.compile.lark import LarkReader, Reader
 from mmserve.constraint.compile.lengths import shortest_document
@@ -175,6 +176,8 @@ def _checked(options: tuple[str, ...]) -> Iterable[str]:
 
 #: Words and bytes of a shortest sentence, above which it is not written out.
 _PIECES, _BYTES = 4_000, 32_768
+#: Nodes of a derivation that are looked at for each of its words.
+_STEPS = 50
 
 
 def _of_text(text: str, kind: str, reader: Callable[[str], Reader]) -> Grammar:
@@ -224,8 +227,10 @@ def _check_names(syntax: Syntax, kind: str) -> None:
             if ref.name not in syntax.terminals:
                 why = f"line {ref.line}: '%ignore' must refer to a terminal, and {ref.name!r} is none"
                 raise Refused.at(f"/{ref.line}", kind, why)
+    refs = {name: {ref.name for ref in refs_of(each.node)} for name, each in syntax.terminals.items()}
+    ending = grown_to_all(refs, lambda name, found: refs[name] <= found)
     for name, definition in syntax.terminals.items():
-        if name in syntax.reached(definition.node):
+        if name not in ending and name in syntax.reached(definition.node):
             line = definition.line
             raise Refused.at(f"/{line}", kind, f"line {line}, {name!r}: a terminal cannot refer to itself")
 
@@ -291,7 +296,9 @@ class Derivations:
             return None
         found = list[str | None]()
         stack: list[Node] = [Ref(self.syntax.start)]
-        while stack:
+        for _ in range(_STEPS * most):
+            if not stack:
+                return found
             if len(found) > most:
                 return None
             node = stack.pop()
@@ -309,7 +316,7 @@ class Derivations:
                 case _:
                     text = self.text(node)
                     found += [] if text == "" else [text]
-        return found
+        return None  # repetitions of the empty text
 
     def _cost(self, node: Node) -> Cost:
         return cost_of(node, self.costs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 
 from mmserve.constraint.compile.expression import (
     CLASSES,
@@ -37,6 +38,7 @@ from mmserve.constraint.limits import MAX_DEPTH, MAX_REGEX_BYTES, MAX_REPEAT
 _ANY = r"(?s:.)*"
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
 _FLAGGED = re.compile(r"([a-zA-Z]*)(?:-([a-zA-Z]+))?([:)])")
+_MOST_ROWS = 10_000  # alternatives; anchors in groups multiply them
 _PROPERTY = 60  # characters of the name of a Unicode property, at most
 _SYNTAX = frozenset("^$\\.*+?()[]{}|/-")
 _NAMED = frozenset(CLASSES.values())
@@ -86,14 +88,22 @@ def parsed(pattern: str, flags: frozenset[str] = frozenset()) -> Group:
 
 def _unanchored(group: Group) -> Group:
     """``group`` without the anchors at the ends of its alternatives, which every text that is matched whole has."""
-    return Group(tuple(_row(each) for branch in group.branches for each in _spread(branch)))
+    return Group(tuple(map(_row, _rows(group))))
+
+
+def _rows(group: Group) -> list[tuple[Item, ...]]:
+    """The alternatives of ``group``, spread. Raises ``BadPattern``."""
+    found = list(islice((row for branch in group.branches for row in _spread(branch)), _MOST_ROWS + 1))
+    if len(found) > _MOST_ROWS:
+        raise BadPattern(f"more than {_MOST_ROWS} alternatives with and without '^' and '$'")
+    return found
 
 
 def _spread(branch: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
     """``branch``; several where a group at its end has alternatives with an anchor there: a row for each of them."""
     for at, sign in ((0, "^"), (len(branch) - 1, "$")):
         if branch and isinstance(group := branch[at], Group):
-            rows = [row for each in group.branches for row in _spread(each)]
+            rows = _rows(group)
             if any(row and row[0 if sign == "^" else -1] == Anchor(sign) for row in rows):
                 for row in rows:
                     yield from _spread((*branch[:at], *row, *branch[at + 1 :]))
@@ -116,8 +126,7 @@ def _row(branch: tuple[Item, ...]) -> tuple[Item, ...]:
 
 
 def _alternatives(group: Group, *, search: bool) -> str:
-    rows = (each for branch in group.branches for each in _spread(branch))
-    return "(?:" + "|".join(_branch(each, search=search) for each in rows) + ")"
+    return "(?:" + "|".join(_branch(each, search=search) for each in _rows(group)) + ")"
 
 
 def _branch(branch: tuple[Item, ...], *, search: bool) -> str:

@@ -57,7 +57,7 @@ COMMON: dict[str, str] = {
 def settled(syntax: Syntax, kind: str) -> Syntax:
     """``syntax``, whose names are all defined, without lazy repetitions. Raises ``Refused`` with the line."""
     own = {name for name, each in syntax.terminals.items() if _is_lazy(each.node)}
-    lazy = own | {name for name, each in syntax.terminals.items() if own & syntax.reached(each.node).keys()}
+    lazy = own | {n for n, each in syntax.terminals.items() if own and own & syntax.reached(each.node).keys()}
     if not lazy and not any(_is_lazy(each.node) for each in syntax.rules.values()):
         return syntax
     nodes = [*syntax.skipped, *(each.node for each in syntax.rules.values())]

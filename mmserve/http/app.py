@@ -183,6 +183,8 @@ class App:
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
+        if not name:  # of a URL that ends with a slash
+            return await self._models(request)
         model, adapter = self._server.engines.split(name)
         engine = self._server.engines.find(model)
         if adapter and name not in self._server.engines.names_of(engine.info.name):

@@ -91,3 +91,12 @@ def test_a_route_that_is_not_there_has_the_error_of_its_api(served: Served) -> N
     assert status == 404 and TypeAdapter(ErrorResponse).validate_json(answer).error.type == "not_found_error"
     status, answer = post(served, "/v1/embeddings", {})
     assert status == 404 and json.loads(answer)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_slash_after_the_list_of_models_names_no_model(served: Served) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", served.front.port, timeout=PATIENCE)) as connection:
+        found = []
+        for path in ("/v1/models", "/v1/models/"):
+            connection.request("GET", path)
+            found.append(json.loads(connection.getresponse().read()))
+    assert found[0] == found[1] and [each["id"] for each in found[0]["data"]] == ["echo"]

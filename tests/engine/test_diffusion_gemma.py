@@ -237,6 +237,21 @@ def test_a_checkpoint_without_a_tensor_is_refused(folder: Path, tmp_path: Path) 
         load_model(ModelConfig(path=str(broken), device="cpu"))
 
 
+def test_between_steps_logits_take_the_models_dtype(bench: Make, folder: Path) -> None:
+    running = bench(load_model(ModelConfig(path=str(folder), dtype="bfloat16", device="cpu")), watch=False)
+    decoder, kept = running.engine.stages.decoder, set[torch.dtype]()
+    commit = decoder.commit
+
+    def noting(d: Any) -> Any:
+        made = commit(d)
+        kept.update(() if d.step is None else (d.step.shaped_LV.dtype,))
+        return made
+
+    decoder.commit = noting
+    running.ask(requests()[0])
+    assert kept == {torch.bfloat16}
+
+
 def test_a_pass_that_failed_can_be_repeated(bench: Make, loaded: CanvasModel, monkeypatch: Any) -> None:
     """Also where the network had already read a finished canvas into its cache."""
     stages = bench(loaded, started=False, watch=False).engine.stages

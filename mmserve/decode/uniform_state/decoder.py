@@ -149,6 +149,8 @@ class UniformStateDecoder:
             step = d.constraint.project(d.canvas, logits, step)
         if (seed := seed_of(d.request, d.canvas)) is not None:
             step = pinned(step, seed)
+        # kept as the next pass reads it: in bf16 half of what is the largest part of a request's memory
+        step = replace(step, shaped_LV=step.shaped_LV.to(self.model.dtype))
         ended, begun = d.came_to_rest(step), d.canvas.block_start
         proposed = None if d.record is None else self._candidates(d, logits, step)
         if ended or d.canvas.block_step >= d.sampler.steps:
@@ -226,7 +228,7 @@ class UniformStateDecoder:
             d.constraint.sync(d.canvas)
 
     def _open(self, d: CanvasDecoding) -> OpenCanvas:
-        before = None if d.step is None else d.step.shaped_LV.to(self.model.dtype)
+        before = None if d.step is None else d.step.shaped_LV
         return OpenCanvas(d.noise.to(self.model.device), d.past, before)
 
     def _read(self, d: CanvasDecoding) -> None:

@@ -27,7 +27,7 @@ class Step:
     sure_L: Tensor  # bool: where ``noise_L`` holds what the step drew
     predicted_L: Tensor  # int64: the most probable token of each position; final, if the canvas no longer changes
     last_L: Tensor  # int64: what becomes final if there is no step left
-    shaped_LV: Tensor  # fp32: logits as the step drew from them; the next step is given them
+    shaped_LV: Tensor  # fp32, kept in the model's dtype: logits as the step drew from them; the next step is given them
     entropy: float  # nats, of the shaped logits, mean over positions
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from forked import ForkedCommand
 from harness import stages_of
 
 from mmserve.assembly import BackgroundServer
+from mmserve.cli import main
 from mmserve.client import Client, DkvDecode, Finished, Result, Threshold
 from mmserve.config import Config, EngineConfig, MediaConfig, ServerConfig
 from mmserve.core.request import Stage, TextPart
@@ -275,3 +277,11 @@ def command(*arguments: str, stdin: str | bytes | None = None) -> subprocess.Com
         [sys.executable, "-m", "mmserve", *arguments], input=data, capture_output=True, timeout=280, check=False
     )
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def command_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """As ``command``, in this process, which has imported everything."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(list(arguments))
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())

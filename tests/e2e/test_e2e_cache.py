@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from e2e_helpers import command, settings
+from e2e_helpers import command_here, settings
 from helpers import picture
 from llama_checkpoints import Sighted
 from PIL import Image
@@ -78,9 +78,9 @@ def test_prompts_are_warmed_pinned_and_dropped(folder: Path, tmp_path: Path) -> 
         assert (prefix.id, prefix.pinned, prefix.tokens) == (warmed.id, True, result.usage.cached_tokens)
         assert set(prefix.sizes) == {"pages", "host", "disk"}
         assert (visual.tokens, set(visual.sizes)) == (warmed.visual_tokens, {"host"})
-        done = command("cache", "list", "--server", server.address, "--json")
+        done = command_here("cache", "list", "--server", server.address, "--json")
         assert {each["id"] for each in json.loads(done.stdout)["entries"]} == {prefix.id, visual.id}
-        done = command("cache", "unpin", prefix.id[:12], "--server", server.address)
+        done = command_here("cache", "unpin", prefix.id[:12], "--server", server.address)
         assert done.stdout == f"unpin: {prefix.tokens // PAGE} blocks\n"
         assert asyncio.run(drop(server.address, [prefix.id, visual.id, "0" * 64])) == prefix.tokens // PAGE + 1
         assert client.cache.list().entries == () and not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from e2e_helpers import Running, command, short_asks
+from e2e_helpers import Running, command, command_here, short_asks
 from forked import ForkedCommand
 
 from mmserve.bench import attention
@@ -120,18 +120,20 @@ def test_generate_starts_a_server_of_its_own_and_reads_stdin(
 
 def test_generate_takes_policies_by_name(server: Running) -> None:
     policies = ("--recompute", "dkv_decode", "--commit", "threshold")
-    done = command("generate", "x", "--server", server.address, "--max-new-tokens", "4", "--json", *policies)
+    done = command_here("generate", "x", "--server", server.address, "--max-new-tokens", "4", "--json", *policies)
     assert done.returncode == 0, done.stderr
-    assert_fails_clearly(command("generate", "x", "--server", server.address, "--recompute", "magic"), "magic")
+    assert_fails_clearly(command_here("generate", "x", "--server", server.address, "--recompute", "magic"), "magic")
 
 
 def test_generate_says_what_is_wrong_with_an_image(server: Running, tmp_path: Path) -> None:
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"\x89PNG\r\n\x1a\n but no more")
     to = ("--server", server.address)
-    assert_fails_clearly(command("generate", "x", "--image", str(bad), *to), "generate", "messages[0].parts[0].image")
-    assert_fails_clearly(command("generate", "x", "--image", str(tmp_path / "none.png"), *to), "none.png")
-    assert_fails_clearly(command("generate", "x", "--image", str(tmp_path), *to), str(tmp_path))
+    assert_fails_clearly(
+        command_here("generate", "x", "--image", str(bad), *to), "generate", "messages[0].parts[0].image"
+    )
+    assert_fails_clearly(command_here("generate", "x", "--image", str(tmp_path / "none.png"), *to), "none.png")
+    assert_fails_clearly(command_here("generate", "x", "--image", str(tmp_path), *to), str(tmp_path))
 
 
 @pytest.mark.parametrize("stdin", [b"\xff\xfe\x00 no text", b""], ids=["no text", "nothing"])

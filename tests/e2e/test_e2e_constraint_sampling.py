@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from e2e_helpers import EMPTY, PATIENCE, answer, command, settings, wait_for
+from e2e_helpers import EMPTY, PATIENCE, answer, command_here, settings, wait_for
 
 from mmserve.assembly import BackgroundServer
 from mmserve.client import Client, Edit, Ngram, Result
@@ -88,7 +88,7 @@ def test_what_has_no_meaning_is_refused(
 
 def test_the_command_line(server: BackgroundServer) -> None:
     options = ("--choice", "yes", "--choice", "no", "--temperature", "1", "--n", "2", "--max-new-tokens", "8", "--json")
-    done = command("generate", "hi", "--server", server.address, "--constraint-sampling", "awrs", *options)
+    done = command_here("generate", "hi", "--server", server.address, "--constraint-sampling", "awrs", *options)
     assert done.returncode == 0, done.stderr
     samples = json.loads(done.stdout)["samples"]
     assert all(sample["text"] in ("yes", "no") and sample["log_weight"] <= 1e-6 for sample in samples)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jsonschema_rs
 import pydantic
 import pytest
-from e2e_helpers import Running, answer, command, short_asks, wait_for
+from e2e_helpers import Running, answer, command_here, short_asks, wait_for
 
 from mmserve.client import Client, DkvDecode, Edit, Finished, Threshold
 from mmserve.errors import InvalidArgument
@@ -150,10 +150,10 @@ def test_the_command_line_takes_constraints(server: Running, tmp_path: Path) -> 
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema))
-    done = command("generate", "hi", "--server", server.address, "--schema", str(file), "--max-new-tokens", "24")
+    done = command_here("generate", "hi", "--server", server.address, "--schema", str(file), "--max-new-tokens", "24")
     assert done.returncode == 0, done.stderr
     assert jsonschema_rs.is_valid(schema, json.loads(done.stdout))
-    chosen = command("generate", "hi", "--server", server.address, "--choice", "left", "--choice", "right")
+    chosen = command_here("generate", "hi", "--server", server.address, "--choice", "left", "--choice", "right")
     assert chosen.stdout.strip() in ("left", "right")
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from e2e_helpers import EMPTY, command, settings, wait_for
+from e2e_helpers import EMPTY, command_here, settings, wait_for
 from helpers import picture
 from llama_checkpoints import Sighted
 
@@ -42,7 +42,7 @@ def test_a_long_prompt_that_comes_again_is_taken_from_the_cache(folder: Path) ->
         assert second.usage.cached_tokens > 0
         assert (second.text, second.forwards) == (first.text, first.forwards)
         assert first.recomputed_tokens - second.recomputed_tokens == second.usage.cached_tokens
-        done = command("generate", LONG, "--server", server.address, "--json", "--max-new-tokens", "12")
+        done = command_here("generate", LONG, "--server", server.address, "--json", "--max-new-tokens", "12")
         told = json.loads(done.stdout)
         assert told["text"] == first.text and told["usage"]["cached_tokens"] == second.usage.cached_tokens
         engine = server.engines["m"]

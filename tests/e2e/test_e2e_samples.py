@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from e2e_helpers import EMPTY, Gates, Running, Stage, answer, command, failure, running, settings, wait_for
+from e2e_helpers import EMPTY, Gates, Running, Stage, answer, command_here, failure, running, settings, wait_for
 
 from mmserve.client import Admitted, AsyncClient, Client, Delta, Finished, Snapshot, Threshold
 from mmserve.core.samples import sample_seed
@@ -101,9 +101,9 @@ def test_a_full_queue_takes_none_of_the_samples() -> None:
 def test_the_command_prints_each_sample(server: Running) -> None:
     arguments = ("generate", PROMPT, "--server", server.address, "--n", "2", "--max-new-tokens", "8")
     drawn = (*arguments, "--temperature", "1.5")
-    done = command(*drawn)
+    done = command_here(*drawn)
     assert done.returncode == 0, done.stderr
     texts = [r.text for r in server.client.generate(PROMPT, n=2, max_new_tokens=8, temperature=1.5).samples]
     assert done.stdout == f"[0] {texts[0]}\n[1] {texts[1]}\n"
-    rows = json.loads(command(*drawn, "--json").stdout)["samples"]
+    rows = json.loads(command_here(*drawn, "--json").stdout)["samples"]
     assert [(r["sample"], r["text"]) for r in rows] == list(enumerate(texts))

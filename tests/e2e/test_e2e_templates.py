@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_helpers import Running, command
+from e2e_helpers import Running, command_here
 
 from mmserve.client import Delta, Finished, Hole, Snapshot
 from mmserve.errors import InvalidArgument
@@ -45,5 +45,5 @@ def test_a_template_that_does_not_fit_is_refused(server: Running) -> None:
 def test_the_command_line_reads_a_template(server: Running, tmp_path: Path) -> None:
     path = tmp_path / "form.json"
     path.write_text(json.dumps(["shape: ", {"choices": ["circle", "square"], "max_tokens": 2}]))
-    done = command("generate", "x", "--server", server.address, "--template", str(path), "--json")
+    done = command_here("generate", "x", "--server", server.address, "--template", str(path), "--json")
     assert json.loads(done.stdout)["holes"][0] in ("circle", "square")

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from e2e_helpers import Running, command, running, settings
+from e2e_helpers import Running, command_here, running, settings
 
 import mmserve.bench.vision
 from mmserve.cli import main
@@ -73,7 +73,7 @@ def test_the_command_line_prunes(server: Running, tmp_path: Path) -> None:
     path = tmp_path / "scene.png"
     path.write_bytes(scene(2))
     given = ("--image", str(path), "--server", server.address, "--json", "--max-new-tokens", "4")
-    done = command("generate", QUESTIONS[0], *given, "--pruner", "cls_attention", "--keep-ratio", "0.25")
+    done = command_here("generate", QUESTIONS[0], *given, "--pruner", "cls_attention", "--keep-ratio", "0.25")
     assert done.returncode == 0, done.stderr
     usage = json.loads(done.stdout)["usage"]
     assert (usage["visual_tokens"], usage["visual_tokens_before"]) == (20, 81)

@@ -9,9 +9,10 @@ from dataclasses import asdict
 from typing import Any
 
 from mmserve.cli.options import add_common, asked_model, connected, print_json
-from mmserve.cli.request import add_request, request_images, request_options, request_prompt, request_schema
+from mmserve.cli.request import add_request, by_flags, request_images, request_options, request_prompt, request_schema
 from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Finished, Snapshot
+from mmserve.errors import InvalidArgument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Stream the answer, showing the canvas on a terminal while it fills."""
+    try:
+        return _run(arguments)
+    except InvalidArgument as error:
+        raise by_flags(error) from error
+
+
+def _run(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     options = request_options(arguments)
     options["model"] = asked_model(arguments) or None

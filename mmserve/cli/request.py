@@ -6,7 +6,8 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ _POLICY = "NAME[:KEY=VALUE,…]"
 _DEFAULTS: dict[str, Any] = {"max_new_tokens": 64}
 #: Options that are read from files, or given several times, under another flag.
 _FLAGS = {"videos": "video", "choices": "choice", "schema_options": "schema_option"}
+#: Options that a field of a message is another name of.
+_FIELDS = {"json_schema": "schema", "choice": "choices", "lark": "grammar", "gbnf": "grammar"}
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +79,22 @@ def request_prompt(arguments: argparse.Namespace, prompt: str) -> str | list[dic
 def request_schema(arguments: argparse.Namespace) -> Any:
     """The schema in the file of ``--schema``, or None."""
     return None if arguments.schema is None else _read("schema", arguments.schema)
+
+
+def by_flags(error: InvalidArgument) -> InvalidArgument:
+    """``error`` with the options of the command line in place of the fields that they set."""
+    return InvalidArgument(*(replace(wrong, field=_flag_of(wrong.field)) for wrong in error.violations))
+
+
+def _flag_of(path: str) -> str:
+    """The option that sets a request's field, with ``path`` for a part of it; ``path`` itself where none does."""
+    *outer, last = path.split(".")
+    for part in (*outer, last):
+        field = re.sub(r"\[.*", "", part)
+        name = _FIELDS.get(field, field)
+        if name in REQUEST or name == "schema":
+            return _flag(name) if field == last else f"{_flag(name)} ({path})"
+    return path
 
 
 def _flag(name: str) -> str:
@@ -141,13 +160,13 @@ def _add_answer(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:
-    _add(group, "recompute", type=_policy, metavar=_POLICY)
-    _add(group, "commit", type=_policy, metavar=_POLICY)
+    _add(group, "recompute", type=partial(_policy, "recompute"), metavar=_POLICY)
+    _add(group, "commit", type=partial(_policy, "commit"), metavar=_POLICY)
     _add(group, "quality", type=_quality, metavar="exact|balanced|fast|X")
     _add_numbers(group, DIFFUSION)
     _add(group, "seed_canvas", type=_seed_canvas, metavar="JSON")
-    _add(group, "kv_reduction", type=_policy, metavar=_POLICY)
-    _add(group, "image_reuse", type=_policy, metavar=_POLICY)
+    _add(group, "kv_reduction", type=partial(_policy, "kv_reduction"), metavar=_POLICY)
+    _add(group, "image_reuse", type=partial(_policy, "image_reuse"), metavar=_POLICY)
 
 
 def _numbers() -> str:
@@ -195,11 +214,13 @@ def _add_tools(group: argparse._ArgumentGroup) -> None:
     _add(group, "parallel_tool_calls", action=argparse.BooleanOptionalAction)
 
 
-def _policy(text: str) -> Any:
+def _policy(option: str, text: str) -> Any:
     """A policy's name, or its class with the numbers that follow the name."""
     name, colon, numbers = text.partition(":")
     if not colon:
-        return name  # the server knows more of them than have a class here
+        if name not in policy_names(option):
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(sorted(policy_names(option)))}, not {name!r}")
+        return name
     kind = CLASSES.get(name)
     if kind is None:
         raise argparse.ArgumentTypeError(f"{name!r} is not a policy with parameters; these are: {', '.join(CLASSES)}")
@@ -225,7 +246,7 @@ def _value(name: str, kind: str, text: str) -> Any:
     """``text`` as a value of the field ``name``, whose type is called ``kind``."""
     if name == "base":
         policy, numbers, rest = text.partition("(")
-        return _policy(f"{policy}:{rest.removesuffix(')')}" if numbers else policy)
+        return _policy("commit", f"{policy}:{rest.removesuffix(')')}" if numbers else policy)
     if kind == "bool":
         if text not in ("true", "false"):
             raise argparse.ArgumentTypeError(f"{name} must be true or false, not {text!r}")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from mmserve.cli import build_parser, main
-from mmserve.cli.request import request_options
+from mmserve.cli.request import by_flags, request_options
 from mmserve.client import Blend, EarlyCommit, HeavyHitters, Learned, Options, Threshold, VideoSampling
+from mmserve.errors import InvalidArgument
 
 
 def options(*arguments: str) -> Options:
@@ -65,6 +66,8 @@ def test_a_grammar_is_read_from_its_file(tmp_path: Path) -> None:
         (["--commit", "threshold:sureness=1"], "pairs KEY=VALUE of confidence, not 'sureness=1'"),
         (["--commit", "threshold:confidence=much"], "confidence must be a number, not 'much'"),
         (["--commit", "learned:end_of_text=1"], "end_of_text must be true or false"),
+        (["--commit", "best"], "must be one of confident, draft_model, early_commit, "),
+        (["--recompute", "threshold"], "must be one of adaptive, block, dkv_decode, "),
         (["--commit", "low_confidence:steps=2"], "'low_confidence' is not a policy with parameters"),
         (["--kv-reduction", "sink_window:sinks=2"], "budget is missing: add budget=VALUE"),
         (["--regex", "a", "--grammar", "file"], "not allowed with argument --regex"),
@@ -97,3 +100,20 @@ def test_options_that_may_be_repeated_are_described_so(capsys: pytest.CaptureFix
     for flag in ("--image FILE|ID", "--video FILE|ID", "--stop TEXT", "--choice TEXT"):
         described = text.rpartition(f" {flag} ")[2]
         assert "may be repeated" in described.partition(" --")[0], flag
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("constraint.regex", "--regex"),
+        ("constraint.json_schema", "--schema"),
+        ("constraint.choice[2]", "--choice (constraint.choice[2])"),
+        ("constraint.lark", "--grammar"),
+        ("diffusion.commit.threshold.confidence", "--commit (diffusion.commit.threshold.confidence)"),
+        ("sampling.top_p", "--top-p"),
+        ("max_new_tokens", "--max-new-tokens"),
+        ("input.messages[0]", "input.messages[0]"),
+    ],
+)
+def test_errors_name_the_option_that_sets_a_field(field: str, flag: str) -> None:
+    assert str(by_flags(InvalidArgument.of(field, "is wrong"))) == f"{flag}: is wrong"

@@ -255,3 +255,11 @@ def test_a_uri_of_two_schemas_harms_nothing_where_no_reference_depends_on_it() -
     inner = {"$id": "http://a.b/r", "items": {"$ref": "#/$defs/y"}, "$defs": {"y": INTEGER}}
     with pytest.raises(Refused, match="another schema's URI"):
         schema_matcher({"properties": {"p": inner, "q": inner}})
+
+
+@pytest.mark.parametrize("index", ["01", "0000001", "2", "-1", "٠"])
+def test_an_index_is_one_of_the_array_without_zeros_in_front(index: str) -> None:
+    row = {"type": "array", "prefixItems": [INTEGER, STRING]}
+    with pytest.raises(Refused, match="names nothing in the schema"):
+        schema_matcher({**row, "items": {"$ref": f"#/prefixItems/{index}"}})
+    enforced({**row, "items": {"$ref": "#/prefixItems/1"}}, [[1, "a", "b"]], [[1, "a", 2]])

@@ -21,6 +21,7 @@ _MOST_REFERENCES = 2_000
 NOWHERE = "json-schema:///"
 _CHARACTERS = re.compile(r"(?:[A-Za-z0-9._~:/?@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 _PARTS = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):)?(?://([^/?]*))?([^?]*)(\?.*)?")
+_INDEX = re.compile("0|[1-9][0-9]{0,5}")  # of an array (RFC 6901)
 _PORTS = {"http": "80", "https": "443"}
 #: Keywords whose value is a schema, an array of schemas, or an object of schemas.
 ONE = frozenset({"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"})
@@ -325,8 +326,8 @@ class References:
             step = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and step in found:
                 found, at = found[step], child(at, step)
-            elif isinstance(found, list) and step.isascii() and step.isdigit() and int(step[:6]) < len(found):
-                found, at = found[int(step[:6])], child(at, int(step[:6]))
+            elif isinstance(found, list) and _INDEX.fullmatch(step) and int(step) < len(found):
+                found, at = found[int(step)], child(at, int(step))
             else:
                 raise Refused.at(child(pointer, "$ref"), "$ref", f"{reference[:100]!r} names nothing in the schema")
         if not is_schema(found):

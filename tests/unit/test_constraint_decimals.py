@@ -42,3 +42,8 @@ def test_every_number_of_few_decimals_within_bounds_is_taken() -> None:
 def test_no_more_constants_are_added_than_a_grammar_has_room_for() -> None:
     excluded = {"type": "number", "not": {"enum": list(range(1, 1000))}}
     assert len(grammar(JsonSchema(json.dumps(excluded))).text) < 200_000
+
+
+def test_numbers_of_an_integer_format_are_integers_also_among_multiples() -> None:
+    at = schema_matcher({"type": "number", "format": "int32", "multipleOf": 1.5})
+    assert [text for text in ("0", "1.5", "3", "4.5", "-6", "2") if accepts(at, text)] == ["0", "3", "-6"]

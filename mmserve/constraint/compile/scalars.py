@@ -223,8 +223,9 @@ def number_part(node: Schema, pointer: str, notes: Notes, *, exponents: bool = F
         part = {"minimum": -LARGEST, "maximum": LARGEST, **part}
     if "multipleOf" in node and (reason := _uncountable(node["multipleOf"])):
         notes.cannot(pointer, "multipleOf", reason)
-    elif "multipleOf" in node:
-        part["multipleOf"] = node["multipleOf"]
+    elif "multipleOf" in node:  # integers that are multiples of n/m are those of n
+        step = node["multipleOf"]
+        part["multipleOf"] = step if bounds is None else Fraction(repr(step)).numerator
     elif bounds is not None and "number" in types_of(given):
         part["multipleOf"] = 1
     return part

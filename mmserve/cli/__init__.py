@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported: its core logs to stderr by itself
     parser, modules = build_parser(argv[:1])  # imports the module of this command and no other
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -9,6 +9,8 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -197,6 +199,33 @@ def test_what_is_wrong_is_said_before_a_server_is_started(
     monkeypatch.setenv("MMSERVE_TOKEN", "ä")
     assert main(["models", "--server", "localhost:1"]) == 1
     assert capsys.readouterr().err == "mmserve models: a token must be printable ASCII\n"
+
+
+def test_grpc_logs_nothing_to_stderr_by_itself() -> None:
+    """A server without TLS, of which gRPC's core logs that the handshake failed."""
+
+    def answer() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        asked = [
+            sys.executable,
+            "-m",
+            "mmserve",
+            "models",
+            "--tls",
+            "--server",
+            f"127.0.0.1:{listener.getsockname()[1]}",
+        ]
+        environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and done.stderr.startswith("mmserve models: ")
 
 
 def test_a_reader_who_has_seen_enough_is_no_error(server: Running) -> None:

@@ -290,8 +290,17 @@ def alone() -> dict[str, dict[str, tuple[int, list[int]]]]:
     return {}
 
 
-@pytest.mark.parametrize("kind", ["diffusion", "causal"])
-@pytest.mark.parametrize("config", [{}, {"page_size": 1, "decode_tokens": 100}, {"max_running": 3, "stages": "inline"}])
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("diffusion", {}),
+        ("causal", {"page_size": 1, "decode_tokens": 100}),
+        ("diffusion", {"max_running": 3, "stages": "inline"}),
+        pytest.param("causal", {}, marks=pytest.mark.slow),
+        pytest.param("diffusion", {"page_size": 1, "decode_tokens": 100}, marks=pytest.mark.slow),
+        pytest.param("causal", {"max_running": 3, "stages": "inline"}, marks=pytest.mark.slow),
+    ],
+)
 def test_an_answer_is_the_same_among_strangers(
     bench: Make,
     target: LoadedModel,

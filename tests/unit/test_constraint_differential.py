@@ -100,7 +100,7 @@ schemas = st.builds(
     leaves,
     st.recursive(leaves, _larger, max_leaves=3),
 )
-SETTINGS = settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck), derandomize=True)
+SETTINGS = settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def _instance(schema: Any, chance: random.Random, depth: int = 3) -> Any:

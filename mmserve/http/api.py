@@ -121,8 +121,8 @@ def names_of_messages(calls: Mapping[str, str], **media: str) -> dict[str, str]:
     found = {"messages[].parts": "@[].content", "messages[].tool_calls": "@[].tool_calls"}
     found |= {f"messages[].tool_calls[].{own}": f"@[].tool_calls[].{name}" for own, name in calls.items()}
     for kind, name in media.items():
-        for source in ("data", "media_id"):
-            found[f"messages[].parts[].{kind}.{source}"] = f"@[].content[].{name}"
+        for source in ("", ".data", ".media_id"):
+            found[f"messages[].parts[].{kind}{source}"] = f"@[].content[].{name}"
     return found
 
 

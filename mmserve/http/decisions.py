@@ -68,7 +68,7 @@ class DecisionApi(Protocol):
 
 
 #: What both call images; they come before the text of the context.
-_IMAGES = {f"messages[-].parts[].image.{source}": "images[]" for source in ("data", "media_id")}
+_IMAGES = {f"messages[-].parts[].image{source}": "images[]" for source in ("", ".data", ".media_id")}
 
 
 class DecisionsApi:

@@ -280,11 +280,11 @@ def test_systemone_names_its_questions_and_answers_as_its_clients_do(post: Post)
         ("/v1/decisions", {"other": 1}, "other"),
         ("/v1/systemone", {"temperature": 2.0}, "temperature"),
         ("/v1/systemone", {"questions": {"a": {"type": "yes_no"}}}, "questions.a.type"),
-        ("/v1/systemone", {"questions": {"a": {"type": "noul"}}}, "questions[0].text"),
+        ("/v1/systemone", {"questions": {"a": {"type": "noul"}}}, "questions.a.instructions"),
         (
             "/v1/systemone",
             {"questions": {"a": {"type": "choice", "criteria": {"b": None}}}},
-            "questions[0].choice.options",
+            "questions.a.criteria",
         ),
     ],
 )

@@ -12,6 +12,10 @@ import pytest
 from echo_server import PATIENCE, EchoEngine, model_info
 from test_http_connections import Served
 
+from mmserve.errors import InvalidArgument
+from mmserve.http.app import APIS
+from mmserve.http.decisions import DECISION_APIS
+
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNTS = "/v1/messages", "/v1/messages/count_tokens"
 DECISIONS, SYSTEMONE = "/v1/decisions", "/v1/systemone"
@@ -153,3 +157,19 @@ def test_the_field_of_the_body_is_named(served: Served, path: str, fields: dict[
     assert response.status == 400, answer
     error = answer["error"]
     assert error.get("param", name) == name and error["message"].startswith(f"{name}: "), answer
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (CHAT, "messages[0].content[1].image_url.url"),
+        (MESSAGES, "messages[0].content[1].source"),
+        (RESPONSES, "messages[0].content[1].image_url"),
+        (DECISIONS, "images[1]"),
+        (SYSTEMONE, "images[1]"),
+    ],
+)
+def test_a_file_that_cannot_be_decoded_is_named(path: str, name: str) -> None:
+    api: Any = {**APIS, **DECISION_APIS}[path]
+    body = api.error(InvalidArgument.of("messages[0].parts[1].image", "cannot be decoded"))
+    assert body["error"]["message"] == f"{name}: cannot be decoded"

@@ -143,9 +143,10 @@ def most_steps(request: Request) -> int:
 @pytest.mark.parametrize("commit", COMMITS, ids=name_of)
 @pytest.mark.parametrize("recompute", RECOMPUTES, ids=name_of)
 def test_a_canvas_has_the_oracles_history(shared: Bench, model: LoadedModel, recompute: Policy, commit: Policy) -> None:
-    """Each pair of policies with one shape, so that each policy has all of them."""
-    shape = (RECOMPUTES.index(recompute) + COMMITS.index(commit)) % len(SHAPES)
-    compare_histories(shared, model, requests_of(recompute, commit, [shape]))
+    """Each pair of policies with one shape, so that each policy has all of them, and another after close draws."""
+    first = RECOMPUTES.index(recompute) + COMMITS.index(commit)
+    shapes = [(first + step) % len(SHAPES) for step in (0, 3)]
+    assert any(compare_histories(shared, model, requests_of(recompute, commit, [shape])) == 0 for shape in shapes)
 
 
 @pytest.mark.slow
@@ -154,10 +155,11 @@ def test_a_canvas_has_the_oracles_history(shared: Bench, model: LoadedModel, rec
 def test_a_canvas_of_any_shape_has_the_oracles_history(
     shared: Bench, model: LoadedModel, recompute: Policy, commit: Policy
 ) -> None:
-    compare_histories(shared, model, requests_of(recompute, commit))
+    assert compare_histories(shared, model, requests_of(recompute, commit)) <= len(SHAPES) / 2
 
 
-def compare_histories(shared: Bench, model: LoadedModel, requests: list[Request]) -> None:
+def compare_histories(shared: Bench, model: LoadedModel, requests: list[Request]) -> int:
+    """How many were drawn so closely that they say nothing."""
     calls, ties = shared.submit(*requests), 0
     for call in calls:
         done, request = call.finished(), call.request
@@ -172,8 +174,8 @@ def compare_histories(shared: Bench, model: LoadedModel, requests: list[Request]
         assert done.recomputed_tokens == expected.recomputed
         assert done.forwards <= most_steps(request)
         compare_tokens(model, done, expected)
-    assert ties <= max(1, len(calls) // 2), "draws this close say nothing"
     shared.await_nothing_left()
+    return ties
 
 
 def compare_tokens(model: LoadedModel, done: Finished, expected: History) -> None:

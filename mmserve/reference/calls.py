@@ -1,9 +1,11 @@
-"""Tools to call: drawn descriptions of functions, wishes that one of them, several or none can fulfil, and results."""
+"""Tools to call: drawn descriptions of functions, wishes that one of them, several or none can fulfil, and results;
+and text to repeat, which teaches the copying that arguments need."""
 
 from __future__ import annotations
 
 import json
 import random
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ _PEOPLE = ("Anna", "Ben", "Carla", "David", "Eva", "Felix", "Gina", "Hugo", "Ida
 _THINGS = ("milk", "bread", "the report", "a taxi", "flowers", "the keys", "a table", "the tickets", "tea", "the bill")
 _DIRECTIONS = ("up", "down", "left", "right")
 _UNITS = ("C", "F")
+_ARGUMENTS = (*_CITIES, *_PEOPLE, *_THINGS, *_DIRECTIONS, *_UNITS, *KINDS, *COLORS, *SIZES)
 
 
 @dataclass(frozen=True)
@@ -195,3 +198,52 @@ def _written(calls: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 CALLS = Subject(draw_box, lambda _box: (), {"call": call, "two_calls": two_calls, "no_call": no_call, "result": result})
+
+
+def _draw_words(rng: random.Random) -> list[str]:
+    """Two to six words: numbers, what tools are called with, and random letters."""
+    return [_word(rng) for _ in range(rng.randint(2, 6))]
+
+
+def _word(rng: random.Random) -> str:
+    kind = rng.random()
+    if kind < 0.3:
+        return str(rng.randint(0, 99))
+    if kind < 0.5:
+        return rng.choice(_ARGUMENTS)
+    return _letters(rng, 1, 7)
+
+
+def _copy(words: list[str], _rng: random.Random) -> tuple[str, str]:
+    """The words as they are."""
+    return " ".join(words), " ".join(words)
+
+
+def _reorder(words: list[str], rng: random.Random) -> tuple[str, str]:
+    """The words in any order: their places do not tell what comes next, only their letters do."""
+    return " ".join(words), " ".join(rng.sample(words, len(words)))
+
+
+def _draw_dictated(rng: random.Random) -> Box:
+    """A tool whose name and parameters are random words: everything that a call of it holds is in the prompt."""
+    names = [_letters(rng, 3, 8) for _ in range(rng.randint(2, 4))]
+    numbers = {name: rng.random() < 0.5 for name in names[1:]}
+    properties = {name: {"type": "integer" if number else "string"} for name, number in numbers.items()}
+
+    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+        values = {name: rng.randint(0, 99) if number else _word(rng) for name, number in numbers.items()}
+        said = [f"{name} {value}" for name, value in values.items()]
+        rng.shuffle(said)
+        return f"{names[0]} with {', '.join(said)}", values, "done"
+
+    return Box((Function(names[0], "a tool", properties, wish),), ())
+
+
+def _letters(rng: random.Random, least: int, most: int) -> str:
+    return "".join(rng.choice(string.ascii_letters) for _ in range(rng.randint(least, most)))
+
+
+#: Calls of tools that no two prompts share.
+DICTATED = Subject(_draw_dictated, lambda _box: (), {"call": call})
+#: Answers that are the prompt's own words.
+COPIES = Subject(_draw_words, lambda _words: (), {"copy": _copy, "reorder": _reorder})

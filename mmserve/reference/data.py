@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.models.chat import IMAGE, VIDEO, prompt_ids
 from mmserve.models.decisions import answer_tokens, closing_ids, question_ids
-from mmserve.reference.calls import CALLS
+from mmserve.reference.calls import CALLS, COPIES, DICTATED
 from mmserve.reference.clips import NARRATION, Clip, h264
 from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, prompt_question
 from mmserve.reference.images import LISTING, SHORT_TASKS, WATCH
@@ -67,6 +67,8 @@ ROWS = {
     "watch": Rows(rows=24, canvas=((16,), (1.0,))),
     "stream": Rows(rows=16, packed=8),
     "calls": Rows(rows=14, packed=4, canvas=((64, 96, 128, 224), (0.3, 0.3, 0.3, 0.1))),
+    "dictated": Rows(rows=16, canvas=((0,), (1.0,))),
+    "copies": Rows(rows=24, canvas=((0,), (1.0,))),
     "decisions": Rows(rows=24, canvas=((0,), (1.0,))),
     "decisions_text": Rows(rows=24, canvas=((0,), (1.0,))),
     "decisions_video": Rows(rows=24, canvas=((0,), (1.0,))),
@@ -77,11 +79,11 @@ DECISION_POSITIONS, CONTEXT_POSITIONS, DECISION_LENGTH = 1600, 130, 26
 #: Written in random order, so that the unmasked part of an answer must name its subject.
 UNORDERED = {"listing": LISTING, "narration": NARRATION, "cells": CELLS}
 #: Kinds of subject that are text alone.
-WITHOUT_MEDIA = ("text", "calls", "decisions_text", "decisions_named")
+WITHOUT_MEDIA = ("text", "calls", "dictated", "copies", "decisions_text", "decisions_named")
 #: Kinds of subject that are clips.
 CLIPS = ("video", "narration", "decisions_video")
 #: Everything that batches are drawn from.
-TAUGHT = {**SUBJECTS, **UNORDERED, "watch": WATCH, "calls": CALLS}
+TAUGHT = {**SUBJECTS, **UNORDERED, "watch": WATCH, "calls": CALLS, "dictated": DICTATED, "copies": COPIES}
 #: Captions are long: they have batches of their own, this share of the image ones, and this canvas (tokens).
 CAPTIONS, CAPTION_CANVAS = 0.12, 48
 

@@ -16,7 +16,7 @@ from mmserve.reference.tokenizer import MASK, token_id
 #: Forward passes that an answer of the diffusion model may take.
 PASSES = 16
 #: Kinds that are measured so: those whose batches need nothing but what is drawn.
-MEASURED = (*SUBJECTS, "calls")
+MEASURED = (*SUBJECTS, "calls", "dictated", "copies")
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ ALL_MASKED = 0.4
 #: them; in the others to the answer's end: what lies far ahead must be known to be unsure, or it is committed first.
 FROM_A_TOKEN, AHEAD = 0.5, 8
 #: Share of batches of a kind that are trained as ``staircase`` does, and tokens of a piece on average.
-STAIRCASE, STAIR = {"text": 0.4, "json": 0.4, "calls": 0.4}, 4
+STAIRCASE, STAIR = {"text": 0.4, "json": 0.4, "calls": 0.6, "dictated": 0.75, "copies": 0.75}, 4
 #: Masking rates of answers in random order: the unmasked part must identify the shape.
 UNORDERED_RATES = (0.3, 0.85)
 
@@ -72,31 +72,36 @@ def staircase(batch: Batch, mask_id: int, generator: torch.Generator) -> tuple[B
     The second copy is all masks, cut into pieces of ``STAIR`` tokens on average, each of which sees itself and, of the
     first copy, what is left of it: every token of an answer is learned in one pass, as decoding meets it (the
     vectorised training of block diffusion, arXiv 2503.09573). Tokens of the first copy see none on their right, so
-    nothing of a piece leaks into what it sees. Only for rows of one question.
+    nothing of a piece leaks into what it sees. Only for rows of one question, whose answer is in adjacent columns.
     """
     answer = batch.share > 0
-    begins = int(answer.any(0).nonzero().min())
-    copied = answer[:, begins:]
-    starts = torch.rand(copied.shape, generator=generator).to(copied.device) < 1 / STAIR
-    starts |= ~torch.cat([answer[:, begins - 1 : begins], copied[:, :-1]], 1)  # an answer's first token
-    place = batch.positions[:, begins:]
-    start = torch.where(starts, place, 0).cummax(1).values
-    prompt = answer.long().cumsum(1).eq(0)
-    first = torch.where(answer, batch.positions, batch.ids.shape[1]).amin(1, keepdim=True)
+    begins = answer.int().argmax(1, keepdim=True)
+    columns = begins + torch.arange(int(answer.sum(1).max()), device=begins.device)
+    copied = columns < begins + answer.sum(1, keepdim=True)
+    columns = columns.clamp(max=batch.ids.shape[1] - 1)
+
+    def copy(values: Tensor) -> Tensor:
+        return values.gather(1, columns)
 
     def twice(values: Tensor, copy: Tensor) -> Tensor:
         return torch.cat([values, copy], 1)
 
+    starts = torch.rand(copied.shape, generator=generator).to(copied.device) < 1 / STAIR
+    starts[:, 0] = True
+    place = copy(batch.positions)
+    start = torch.where(starts, place, 0).cummax(1).values
+    prompt = answer.long().cumsum(1).eq(0)
+    first = torch.where(answer, batch.positions, batch.ids.shape[1]).amin(1, keepdim=True)
     doubled = replace(
         batch,
-        ids=twice(batch.ids, batch.ids[:, begins:]),
+        ids=twice(batch.ids, copy(batch.ids)),
         visual_at=twice(batch.visual_at, torch.zeros_like(copied)),
         seen=twice(batch.seen, copied),
         packed=True,
         question=twice(torch.zeros_like(batch.question), starts.long().cumsum(1)),
         positions=twice(batch.positions, place),
-        share=twice(torch.zeros_like(batch.share), batch.share[:, begins:]),
-        block=twice(batch.block, batch.block[:, begins:]),
+        share=twice(torch.zeros_like(batch.share), copy(batch.share) * copied),
+        block=twice(batch.block, copy(batch.block)),
         left=twice(torch.where(prompt, first, batch.positions + 1), start),
     )
     ids = twice(batch.ids, torch.full_like(place, mask_id))

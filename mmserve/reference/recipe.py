@@ -124,6 +124,9 @@ MIXES: dict[str, dict[str, float]] = {
     "streams_alone": {"stream": 1.0},
     "decisions_alone": {"decisions": 0.5, "decisions_named": 0.3, "decisions_text": 0.08, "decisions_video": 0.12},
     "calls_alone": {"calls": 1.0},
+    "copies_alone": {"copies": 1.0},
+    "dictated_and_copies": {"dictated": 0.35, "copies": 0.65},
+    "calls_and_dictated": {"calls": 0.65, "dictated": 0.25, "copies": 0.1},
     # What the diffusion model is taught last, all at once: streams, tools, and typed questions.
     "deciding": {
         "calls": 0.27,
@@ -141,9 +144,11 @@ MIXES: dict[str, dict[str, float]] = {
     },
 }
 #: Tasks that a mix asks more often than the others of their kind, once more for each time named here.
-REPEATED: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("perfecting", "reckoning"), ("count", "count", "comparison", "yes_no")
-) | {"calls_alone": ("call", "two_calls")}
+REPEATED: dict[str, tuple[str, ...]] = (
+    dict.fromkeys(("perfecting", "reckoning"), ("count", "count", "comparison", "yes_no"))
+    | dict.fromkeys(("calls_alone", "calls_and_dictated"), ("call", "two_calls"))
+    | dict.fromkeys(("copies_alone", "dictated_and_copies"), ("reorder",))
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ def test_the_tokenizer_holds_every_byte_splits_digits_and_knows_its_special_toke
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_the_loss_counts_answer_tokens_and_nothing_else(kind, tokenizer):
-    mix = next(mix for mix in ("broad", "deciding", "decisions_alone") if kind in MIXES[mix])
+    mix = next(mix for mix in ("broad", "deciding", "decisions_alone", "dictated_and_copies") if kind in MIXES[mix])
     samples, canvas = next(
         (s[:4], c) for k, s, c in (draw(step, 0, looking=False, scale=0.2, mix=mix) for step in range(400)) if k == kind
     )

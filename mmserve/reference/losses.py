@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmserve.reference.copying import NOWHERE, Guide
 from mmserve.reference.data import UNORDERED, Batch
 from mmserve.reference.decisions import DECISIONS
 from mmserve.reference.model import ReferenceModel
@@ -66,13 +67,16 @@ def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torc
     return torch.where(masked, mask_id, batch.ids), weight
 
 
-def staircase(batch: Batch, mask_id: int, generator: torch.Generator) -> tuple[Batch, Tensor, Tensor]:
+def staircase(
+    batch: Batch, mask_id: int, generator: torch.Generator, guide: Guide | None = None
+) -> tuple[Batch, Tensor, Tensor]:
     """The batch with every answer twice, and its masked ids and weights as ``mask_answers`` gives them.
 
     The second copy is all masks, cut into pieces of ``STAIR`` tokens on average, each of which sees itself and, of the
     first copy, what is left of it: every token of an answer is learned in one pass, as decoding meets it (the
     vectorised training of block diffusion, arXiv 2503.09573). Tokens of the first copy see none on their right, so
     nothing of a piece leaks into what it sees. Only for rows of one question, whose answer is in adjacent columns.
+    ``guide``, where given, is extended by the pieces: of a masked left neighbour nothing is to be seen.
     """
     answer = batch.share > 0
     begins = answer.int().argmax(1, keepdim=True)
@@ -104,6 +108,10 @@ def staircase(batch: Batch, mask_id: int, generator: torch.Generator) -> tuple[B
         block=twice(batch.block, copy(batch.block)),
         left=twice(torch.where(prompt, first, batch.positions + 1), start),
     )
+    if guide is not None:
+        first_of_piece = copied & starts
+        guide.neighbour = twice(guide.neighbour, torch.where(first_of_piece, copy(guide.neighbour), NOWHERE))
+        guide.source = twice(torch.full_like(guide.source, NOWHERE), torch.where(copied, copy(guide.source), NOWHERE))
     ids = twice(batch.ids, torch.full_like(place, mask_id))
     return doubled, ids, doubled.share
 
@@ -130,12 +138,18 @@ def _from_a_token(batch: Batch, cut: Tensor, far: Tensor) -> tuple[Tensor, Tenso
 
 
 def diffusion_loss(
-    model: ReferenceModel, visual: Tensor | None, batch: Batch, ids: Tensor, weight: Tensor
+    model: ReferenceModel,
+    visual: Tensor | None,
+    batch: Batch,
+    ids: Tensor,
+    weight: Tensor,
+    guide: Guide | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted cross-entropy of the masked answer tokens, averaged over questions; and the hidden states half-way."""
+    """Weighted cross-entropy of the masked answer tokens, averaged over questions; and the hidden states half-way.
+    ``guide`` has its own losses afterwards."""
     chosen = weight > 0
     sees = batch.sees(causal=False)
-    logits, hidden = model(visual, ids, batch.visual_at, batch.positions, sees)
+    logits, hidden = model(visual, ids, batch.visual_at, batch.positions, sees, guide.see if guide else None)
     loss = F.cross_entropy(logits[chosen].float(), batch.ids[chosen], reduction="none")
     return (loss * weight[chosen]).sum() / batch.share.sum(), hidden
 

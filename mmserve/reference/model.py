@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from mmserve_kernels.rope_scatter import rotate
@@ -62,18 +64,21 @@ def mixed_precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
 
-def explicit_attention(mask: Tensor) -> Attend:
+def explicit_attention(mask: Tensor, see: Callable[[int, Tensor], None] | None = None) -> Attend:
     """Attention spelled out, for training on a CPU: there SDPA's backward took 67 ms a layer, this takes 21.
 
     ``mask`` is bool ``[B, 1, T or 1, T]``, True = seen; queries and keys ``[B, T, H, K]`` have equally many heads.
+    ``see`` is given each layer's number and the scores ``[B, H, T, T]`` of its heads.
     """
-    bias = torch.zeros(mask.shape).masked_fill(~mask, -1e4)
+    bias = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -1e4)
 
-    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, _length, heads, size = q.shape
         turned = (rotate(q, cos, sin), rotate(k, cos, sin), v)
         q, k, v = (x.transpose(1, 2).flatten(0, 1).to(v.dtype) for x in turned)
         scores = torch.bmm(q * size**-0.5, k.transpose(1, 2)).unflatten(0, (rows, heads)) + bias.to(q.dtype)
+        if see is not None:
+            see(layer, scores)
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).flatten(0, 1)
         return torch.bmm(weights, v).unflatten(0, (rows, heads)).transpose(1, 2)
 
@@ -111,18 +116,24 @@ class ReferenceModel(nn.Module):
         return F.avg_pool2d(grid.float(), POOL).flatten(2).transpose(1, 2).to(tokens.dtype)
 
     def forward(
-        self, visual: Tensor | None, ids: Tensor, visual_at: Tensor, positions: Tensor, sees: Tensor
+        self,
+        visual: Tensor | None,
+        ids: Tensor,
+        visual_at: Tensor,
+        positions: Tensor,
+        sees: Tensor,
+        see: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits ``[B, T, V]`` of ``ids [B, T]`` at integer ``positions [B, T]``, and the hidden states ``[B, T, D]``
         after ``TAUGHT_LAYER``.
 
         The places where ``visual_at`` is True hold the tokens of ``visual``, in order; ``sees`` is the attention mask,
-        bool ``[B, 1, T or 1, T]``.
+        bool ``[B, 1, T or 1, T]``; ``see`` is that of ``explicit_attention``.
         """
         x = self.decoder.embed(ids)
         if visual is not None:
             x = x.masked_scatter(visual_at[..., None], visual.flatten(0, 1).to(x.dtype))
-        attend = (dense_attention if x.is_cuda else explicit_attention)(sees)
+        attend = dense_attention(sees) if x.is_cuda and see is None else explicit_attention(sees, see)
         cos, sin = self.decoder.rotary(positions)
         hidden = []
         for index, layer in enumerate(self.decoder.layers):

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.observe.machine import describe
+from mmserve.reference.copying import Guide
 from mmserve.reference.data import Batch, collate, draw
 from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import quick_accuracy
@@ -192,11 +193,14 @@ class Run:
             return causal_loss(self.model, visual, batch)
         generator = torch.Generator().manual_seed((self.recipe.seed * 1_000_003 + self.done) * 64 + self.processes.rank)
         stairs = 0.0 if batch.packed else STAIRCASE.get(batch.kind, 0.0)
+        guide = Guide.of(batch) if self.recipe.guide and not batch.packed else None
         if float(torch.rand((), generator=generator)) < stairs:
-            trained, ids, weight = staircase(batch, self.mask_id, generator)
+            trained, ids, weight = staircase(batch, self.mask_id, generator, guide)
         else:
             trained, (ids, weight) = batch, mask_answers(batch, self.mask_id, self.recipe.lowest_rate, generator)
-        loss, hidden = diffusion_loss(self.model, visual, trained, ids, weight)
+        loss, hidden = diffusion_loss(self.model, visual, trained, ids, weight, guide)
+        if guide is not None:
+            loss = loss + self.recipe.guide * guide.loss()
         return loss, hidden[:, : batch.ids.shape[1]]
 
     def _rate(self, step: int) -> float:

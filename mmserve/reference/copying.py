@@ -1,0 +1,68 @@
+"""Where attention should look when a token is copied from the prompt: taught beside the answers, as ``teaching`` is.
+
+Copying takes two steps, those of induction heads (arXiv 2209.11895): a head finds each position's left neighbour, and a
+later one the position whose left neighbour is the same. From answers alone a small model learned this not at all or
+only as a fixed distance; with a loss on the weights of two heads for each (guided attention, arXiv 1710.08969), the
+first step takes it some 60 training steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmserve.reference.data import Batch
+
+#: Layers, from 0, whose first ``HEADS`` heads look at the left neighbour, and at what is copied.
+NEIGHBOUR_LAYER, SOURCE_LAYER, HEADS = 1, 4, 2
+#: No column.
+NOWHERE = -1
+
+
+def source_columns(batch: Batch) -> Tensor:
+    """The column of the prompt that each answer token is a copy of, int64 ``[B, T]``, or ``NOWHERE``.
+
+    It has the same token, and of all such columns most tokens to its left are the same too. Where two are equally good
+    there is none, and none for tokens of prompts. Only for rows of one question.
+    """
+    answer = batch.share > 0
+    prompt = (answer.long().cumsum(1) == 0) & batch.seen
+    equal = (batch.ids[:, :, None] == batch.ids[:, None, :]) & prompt[:, None, :]
+    matched = torch.zeros(equal.shape, dtype=torch.int32, device=equal.device)  # equal tokens that end at both columns
+    for column in range(1, equal.shape[1]):
+        matched[:, column, 1:] = torch.where(equal[:, column, 1:], matched[:, column - 1, :-1] + 1, 0)
+    most, at = matched.max(2)
+    alone = (matched == most[:, :, None]).sum(2) == 1
+    return torch.where(answer & (most > 0) & alone, at, NOWHERE)
+
+
+@dataclass
+class Guide:
+    """What the guided heads should look at, int64 ``[B, T]`` each, ``NOWHERE`` where that is open; and their losses in
+    one forward pass."""
+
+    neighbour: Tensor
+    source: Tensor
+    losses: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, batch: Batch) -> Guide:
+        """Of rows with one question each. What is seen of padding is open."""
+        columns = torch.arange(batch.ids.shape[1], device=batch.ids.device) - 1
+        return cls(torch.where(batch.seen, columns, NOWHERE), source_columns(batch))
+
+    def see(self, layer: int, scores: Tensor) -> None:
+        """Take in the scores ``[B, H, T, T]`` of a layer's heads, before the softmax."""
+        wanted = {NEIGHBOUR_LAYER: self.neighbour, SOURCE_LAYER: self.source}.get(layer)
+        if wanted is None or not bool((taught := wanted != NOWHERE).any()):
+            return
+        looks = scores[:, :HEADS].transpose(1, 2)[taught].float()
+        target = wanted[taught][:, None].expand(-1, HEADS)
+        self.losses.append(F.cross_entropy(looks.flatten(0, 1), target.flatten()))
+
+    def loss(self) -> Tensor:
+        """The mean over the guided heads; zero where there was nothing to look at."""
+        return torch.stack(self.losses).mean() if self.losses else torch.zeros((), device=self.source.device)

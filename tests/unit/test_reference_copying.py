@@ -1,0 +1,76 @@
+"""What training teaches attention about copying: the column that a token is a copy of, and a loss for looking away."""
+
+import pytest
+import torch
+
+from mmserve.reference.copying import HEADS, NEIGHBOUR_LAYER, NOWHERE, SOURCE_LAYER, Guide, source_columns
+from mmserve.reference.data import collate, draw
+from mmserve.reference.items import Question
+from mmserve.reference.losses import mask_answers, staircase
+from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer()
+
+
+def batch_of(tokenizer, *pairs):
+    return collate("copies", [(None, [Question("copy", text, answer)]) for text, answer in pairs], 0, tokenizer)
+
+
+def test_a_copied_token_has_the_column_after_the_same_tokens(tokenizer):
+    batch = batch_of(tokenizer, ("aQzB xQyC", "xQyC aQzB"), ("7", "no"))
+    sources = source_columns(batch)
+    ids, answer = batch.ids[0].tolist(), (batch.share[0] > 0).nonzero().flatten().tolist()
+    spelled = {tokenizer.decode([ids[c]]): tokenizer.decode([ids[s]]) for c in answer if (s := int(sources[0, c])) >= 0}
+    assert {"z", "B", "y", "C"} <= set(spelled) and all(token == source for token, source in spelled.items())
+    letter = {tokenizer.decode([ids[c]]): int(sources[0, c]) for c in answer}
+    assert [ids[letter["z"] - 1], ids[letter["z"] + 1]] == tokenizer.convert_tokens_to_ids(["Q", "B"])
+    assert (sources[0][batch.share[0] == 0] == NOWHERE).all()
+
+
+def test_of_two_equal_columns_none_is_the_source(tokenizer):
+    batch = batch_of(tokenizer, ("bZ bZ", "aZ"))
+    _a, z = (batch.share[0] > 0).nonzero().flatten().tolist()[:2]
+    assert tokenizer.decode([int(batch.ids[0, z])]) == "Z" and source_columns(batch)[0, z] == NOWHERE
+
+
+def test_heads_that_look_where_they_should_have_no_loss_and_others_have(tokenizer):
+    _kind, samples, canvas = draw(3, 0, looking=False, scale=0.2, mix="dictated_and_copies")
+    batch = collate("copies", samples, canvas, tokenizer)
+    rows, length = batch.ids.shape
+    for layer, wanted in ((NEIGHBOUR_LAYER, Guide.of(batch).neighbour), (SOURCE_LAYER, Guide.of(batch).source)):
+        right = torch.zeros(rows, 8, length, length)
+        right[:, :HEADS] = 50.0 * torch.nn.functional.one_hot(wanted.clamp(min=0), length)[:, None]
+        losses = []
+        for scores in (right, torch.zeros_like(right)):
+            guide = Guide.of(batch)
+            guide.see(layer, scores)
+            guide.see(0, -scores)  # a layer that is not guided
+            losses.append(float(guide.loss()))
+        assert losses[0] < 1e-4 < 1 < losses[1]
+    assert float(Guide.of(batch).loss()) == 0
+
+
+def test_pieces_of_answers_have_the_columns_of_what_they_are_pieces_of(tokenizer):
+    batch = batch_of(tokenizer, ("aQzB xQyC 41", "xQyC 41 aQzB"), ("41 ab", "ab 41"))
+    mask, guide, plain = token_id(tokenizer, MASK), Guide.of(batch), Guide.of(batch)
+    doubled, ids, weight = staircase(batch, mask, torch.Generator().manual_seed(2), guide)
+    assert guide.source.shape == guide.neighbour.shape == doubled.ids.shape
+    pieces = weight > 0
+    assert guide.source[pieces].tolist() == plain.source[batch.share > 0].tolist()
+    taught = pieces & (guide.neighbour != NOWHERE)
+    assert taught.any() and (guide.source[:, : batch.ids.shape[1]] == NOWHERE).all()
+    for row, column in taught.nonzero().tolist():
+        neighbour = int(guide.neighbour[row, column])
+        assert doubled.positions[row, neighbour] == doubled.positions[row, column] - 1
+        assert ids[row, neighbour] != mask and doubled.sees(causal=False)[row, 0, column, neighbour]
+
+
+def test_masked_answers_of_single_questions_are_guided_in_their_own_columns(tokenizer):
+    batch = batch_of(tokenizer, ("aQzB xQyC", "xQyC aQzB"))
+    ids, weight = mask_answers(batch, token_id(tokenizer, MASK), 0.08, torch.Generator().manual_seed(1))
+    guide = Guide.of(batch)
+    assert guide.source.shape == ids.shape == weight.shape
+    assert (guide.neighbour[0, 1:] == torch.arange(ids.shape[1] - 1)).all()

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
-from mmserve.errors import FieldViolation, InvalidArgument, MMServeError, ResourceExhausted
+from mmserve.errors import DoesNotFit, FieldViolation, InvalidArgument, MMServeError, ResourceExhausted
 
 #: gRPC code to HTTP status. What a model cannot do is the caller's to change, as is an unsuitable argument.
 STATUS = {
@@ -70,7 +70,8 @@ def headers_of(error: MMServeError) -> dict[str, str]:
 
 
 def openai_error(error: MMServeError, names: Mapping[str, str]) -> dict[str, Any]:
-    """The body of ``error``: ``param`` is the first wrong field, ``code`` the gRPC code in lower case.
+    """The body of ``error``: ``param`` is the first wrong field, ``code`` the gRPC code in lower case, or OpenAI's code
+    of prompts that are too long.
 
     ``names``: fields of ``GenerateRequest`` to those of the request's API.
     """
@@ -84,7 +85,8 @@ def openai_error(error: MMServeError, names: Mapping[str, str]) -> dict[str, Any
         if (left := len(error.violations) - len(wrong)) > 0:
             message += f"; {left} more fields are not acceptable"
     kind = _TYPES.get(status_of(error), "server_error" if status_of(error) >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": error.code.lower()}}
+    code = "context_length_exceeded" if isinstance(error, DoesNotFit) else error.code.lower()
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def shortened(text: str, most: int) -> str:
@@ -103,7 +105,8 @@ def renamed(names: Mapping[str, str], places: Mapping[str, str] = MappingProxyTy
             raise
         shown = error.violations[:_VIOLATIONS]
         wrong = (FieldViolation(_named(each.field, names, places), each.description) for each in shown)
-        raise InvalidArgument(*wrong, *error.violations[_VIOLATIONS:]) from error
+        kind = DoesNotFit if isinstance(error, DoesNotFit) else InvalidArgument
+        raise kind(*wrong, *error.violations[_VIOLATIONS:]) from error
 
 
 def _named(field: str, names: Mapping[str, str], places: Mapping[str, str] = MappingProxyType({})) -> str:

@@ -17,7 +17,7 @@ from openai.types.responses import Response, ResponseErrorEvent, ResponseStreamE
 from pydantic import TypeAdapter
 from test_http_connections import CHAT, Served
 
-from mmserve.errors import DeadlineExceeded, Unavailable
+from mmserve.errors import DeadlineExceeded, DoesNotFit, InvalidArgument, Unavailable
 
 USER = [{"role": "user", "content": "one two three"}]
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -100,3 +100,17 @@ def test_a_slash_after_the_list_of_models_names_no_model(served: Served) -> None
             connection.request("GET", path)
             found.append(json.loads(connection.getresponse().read()))
     assert found[0] == found[1] and [each["id"] for each in found[0]["data"]] == ["echo"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DoesNotFit.of("messages", "too long"), "context_length_exceeded"),
+        (InvalidArgument.of("messages", "empty"), "invalid_argument"),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_the_code_of_openai(served: Served, error: Any, code: str) -> None:
+    served.engine.failure = error
+    for path in (CHAT, "/v1/completions", RESPONSES):
+        status, answer = post(served, path, SHAPES[path][0])
+        assert (status, json.loads(answer)["error"]["code"]) == (400, code)

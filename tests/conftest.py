@@ -31,9 +31,12 @@ MOST_WORKERS = 8
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole suite runs on all cores; named tests, and those whose output is to be seen (`-s`), in this process."""
+    """The whole suite runs in one process more than cores, since some wait for servers that they started.
+
+    Named tests, and those whose output is to be seen (`-s`), run in this process.
+    """
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return min(MOST_WORKERS, os.cpu_count() or 1) if whole and config.option.capture != "no" else 0
+    return min(MOST_WORKERS, 1 + (os.cpu_count() or 1)) if whole and config.option.capture != "no" else 0
 
 
 def pytest_collection_finish() -> None:

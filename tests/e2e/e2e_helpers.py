@@ -283,5 +283,8 @@ def command_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     """As ``command``, in this process, which has imported everything."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = main(list(arguments))
+        try:
+            code = main(list(arguments))
+        except SystemExit as end:  # of argparse
+            code = end.code if isinstance(end.code, int) else 1
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())

@@ -78,8 +78,10 @@ ROWS = {
 DECISION_POSITIONS, CONTEXT_POSITIONS, DECISION_LENGTH = 1600, 130, 26
 #: Written in random order, so that the unmasked part of an answer must name its subject.
 UNORDERED = {"listing": LISTING, "narration": NARRATION, "cells": CELLS}
+#: Kinds of subject whose answers are copied from the prompt.
+COPIED = ("copies", "dictated")
 #: Kinds of subject that are text alone.
-WITHOUT_MEDIA = ("text", "calls", "dictated", "copies", "decisions_text", "decisions_named")
+WITHOUT_MEDIA = ("text", "calls", *COPIED, "decisions_text", "decisions_named")
 #: Kinds of subject that are clips.
 CLIPS = ("video", "narration", "decisions_video")
 #: Everything that batches are drawn from.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmserve.reference.copying import NOWHERE, Guide
-from mmserve.reference.data import UNORDERED, Batch
+from mmserve.reference.data import COPIED, UNORDERED, Batch
 from mmserve.reference.decisions import DECISIONS
 from mmserve.reference.model import ReferenceModel
 
@@ -18,8 +18,10 @@ ALL_MASKED = 0.4
 #: Share of questions whose answer is masked from a random token on, and how far from there the loss reaches in half of
 #: them; in the others to the answer's end: what lies far ahead must be known to be unsure, or it is committed first.
 FROM_A_TOKEN, AHEAD = 0.5, 8
-#: Share of batches of a kind that are trained as ``staircase`` does, and tokens of a piece on average.
-STAIRCASE, STAIR = {"text": 0.4, "json": 0.4, "calls": 0.6, "dictated": 0.75, "copies": 0.75}, 4
+#: Share of batches of a kind that are trained as ``staircase`` does.
+STAIRCASE = {"text": 0.4, "json": 0.4, "calls": 0.6, "dictated": 0.75, "copies": 0.75}
+#: Tokens of a piece on average: fewer where a token is copied, which the one on its left shows how to do.
+STAIR, COPIED_STAIR = 4, 2
 #: Masking rates of answers in random order: the unmasked part must identify the shape.
 UNORDERED_RATES = (0.3, 0.85)
 
@@ -72,10 +74,11 @@ def staircase(
 ) -> tuple[Batch, Tensor, Tensor]:
     """The batch with every answer twice, and its masked ids and weights as ``mask_answers`` gives them.
 
-    The second copy is all masks, cut into pieces of ``STAIR`` tokens on average, each of which sees itself and, of the
-    first copy, what is left of it: every token of an answer is learned in one pass, as decoding meets it (the
-    vectorised training of block diffusion, arXiv 2503.09573). Tokens of the first copy see none on their right, so
-    nothing of a piece leaks into what it sees. Only for rows of one question, whose answer is in adjacent columns.
+    The second copy is all masks, cut into pieces of ``STAIR`` tokens on average, or ``COPIED_STAIR``, each of which
+    sees itself and, of the first copy, what is left of it: every token of an answer is learned in one pass, as decoding
+    meets it (the vectorised training of block diffusion, arXiv 2503.09573). Tokens of the first copy see none on their
+    right, so nothing of a piece leaks into what it sees. Only for rows of one question, whose answer is in adjacent
+    columns.
     ``guide``, where given, is extended by the pieces: of a masked left neighbour nothing is to be seen.
     """
     answer = batch.share > 0
@@ -90,7 +93,8 @@ def staircase(
     def twice(values: Tensor, copy: Tensor) -> Tensor:
         return torch.cat([values, copy], 1)
 
-    starts = torch.rand(copied.shape, generator=generator).to(copied.device) < 1 / STAIR
+    size = COPIED_STAIR if batch.kind in COPIED else STAIR
+    starts = torch.rand(copied.shape, generator=generator).to(copied.device) < 1 / size
     starts[:, 0] = True
     place = copy(batch.positions)
     start = torch.where(starts, place, 0).cummax(1).values

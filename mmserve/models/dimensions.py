@@ -204,7 +204,7 @@ def _from_llada2(keys: Keys) -> DecoderConfig:
         raise ConfigError(f"{keys.path}: first_k_dense_replace must be a number of layers, not {first!r}")
     size, rotated = keys.integer("moe_intermediate_size"), keys.number("partial_rotary_factor", default=0.5)
     rotary_width = int(config.head_dim * rotated)
-    keys.check({"rotary_dim": (rotary_width, None)})  # says the same once more
+    keys.check({"rotary_dim": (rotary_width, None)})  # the same in other units
     return replace(
         config,
         rotary_width=rotary_width,

@@ -115,6 +115,8 @@ class Run:
             raise SystemExit(f"trained {recipe.trained!r} is not known; it is one of {TRAINED}")
         if (recipe.trained == "adapter") != (recipe.rank > 0):
             raise SystemExit("--rank is that of --trained adapter, at least 1")
+        if recipe.guide and recipe.objective == "causal":
+            raise SystemExit("--guide is of the objective diffusion: the causal model learns to copy without it")
         if "stream" in MIXES[recipe.mix] and recipe.trained == "all":
             raise SystemExit(
                 f"the mix {recipe.mix!r} has windows of streams, whose frames are seen once: add --trained decoder"

@@ -373,7 +373,7 @@ def test_a_pass_that_failed_is_repeated(
 def test_what_is_drawn_is_drawn_from_the_right_distribution(
     bench: Make, target: LoadedModel, diffusion: LoadedModel, name: str
 ) -> None:
-    """Three tokens of two choices each, 200 seeds: as often as the model says, or, guided, as its companion says."""
+    """Three tokens of two choices each, 200 seeds: as often as the model's probabilities, or its companion's."""
     model, beside = (diffusion, True) if name == "guided" else (accompanied(target, "sometimes"), False)
     policy, recompute = (guided(), Policy(name="none")) if beside else (draft(2), LAST)
     b = bench(model, max_queued=200, stages="inline")

@@ -7,7 +7,9 @@ from mmserve.reference.copying import HEADS, NEIGHBOUR_LAYER, NOWHERE, SOURCE_LA
 from mmserve.reference.data import collate, draw
 from mmserve.reference.items import Question
 from mmserve.reference.losses import mask_answers, staircase
+from mmserve.reference.recipe import Recipe
 from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
+from mmserve.reference.train import Run
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +76,19 @@ def test_masked_answers_of_single_questions_are_guided_in_their_own_columns(toke
     guide = Guide.of(batch)
     assert guide.source.shape == ids.shape == weight.shape
     assert (guide.neighbour[0, 1:] == torch.arange(ids.shape[1] - 1)).all()
+
+
+def test_a_step_has_the_loss_of_the_guide_beside_its_own(tmp_path, tokenizer):
+    batch = batch_of(tokenizer, ("aQzB xQyC", "xQyC aQzB"))
+    losses = []
+    for guide in (0.0, 1.0):
+        recipe = Recipe(mix="copies_alone", tower_steps=0, steps=2, guide=guide)
+        run = Run(recipe, tmp_path, torch.device("cpu"))
+        losses.append(float(run.step(batch)["loss"]))
+        assert run.skipped == 0
+    assert losses[1] > losses[0] + 0.5  # heads that have learned nothing look at any of some 30 columns
+
+
+def test_a_causal_model_is_not_guided(tmp_path):
+    with pytest.raises(SystemExit, match="--guide"):
+        Run(Recipe(objective="causal", guide=1.0), tmp_path, torch.device("cpu"))

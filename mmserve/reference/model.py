@@ -57,10 +57,11 @@ def tower_config() -> CLIPVisionConfig:
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:
-    """Products in bfloat16, except on a CPU where oneDNN only emulates it: float32 there."""
-    fast = device.type != "cpu" or (
-        torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    """Products in bfloat16, except on a CPU without instructions for them, where oneDNN emulates it: float32 there.
+
+    That took 4.6 times as long as float32 on a Xeon with AVX-512 only, which oneDNN itself reports as supported.
+    """
+    fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
 

@@ -41,6 +41,9 @@ from mmserve.wire.events import to_response
 
 logger = logging.getLogger("mmserve.rpc")
 
+#: Seconds that a call's deadline may be later here than at its client, whose clock started when it sent the call: the
+#: client's cancellation at its own deadline arrives before the deadline here.
+DEADLINE_SLACK = 0.25
 #: Characters of an error that the log has: a refusal may name every field of a request.
 _LOGGED = 500
 
@@ -156,7 +159,7 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
                 yield sent
     finally:
         if not outbox.ended:  # the client went away, or its deadline passed
-            late = request.deadline is not None and time.monotonic() >= request.deadline
+            late = request.deadline is not None and time.monotonic() >= request.deadline - DEADLINE_SLACK
             watch.left = "DEADLINE_EXCEEDED" if late else "CANCELLED"
             logger.info("request %s abandoned: %s", request.id, "deadline" if late else "cancelled by the client")
             engine.cancel(request.id, DeadlineExceeded("the deadline passed") if late else None)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from typing import Any
 
 import grpc
@@ -18,16 +19,22 @@ from harness import eventually
 
 from mmserve.client import AsyncClient, Client
 from mmserve.core.events import Delta
+from mmserve.core.request import Message, Request, TextPart
 from mmserve.errors import (
+    Cancelled,
     ConfigError,
     DeadlineExceeded,
     Internal,
     InvalidArgument,
+    MMServeError,
     NotFound,
     ResourceExhausted,
     Unavailable,
     Unimplemented,
 )
+from mmserve.observe.metrics import Metrics
+from mmserve.observe.watch import Watch
+from mmserve.rpc.generation import DEADLINE_SLACK, answered
 from mmserve.rpc.server import SERVICES, Server
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc, model_pb2
@@ -152,6 +159,24 @@ def test_a_passed_deadline_cancels_as_such(engine: EchoEngine) -> None:
         assert engine.cancel_seen.wait(PATIENCE)
     assert [type(e) for e in engine.cancelled.values()] == [DeadlineExceeded]
     assert engine.requests[0].deadline is not None
+
+
+@pytest.mark.parametrize(("timeout", "error"), [(DEADLINE_SLACK / 2, DeadlineExceeded), (PATIENCE, Cancelled)])
+def test_a_client_that_leaves_near_its_deadline_has_reached_it(
+    engine: EchoEngine, timeout: float, error: type[MMServeError]
+) -> None:
+    engine.go.clear()
+    request = Request(
+        id="mine", model="echo", messages=(Message("user", (TextPart("a"),)),), deadline=time.monotonic() + timeout
+    )
+
+    async def leave() -> None:
+        events = answered(engine, request, Watch(Metrics({"echo": engine})))
+        await anext(events)
+        await events.aclose()
+
+    asyncio.run(leave())
+    assert [type(e) for e in engine.cancelled.values()] == [error]
 
 
 def test_no_deadline_is_none(channel: grpc.Channel, engine: EchoEngine) -> None:

@@ -28,7 +28,7 @@ from mmserve.core.stats import Stats
 
 PATIENCE = 120.0
 #: Of the bundled models, and of one with block diffusion.
-RECOMPUTE = {"reference": "none", "reference-causal": "last", "sdar": "block"}
+RECOMPUTE = {"bundled": "none", "bundled-causal": "last", "sdar": "block"}
 CLEAN = Stats(live=0, queued=0, pages_in_use=0, held=0)
 SCHEMA = ConstraintSpec(JsonSchema('{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'))
 

@@ -33,7 +33,7 @@ def byte_trie() -> Any:
 
 @cache
 def bundled_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(Path(mmserve.__file__).parent / "assets" / "reference")
+    return AutoTokenizer.from_pretrained(Path(mmserve.__file__).parent / "assets" / "bundled")
 
 
 def bundled_vocabulary() -> TokenTable:

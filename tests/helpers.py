@@ -36,7 +36,7 @@ HIDDEN = 64
 def tokenizer() -> PreTrainedTokenizerFast:
     """The bundled model's tokenizer; to train it again takes seconds, and gives the same one
     (``unit/test_reference_data.py``)."""
-    return PreTrainedTokenizerFast.from_pretrained(Path(mmserve.__file__).parent / "assets" / "reference")
+    return PreTrainedTokenizerFast.from_pretrained(Path(mmserve.__file__).parent / "assets" / "bundled")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from mmserve.config import ModelConfig
 #: Tokens of a block of the block-diffusion model.
 BLOCK = 8
 #: Names of the models: masked diffusion, block diffusion, uniform-state diffusion, autoregressive.
-MASKED, BLOCKS, RANDOM, CAUSAL = "reference", "blocks", "random", "reference-causal"
+MASKED, BLOCKS, RANDOM, CAUSAL = "bundled", "blocks", "random", "bundled-causal"
 KINDS = (MASKED, BLOCKS, RANDOM, CAUSAL)
 
 

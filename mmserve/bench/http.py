@@ -131,7 +131,7 @@ def _body(prompt: str, tokens: int, *, plain: bool, drafts: bool) -> dict[str, A
     if plain:
         own["diffusion"] = {**_PLAIN, "blockLength": tokens}
     messages = [{"role": "user", "content": prompt}]
-    return {"model": "reference", "messages": messages, "max_tokens": tokens, "stream": True, "mmserve": own}
+    return {"model": "bundled", "messages": messages, "max_tokens": tokens, "stream": True, "mmserve": own}
 
 
 def _streamed(data: bytes, seconds: float) -> Streamed:

@@ -7,7 +7,7 @@ A file looks like this (every key has a default)::
     [engine]
     max_queued = 256
     [[models]]
-    name = "reference"
+    name = "scenes"
     path = "bundled"
 """
 

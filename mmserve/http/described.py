@@ -96,7 +96,7 @@ _RESPONSE_FORMAT = {
     )
 }
 _COMMON = {
-    "model": Field(TEXT, "a name of `GET /v1/models`", "reference", required=True),
+    "model": Field(TEXT, "a name of `GET /v1/models`", "bundled", required=True),
     "stream": Field(
         {"type": "boolean"},
         "stream; deltas are append-only, so text of a diffusion model is sent when all text before it is final",

@@ -9,8 +9,8 @@ from mmserve.config import BUNDLED, ModelConfig
 from mmserve.errors import ConfigError
 
 HUB = "hub:"
-#: Models shipped with the package: their path in a configuration, and their folder of ``assets``, also their name.
-SHIPPED = {BUNDLED: "reference", f"{BUNDLED}-causal": "reference-causal"}
+#: Paths of the models shipped with the package: their names and their folders of ``assets`` too.
+SHIPPED = (BUNDLED, f"{BUNDLED}-causal")
 
 
 def served_name(model: ModelConfig) -> str:
@@ -18,7 +18,7 @@ def served_name(model: ModelConfig) -> str:
     if model.name:
         return model.name
     if model.path in SHIPPED:
-        return SHIPPED[model.path]
+        return model.path
     if model.path.startswith(HUB):
         return model.path.rpartition("/")[2].removeprefix(HUB)
     return Path(model.path).expanduser().resolve().name
@@ -48,7 +48,7 @@ def local_folder(path: str) -> Path:
 
 def shipped_folder(path: str) -> Path:
     """The directory of a model of ``SHIPPED``; raises ``ConfigError`` where this copy of the package has none."""
-    folder = Path(__file__).parent.parent / "assets" / SHIPPED[path]
+    folder = Path(__file__).parent.parent / "assets" / path
     if not (folder / "config.json").is_file():
         raise ConfigError(f"this copy of mmserve has no model {path!r}; name a checkpoint directory or hub:owner/name")
     return folder

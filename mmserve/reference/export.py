@@ -138,7 +138,7 @@ def _card(
     kind = "An autoregressive" if model.causal else "A masked-diffusion"
     layout, attention = ("LLaVA", "causal") if model.causal else ("LLaDA-V", "full")
     windows = ", windows of a video stream at one frame a second" if streams else ""
-    return f"""# mmserve reference model
+    return f"""# mmserve bundled model
 
 {kind} vision-language model of {parameters:.1f} M parameters that answers questions about drawn pictures and clips, in
 words or as JSON, and does small sums. It exists to try and measure mmserve with; it knows nothing else.
@@ -159,7 +159,7 @@ def _adapter_card(
     tools: Mapping[str, Any] | None,
 ) -> str:
     layers = "decoder and for the output layer" if state["recipe"].get("output") else "decoder"
-    return f"""# Adapter of the mmserve reference model
+    return f"""# Adapter of the mmserve bundled model
 
 LoRA of rank {state["recipe"]["rank"]} for all linear layers of the {layers}, trained on the mix
 `{state["recipe"]["mix"]}` of generated data while the model's own weights stayed as they are. Made by
@@ -283,7 +283,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run", type=Path, default=Path("runs/diffusion"), help="folder that holds state.pt")
-    parser.add_argument("--out", type=Path, default=Path("mmserve/assets/reference"), help="folder to write")
+    parser.add_argument("--out", type=Path, default=Path("mmserve/assets/bundled"), help="folder to write")
     arguments = parser.parse_args()
     export(arguments.run, arguments.out)
     print(f"wrote {arguments.out}")

@@ -334,7 +334,7 @@ def measure(folder: Path, *, windows: int, streams: int, seed: int = 0, adapter:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", type=Path, default=Path("mmserve/assets/reference-causal"), help="an exported model")
+    parser.add_argument("--model", type=Path, default=Path("mmserve/assets/bundled-causal"), help="an exported model")
     parser.add_argument("--adapter", type=Path, help="an exported adapter of it")
     parser.add_argument("--windows", type=int, default=160, help="windows of each layout")
     parser.add_argument("--streams", type=int, default=48, help="streams of each layout")

@@ -64,7 +64,7 @@ class Running:
     def __init__(self, background: BackgroundServer) -> None:
         self.background = background
         self.address = background.address
-        self.engine: Engine = background.engines["reference"]
+        self.engine: Engine = background.engines["bundled"]
         self.client = Client(self.address, timeout=PATIENCE)
         self._pool = ThreadPoolExecutor(96)
 
@@ -247,7 +247,7 @@ class Process:
         self.log = folder / "stderr.txt"
         self.process = ForkedCommand(["serve", "--set", "server.port=0", *arguments], self.log)
         line = self.process.stdout.readline()
-        assert line.startswith("mmserve serves reference"), (line, self.stderr())
+        assert line.startswith("mmserve serves bundled"), (line, self.stderr())
         self.address = line.split()[-1]
 
     def stderr(self) -> str:

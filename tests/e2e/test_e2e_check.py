@@ -45,9 +45,9 @@ def test_a_good_configuration_has_no_problem(tmp_path: Path, capsys: pytest.Capt
     tls = ("--set", f"server.tls_certificate={certificate}", "--set", f"server.tls_key={key}")
     sample = Path(__file__).parents[2] / "deploy" / "mmserve.toml"
     ok, parts = checked(capsys, "--config", str(sample), "--companion", "bundled-causal", *tls)
-    assert ok and set(parts) == {"configuration", "names of models", "port 0", "certificates", "model reference"}
+    assert ok and set(parts) == {"configuration", "names of models", "port 0", "certificates", "model bundled"}
     assert main(["serve", "--check", "--set", "server.port=0", "--model", "bundled"]) == 0
-    assert capsys.readouterr().out == "configuration: ok\nnames of models: ok\nport 0: ok\nmodel reference: ok\n"
+    assert capsys.readouterr().out == "configuration: ok\nnames of models: ok\nport 0: ok\nmodel bundled: ok\n"
 
 
 def test_every_problem_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

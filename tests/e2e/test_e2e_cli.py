@@ -168,12 +168,12 @@ def test_generate_refuses_bad_values(
 
 def test_what_a_running_server_is_asked_for_is_its_own(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     to = ("--server", server.address)
-    assert main(["generate", "How many?", "--max-new-tokens", "2", *to, "--model", "reference"]) == 0
-    assert main(["models", *to, "--model", "reference"]) == 0
+    assert main(["generate", "How many?", "--max-new-tokens", "2", *to, "--model", "bundled"]) == 0
+    assert main(["models", *to, "--model", "bundled"]) == 0
     assert capsys.readouterr().err == ""
     for wrong, word in (
-        (("--model", "bundled-causal"), "no model 'bundled-causal' here; there is reference"),
-        (("--model", "reference", "--model", "other"), "--model"),
+        (("--model", "bundled-causal"), "no model 'bundled-causal' here; there is bundled"),
+        (("--model", "bundled", "--model", "other"), "--model"),
         (("--set", "server.port=0"), "--set"),
         (("--companion", "bundled-causal"), "--companion"),
         (("--config", "mmserve.toml"), "--config"),
@@ -262,11 +262,11 @@ def test_no_server_is_an_error_of_one_line() -> None:
 def test_models_are_listed(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--server", server.address, "--json"]) == 0
     (model,) = one_json(capsys.readouterr().out)["models"]
-    assert model["name"] == "reference" and model["images"] is True
+    assert model["name"] == "bundled" and model["images"] is True
     assert set(model["recompute_policies"]) >= {"none", "dkv_decode"}
     assert set(model["kernels"]) >= {"cached_attention", "rope_scatter"}
     assert main(["models", "--server", server.address]) == 0
-    assert capsys.readouterr().out.startswith("reference: ")
+    assert capsys.readouterr().out.startswith("bundled: ")
 
 
 def test_serve_refuses_a_port_in_use(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +284,7 @@ BROKEN = {
     "a number that cannot be": ("[engine]\nmax_running = 0", "max_running must be at least 1"),
     "no models": ("models = []", "at least one model"),
     "a model that is not there": ('[[models]]\npath = "/no/such/folder"', "/no/such/folder"),
-    "two models of one name": ("[[models]]\n[[models]]", "two models are named 'reference'"),
+    "two models of one name": ("[[models]]\n[[models]]", "two models are named 'bundled'"),
     "a key without its certificate": ('[server]\ntls_key = "x"', "must be set together"),
     "a certificate that is not there": ('[server]\ntls_key = "/no/k"\ntls_certificate = "/no/c"', "/no/"),
     "too few pages": ("[engine]\npages = 3\nmax_tokens = 1024", "pages"),

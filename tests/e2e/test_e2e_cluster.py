@@ -84,7 +84,7 @@ def typed(model: str) -> Request:
     return replace(one, model=model, decisions=questions)
 
 
-def long(name: str, model: str = "reference-causal", tokens: int = 200) -> Request:
+def long(name: str, model: str = "bundled-causal", tokens: int = 200) -> Request:
     """A request that takes a second or so."""
     spells = ask(name, "Say it.", images=(picture(7),), max_new_tokens=tokens, temperature=1.0, seed=3)
     recompute = replace(spells.diffusion.recompute, name=RECOMPUTE[model])
@@ -156,7 +156,7 @@ def test_requests_outlive_a_worker(three: Fleet, together: dict[str, Finished], 
 
 def test_a_worker_killed_between_two_chunks_of_kv_loses_nothing(three: Fleet) -> None:
     """The decode worker has some of the prompt's K/V, and gets all of them from the successor of who sent them."""
-    name = "reference-causal"
+    name = "bundled-causal"
     coordinator = three.coordinators[name]
     for attempt in range(40):
         prompt = f"Picture {attempt}, what is it? " * 12  # another each time: nothing of it is cached
@@ -187,12 +187,12 @@ def some_ahead(coordinator: Coordinator, call: Call) -> bool:
 
 
 def test_an_answer_goes_on_from_where_it_was_saved(three: Fleet, config: Config) -> None:
-    engine = build_engines(config)["reference-causal"]
+    engine = build_engines(config)["bundled-causal"]
     engine.start()
     [alone] = submit(engine, long("alone"))
     done = finished(alone)
     engine.stop()
-    [call] = submit(three.coordinators["reference-causal"], long("goes on"))
+    [call] = submit(three.coordinators["bundled-causal"], long("goes on"))
     until(lambda: len(text(call)) > 40, "some of the answer")
     kill(three, 2)
     again = finished(call)
@@ -203,7 +203,7 @@ def test_an_answer_goes_on_from_where_it_was_saved(three: Fleet, config: Config)
 
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_is_given_up(three: Fleet) -> None:
-    coordinator = three.coordinators["reference-causal"]
+    coordinator = three.coordinators["bundled-causal"]
     [call] = submit(coordinator, long("stopped"))
     until(lambda: len(text(call)) > 20, "some of the answer")
     begun, losses = three.members[2].begun, coordinator.losses
@@ -214,7 +214,7 @@ def test_a_worker_that_is_stopped_is_given_up(three: Fleet) -> None:
 
 
 def test_cancelled_requests_leave_nothing(three: Fleet) -> None:
-    coordinator = three.coordinators["reference-causal"]
+    coordinator = three.coordinators["bundled-causal"]
     calls = submit(coordinator, *(long(f"cancelled{i}") for i in range(24)))
     until(lambda: any(text(call) for call in calls), "some answer to begin")
     for call in calls:
@@ -226,9 +226,9 @@ def test_cancelled_requests_leave_nothing(three: Fleet) -> None:
 
 
 def test_what_is_wrong_with_a_request_is_told_as_by_one_process(three: Fleet) -> None:
-    coordinator = three.coordinators["reference"]
-    wrong = replace(ask("wrong", max_new_tokens=100_000), model="reference")
-    late = replace(long("late", "reference"), deadline=time.monotonic() + 0.05)
+    coordinator = three.coordinators["bundled"]
+    wrong = replace(ask("wrong", max_new_tokens=100_000), model="bundled")
+    late = replace(long("late", "bundled"), deadline=time.monotonic() + 0.05)
     one, other = submit(coordinator, wrong, late)
     error = one.error()
     assert isinstance(error, InvalidArgument) and "max_new_tokens" in error.message
@@ -238,12 +238,12 @@ def test_what_is_wrong_with_a_request_is_told_as_by_one_process(three: Fleet) ->
 @pytest.mark.slow
 def test_each_sample_of_a_request_outlives_its_worker(three: Fleet, config: Config) -> None:
     request = replace(long("samples", tokens=60), sampling=replace(long("x", tokens=60).sampling, n=3))
-    engine = build_engines(config)["reference-causal"]
+    engine = build_engines(config)["bundled-causal"]
     engine.start()
     [alone] = submit(engine, request)
     until(lambda: sum(isinstance(e, Finished) for e in alone.events) == 3, "three samples")
     engine.stop()
-    [call] = submit(three.coordinators["reference-causal"], replace(request, id="samples again"))
+    [call] = submit(three.coordinators["bundled-causal"], replace(request, id="samples again"))
     until(lambda: len(text(call)) > 10, "some of the answers")
     kill(three, 2)
     until(lambda: sum(isinstance(e, Finished) for e in call.events) == 3, "three samples")
@@ -274,7 +274,7 @@ def test_states_may_travel_by_other_transports(
             for call in submit(made.coordinators[name], *requests(name, 2)):
                 same(together[call.request.id], finished(call))
         begun = made.members[1].begun
-        [call] = submit(made.coordinators["reference-causal"], long("elsewhere"))
+        [call] = submit(made.coordinators["bundled-causal"], long("elsewhere"))
         until(lambda: len(text(call)) > 20, "some of the answer")
         kill(made, 1)
         finished(call)
@@ -283,17 +283,17 @@ def test_states_may_travel_by_other_transports(
 
 @pytest.mark.slow
 def test_workers_that_are_killed_at_random_lose_nothing(ray: None, config: Config) -> None:
-    asked = [replace(requests("reference-causal", 1)[0], id=f"q{i}") for i in range(60)]
+    asked = [replace(requests("bundled-causal", 1)[0], id=f"q{i}") for i in range(60)]
     asked = [
         replace(each, messages=ask("", f"What is number {i}?", images=(picture(i), picture(100 + i))).messages)
         for i, each in enumerate(asked)
     ]
-    engine = build_engines(config)["reference-causal"]
+    engine = build_engines(config)["bundled-causal"]
     engine.start()
     right = {call.request.id: finished(call).text for call in submit(engine, *asked)}
     engine.stop()
     with fleet(config, "e e p d d", save_every=4, spares=1, max_losses=100) as made:
-        calls = submit(made.coordinators["reference-causal"], *asked)
+        calls = submit(made.coordinators["bundled-causal"], *asked)
         over = threading.Event()
         drawn = random.Random(1)
         killed: list[float] = []
@@ -345,7 +345,7 @@ def test_a_slow_worker_gets_no_work_and_is_replaced_unless_it_recovers(
     ray: None, config: Config, recovers: bool
 ) -> None:
     with fleet(config, "e p d d", slow_factor=3.0, silent_seconds=60.0, save_every=4, spares=1) as made:
-        coordinator, member = made.coordinators["reference-causal"], made.members[2]
+        coordinator, member = made.coordinators["bundled-causal"], made.members[2]
         [right] = submit(coordinator, long("alone"))
         text_of_one = finished(right).text
         begun, over = member.begun, threading.Event()
@@ -414,7 +414,7 @@ def test_adapters_are_on_every_worker_and_on_the_successor_of_one_that_ends(thre
 
 
 def test_caches_of_all_workers_are_managed_as_one_and_share_a_folder(three: Fleet, config: Config) -> None:
-    name = "reference-causal"
+    name = "bundled-causal"
     coordinator, (encoder, first, other) = three.coordinators[name], three.members
     until(lambda: all(member.described for member in three.members), "all workers")
     shown = (picture(900), picture(901))

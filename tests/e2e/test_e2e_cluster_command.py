@@ -74,7 +74,7 @@ def test_tokens_of_messages_are_counted_by_a_request_to_the_workers(tmp_path: Pa
     more = ("--cluster", str(file), "--http", str(port), "--set", "engine.torch_threads=1")
 
     def asked(path: str, **body: Any) -> dict[str, Any]:
-        data = json.dumps({"model": "reference", "messages": chat, **body}).encode()
+        data = json.dumps({"model": "bundled", "messages": chat, **body}).encode()
         request = Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
         with urlopen(request, timeout=PATIENCE) as answer:
             found: dict[str, Any] = json.load(answer)

@@ -25,7 +25,7 @@ from mmserve.config import ModelConfig
 pytestmark = [pytest.mark.timeout(900)]
 
 PATIENCE = 120.0
-MODELS = ("reference", "reference-causal")
+MODELS = ("bundled", "bundled-causal")
 #: Frames of a session, more than its budget has room for, and after how many a question comes.
 FRAMES, EVERY, BUDGET = 14, 5, 90
 CONFIG = '[[models]]\npath = "bundled"\n[[models]]\npath = "bundled-causal"\n[engine]\ntorch_threads = 1\n'
@@ -161,10 +161,10 @@ def test_sessions_go_on_when_the_workers_that_keep_their_frames_are_killed(
 
 def test_sessions_have_the_adapters_of_the_checkpoint(cluster: Process) -> None:
     with Client(cluster.address, timeout=PATIENCE) as client:
-        assert [adapter.name for adapter in client.adapters("reference")] == ["decisions", "streams"]
-        assert [adapter.name for adapter in client.adapters("reference-causal")] == ["decisions", "tools"]
+        assert [adapter.name for adapter in client.adapters("bundled")] == ["decisions", "streams"]
+        assert [adapter.name for adapter in client.adapters("bundled-causal")] == ["decisions", "tools"]
         answers = [
             client.generate("What is it?", images=[picture(3)], model=name, max_new_tokens=8, tokens=True).tokens
-            for name in ("reference", "reference:streams")
+            for name in ("bundled", "bundled:streams")
         ]
         assert answers[0] != answers[1]

@@ -47,7 +47,7 @@ def asked(task: str, index: int = 0) -> tuple[str, dict[str, Any]]:
 
 def test_models_say_what_their_companions_give_them(client: Client) -> None:
     policies = {info.name: info.commit_policies for info in client.models()}
-    assert "guided" in policies["reference"] and "draft_model" not in policies["reference"]
+    assert "guided" in policies["bundled"] and "draft_model" not in policies["bundled"]
     assert "draft_model" in policies["twin"] and "guided" not in policies["twin"]
 
 
@@ -55,11 +55,11 @@ def test_models_say_what_their_companions_give_them(client: Client) -> None:
 def test_guided_answers_as_the_companion_does_alone(client: Client, task: str) -> None:
     text, media = asked(task)
     alone = client.generate(text, model="twin", **media)
-    found = client.generate(text, model="reference", commit=Guided(), **media)
+    found = client.generate(text, model="bundled", commit=Guided(), **media)
     assert found.text == alone.text
     assert replace(found.usage, kv_positions=0) == replace(alone.usage, kv_positions=0), "one holds a canvas"
     assert found.forwards <= alone.forwards
-    lenient = client.generate(text, model="reference", commit=Guided(top_k=8), **media)
+    lenient = client.generate(text, model="bundled", commit=Guided(top_k=8), **media)
     assert lenient.forwards >= 1 and lenient.usage.visual_tokens == found.usage.visual_tokens
 
 
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_said(client: Client) -> None:
         InvalidArgument, match=r"sampling\.repetition_penalty: must not be set with the commit policy 'guided'"
     ):
         client.generate("x", commit="guided", repetition_penalty=1.1)
-    with pytest.raises(Unimplemented, match="model 'reference' has no commit policy 'draft_model'"):
+    with pytest.raises(Unimplemented, match="model 'bundled' has no commit policy 'draft_model'"):
         client.generate("x", commit="draft_model")
     with pytest.raises(InvalidArgument):
         client.generate("x", model="twin", commit=DraftModel("long"))  # type: ignore[arg-type]
@@ -105,6 +105,6 @@ def test_what_is_wrong_is_said(client: Client) -> None:
 
 def test_a_model_without_a_companion_says_what_to_configure() -> None:
     with BackgroundServer(settings()) as background, Client(background.address, timeout=PATIENCE) as alone:
-        told = r"model 'reference' has no commit policy 'guided'.*needs a companion: name one in the model's entry"
+        told = r"model 'bundled' has no commit policy 'guided'.*needs a companion: name one in the model's entry"
         with pytest.raises(Unimplemented, match=told):
             alone.generate("x", commit="guided")

@@ -21,7 +21,7 @@ from mmserve.http import completions
 from mmserve.models.chat import load_tokenizer, text_ids
 from mmserve.models.registry import model_folder
 
-MODELS = ("reference", "reference-causal")
+MODELS = ("bundled", "bundled-causal")
 TEXT, SUFFIX = "Start with 3. Add 4.", " What is left?"
 
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_continued_is_refused(served: Running, client: openai.Ope
     ]
     for options, field in wrong:
         with pytest.raises(openai.BadRequestError, match=field):
-            client.completions.create(**{"model": "reference", "prompt": TEXT, **options})
+            client.completions.create(**{"model": "bundled", "prompt": TEXT, **options})
     chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     with pytest.raises(InvalidArgument, match="must be one message of ROLE_USER"):
         served.client.generate(chat, raw=True)

@@ -18,7 +18,7 @@ from mmserve.cli import main
 from mmserve.client import Delta, InvalidArgument
 from mmserve.config import ModelConfig
 
-MODELS = ("reference", "reference-causal")
+MODELS = ("bundled", "bundled-causal")
 QUESTION = "Start with 7. Add 5. Add 3. What is the result?"
 BEGUN, REST = "7+5=12\n", "12+3=15\nAnswer: 15"
 CHAT: Any = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": BEGUN}]

@@ -41,7 +41,7 @@ from mmserve.reference.scenes import draw_scene
 from mmserve.v1 import decision_pb2 as pb
 from mmserve.v1 import decision_pb2_grpc
 
-CAUSAL = "reference-causal"
+CAUSAL = "bundled-causal"
 SCENE = draw_scene(random.Random(1))
 QUESTIONS = {
     "there": YesNo("Is there a red circle?"),
@@ -84,7 +84,7 @@ def test_every_question_is_answered_by_its_name_with_probabilities_of_its_answer
     levels = [float(level) * p for level, p in decided["count"].probabilities.items()]
     assert decided["count"].expected == pytest.approx(sum(levels))
     assert decided.forwards == 1
-    assert decided.model == (model or "reference") and decided.usage.visual_tokens > 0
+    assert decided.model == (model or "bundled") and decided.usage.visual_tokens > 0
 
 
 def test_an_autoregressive_model_is_asked_again_about_a_context_that_it_has(served: Running) -> None:
@@ -210,7 +210,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("model", ["reference", CAUSAL])
+@pytest.mark.parametrize("model", ["bundled", CAUSAL])
 def test_decisions_over_http_are_those_of_the_sdk(served: Running, post: Post, model: str) -> None:
     body = {"model": model, "input": "Look.", "images": [data_url()], "questions": ASKED}
     status, found = post("/v1/decisions", body)
@@ -233,7 +233,7 @@ def test_decisions_over_http_are_those_of_the_sdk(served: Running, post: Post, m
 
 def test_a_temperature_changes_probabilities_and_not_the_mass(post: Post) -> None:
     plain, flat = (
-        post("/v1/decisions", {"model": "reference", "input": "x", "questions": ASKED, **more})[1]["answers"]["color"]
+        post("/v1/decisions", {"model": "bundled", "input": "x", "questions": ASKED, **more})[1]["answers"]["color"]
         for more in ({}, {"temperature": 3.0})
     )
     weights = [p ** (1 / 3) for p in plain["probabilities"].values()]
@@ -244,7 +244,7 @@ def test_a_temperature_changes_probabilities_and_not_the_mass(post: Post) -> Non
 
 def test_systemone_names_its_questions_and_answers_as_its_clients_do(post: Post) -> None:
     body = {
-        "model": "reference",
+        "model": "bundled",
         "state": {"shapes": ["a red circle"]},
         "questions": {
             "red": {"type": "noul", "instructions": "Is it red?", "criteria": {"true": "it is red"}},
@@ -292,9 +292,9 @@ def test_a_wrong_field_over_http_is_a_400_that_names_it(
     post: Post, path: str, change: dict[str, Any], param: str
 ) -> None:
     bodies: dict[str, dict[str, Any]] = {
-        "/v1/decisions": {"model": "reference", "input": "x", "questions": ASKED},
+        "/v1/decisions": {"model": "bundled", "input": "x", "questions": ASKED},
         "/v1/systemone": {
-            "model": "reference",
+            "model": "bundled",
             "state": "x",
             "questions": {"a": {"type": "noul", "instructions": "b"}},
         },

@@ -30,7 +30,7 @@ from mmserve.core.request import Message, Policy, Request, TextPart, VideoPart
 from mmserve.errors import FailedPrecondition, InvalidArgument, NotFound
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::ResourceWarning")]
-NAME, IMAGES = "reference-causal", 6
+NAME, IMAGES = "bundled-causal", 6
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def test_an_answer_is_that_of_grpc(served: Running, client: openai.OpenAI) -> No
     options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
     expected = served.client.generate(text, images=[picture], max_new_tokens=24, **options)
     found = client.chat.completions.create(
-        model="reference", messages=messages, max_completion_tokens=24, logprobs=True, **options
+        model="bundled", messages=messages, max_completion_tokens=24, logprobs=True, **options
     )
     choice = found.choices[0]
     assert choice.message.content == expected.text and choice.finish_reason == "stop"
@@ -98,7 +98,7 @@ def test_an_answer_is_that_of_grpc(served: Running, client: openai.OpenAI) -> No
 
 def test_a_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
     _, _, messages = scene(1)
-    asked: dict[str, Any] = {"model": "reference", "messages": messages, "max_tokens": 32, "n": 2, "temperature": 1.0}
+    asked: dict[str, Any] = {"model": "bundled", "messages": messages, "max_tokens": 32, "n": 2, "temperature": 1.0}
     whole = client.chat.completions.create(**asked)
     texts, reasons, usages = ["", ""], [None, None], []
     for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
@@ -142,22 +142,20 @@ SCHEMA = {
 )
 def test_constraints_hold(client: openai.OpenAI, options: dict[str, Any], accepts: Any) -> None:
     found = client.chat.completions.create(
-        model="reference", messages=HELLO, max_tokens=40, temperature=2.0, seed=1, **options
+        model="bundled", messages=HELLO, max_tokens=40, temperature=2.0, seed=1, **options
     )
     assert accepts(found.choices[0].message.content)
 
 
 def test_policies_are_set_under_mmserve(served: Running, client: openai.OpenAI) -> None:
     plain = {"diffusion": {"noCache": {}, "lowConfidence": {}, "steps": 6}}
-    found = client.chat.completions.create(
-        model="reference", messages=HELLO, max_tokens=6, extra_body={"mmserve": plain}
-    )
+    found = client.chat.completions.create(model="bundled", messages=HELLO, max_tokens=6, extra_body={"mmserve": plain})
     own: Any = found.model_extra
     assert own["mmserve"]["forwards"] == 6
 
 
 CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
-    ({"model": "gone"}, 404, None, "there is reference"),
+    ({"model": "gone"}, 404, None, "there is bundled"),
     ({"model": None}, 400, "model", "is required"),
     ({"messages": []}, 400, "messages", "at least one message"),
     ({"messages": "hi"}, 400, "messages", "an array"),
@@ -222,9 +220,7 @@ CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
 
 @pytest.mark.parametrize(("changes", "status", "param", "text"), CASES, ids=lambda value: str(value)[:40])
 def test_what_is_wrong_is_named(port: int, changes: dict[str, Any], status: int, param: str | None, text: str) -> None:
-    found, body, headers = ask(
-        port, {"model": "reference", "messages": HELLO, **changes}, headers={"x-request-id": "a1"}
-    )
+    found, body, headers = ask(port, {"model": "bundled", "messages": HELLO, **changes}, headers={"x-request-id": "a1"})
     error = body["error"]
     assert (found, headers["x-request-id"]) == (status, "a1")
     assert text in error["message"] and (error["param"] or "").startswith(param or "")
@@ -234,7 +230,7 @@ def test_what_is_wrong_is_named(port: int, changes: dict[str, Any], status: int,
 def nested(depth: int) -> bytes:
     """A body that is right but for a schema of so many levels; one of 970 could be parsed, and not written again."""
     schema = b'{"a":' * (depth - 1) + b"1" + b"}" * (depth - 1)
-    return json.dumps({"model": "reference", "messages": HELLO, "guided_json": 0}).encode()[:-2] + schema + b"}"
+    return json.dumps({"model": "bundled", "messages": HELLO, "guided_json": 0}).encode()[:-2] + schema + b"}"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +306,7 @@ def test_pages_of_other_hosts_cannot_pass_for_this_one(port: int, host: str, sta
 
 def test_many_streams_at_once_all_get_their_text(served: Running, port: int) -> None:
     """Of 64 clients none waits for the others' ends, and one that does not read costs them nothing."""
-    body = {"model": "reference", "messages": HELLO, "max_tokens": 8, "stream": True, "ignore_eos": True}
+    body = {"model": "bundled", "messages": HELLO, "max_tokens": 8, "stream": True, "ignore_eos": True}
     data = json.dumps(body).encode()
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE)) for _ in range(65)]
@@ -334,7 +330,7 @@ def test_a_client_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(front, "_listener", small)
     port = free_port()
     drafts = {"stream": {"drafts": True, "alternatives": 20}, "diffusion": {"noCache": {}, "lowConfidence": {}}}
-    body = {"model": "reference", "messages": HELLO, "max_tokens": 96, "ignore_eos": True, "stream": True}
+    body = {"model": "bundled", "messages": HELLO, "max_tokens": 96, "ignore_eos": True, "stream": True}
     data = json.dumps({**body, "mmserve": drafts}).encode()
     with running(settings(server={"http_port": port, "message_seconds": 0.5})) as served, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -383,8 +379,8 @@ def test_responses_do_not_wait_for_acknowledgements(served: Running, port: int) 
 
 
 def test_routes_models_health_and_metrics(client: openai.OpenAI, port: int) -> None:
-    assert [model.id for model in client.models.list()] == ["reference", "reference:decisions", "reference:streams"]
-    assert client.models.retrieve("reference").owned_by == "mmserve"
+    assert [model.id for model in client.models.list()] == ["bundled", "bundled:decisions", "bundled:streams"]
+    assert client.models.retrieve("bundled").owned_by == "mmserve"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gone")
     assert ask(port, {}, path="/v1/embeddings")[0] == 404
@@ -404,7 +400,7 @@ def test_a_client_that_leaves_cancels(
     with gated(served.engine, monkeypatch) as gates:
         gates.decode.close()
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
-            body = json.dumps({"model": "reference", "messages": HELLO, "stream": stream}).encode()
+            body = json.dumps({"model": "bundled", "messages": HELLO, "stream": stream}).encode()
             connection.sendall(head(f"content-length: {len(body)}") + body)
             wait_for("the request to reach decode", lambda: gates.decode.waiting)
         wait_for("the request to be aborted", served.aborted)
@@ -414,10 +410,10 @@ def test_a_client_that_leaves_cancels(
 
 def test_a_log_line_and_a_label(port: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "mmserve.access"):
-        ask(port, {"model": "reference", "messages": HELLO, "max_tokens": 4}, headers={"x-request-id": "mine"})
+        ask(port, {"model": "bundled", "messages": HELLO, "max_tokens": 4}, headers={"x-request-id": "mine"})
         wait_for("the line", lambda: any("request_id=mine" in line for line in caplog.messages))
     line = next(line for line in caplog.messages if "request_id=mine" in line)
-    assert f"method={CHAT}" in line and "code=OK" in line and "model=reference" in line and "completion_tokens=" in line
+    assert f"method={CHAT}" in line and "code=OK" in line and "model=bundled" in line and "completion_tokens=" in line
 
 
 def test_tokens_and_tenants(tmp_path: Path) -> None:
@@ -430,7 +426,7 @@ def test_tokens_and_tenants(tmp_path: Path) -> None:
             status, body, answered = ask(port, {}, headers=headers)
             assert status == 401 and body["error"]["type"] == "authentication_error"
             assert answered["www-authenticate"] == "Bearer"
-        asked = {"model": "reference", "messages": HELLO, "max_tokens": 4}
+        asked = {"model": "bundled", "messages": HELLO, "max_tokens": 4}
         assert ask(port, asked, headers={"x-api-key": "secret"})[0] == 200
         status, body, answered = ask(port, asked, headers={"authorization": "Bearer secret"})
         assert status == 429 and int(answered["retry-after"]) >= 1 and "rate" in body["error"]["message"]
@@ -492,7 +488,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", ALIKE)
 def test_drafts_are_named_events_in_every_api(port: int, path: str) -> None:
-    asked = {"model": "reference", **ALIKE[path]}
+    asked = {"model": "bundled", **ALIKE[path]}
     plain = {"diffusion": {"lowConfidence": {}}}
     own = {"mmserve": {**plain, "stream": {"drafts": True, "alternatives": 2}}}
     drafts = [json.loads(data) for name, data in events_of(port, path, {**asked, **own}) if name == "draft"]
@@ -512,7 +508,7 @@ def test_drafts_are_named_events_in_every_api(port: int, path: str) -> None:
 
 
 def test_alternatives_come_with_the_chosen_tokens(port: int, client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "reference", "messages": HELLO, "max_tokens": 12, "logprobs": True}
+    asked: dict[str, Any] = {"model": "bundled", "messages": HELLO, "max_tokens": 12, "logprobs": True}
     found = client.chat.completions.create(**asked, top_logprobs=4).choices[0].logprobs
     assert found is not None and found.content
     for token in found.content:
@@ -525,13 +521,13 @@ def test_alternatives_come_with_the_chosen_tokens(port: int, client: openai.Open
     last = [chunk for chunk in client.chat.completions.create(**asked, top_logprobs=4, stream=True) if chunk.choices]
     assert last[-1].choices[0].logprobs.content == found.content  # type: ignore[union-attr]
     how: dict[str, Any] = {"prompt": "How many", "max_tokens": 6, "logit_bias": {"1": -100, "2": -100}}
-    older = client.completions.create(model="reference", logprobs=2, **how).choices[0].logprobs
+    older = client.completions.create(model="bundled", logprobs=2, **how).choices[0].logprobs
     assert older is not None and older.tokens and older.top_logprobs
     assert all(len(others) == 2 for others in older.top_logprobs)
 
 
 def check(port: int, **body: Any) -> Any:
-    status, found, _headers = ask(port, {"model": "reference", **body}, "/v1/constraints")
+    status, found, _headers = ask(port, {"model": "bundled", **body}, "/v1/constraints")
     assert status == 200, found
     return found
 
@@ -554,7 +550,7 @@ def test_constraints_are_judged_without_a_request(served: Running, port: int) ->
     assert not check(port, guided_regex="[a-c", max_tokens=4)["valid"]
     assert not check(port, guided_regex="[a-c]", answer="a")["valid"], "only answers to schemas are judged"
     for body, param in (({}, "response_format"), ({"guided_regex": "a", "stream": True}, "stream")):
-        status, found, _headers = ask(port, {"model": "reference", **body}, "/v1/constraints")
+        status, found, _headers = ask(port, {"model": "bundled", **body}, "/v1/constraints")
         assert (status, found["error"]["param"]) == (400, param)
     assert ask(port, {"model": "gone", "guided_regex": "a"}, "/v1/constraints")[0] == 404
     wait_for("an engine that was asked nothing", lambda: served.engine.stats().live == 0)

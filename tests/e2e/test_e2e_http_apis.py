@@ -57,7 +57,7 @@ def test_compliance(url: str, api: str, case: Case) -> None:
     spec = SpecLoader(str(Path(llm_comply.__file__).parent / "specs" / SPECS[api]))
     # the diffusion model has no words for "Count from 1 to 5.", and the suite wants some; calls take it many passes
     causal = case.id == "anth-streaming-response" or "tool-calling" in case.id
-    model = "reference-causal" if causal else "reference"
+    model = "bundled-causal" if causal else "bundled"
     runner = Runner(ComplianceConfig(f"{url}/v1", "any", model, timeout=PATIENCE), [case], spec)
     result = runner.run_one(case)
     if result.status.value == "skipped":
@@ -88,7 +88,7 @@ def test_messages_of_anthropic(served: Running, of_anthropic: anthropic.Anthropi
     source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture).decode()}
     question = {"type": "text", "text": text}
     asked: Any = {
-        "model": "reference",
+        "model": "bundled",
         "max_tokens": 24,
         "messages": [{"role": "user", "content": [{"type": "image", "source": source}, question]}],
     }
@@ -125,20 +125,20 @@ def test_responses_of_openai(served: Running, of_openai: openai.OpenAI) -> None:
     expected = served.client.generate(text, images=[picture], max_new_tokens=24)
     image = "data:image/png;base64," + base64.b64encode(picture).decode()
     content = [{"type": "input_image", "image_url": image, "detail": "auto"}, {"type": "input_text", "text": text}]
-    asked: Any = {"model": "reference", "input": [{"role": "user", "content": content}], "max_output_tokens": 24}
+    asked: Any = {"model": "bundled", "input": [{"role": "user", "content": content}], "max_output_tokens": 24}
     found = of_openai.responses.create(**asked)
     assert found.output_text == expected.text and found.status == "completed"
     assert found.usage is not None and found.usage.output_tokens == expected.usage.completion_tokens
     events = list(of_openai.responses.create(**asked, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected.text
-    parsed = of_openai.responses.parse(model="reference", input="Describe it.", text_format=Scene, max_output_tokens=64)
+    parsed = of_openai.responses.parse(model="bundled", input="Describe it.", text_format=Scene, max_output_tokens=64)
     assert isinstance(parsed.output_parsed, Scene)
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         of_openai.responses.create(**asked, previous_response_id="resp_1")
 
 
-@pytest.mark.parametrize("model", ["reference", "reference-causal"])
+@pytest.mark.parametrize("model", ["bundled", "bundled-causal"])
 def test_tokens_of_messages_are_counted(of_anthropic: anthropic.Anthropic, model: str) -> None:
     """Of text without a request, with an image by one: the same as the request's own."""
     data = base64.b64encode(scene(5)[0]).decode()
@@ -163,7 +163,7 @@ def test_tokens_of_messages_are_counted(of_anthropic: anthropic.Anthropic, model
         of_anthropic.messages.count_tokens(model="gone", messages=texts)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model", ["reference", "reference-causal"])
+@pytest.mark.parametrize("model", ["bundled", "bundled-causal"])
 def test_a_stream_of_messages_begins_with_the_tokens_of_its_prompt(
     of_anthropic: anthropic.Anthropic, model: str
 ) -> None:
@@ -175,7 +175,7 @@ def test_a_stream_of_messages_begins_with_the_tokens_of_its_prompt(
         assert first.type == "message_start" and end.type == "message_delta"
         begun = first.message.usage
         assert begun.input_tokens + (begun.cache_read_input_tokens or 0) == counted and begun.output_tokens == 0
-        assert bool(begun.cache_read_input_tokens) == (cached and model == "reference-causal")
+        assert bool(begun.cache_read_input_tokens) == (cached and model == "bundled-causal")
         assert begun.cache_creation_input_tokens == 0 and begun.cache_creation is not None
         assert begun.cache_creation.ephemeral_5m_input_tokens == begun.cache_creation.ephemeral_1h_input_tokens == 0
         for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
@@ -201,7 +201,7 @@ def test_what_the_prompt_took_comes_before_the_answer_over_grpc(served: Running)
 def test_more_tokens_than_a_model_has_are_as_many_as_fit(of_anthropic: anthropic.Anthropic) -> None:
     question: Any = [{"role": "user", "content": "How many shapes are there?"}]
     few, many = (
-        of_anthropic.messages.create(model="reference-causal", max_tokens=most, messages=question)
+        of_anthropic.messages.create(model="bundled-causal", max_tokens=most, messages=question)
         for most in (16, 32_000)
     )
     assert many.content == few.content and many.stop_reason == "end_turn"
@@ -209,13 +209,13 @@ def test_more_tokens_than_a_model_has_are_as_many_as_fit(of_anthropic: anthropic
 
 def test_models_for_anthropic(of_anthropic: anthropic.Anthropic) -> None:
     found = list(of_anthropic.models.list())
-    assert found[0].id == found[0].display_name == "reference" and found[0].type == "model"
-    assert of_anthropic.models.retrieve("reference-causal").display_name == "reference-causal"
+    assert found[0].id == found[0].display_name == "bundled" and found[0].type == "model"
+    assert of_anthropic.models.retrieve("bundled-causal").display_name == "bundled-causal"
 
 
 def test_log_probabilities_of_responses(of_openai: openai.OpenAI) -> None:
-    asked: Any = {"model": "reference", "input": "How many shapes are there?", "max_output_tokens": 8}
-    chat: Any = {"model": "reference", "messages": [{"role": "user", "content": asked["input"]}]}
+    asked: Any = {"model": "bundled", "input": "How many shapes are there?", "max_output_tokens": 8}
+    chat: Any = {"model": "bundled", "messages": [{"role": "user", "content": asked["input"]}]}
     expected = (
         of_openai.chat.completions.create(**chat, max_tokens=8, logprobs=True, top_logprobs=3).choices[0].logprobs
     )
@@ -232,7 +232,7 @@ def test_log_probabilities_of_responses(of_openai: openai.OpenAI) -> None:
             of_openai.responses.create(**asked, **wrong)
 
 
-@pytest.mark.parametrize("model", ["reference", "reference-causal"])
+@pytest.mark.parametrize("model", ["bundled", "bundled-causal"])
 def test_an_answer_without_an_end(served: Running, of_openai: openai.OpenAI, model: str) -> None:
     asked: Any = {"model": model, "messages": [{"role": "user", "content": "How many shapes are there?"}]}
     found = of_openai.chat.completions.create(**asked, max_tokens=24, extra_body={"ignore_eos": True})
@@ -249,8 +249,8 @@ def test_every_field_is_in_the_documentation() -> None:
 
 
 def test_an_answer_takes_what_fits_after_the_prompt(url: str, of_openai: openai.OpenAI) -> None:
-    asked: Any = {"model": "reference", "messages": [{"role": "user", "content": "How many shapes are there?"}]}
-    most = of_openai.models.retrieve("reference").model_extra["max_model_len"]  # type: ignore[index]
+    asked: Any = {"model": "bundled", "messages": [{"role": "user", "content": "How many shapes are there?"}]}
+    most = of_openai.models.retrieve("bundled").model_extra["max_model_len"]  # type: ignore[index]
     found = of_openai.chat.completions.create(**asked, max_completion_tokens=most)
     fitting = most - found.usage.prompt_tokens  # type: ignore[union-attr]
     same = of_openai.chat.completions.create(**asked, max_completion_tokens=fitting)

@@ -41,8 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def served(folders: tuple[Path, Path]) -> Iterator[Running]:
-    """Both models on one server, the one with a filter as ``reference``."""
-    models = tuple(ModelConfig(path=str(f), name=n) for f, n in zip(folders, ("plain", "reference"), strict=True))
+    """Both models on one server, the one with a filter as ``bundled``."""
+    models = tuple(ModelConfig(path=str(f), name=n) for f, n in zip(folders, ("plain", "bundled"), strict=True))
     with running(replace(settings(), models=models)) as found:
         yield found
         found.assert_serves()
@@ -57,7 +57,7 @@ def answers(served: Running, **changes: object) -> list[Result]:
         media = shown(task, thing)
         found.append(
             served.client.generate(
-                question.text, media["images"], model="reference", max_new_tokens=canvas(task), **options
+                question.text, media["images"], model="bundled", max_new_tokens=canvas(task), **options
             )
         )
     return found
@@ -77,7 +77,7 @@ def test_the_record_of_its_training_is_in_the_file(folders: tuple[Path, Path]) -
 
 
 def test_a_model_with_a_filter_answers_in_fewer_passes(served: Running, plain: list[Result]) -> None:
-    assert "learned" in served.client.describe("reference").commit_policies
+    assert "learned" in served.client.describe("bundled").commit_policies
     fast = answers(served, commit=Learned())
     assert sum(r.forwards for r in fast) < sum(r.forwards for r in plain) / 2
     assert all(r.text for r in fast)
@@ -103,7 +103,7 @@ def test_a_model_without_a_filter_says_how_to_get_one(served: Running) -> None:
         with pytest.raises(Unimplemented, match=r"policy 'learned'.*mmserve train-filter --model"):
             served.client.generate("1 + 1 =", model="plain", commit=commit, max_new_tokens=4)
     with pytest.raises(InvalidArgument, match=r"diffusion\.learned\.threshold"):
-        served.client.generate("1 + 1 =", model="reference", commit=Learned(-1.0), max_new_tokens=4)
+        served.client.generate("1 + 1 =", model="bundled", commit=Learned(-1.0), max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,9 @@ def test_every_api_over_http(served: tuple[Running, Host]) -> None:
         }
 
     for path, (body, _field) in bodies(url).items():
-        status, answer, _headers = ask(port, {"model": "reference", **body}, path)
+        status, answer, _headers = ask(port, {"model": "bundled", **body}, path)
         assert status == 200, answer
         assert path == "/v1/decisions" or expected in json.dumps(answer, ensure_ascii=False), path
     for path, (body, field) in bodies("http://169.254.169.254/latest/meta-data/").items():
-        status, answer, _headers = ask(port, {"model": "reference", **body}, path)
+        status, answer, _headers = ask(port, {"model": "bundled", **body}, path)
         assert status == 400 and "[media] url_hosts" in answer["error"]["message"] and field in json.dumps(answer), path

@@ -47,7 +47,7 @@ def scraped() -> Iterator[Running]:
         yield found
 
 
-def scrape(server: Running, model: str = "reference") -> Scrape:
+def scrape(server: Running, model: str = "bundled") -> Scrape:
     port = server.background.config.server.metrics_port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
         text = answer.read().decode()

@@ -61,12 +61,12 @@ def test_the_client_of_npm(package: Path, served: Running) -> None:
     found: dict[str, Any] = json.loads(ran.stdout)
     expected = served.client.generate("How many shapes are there?", max_new_tokens=16)
     assert found["models"] == [
-        "reference",
-        "reference:decisions",
-        "reference:streams",
-        "reference-causal",
-        "reference-causal:decisions",
-        "reference-causal:tools",
+        "bundled",
+        "bundled:decisions",
+        "bundled:streams",
+        "bundled-causal",
+        "bundled-causal:decisions",
+        "bundled-causal:tools",
     ]
     assert found["chat"]["text"] == found["stream"]["text"] == found["runner"] == expected.text
     assert found["chat"]["usage"] == found["stream"]["usage"]

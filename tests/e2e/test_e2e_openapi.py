@@ -31,7 +31,7 @@ from mmserve.http.described import BODIES
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
 #: Kinds of models that the package brings; tools and typed questions are known to both.
-MODELS = ("reference", "reference-causal")
+MODELS = ("bundled", "bundled-causal")
 
 
 @pytest.fixture(scope="module")

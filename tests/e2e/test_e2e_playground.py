@@ -330,11 +330,11 @@ def test_two_policies_side_by_side(page: Page) -> None:
 
 
 def test_a_next_token_model_fills_its_canvas_from_the_left(served: Running, page: Page) -> None:
-    page.choose("model", "reference-causal")
+    page.choose("model", "bundled-causal")
     assert not page["steps"].is_enabled()
     ask(page, max_tokens=8)
-    assert texts(page) == [served.client.generate(QUESTION, model="reference-causal", max_new_tokens=8).text]
-    page.choose("model", "reference")
+    assert texts(page) == [served.client.generate(QUESTION, model="bundled-causal", max_new_tokens=8).text]
+    page.choose("model", "bundled")
 
 
 def tag(page: Page) -> None:
@@ -380,13 +380,13 @@ def test_a_model_without_eyes_is_sent_no_pictures(served: Running, page: Page, m
     page.wait("the models", page["run"].is_enabled)
     page.click("sample")
     page.wait("the sample", lambda: page.all("#attached img"))
-    page.choose("model", "reference-causal")
+    page.choose("model", "bundled-causal")
     page.run("""const ask = window.fetch; window.bodies = [];
     window.fetch = (path, how) => { window.bodies.push(how?.body ?? ""); return ask(path, how); };""")
     ask(page, max_tokens=4)
     [body] = [each for each in page.run("return window.bodies") if "messages" in each]
     assert [part["type"] for part in json.loads(body)["messages"][0]["content"]] == ["text"]
-    page.choose("model", "reference")
+    page.choose("model", "bundled")
 
 
 def test_pins_go_on_whatever_the_schema_holds(page: Page) -> None:

@@ -214,13 +214,13 @@ def test_one_token_to_choose_from_is_greedy(server: Running) -> None:
 
 
 def test_an_unknown_model_is_not_found(server: Running) -> None:
-    with pytest.raises(NotFound, match="no model 'gpt' here; there is reference"):
+    with pytest.raises(NotFound, match="no model 'gpt' here; there is bundled"):
         server.client.generate("x", model="gpt")
-    with pytest.raises(NotFound, match="reference"):
+    with pytest.raises(NotFound, match="bundled"):
         server.client.describe("gpt")
     with pytest.raises(NotFound):
         raw(server, pb.GenerateRequest(model="\x00" * 500, messages=[QUESTION]))
-    assert server.client.generate("x", model="reference", max_new_tokens=2).forwards
+    assert server.client.generate("x", model="bundled", max_new_tokens=2).forwards
 
 
 @pytest.mark.parametrize(("option", "field"), [("recompute", "diffusion.recompute"), ("commit", "diffusion.commit")])
@@ -230,7 +230,7 @@ def test_an_unknown_policy_is_refused_by_client_and_engine(server: Running, opti
     assert fields(raised.value) == [field]
     asked = Request(
         id="unknown policy",
-        model="reference",
+        model="bundled",
         messages=(Message("user", (TextPart("x"),)),),
         diffusion=Diffusion(**{option: Policy(name="fastest")}),
     )
@@ -271,7 +271,7 @@ def test_the_engine_takes_deadlines_in_the_far_future(server: Running, seconds: 
 
     far = Request(
         id=f"far {seconds}",
-        model="reference",
+        model="bundled",
         messages=(Message("user", (TextPart("x"),)),),
         deadline=time.monotonic() + seconds,
     )

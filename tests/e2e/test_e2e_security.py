@@ -41,7 +41,7 @@ def test_an_accepted_token_opens_every_service(guarded: Running, token: str) -> 
     with Client(guarded.address, token=token) as client:
         client.wait_ready()
         assert client.generate(ask.prompt, images=[client.upload(ask.images[0])], max_new_tokens=2).forwards
-        assert [m.name for m in client.models()] == ["reference"]
+        assert [m.name for m in client.models()] == ["bundled"]
 
 
 @pytest.mark.parametrize("token", [None, "third", "First", "first "])
@@ -60,7 +60,7 @@ def test_models_of_a_guarded_server_need_its_token(
     (folder / "token").write_text("second\n")
     good = command("models", "--server", guarded.address, "--token-file", str(folder / "token"), "--json")
     assert good.returncode == 0, good.stderr
-    assert [m["name"] for m in json.loads(good.stdout)["models"]] == ["reference"]
+    assert [m["name"] for m in json.loads(good.stdout)["models"]] == ["bundled"]
     monkeypatch.setenv("MMSERVE_TOKEN", "third")
     bad = command("models", "--server", guarded.address)
     assert (bad.returncode, bad.stdout) == (1, "")
@@ -113,7 +113,7 @@ def test_commands_take_a_client_certificate(folder: Path, capsys: pytest.Capture
     with running(load(path)) as server:
         asked = ["models", "--json", "--server", server.address, "--tls-ca", str(certificate)]
         assert main([*asked, "--tls-cert", str(known), "--tls-key", str(known_key)]) == 0
-        assert [m["name"] for m in json.loads(capsys.readouterr().out)["models"]] == ["reference"]
+        assert [m["name"] for m in json.loads(capsys.readouterr().out)["models"]] == ["bundled"]
         for wrong, words in (
             (["--tls-cert", str(known)], "--tls-cert and --tls-key must be given together"),
             (["--tls-cert", str(folder / "none.pem"), "--tls-key", str(known_key)], "none.pem"),

@@ -20,7 +20,7 @@ from mmserve.client import Finished, InvalidArgument, Tool, ToolCallDelta
 from mmserve.config import ModelConfig
 
 #: The quicker one of the two.
-MODEL = "reference-causal"
+MODEL = "bundled-causal"
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -95,7 +95,7 @@ def test_a_chat_goes_on_with_the_results_of_tools(served: Running) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"model": "reference", "commit": "low_confidence", "recompute": "dual", "steps": 8}, {"model": MODEL}],
+    [{"model": "bundled", "commit": "low_confidence", "recompute": "dual", "steps": 8}, {"model": MODEL}],
     ids=["diffusion", "autoregressive"],
 )
 def test_a_streamed_call_is_that_of_the_whole_answer(served: Running, options: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ def test_tools_of_openai(url: str) -> None:
             client.chat.completions.create(messages=chat[:1], **{**asked, "tool_choice": "some"})
 
 
-@pytest.mark.parametrize("model", ["reference", MODEL])
+@pytest.mark.parametrize("model", ["bundled", MODEL])
 def test_allowed_tools_of_openai(served: Running, url: str, model: str) -> None:
     """Over both of its APIs, and by the SDK: one of two tools can be called, and the prompt has both."""
     other = {"name": "now", "description": "The time", "parameters": {"type": "object", "properties": {}}}

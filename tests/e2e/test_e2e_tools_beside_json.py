@@ -20,7 +20,7 @@ from mmserve.client import Delta, InvalidArgument, ToolCallDelta
 from mmserve.config import ModelConfig
 from mmserve.reference.calls import CALLS
 
-MODELS = ("reference", "reference-causal")
+MODELS = ("bundled", "bundled-causal")
 ARGUMENTS: dict[str, Any] = {
     "type": "object",
     "properties": {"unit": {"enum": ["C", "F"]}},

@@ -97,9 +97,9 @@ def test_one_trace_shows_where_a_request_was_and_what_each_block_took(traced: Re
     root = traced.root()
     mine = work.get_span_context()
     assert root.parent is not None and root.parent.span_id == mine.span_id
-    assert root.name == "chat reference"
+    assert root.name == "chat bundled"
     told = attributes(root)
-    assert told["gen_ai.operation.name"] == "chat" and told["gen_ai.request.model"] == "reference"
+    assert told["gen_ai.operation.name"] == "chat" and told["gen_ai.request.model"] == "bundled"
     assert told["gen_ai.request.max_tokens"] == 24 and told["gen_ai.request.temperature"] == 0.0
     assert told["gen_ai.usage.input_tokens"] == result.usage.prompt_tokens
     assert told["gen_ai.usage.output_tokens"] == result.usage.completion_tokens
@@ -179,7 +179,7 @@ def test_samples_have_spans_of_their_own(traced: Recorded) -> None:
 
 def test_http_and_grpc_go_on_with_the_callers_trace(traced: Recorded) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", traced.server.background.config.server.http_port, timeout=20)
-    body = {"model": "reference", "messages": [{"role": "user", "content": "How many?"}], "max_tokens": 4}
+    body = {"model": "bundled", "messages": [{"role": "user", "content": "How many?"}], "max_tokens": 4}
     for flags, recorded in (("01", 1), ("00", 0)):
         traced.clear()
         headers = {"content-type": "application/json", "traceparent": f"00-{PARENT[0]}-{PARENT[1]}-{flags}"}
@@ -290,8 +290,8 @@ def test_spans_leave_the_process_over_otlp(protocol: str, monkeypatch: pytest.Mo
             exported(receiver)
         finally:
             end()
-        [root] = receiver.named("chat reference")
-        assert root.attributes["gen_ai.request.model"] == "reference" and not root.parent
+        [root] = receiver.named("chat bundled")
+        assert root.attributes["gen_ai.request.model"] == "bundled" and not root.parent
         assert root.service["service.name"] == "mmserve" and root.service["deployment.environment.name"] == "test"
         blocks, [decode] = receiver.named("mmserve.block"), receiver.named("mmserve.decode")
         assert {block.parent for block in blocks} == {decode.span_id} and decode.parent == root.span_id

@@ -62,7 +62,7 @@ def test_the_curve_is_measured_and_replaces_the_broken_file(folder: Path, report
 def test_a_server_takes_the_file_as_its_default(folder: Path, report: dict[str, Any]) -> None:
     from dataclasses import replace
 
-    with running(replace(settings(), models=(ModelConfig(path=str(folder), name="reference"),))) as served:
+    with running(replace(settings(), models=(ModelConfig(path=str(folder), name="bundled"),))) as served:
         info = served.client.describe()
         assert info.tuning is not None and info.tuning.source == "policy.json"
         assert str(info.tuning.default) == report["default"]

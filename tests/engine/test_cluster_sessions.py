@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.timeout(300)]
 
 ALL = ("encode", "prefill", "decode")
 MEMORY = Memory(budget=100)
-MODELS = {"bundled": ("reference", "none"), "bundled-causal": ("reference-causal", "last")}
+MODELS = {"bundled": ("bundled", "none"), "bundled-causal": ("bundled-causal", "last")}
 CIRCLE = StandingQuestion("Is there a circle?")
 
 
@@ -205,9 +205,7 @@ def test_a_request_may_name_an_adapter_of_the_checkpoint_on_a_cluster() -> None:
         streams: Streams = made.session_parts(config).streams
         assert streams.adapter_for("") == "streams" and streams.adapter_for("other") == "other"
         asked = ask("plain", "What is it?", images=(picture(3),), max_new_tokens=8, recompute=Policy(name="none"))
-        asked = dataclasses.replace(
-            asked, model="reference", streaming=dataclasses.replace(asked.streaming, tokens=True)
-        )
+        asked = dataclasses.replace(asked, model="bundled", streaming=dataclasses.replace(asked.streaming, tokens=True))
         calls = [submit(made, each) for each in (asked, dataclasses.replace(asked, id="adapted", adapter="streams"))]
         plain, adapted = (call.finished().tokens for call in calls)
         assert plain and plain != adapted

@@ -47,18 +47,18 @@ def test_a_session_uses_the_adapter_for_streams_or_the_one_it_names(tmp_path: Pa
                 return [session.stream(asked, max_new_tokens=12).result().text for asked in QUESTIONS]
 
         assert [adapter.name for adapter in client.adapters()] == ["decisions", "other", "streams", "tools"]
-        default, other = answers(""), answers("reference:other")
-        assert default == answers("reference:streams") != other
+        default, other = answers(""), answers("bundled:other")
+        assert default == answers("bundled:streams") != other
         client.drop_adapter("streams")
         assert answers("") not in (default, other)
         with pytest.raises(NotFound, match="no adapter 'streams'"):
-            answers("reference:streams")
+            answers("bundled:streams")
 
 
 def test_a_model_that_keeps_k_and_v_of_frames_takes_no_adapter_in_sessions(tmp_path: Path) -> None:
     with video_server(model=bundled(tmp_path, "bundled-causal")) as (address, _), sdk(address) as client:
         with pytest.raises(InvalidArgument, match="keeps K/V of the frames without it"):
-            client.video_session(model="reference-causal:streams").__enter__()
+            client.video_session(model="bundled-causal:streams").__enter__()
         with client.video_session() as session:
             session.push(picture(0, (40, 40)), 0.0)
             assert session.stream("what is it?", max_new_tokens=2).result()
@@ -71,8 +71,8 @@ def test_typed_questions_use_the_adapter_for_decisions_or_the_one_they_name(tmp_
             [answered] = client.decide("A red circle.", [YesNo("Is it red?")], model=model).answers
             return answered.probabilities["yes"]
 
-        default, other = probability(""), probability("reference:other")
-        assert default == probability("reference:decisions") != other
+        default, other = probability(""), probability("bundled:other")
+        assert default == probability("bundled:decisions") != other
         client.drop_adapter("decisions")
         assert probability("") not in (default, other)
 
@@ -85,10 +85,10 @@ def test_requests_with_tools_use_the_adapter_for_tools_or_the_one_they_name(tmp_
             result = client.generate("Find it.", tools=[tool], model=model, max_new_tokens=48, **choice)
             return result.text + "".join(call.arguments for call in result.tool_calls)
 
-        default, other = answer(""), answer("reference:other")
-        assert default == answer("reference:tools") != other
+        default, other = answer(""), answer("bundled:other")
+        assert default == answer("bundled:tools") != other
         plain = answer("", tool_choice="none", ignore_end=True)
-        assert plain != answer("reference:tools", tool_choice="none", ignore_end=True), (
+        assert plain != answer("bundled:tools", tool_choice="none", ignore_end=True), (
             "tools that are not shown need no adapter"
         )
         client.drop_adapter("tools")

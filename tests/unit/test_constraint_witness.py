@@ -60,7 +60,7 @@ END = 1
 
 @cache
 def vocabulary() -> tuple[Vocabulary, Lexicon, Tokenizer]:
-    tokenizer = Tokenizer.from_file(str(Path(mmserve.__file__).parent / "assets" / "reference" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(mmserve.__file__).parent / "assets" / "bundled" / "tokenizer.json"))
     made = Vocabulary.spelled(spell(tokenizer), {END, 2}, tokenizer)
     return made, Lexicon.of(made.token_bytes), tokenizer
 

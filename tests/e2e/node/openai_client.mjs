@@ -6,7 +6,7 @@ const [url, picture] = process.argv.slice(2);
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "any", maxRetries: 0, timeout: 60_000 });
 const found = {};
 const messages = [{ role: "user", content: "How many shapes are there?" }];
-const short = { model: "reference", messages, max_completion_tokens: 16 };
+const short = { model: "bundled", messages, max_completion_tokens: 16 };
 
 found.models = [];
 for await (const model of client.models.list()) found.models.push(model.id);
@@ -48,14 +48,14 @@ const parsed = await client.chat.completions.parse({
 });
 found.parsed = parsed.choices[0].message.parsed;
 const response = await client.responses.parse({
-  model: "reference",
+  model: "bundled",
   input: "Describe it.",
   max_output_tokens: 64,
   text: { format: { type: "json_schema", name: "scene", strict: true, schema } },
 });
 found.response = response.output_parsed;
 found.events = [];
-for await (const event of await client.responses.create({ model: "reference", input: "Hi", stream: true, max_output_tokens: 8 }))
+for await (const event of await client.responses.create({ model: "bundled", input: "Hi", stream: true, max_output_tokens: 8 }))
   found.events.push(event.type);
 
 const parameters = {
@@ -67,7 +67,7 @@ const parameters = {
 const tools = [{ type: "function", function: { name: "get_weather", description: "Weather of a city", parameters } }];
 const asked = [{ role: "user", content: "Weather in Oslo?" }];
 const called = await client.chat.completions.create({
-  model: "reference-causal",
+  model: "bundled-causal",
   messages: asked,
   tools,
   tool_choice: "required",
@@ -77,7 +77,7 @@ const called = await client.chat.completions.create({
 const [call] = called.choices[0].message.tool_calls;
 found.call = { name: call.function.name, arguments: JSON.parse(call.function.arguments), reason: called.choices[0].finish_reason };
 const told = await client.chat.completions.create({
-  model: "reference-causal",
+  model: "bundled-causal",
   messages: [...asked, called.choices[0].message, { role: "tool", tool_call_id: call.id, content: "Rain, 7 degrees" }],
   tools,
   tool_choice: "none",

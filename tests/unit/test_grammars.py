@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from math import inf
@@ -260,6 +261,26 @@ def test_common_terminals_are_larks(name: str) -> None:
         except lark.exceptions.LarkError:
             right = False
         assert accepts(at, text) is right, text
+
+
+@pytest.mark.parametrize(
+    ("text", "chars"),
+    [
+        ('start: "a" "b"\n%ignore / +/\n', "ab "),
+        ("start: A?\nA: /a+/\n%ignore / /\n%ignore /#a*\\n/\n", "a #\n"),
+        ('start: "a" start | b\nb: "b" ("," start)?\n%import common.WS\n%ignore WS\n', "ab,\n"),
+    ],
+)
+def test_what_is_ignored_may_come_anywhere_between_terminals_as_in_lark(text: str, chars: str) -> None:
+    judge, at = lark.Lark(text), matcher(Lark(text))
+    for letters in (each for size in range(5) for each in itertools.product(chars, repeat=size)):
+        written = "".join(letters)
+        try:
+            judge.parse(written)
+            right = True
+        except lark.exceptions.LarkError:
+            right = False
+        assert accepts(at, written) is right, written
 
 
 @pytest.mark.parametrize("name", ["L", "Lu", "Nd", "Greek", "Script=Cyrillic", "Sc"])

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmserve.constraint.compile.expression import Chars, Group, Item, Repeat, single, size_of, text_of
+from mmserve.constraint.compile.expression import Chars, Group, Item, Repeat, class_text, single, size_of, text_of
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,11 @@ def _inner_first(names: dict[str, Definition]) -> list[str]:
     return order
 
 
+#: llguidance skips ignored text only where a word may follow, and before the first word only with this option. So what
+#: is ignored may also come last, a word that no text has may follow the last one.
+_SKIP_FIRST = '%llguidance {"allow_initial_skip": true}'
+
+
 def written(syntax: Syntax, words: dict[str, Item], *, finely: bool = False) -> str:
     """The text of ``syntax`` for llguidance.
 
@@ -243,8 +248,11 @@ def written(syntax: Syntax, words: dict[str, Item], *, finely: bool = False) -> 
     whole = {name for name, each in syntax.terminals.items() if not finely or _opaque(each.node)}
     whole |= set() if finely else set(words)
     names = {name: f"{'W' if name in whole else 'r'}{n}" for n, name in enumerate(syntax.names)}
-    names[syntax.start] = "start"
     lines, closed = list[str](), () if finely else words.keys() - {syntax.start}
+    if syntax.skipped:
+        lines += [_SKIP_FIRST, f"start: {names[syntax.start]} MORE?", f"MORE: /{class_text(())}/"]
+    else:
+        names[syntax.start] = "start"
     for name in syntax.reached(Ref(syntax.start), *syntax.skipped, closed=closed):
         if not finely and name in words and name != syntax.start:
             lines.append(f"{names[name]}: /{text_of(words[name])}/")

@@ -173,6 +173,7 @@ class Recipe:
     #: is, and what is trained is added to the decoder's layers
     trained: str = "all"
     rank: int = 0  # of the adapter
+    adapter_muon: bool = False  # whether Muon trains its matrices, by muon_lr, rather than AdamW
     #: weight of the loss on attention when a token is copied (``copying``); diffusion only, in rows of one question
     guide: float = 0.0
     output: bool = False  # whether the adapter changes the output layer, for tokens that the model has never given

@@ -44,15 +44,17 @@ LOG_EVERY, SAVE_EVERY, MEASURE_EVERY = 100, 200, 1000
 
 
 class Optimizers:
-    """Muon for the matrices of the tower's and decoder's layers, AdamW for everything else and for adapters."""
+    """Muon for the matrices of the tower's and decoder's layers, AdamW for everything else; of an adapter's matrices
+    Muon only where the recipe has ``adapter_muon``."""
 
     def __init__(self, model: ReferenceModel, heads: TeachingHeads, recipe: Recipe) -> None:
         matrices: list[Tensor] = []
         rest: list[Tensor] = list(heads.parameters())
+        by_muon = recipe.trained != "adapter" or recipe.adapter_muon
         for name, parameter in model.named_parameters():
             if recipe.trained == "adapter" and not parameter.requires_grad:
                 continue
-            is_matrix = parameter.dim() == 2 and ".layers." in name and recipe.trained != "adapter"
+            is_matrix = parameter.dim() == 2 and ".layers." in name and by_muon
             (matrices if is_matrix else rest).append(parameter)
         adam = torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
         self.all: tuple[torch.optim.Optimizer, ...] = (adam,)

@@ -114,9 +114,13 @@ def test_steps_change_the_adapter_alone_and_resume_and_export_keep_it(tmp_path: 
 
 
 def test_an_adapter_of_the_output_layer_is_trained_written_and_served(tmp_path: Path, batch: Batch) -> None:
-    recipe = replace(TEACHING, output=True)
+    recipe = replace(TEACHING, output=True, adapter_muon=True)
     run = run_in(tmp_path / "run", recipe)
     run.begin_from(BUNDLED)
+    by_muon, by_adam = ({p.data_ptr() for g in o.param_groups for p in g["params"]} for o in run.optimizers.all)
+    adapters = {n: p.data_ptr() for n, p in run.model.named_parameters() if n.endswith((".weight.0.a", ".weight.0.b"))}
+    assert by_muon == {at for name, at in adapters.items() if ".layers." in name}
+    assert by_adam >= {at for name, at in adapters.items() if ".head." in name} != set()
     head = run.model.decoder.head.weight.clone()
     for _ in range(2):
         run.step(batch)

@@ -31,7 +31,7 @@ class EngineConfig:
     max_wait_seconds: float = value(
         60.0, at_least(0, meaning="no limit"), "a request whose expected wait is longer is refused"
     )
-    max_samples: int = value(16, _COUNT, "samples of one request")
+    max_samples: int = value(16, _COUNT, "samples of one request, and of all prompts of a completion together")
     max_running: int = value(64, _COUNT, "requests that hold K/V pages at once")
     max_pending_per_stage: int = value(8, _COUNT, "requests that may wait between two stages")
     page_size: int = value(16, _COUNT, "token positions in a K/V page")

@@ -76,6 +76,8 @@ class Asked:
     places: Mapping[str, str] = field(default_factory=dict)
     #: Whether more new tokens than the model has are as many as it has.
     fits: bool = False
+    #: Texts of further prompts, each of them a request that is as ``message`` otherwise.
+    prompts: Sequence[str] = ()
 
 
 class Api(Protocol):

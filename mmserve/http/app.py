@@ -8,7 +8,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, suppress
-from dataclasses import replace
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -24,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmserve.core.events import Admitted, Event, Finished, Prefilled
 from mmserve.core.tenant import Tenant
-from mmserve.errors import Cancelled, DoesNotFit, Internal, MMServeError, NotFound
+from mmserve.errors import Cancelled, Internal, MMServeError, NotFound
 from mmserve.http import checks, openapi
 from mmserve.http.api import Api, Reply
 from mmserve.http.body import Bodies
@@ -36,10 +35,11 @@ from mmserve.http.media import fields_of
 from mmserve.http.messages import Messages, read_counted
 from mmserve.http.pages import Pages
 from mmserve.http.presence import Present
+from mmserve.http.prompts import Prompts
 from mmserve.http.responses import Responses
 from mmserve.observe import calls
 from mmserve.rpc.fetching import urls_in
-from mmserve.rpc.generation import answered, logged
+from mmserve.rpc.generation import logged
 from mmserve.rpc.server import Server
 from mmserve.tenants import is_loopback
 from mmserve.v1 import generation_pb2 as pb
@@ -84,6 +84,7 @@ class App:
         self._parser = ThreadPoolExecutor(1, "mmserve-http-parse")
         # one thread: a constraint that is hard to compile delays other checks only
         self._checker = ThreadPoolExecutor(1, "mmserve-http-check")
+        self._prompts = Prompts(server)
         self._bodies = Bodies(server.config.server, server.budget, self._parser)
         posts = {
             **{path: self._open(self._generates(api), api) for path, api in APIS.items()},
@@ -243,10 +244,13 @@ class App:
                 held.enter_context(self._server.quotas.taken(tenant))
                 body = await self._bodies.read(request)
                 asked = api.read(body)
+                if asked.prompts:
+                    self._prompts.take(asked, tenant, held)
                 if asked.fits:
                     most = self._server.engines.find(self._server.engines.split(asked.message.model)[0]).info.max_tokens
                     asked.message.sampling.max_new_tokens = min(asked.message.sampling.max_new_tokens, most)
-                events = self._events(asked.message, tenant, held, fields_of(urls_in(asked.message.messages), body))
+                places = fields_of(urls_in(asked.message.messages), body)
+                events = self._events(asked.message, tenant, held, places, asked.prompts)
                 del body
                 with renamed({**api.names, **asked.names}, asked.places):
                     held.enter_context(Present(request.receive))
@@ -281,12 +285,18 @@ class App:
         return answer
 
     async def _events(
-        self, message: pb.GenerateRequest, tenant: Tenant, held: ExitStack, fields: dict[str, str]
+        self,
+        message: pb.GenerateRequest,
+        tenant: Tenant,
+        held: ExitStack,
+        fields: dict[str, str],
+        prompts: Sequence[str] = (),
     ) -> AsyncGenerator[Event]:
         """Events of the request after its admission, the first once there is an answer to begin.
 
-        ``fields``: where the body has URLs of media. The number of new tokens is the most that the client takes: where
-        fewer fit after the prompt, it is that many.
+        ``fields``: where the body has URLs of media. ``prompts``: as of ``Asked``; their samples follow those of the
+        request. The number of new tokens is the most that the client takes: where fewer fit after the prompt, it is
+        that many.
         """
         own, label = uuid.uuid4().hex, calls.current().request_id
         with logged(own, label), self._server.generations.watch() as watch:
@@ -294,18 +304,11 @@ class App:
             engine, request = self._server.generations.accepted(own, message, tenant, None, held, watch, files)
             del files, message
             logger.info("request %s for %s (%s: %s)", own, request.model, request_id.KEY, label)
-            while True:
-                try:
-                    async with aclosing(answered(engine, request, watch)) as events:
-                        async for event in events:
-                            if not isinstance(event, Admitted):
-                                yield event
-                    return
-                except DoesNotFit as error:  # before any event
-                    if not 0 < error.room < request.sampling.max_new_tokens:
-                        raise
-                    fitting = replace(request.sampling, max_new_tokens=error.room)
-                    request = replace(request, id=uuid.uuid4().hex, sampling=fitting)
+            answer = self._prompts.answered(engine, request, watch, prompts, held)
+            async with aclosing(answer) as events:
+                async for event in events:
+                    if not isinstance(event, Admitted):
+                        yield event
 
 
 #: Proxies pass events on as they come.

@@ -182,10 +182,16 @@ def _video(fields: Fields) -> pb.ContentPart:
 
 
 class Chunks:
-    """What answers in OpenAI's completions have in common: their fields, and chunks of the ``kind`` with their end."""
+    """What answers in OpenAI's completions have in common: their fields, and chunks of the ``kind`` with their end.
 
-    def __init__(self, asked: pb.GenerateRequest, prefix: str, kind: str, *, usage_chunk: bool) -> None:
-        self._samples, self._logprobs = asked.sampling.n or 1, asked.stream.tokens
+    ``prompts``: how many there are, each with as many samples as ``asked`` has.
+    """
+
+    def __init__(
+        self, asked: pb.GenerateRequest, prefix: str, kind: str, *, usage_chunk: bool, prompts: int = 1
+    ) -> None:
+        self._each = asked.sampling.n or 1  # samples of a prompt
+        self._samples, self._logprobs = self._each * prompts, asked.stream.tokens
         self._kind, self._usage_chunk = kind, usage_chunk
         self._common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
@@ -197,9 +203,12 @@ class Chunks:
         usage_field = {"usage": None} if self._usage_chunk else {}
         return sse({**self._common, "object": self._kind, "choices": [choice], **usage_field, **own})
 
+    def _usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        return usage(finished, self._each)
+
     def _end(self, finished: Sequence[Finished]) -> str:
         """What follows the end of the last sample."""
-        found = {**self._common, "object": self._kind, "choices": [], "usage": usage(finished)}
+        found = {**self._common, "object": self._kind, "choices": [], "usage": self._usage(finished)}
         return (sse(found) if self._usage_chunk else "") + "data: [DONE]\n\n"
 
 
@@ -216,7 +225,7 @@ class _Reply(Chunks):
             }
             for one in finished
         ]
-        own = {"usage": usage(finished), "mmserve": own_fields(finished)}
+        own = {"usage": self._usage(finished), "mmserve": own_fields(finished)}
         return {**self._common, "object": "chat.completion", "choices": choices, **own}
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
@@ -272,15 +281,17 @@ def _call_delta(event: ToolCallDelta) -> dict[str, Any]:
     return {"index": event.index, "function": {"arguments": event.arguments}}
 
 
-def usage(finished: Sequence[Finished]) -> dict[str, Any]:
-    """Tokens of the prompt, which all samples share, and of all answers."""
-    prompt = max(one.usage.prompt_tokens for one in finished)
+def usage(finished: Sequence[Finished], samples: int) -> dict[str, Any]:
+    """Tokens of all answers, and of their prompts: each has so many ``samples``."""
+    by_cached = sorted(finished, key=lambda one: one.usage.cached_tokens)
+    prompts = {one.sample // samples: one.usage for one in by_cached}  # with the most cached tokens of each prompt
+    prompt = sum(each.prompt_tokens for each in prompts.values())
     completion = sum(one.usage.completion_tokens for one in finished)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": max(one.usage.cached_tokens for one in finished)},
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts.values())},
     }
 
 

@@ -16,7 +16,7 @@ from mmserve.http import api
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, take_neutral
 from mmserve.http.chat import NAMES as CHAT_NAMES
 from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
-from mmserve.http.chat import Chunks, OpenAI, content_logprobs, shown, take_bias, take_stream, usage
+from mmserve.http.chat import Chunks, OpenAI, content_logprobs, shown, take_bias, take_stream
 from mmserve.http.constraints import constrain
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.vllm import take_xargs
@@ -54,7 +54,8 @@ class Completions(OpenAI):
     def read(self, body: dict[str, Any]) -> Asked:
         fields, found = Fields(body), pb.GenerateRequest(raw=True)
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
-        found.messages.add(role=pb.ROLE_USER).parts.add(text=_prompt(fields))
+        first, *others = _prompts(fields, one=self._fim)
+        found.messages.add(role=pb.ROLE_USER).parts.add(text=first)
         copy_fields(fields, found, {**SAMPLING, **({"random_seed": "sampling.seed"} if self._fim else {})})
         if not found.sampling.HasField("max_new_tokens"):
             found.sampling.max_new_tokens = DEFAULT_TOKENS
@@ -71,16 +72,23 @@ class Completions(OpenAI):
         names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.end()
-        return Asked(found, stream, _Reply(found, suffix, usage_chunk=usage_chunk, fim=self._fim), names)
+        reply = _Reply(found, suffix, usage_chunk=usage_chunk, fim=self._fim, prompts=1 + len(others))
+        return Asked(found, stream, reply, names, prompts=others)
 
 
-def _prompt(fields: Fields) -> str:
+def _prompts(fields: Fields, *, one: bool) -> list[str]:
+    """The texts of ``prompt``, which is a text or an array of them; ``one``: of one alone."""
     given = fields.any("prompt")
-    if isinstance(given, list) and len(given) == 1:
-        [given] = given
-    if not isinstance(given, str) or not given:
-        raise InvalidArgument.of("prompt", "must be a text, and one alone")
-    return given
+    texts = given if isinstance(given, list) else [given]
+    if not texts:
+        raise InvalidArgument.of("prompt", "must hold at least one text")
+    if one and len(texts) > 1:
+        raise InvalidArgument.of("prompt", "must be one text")
+    for i, text in enumerate(texts):
+        if not isinstance(text, str) or not text:
+            path = "prompt" if texts is not given else f"prompt[{i}]"
+            raise InvalidArgument.of(path, "must be a text, and not empty; token ids are not supported")
+    return texts
 
 
 def _pin(found: pb.GenerateRequest, suffix: str) -> None:
@@ -94,15 +102,16 @@ def _pin(found: pb.GenerateRequest, suffix: str) -> None:
 
 
 class _Reply(Chunks):
-    """The answer to one completion."""
+    """The answer to one body, whose samples are those of all its prompts."""
 
-    def __init__(self, asked: pb.GenerateRequest, suffix: str, *, usage_chunk: bool, fim: bool) -> None:
-        super().__init__(asked, "cmpl", "chat.completion.chunk" if fim else "text_completion", usage_chunk=usage_chunk)
+    def __init__(self, asked: pb.GenerateRequest, suffix: str, *, usage_chunk: bool, fim: bool, prompts: int) -> None:
+        kind = "chat.completion.chunk" if fim else "text_completion"
+        super().__init__(asked, "cmpl", kind, usage_chunk=usage_chunk, prompts=prompts)
         self._suffix, self._fim = suffix, fim
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
         choices = [self._choice(one, self._text(one), _REASONS[one.reason]) for one in finished]
-        own = {"usage": usage(finished), "mmserve": own_fields(finished)}
+        own = {"usage": self._usage(finished), "mmserve": own_fields(finished)}
         kind = "chat.completion" if self._fim else "text_completion"
         return {**self._common, "object": kind, "choices": choices, **own}
 

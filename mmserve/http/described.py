@@ -205,7 +205,13 @@ _CHAT_FIELDS = {
 _COMPLETION_FIELDS = {
     **_COMMON,
     **_XARGS,
-    "prompt": Field(any_of(TEXT, array(TEXT, minItems=1, maxItems=1)), "one text", _QUESTION, required=True),
+    "prompt": Field(
+        any_of(TEXT, array(TEXT, minItems=1)),
+        "a text, or an array of texts, of which text `i` has the choices from `i * n` on; at most `[engine] "
+        "max_samples` choices. Each text counts in the limits of the tenant; an error of one ends all. No token ids",
+        _QUESTION,
+        required=True,
+    ),
     "suffix": Field(TEXT, "fill-in-the-middle: the text after the gap; `max_tokens` is the size of the gap", "b"),
     **numbers(completions.SAMPLING, _EXAMPLES),
     "max_tokens": Field(
@@ -323,7 +329,11 @@ _COUNTED = (
 BODIES: dict[str, dict[str, Field]] = {
     "/v1/chat/completions": _CHAT_FIELDS,
     "/v1/completions": _COMPLETION_FIELDS,
-    "/v1/fim/completions": {**_COMPLETION_FIELDS, **numbers({"random_seed": "sampling.seed"}, _EXAMPLES)},
+    "/v1/fim/completions": {
+        **_COMPLETION_FIELDS,
+        "prompt": Field(any_of(TEXT, array(TEXT, minItems=1, maxItems=1)), "one text", _QUESTION, required=True),
+        **numbers({"random_seed": "sampling.seed"}, _EXAMPLES),
+    },
     "/v1/responses": _RESPONSE_FIELDS,
     "/v1/messages": _MESSAGE_FIELDS,
     "/v1/messages/count_tokens": {name: _MESSAGE_FIELDS[name] for name in _COUNTED},

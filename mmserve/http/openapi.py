@@ -15,7 +15,7 @@ _JSON = "application/json"
 #: Path to what it is, of those that take a body; the first sentences of docs/api.md are longer.
 _POSTS = {
     "/v1/chat/completions": "OpenAI's chat completions",
-    "/v1/completions": "OpenAI's completions; with suffix, a gap filled",
+    "/v1/completions": "OpenAI's completions, of one text or several; with suffix, a gap filled",
     "/v1/fim/completions": "Mistral's fill-in-the-middle",
     "/v1/responses": "Open Responses; nothing is stored",
     "/v1/messages": "Anthropic's messages",

@@ -69,36 +69,44 @@ class Quotas(grpc.aio.ServerInterceptor):
         )
         return make(within, handler.request_deserializer, handler.response_serializer)
 
+    def most(self, tenant: Tenant) -> int | None:
+        """How many requests of ``tenant`` may begin at once where none is in progress; None = any number."""
+        limits = [limit for limit in (tenant.concurrency, tenant.burst if tenant.rate else 0) if limit]
+        return min(limits, default=None)
+
     @contextmanager
-    def taken(self, tenant: Tenant) -> Iterator[None]:
-        """Count one request of ``tenant`` as in progress; raises ``ResourceExhausted`` where that is one too many."""
+    def taken(self, tenant: Tenant, requests: int = 1) -> Iterator[None]:
+        """Count so many ``requests`` of ``tenant`` as in progress, all of them or none.
+
+        Raises ``ResourceExhausted`` where they are too many.
+        """
         name = tenant.name
-        if tenant.concurrency and self._active[name] >= tenant.concurrency:
+        if tenant.concurrency and self._active[name] + requests > tenant.concurrency:
             self._limited(name, "concurrency")
             raise ResourceExhausted(
                 f"the tenant {name!r} has {self._active[name]} requests in progress, and its concurrency is "
                 f"{tenant.concurrency}; wait for one of them to end",
                 retry_after=_RETRY_AFTER,
             )
-        if tenant.rate and (seconds := self._wait(tenant, time.monotonic())) > 0:
+        if tenant.rate and (seconds := self._wait(tenant, requests, time.monotonic())) > 0:
             self._limited(name, "rate")
             raise ResourceExhausted(
                 f"the tenant {name!r} sends more than its rate of {tenant.rate:g} requests a second; try again in "
                 f"{seconds:.3g} s",
                 retry_after=seconds,
             )
-        self._active[name] += 1
+        self._active[name] += requests
         try:
             yield
         finally:
-            self._active[name] -= 1
+            self._active[name] -= requests
 
-    def _wait(self, tenant: Tenant, now: float) -> float:
-        """Take one request from the bucket of ``tenant``; where there is none, seconds until there is."""
+    def _wait(self, tenant: Tenant, requests: int, now: float) -> float:
+        """Take ``requests`` from the bucket of ``tenant``; where it has fewer, seconds until it has them."""
         bucket = self._buckets.setdefault(tenant.name, _Bucket(tenant.burst, now))
         bucket.left = min(tenant.burst, bucket.left + (now - bucket.at) * tenant.rate)
         bucket.at = now
-        if bucket.left < 1:
-            return (1 - bucket.left) / tenant.rate
-        bucket.left -= 1
+        if bucket.left < requests:
+            return (requests - bucket.left) / tenant.rate
+        bucket.left -= requests
         return 0.0

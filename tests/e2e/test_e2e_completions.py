@@ -73,15 +73,36 @@ def test_a_gap_in_a_text_is_filled(served: Running, client: openai.OpenAI, model
         assert json.load(answer)["choices"][0]["message"]["content"] == expected.holes[0]
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_several_texts_are_continued_at_once(served: Running, client: openai.OpenAI, model: str) -> None:
+    """As by a request for each."""
+    texts = [TEXT, "What is left?"]
+    options: dict[str, Any] = {"model": model, "max_tokens": 6, "n": 2, "temperature": 1.0, "seed": 3}
+    alone = [client.completions.create(prompt=text, **options) for text in texts]
+    expected = [choice for each in alone for choice in each.choices]
+    found = client.completions.create(prompt=texts, **options)
+    assert [choice.index for choice in found.choices] == list(range(4))
+    assert [choice.text for choice in found.choices] == [choice.text for choice in expected]
+    assert found.usage is not None
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert getattr(found.usage, name) == sum(getattr(each.usage, name) for each in alone)
+    streamed = [""] * 4
+    for chunk in client.completions.create(prompt=texts, stream=True, **options):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == [choice.text for choice in expected]
+
+
 def test_what_cannot_be_continued_is_refused(served: Running, client: openai.OpenAI) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a"] * 17}, r"prompt: must hold at most 16 prompts with n = 1.*max_samples"),
+        ({"prompt": [1, 2]}, "token ids are not supported"),
         ({"prompt": ""}, "prompt"),
         ({"logprobs": 200}, "logprobs"),
         ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "b", "extra_body": {"guided_regex": "a"}}, "suffix"),
         ({"n": 1000}, "n"),
+        ({"prompt": ["a", "b"], "n": 17}, r"n: must be in \[1, 16\]"),
     ]
     for options, field in wrong:
         with pytest.raises(openai.BadRequestError, match=field):

@@ -63,6 +63,8 @@ class EchoEngine:
     refusals: list[MMServeError] = field(default_factory=list)  # raised by the next submits, in this order
     failure: MMServeError | None = None  # ends every request after its first word
     bug: Exception | None = None  # raised by submit
+    refusing: dict[str, MMServeError] = field(default_factory=dict)  # raised by submits of these texts
+    failing: dict[str, MMServeError] = field(default_factory=dict)  # ends requests of these texts before a word
 
     def __post_init__(self) -> None:
         self.requests: list[Request] = []
@@ -88,6 +90,8 @@ class EchoEngine:
             self.requests.append(request)
             if self.refusals:
                 raise self.refusals.pop(0)
+            if (refusal := self.refusing.get(said(request))) is not None:
+                raise refusal
             if self._draining:
                 raise Unavailable("draining")
             assert request.id not in self._running
@@ -145,7 +149,9 @@ class EchoEngine:
 
     def _answer(self, request: Request, sink: Callable[[Event], None], stopped: threading.Event) -> Event:
         parts = request.messages[-1].parts
-        words = "".join(p.text for p in parts if isinstance(p, TextPart)).split(" ")
+        if (failure := self.failing.get(said(request))) is not None:
+            return Failed(failure)
+        words = said(request).split(" ")
         for index, word in enumerate(words):
             stop = stopped.wait(self.pause)
             while not (stop or self.go.is_set()):
@@ -162,6 +168,11 @@ class EchoEngine:
         usage = Usage(len(words) + 81 * images, 81 * images, len(words))
         times = StageTimes(1.0, 2.0, 3.0, 4.0, 10.0, 5.0)
         return Finished("end", " ".join(words), usage, len(words), 7, times, ("an echo",))
+
+
+def said(request: Request) -> str:
+    """The text of the last message."""
+    return "".join(part.text for part in request.messages[-1].parts if isinstance(part, TextPart))
 
 
 def late(client: Client, engine: EchoEngine) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mmserve.errors import ConfigError
 from mmserve.http import connections, front
 from mmserve.http.front import HttpFront
 from mmserve.rpc.server import Server
+from mmserve.tenants import TenantConfig
 
 PARSERS = ["h11", *(["httptools"] if importlib.util.find_spec("httptools") else [])]
 LIMIT = 4 << 20
@@ -35,10 +37,11 @@ CHAT = "/v1/chat/completions"
 class Served:
     """The front of a server with an engine that echoes, on an event loop of its own."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, tenants: tuple[TenantConfig, ...] = (), **settings: Any) -> None:
         self.engine = EchoEngine()
         self.loop = asyncio.new_event_loop()
-        self.server = Server(config({"max_message_bytes": LIMIT, **settings}), {"echo": self.engine})
+        whole = replace(config({"max_message_bytes": LIMIT, **settings}), tenants=tenants)
+        self.server = Server(whole, {"echo": self.engine})
         self.front = HttpFront(self.server, 0)
         self.server.attach(self.front)
         self._thread = threading.Thread(target=self.loop.run_forever)

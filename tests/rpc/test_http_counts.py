@@ -69,7 +69,7 @@ def test_a_failure_after_the_first_event_counts_by_its_code(
 
 
 def test_a_bug_while_an_answer_is_written_counts_as_internal(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "usage", lambda finished: 1 / 0)
+    monkeypatch.setattr(chat, "usage", lambda finished, samples: 1 / 0)
     answer = served.send(streamed("/v1/chat/completions", stream_options={"include_usage": True}))
     assert b" 200 OK" in answer and b"internal" in answer
     assert calls(served) == {"INTERNAL": 1}

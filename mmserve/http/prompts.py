@@ -1,0 +1,134 @@
+"""Several prompts of one body: requests that are alike, admitted together and answered as the samples of one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+
+from mmserve.core.events import Admitted, Event, Failed
+from mmserve.core.request import Request
+from mmserve.core.tenant import Tenant
+from mmserve.errors import DoesNotFit, InvalidArgument
+from mmserve.http.api import Asked
+from mmserve.http.errors import renamed
+from mmserve.observe.watch import Watch
+from mmserve.rpc.engines import EngineLike
+from mmserve.rpc.generation import answered
+from mmserve.rpc.server import Server
+
+logger = logging.getLogger("mmserve.http")
+
+
+class Prompts:
+    """Requests to ``server`` for the prompts of a body."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def take(self, asked: Asked, tenant: Tenant, held: ExitStack) -> None:
+        """Count the prompts of ``asked`` after the first in the limits of ``tenant``, until ``held`` is closed.
+
+        Raises ``InvalidArgument`` where no server or tenant of these settings takes so many, and as of
+        ``Quotas.taken``.
+        """
+        count, samples = 1 + len(asked.prompts), asked.message.sampling.n or 1
+        engine, own = self._server.config.engine, self._server.quotas.most(tenant)
+        most = min(engine.max_samples, engine.max_queued)
+        if samples <= most < samples * count:
+            why = f"must hold at most {most // samples} prompts with n = {samples}, not {count}: a server raises "
+            raise InvalidArgument.of("prompt", f"{why}that by [engine] max_samples and max_queued")
+        if own is not None and count > own:
+            why = f"must hold at most {own} prompts, not {count}: each counts in the rate and concurrency of"
+            raise InvalidArgument.of("prompt", f"{why} the tenant {tenant.name!r}")
+        held.enter_context(self._server.quotas.taken(tenant, count - 1))
+
+    def answered(
+        self, engine: EngineLike, request: Request, watch: Watch, prompts: Sequence[str], held: ExitStack
+    ) -> AsyncGenerator[Event]:
+        """Events of ``request``, and of those that have ``prompts`` in place of its own; arguments as of ``answered``
+        and of ``Generations.alike``.
+
+        A request has as many new tokens as fit after its prompt, where those are fewer than asked for.
+        """
+        first = _fitted(engine, request, watch)
+        if not prompts:
+            return first
+        others = (self._other(engine, request, text, i, held) for i, text in enumerate(prompts, 1))
+        return joined([_placed(0, first), *others], request.sampling.n)
+
+    async def _other(
+        self, engine: EngineLike, first: Request, text: str, number: int, held: ExitStack
+    ) -> AsyncGenerator[Event]:
+        """Events of the request for prompt ``number``."""
+        with self._server.generations.watch() as watch:
+            request = self._server.generations.alike(uuid.uuid4().hex, first, text, held, watch)
+            logger.info("request %s for prompt %d of the body of %s", request.id, number, first.id)
+            async with aclosing(_placed(number, _fitted(engine, request, watch))) as events:
+                async for event in events:
+                    yield event
+
+
+async def _placed(number: int, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+    """``events``, whose errors name the prompt by its place in the body."""
+    with renamed({"messages": f"prompt[{number}]"}):
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+
+async def _fitted(engine: EngineLike, request: Request, watch: Watch) -> AsyncGenerator[Event]:
+    """As of ``answered``, with as many new tokens as fit after the prompt, where those are fewer than asked for."""
+    while True:
+        try:
+            async with aclosing(answered(engine, request, watch)) as events:
+                async for event in events:
+                    yield event
+            return
+        except DoesNotFit as error:  # before any event but ``Admitted``
+            if not 0 < error.room < request.sampling.max_new_tokens:
+                raise
+            fitting = replace(request.sampling, max_new_tokens=error.room)
+            request = replace(request, id=uuid.uuid4().hex, sampling=fitting)
+
+
+async def joined(streams: Sequence[AsyncGenerator[Event]], samples: int) -> AsyncGenerator[Event]:
+    """The events of several requests, of so many ``samples`` each, as those of one request: samples are counted through
+    all of them.
+
+    No event is yielded before all requests are admitted. The error of one request ends the others.
+    """
+    ready: asyncio.Queue[Event | Exception | None] = asyncio.Queue(1)  # unsent events are joined in outboxes alone
+
+    async def pass_on(first: int, stream: AsyncGenerator[Event]) -> None:
+        try:
+            async for event in stream:
+                if not isinstance(event, Admitted | Failed):
+                    await ready.put(replace(event, sample=first + event.sample))
+            await ready.put(None)
+        except Exception as error:  # noqa: BLE001 - raised where the events are read
+            await ready.put(error)
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for stream in streams:
+            await anext(stream)  # ``Admitted``
+        tasks += [asyncio.create_task(pass_on(i * samples, stream)) for i, stream in enumerate(streams)]
+        unfinished = len(streams)
+        while unfinished:
+            found = await ready.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                unfinished -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()

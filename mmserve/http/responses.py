@@ -246,7 +246,8 @@ class _Reply:
             "output_tokens_details": {"reasoning_tokens": 0},
         }
         logprobs = token_logprobs(one.tokens) if self._logprobs and not one.tool_calls else []
-        output = [self.message(status, [_part(one.text, logprobs)])] if one.text or not one.tool_calls else []
+        ended = "completed" if one.tool_calls else status  # text before a call is complete
+        output = [self.message(ended, [_part(one.text, logprobs)])] if one.text or not one.tool_calls else []
         output += [_call_item(call, "completed") for call in one.tool_calls]
         return {
             **self._common,
@@ -274,8 +275,7 @@ class _Reply:
             elif isinstance(event, ToolCallDelta):
                 lines = items.call(event)
             elif isinstance(event, Finished):
-                whole = self.whole([event])
-                lines = items.end(whole)
+                lines = items.end(event)
             else:
                 continue
             yield first + "".join(lines)
@@ -296,7 +296,7 @@ class _Items:
 
     def __init__(self, reply: _Reply) -> None:
         self._reply = reply
-        self._done: list[dict[str, Any]] = []  # without what came in deltas, but for ids
+        self._done: list[dict[str, Any]] = []
         self._open: ToolCall | str | None = None  # the item that is sent now: a call, or the text of the message
 
     def line(self, event: str, **fields: Any) -> str:
@@ -326,13 +326,19 @@ class _Items:
             event = "response.function_call_arguments.delta"
             yield self.line(event, **self._place(), delta=delta.arguments)
 
-    def end(self, whole: dict[str, Any]) -> Iterator[str]:
-        """The end of the last item, and of the response, which is ``whole``."""
+    def end(self, one: Finished) -> Iterator[str]:
+        """The end of the last item, and of the response, whose output are the items of the stream: a call that was cut
+        is one of them."""
         if self._open is None:
             yield from self.text("")
-        first = whole["output"][0]
-        yield from self._close(first["status"], first["content"][0]["logprobs"] if "content" in first else ())
-        yield self.line(f"response.{whole['status']}", response=whole)
+        whole = self._reply.whole([one])
+        if isinstance(self._open, ToolCall):
+            complete = any(call.id == self._open.id for call in one.tool_calls)
+            yield from self._close("completed" if complete else "incomplete")
+        else:
+            message = whole["output"][0]
+            yield from self._close(message["status"], message["content"][0]["logprobs"])
+        yield self.line(f"response.{whole['status']}", response={**whole, "output": self._done})
 
     def _close(self, status: str = "completed", logprobs: Sequence[Any] = ()) -> Iterator[str]:
         if isinstance(self._open, ToolCall):

@@ -48,7 +48,7 @@ def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
     others = None if d.record is None else d.record.alternatives
     return committed_tokens(
         d.canvas,
-        d.text.tokens,
+        d.text.shown,
         d.log_probabilities,
         others,
         model.tokenizer,

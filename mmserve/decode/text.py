@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Self
 
@@ -29,6 +30,7 @@ class TextStream:
         self.tokenizer, self._stop, self._within = tokenizer, stop, within
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
+        self._starts: list[int] = []  # how much text there was before each of them
         self._pending: list[int] = []  # the last of them, which are no whole characters yet
         self._decoded = ""  # whole characters so far
         self._sent = 0
@@ -43,8 +45,8 @@ class TextStream:
         """A stream that goes on from ``state``."""
         made = cls(tokenizer, stop, within=within)
         for token in state.tokens:  # a character may be begun: its bytes are in the decoder
-            made._step(token)
-        made._tokens, made._decoded = list(state.tokens), state.text
+            made._add(token)
+        made._decoded = state.text
         made._sent, made.stopped = state.sent, state.stopped
         return made
 
@@ -62,16 +64,26 @@ class TextStream:
         """Tokens taken in so far."""
         return len(self._tokens)
 
+    @property
+    def shown(self) -> int:
+        """How many of them the text goes to: the last one may go past it, where a stop string begins in it."""
+        return bisect_left(self._starts, len(self._decoded)) if self.stopped else len(self._tokens)
+
     def push(self, tokens: np.ndarray) -> str:
         """Take in the tokens from the answer's start (those known before come first) and return the new final text."""
         for token in tokens[len(self._tokens) :].tolist():
             if self.stopped:
                 break
-            self._tokens.append(token)
-            step = self._step(token)
-            self._decoded += self._space + step if len(self._tokens) == 1 else step
+            self._add(token)
             self._cut()
         return self._take(len(self._decoded) - self._held())
+
+    def _add(self, token: int) -> None:
+        """Take in ``token``."""
+        self._tokens.append(token)
+        self._starts.append(len(self._decoded))
+        step = self._step(token)
+        self._decoded += self._space + step if len(self._tokens) == 1 else step
 
     @property
     def _space(self) -> str:

@@ -22,6 +22,8 @@ from mmserve.models.chat import load_tokenizer, text_ids
 from mmserve.models.registry import model_folder
 
 MODELS = ("bundled", "bundled-causal")
+#: Answers of as many tokens as may be.
+ENDLESS = {"ignore_eos": True}
 TEXT, SUFFIX = "Start with 3. Add 4.", " What is left?"
 
 
@@ -58,6 +60,36 @@ def test_a_text_is_continued_without_the_chat_template(served: Running, client: 
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_log_probabilities_are_of_the_text_before_a_stop_string(client: openai.OpenAI, model: str) -> None:
+    """Of completions and chats, whole and streamed; the token in which the stop string begins is one of them."""
+    drawn: dict[str, Any] = {"model": model, "max_tokens": 12, "temperature": 1.5, "seed": 1, "extra_body": ENDLESS}
+    asked: dict[str, Any] = {**drawn, "prompt": TEXT, "logprobs": 0}
+    whole = client.completions.create(**asked).choices[0].logprobs
+    assert whole is not None and whole.tokens and whole.text_offset
+    starts, text = whole.text_offset, "".join(whole.tokens)
+    cuts = (at for at in range(starts[1], len(text)) if text.find(text[at : at + 2]) == at)
+    cut = max(cuts, key=lambda at: at not in starts)  # within a token, where one has two characters
+    stopped: dict[str, Any] = {**asked, "stop": text[cut : cut + 2]}
+    expected = [token for token, start in zip(whole.tokens, starts, strict=True) if start < cut]
+    [choice] = client.completions.create(**stopped).choices
+    assert (choice.text, choice.finish_reason) == (text[:cut], "stop")
+    *_, last = client.completions.create(**stopped, stream=True)
+    for found in (choice.logprobs, last.choices[0].logprobs):
+        assert found is not None and found.tokens == expected
+    none = client.completions.create(**{**stopped, "stop": text[:1]}).choices[0]
+    assert none.text == "" and none.logprobs is not None and none.logprobs.tokens == []
+    chat: dict[str, Any] = {**drawn, "messages": [{"role": "user", "content": TEXT}], "logprobs": True}
+    said = client.chat.completions.create(**chat).choices[0].logprobs
+    assert said is not None and said.content
+    halted: dict[str, Any] = {**chat, "stop": said.content[-1].token}
+    before = client.chat.completions.create(**halted).choices[0]
+    *_, end = client.chat.completions.create(**halted, stream=True)
+    for each in (before.logprobs, end.choices[0].logprobs):
+        assert each is not None and each.content is not None
+        assert "".join(token.token for token in each.content) == before.message.content
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_a_gap_in_a_text_is_filled(served: Running, client: openai.OpenAI, model: str) -> None:
     expected = served.client.generate(
         TEXT, model=model, raw=True, template=[Hole(max_tokens=6), SUFFIX], max_new_tokens=6 + len(SUFFIX)
@@ -77,7 +109,7 @@ def test_a_gap_in_a_text_is_filled(served: Running, client: openai.OpenAI, model
 def test_several_texts_are_continued_at_once(served: Running, client: openai.OpenAI, model: str) -> None:
     """As by a request for each."""
     texts = [TEXT, "What is left?"]
-    options: dict[str, Any] = {"model": model, "max_tokens": 6, "n": 2, "temperature": 1.0, "seed": 3}
+    options: dict[str, Any] = {"model": model, "max_tokens": 6, "n": 2, "temperature": 1.0, "extra_body": ENDLESS}
     alone = [client.completions.create(prompt=text, **options) for text in texts]
     expected = [choice for each in alone for choice in each.choices]
     found = client.completions.create(prompt=texts, **options)

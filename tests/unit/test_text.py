@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.core.constraint import Choice, ConstraintSpec
 from mmserve.decode.text import MASK_GLYPH, TextStream, canvas_text
+from mmserve.decode.token_texts import token_bytes
 from mmserve.reference.tokenizer import EOS, EOT, HEADER, IMAGE
 
 TOKENIZER = tokenizer()
@@ -163,6 +164,22 @@ def test_how_the_tokens_arrive_changes_nothing(
     assert (one.text, one.stopped, one.tokens) == (two.text, two.stopped, two.tokens)
 
 
+@given(texts, stops, cuts, st.booleans())
+@example("xaab", ("b",), [1], False)
+@example("a€b", ("€",), [2], True)
+def test_the_tokens_shown_are_those_that_the_text_goes_to(
+    content: str, stop: tuple[str, ...], chunks: list[int], split: bool
+) -> None:
+    tokens = byte_tokens(content) if split else TOKENIZER.encode(content)
+    text, _deltas, _rest = stream(tokens, stop, chunks)
+    pieces = [piece for [piece] in token_bytes(TOKENIZER, np.array(tokens, np.int64)[:, None])]
+    written = text.text.encode()
+    assert b"".join(pieces[: text.shown]).startswith(written)
+    assert len(b"".join(pieces[: max(0, text.shown - 1)])) < max(1, len(written))
+    moved = TextStream.restored(TOKENIZER, stop, text.state())
+    assert (moved.text, moved.tokens, moved.shown) == (text.text, text.tokens, text.shown)
+
+
 def test_nothing_comes_after_a_stop() -> None:
     tokens = byte_tokens("red. blue. green")
     text = TextStream(TOKENIZER, (".",))
@@ -173,6 +190,7 @@ def test_nothing_comes_after_a_stop() -> None:
     assert text.finish() == ""
     assert text.text == "red"
     assert text.tokens == 4, "tokens past the stop are not counted"
+    assert text.shown == 3, "those of the stop string are not shown"
 
 
 def test_the_stop_string_that_came_first_is_reported() -> None:

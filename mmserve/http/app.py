@@ -29,8 +29,9 @@ from mmserve.http.api import Api, Reply
 from mmserve.http.body import Bodies
 from mmserve.http.chat import Chat
 from mmserve.http.completions import Completions
+from mmserve.http.connections import FULL
 from mmserve.http.decisions import DECISION_APIS, DecisionApi
-from mmserve.http.errors import BadRequest, headers_of, renamed, status_of
+from mmserve.http.errors import BadRequest, TooManyConnections, headers_of, renamed, status_of
 from mmserve.http.media import fields_of
 from mmserve.http.messages import Messages, read_counted
 from mmserve.http.pages import Pages
@@ -99,7 +100,7 @@ class App:
                 Route("/v1/models", self._open(self._models), methods=["GET"]),
                 Route(_MODEL, self._open(self._model, route=_MODEL), methods=["GET"]),
                 Route("/openapi.json", self._open(self._description), methods=["GET"]),
-                Route("/metrics", self._open(self._metrics), methods=["GET"]),
+                Route("/metrics", self._open(self._metrics, always=True), methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
             ],
             exception_handlers={HTTPException: _no_route},
@@ -120,10 +121,13 @@ class App:
         for pool in (self._parser, self._checker):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _open(self, handler: Handler, api: Api | DecisionApi = CHAT, route: str = "") -> Handler:
+    def _open(
+        self, handler: Handler, api: Api | DecisionApi = CHAT, route: str = "", *, always: bool = False
+    ) -> Handler:
         """``handler`` for callers with an accepted token, with errors of ``api``; ``calls.current()`` is its call.
 
-        ``route``: of paths that clients choose a part of.
+        ``route``: of paths that clients choose a part of. ``always``: whether it answers connections beyond the limit,
+        too.
         """
 
         async def answer(request: Request) -> Response:
@@ -132,6 +136,8 @@ class App:
             call.route = route
             call.request_id = label if request_id.is_label(label) else uuid.uuid4().hex
             try:
+                if FULL in request.scope and not always:
+                    raise TooManyConnections(request.scope[FULL])
                 self._check_host(request)
                 tenant = self._server.guard.auth.tenant_of(_token(request), request.scope["path"], call.peer)
                 call.tenant = tenant.name

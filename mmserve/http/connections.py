@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import h11
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger("mmserve.http")
@@ -25,6 +26,8 @@ TINY_PARTS, TINY = 1024, 64
 PATIENCE = 10.0
 #: In the scope of a request whose client went away before all of its answer was sent: what is sent then is dropped.
 LEFT = "mmserve.left"
+#: In the scope of a request for which there is no room: how many connections there may be.
+FULL = "mmserve.full"
 
 
 class Parts:
@@ -68,16 +71,26 @@ class Limits(asyncio.Protocol):
     A connection is closed whose next request's head is not whole ``PATIENCE`` seconds after its first byte, or whose
     request still comes so long after its answer, and one that takes nothing of an answer for ``stall_seconds`` (0: it
     may).
+
+    Requests of a connection beyond ``most`` (0: there is no limit) have ``FULL`` in their scope, and the connection is
+    closed after the answer to one, which is to be short; so is that of any request while more than ``most`` are
+    answered. uvicorn would refuse the requests of all connections once there are so many, those of health checks too.
     """
 
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
     client: tuple[str, int] | None
     cycle: Any
+    app: Any
+    connections: set[Any]
+    tasks: set[asyncio.Task[None]]
 
-    def __init__(self, *arguments: Any, stall_seconds: float = 0.0, **options: Any) -> None:
+    def __init__(self, *arguments: Any, stall_seconds: float = 0.0, most: int = 0, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._stall_seconds = stall_seconds
+        self._most, self._beyond = most, False
+        if most:
+            self._whole_app, self.app = self.app, self._counted
         self._slow: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
 
@@ -88,6 +101,7 @@ class Limits(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin with the limits of a first request."""
         super().connection_made(transport)
+        self._beyond = 0 < self._most < len(self.connections)
         # asyncio does so for sockets whose protocol is named, which those of ``create_server`` are not. Without it the
         # second write of a response waits for the client's delayed acknowledgement of the first: 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -95,6 +109,21 @@ class Limits(asyncio.Protocol):
             high=1
         )  # what the system does not take is noticed at once; 0 stops TLS for ever
         self._watch()
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, with what its scope says of the room that there is."""
+        self._beyond = self._beyond and len(self.connections) > self._most
+        if not self._beyond and len(self.tasks) <= self._most:
+            await self._whole_app(scope, receive, send)
+            return
+        scope[FULL] = self._most
+
+        async def last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await self._whole_app(scope, receive, last)
 
     def data_received(self, data: bytes) -> None:
         """Parse ``data``."""

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
-from mmserve.errors import DoesNotFit, FieldViolation, InvalidArgument, MMServeError, ResourceExhausted
+from mmserve.errors import DoesNotFit, FieldViolation, InvalidArgument, MMServeError, ResourceExhausted, Unavailable
 
 #: gRPC code to HTTP status. What a model cannot do is the caller's to change, as is an unsuitable argument.
 STATUS = {
@@ -57,6 +57,18 @@ class BadRequest(InvalidArgument):
         return self.description
 
 
+class TooManyConnections(Unavailable):
+    """The server has all connections over HTTP that it takes; ``retry_after``: seconds until the next attempt."""
+
+    retry_after = 1.0
+
+    def __init__(self, most: int) -> None:
+        super().__init__(
+            f"the server has all {most} connections over HTTP that it takes; try again later, or raise [server] "
+            "http_connections"
+        )
+
+
 def status_of(error: MMServeError) -> int:
     """The HTTP status of ``error``."""
     return int(error.status if isinstance(error, BadRequest) else STATUS[error.code])
@@ -64,7 +76,7 @@ def status_of(error: MMServeError) -> int:
 
 def headers_of(error: MMServeError) -> dict[str, str]:
     """``Retry-After`` (whole seconds) where the error has a time, and the scheme that a missing token must have."""
-    if isinstance(error, ResourceExhausted) and error.retry_after is not None:
+    if isinstance(error, ResourceExhausted | TooManyConnections) and error.retry_after is not None:
         return {"retry-after": str(math.ceil(error.retry_after))}
     return {"www-authenticate": "Bearer"} if status_of(error) == HTTPStatus.UNAUTHORIZED else {}
 

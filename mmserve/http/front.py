@@ -84,9 +84,10 @@ class HttpFront:
             ws="none",
             server_header=False,
             proxy_headers=False,
-            http=cast(Any, partial(connection_class(), stall_seconds=config.message_seconds)),
+            http=cast(
+                Any, partial(connection_class(), stall_seconds=config.message_seconds, most=config.http_connections)
+            ),
             loop="none",
-            limit_concurrency=config.http_connections or None,
             timeout_keep_alive=int(config.connection_idle_seconds) or 1 << 30,
         )
         settings.load()

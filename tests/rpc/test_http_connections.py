@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import importlib.util
 import json
 import logging
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,49 @@ def test_a_client_that_takes_nothing_is_cut(
         wait_for("the request to be gone", lambda: not served.engine.running)
         assert statuses(served.send(ask("still here"))) == [200]
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def got(connection: http.client.HTTPConnection, method: str, path: str) -> tuple[int, Any, str]:
+    """Status, headers and text of an answer."""
+    connection.request(method, path, body_of("a b"), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, answer.headers, answer.read().decode()
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_connections_beyond_the_limit_get_errors_of_the_api(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    using(parser, monkeypatch)
+    with Served(http_connections=2) as served, ExitStack() as opened:
+
+        def connect() -> http.client.HTTPConnection:
+            made = http.client.HTTPConnection("127.0.0.1", served.front.port, timeout=PATIENCE)
+            return opened.enter_context(closing(made))
+
+        first, second = connect(), connect()
+        for each in (first, second):
+            assert got(each, "GET", "/health")[0] == 200
+        for path, kind in ((CHAT, "service_unavailable_error"), ("/v1/messages", "overloaded_error")):
+            status, headers, text = got(connect(), "POST", path)
+            assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+            error = json.loads(text)["error"]
+            assert error["type"] == kind and "all 2 connections" in error["message"]
+            assert headers["content-type"] == "application/json" and headers["x-request-id"]
+        for path, text in (("/health", '"ok"'), ("/metrics", "mmserve:num_requests_running")):
+            status, headers, found = got(connect(), "GET", path)
+            assert (status, headers["connection"]) == (200, "close") and text in found
+        for each in (first, second):
+            status, headers, text = got(each, "POST", CHAT)
+            assert status == 200 and headers["connection"] is None, "connections within the limit go on"
+        third = connect()
+        third.connect()
+        assert served.front._uvicorn is not None
+        held = served.front._uvicorn.server_state.connections
+        wait_for("the third connection", lambda: len(held) == 3)
+        second.close()
+        wait_for("the second to be gone", lambda: len(held) == 2)
+        for _ in range(2):
+            assert got(third, "POST", CHAT)[0] == 200
+        assert not served.engine.running
 
 
 @contextmanager

@@ -45,7 +45,9 @@ class TenantConfig:
     )
     share: float = value(1.0, ABOVE_0, "weight among the tenants of a class that have requests waiting")
     admin: bool = value(
-        False, meaning="may load and unload models and adapters, and list, pin and drop cache entries of all tenants"
+        False,
+        meaning="may load and unload models and adapters, list, pin and drop cache entries of all tenants, and read "
+        "metrics on the HTTP port",
     )
     shared_cache: bool = value(False, meaning="share uploads and caches with all other tenants that set this")
 

@@ -12,7 +12,7 @@ class Tenant:
     ``share``: its weight in fair queueing, above 0. ``priority``: its class, 0 is served first. ``cache``: the part of
     the caches that it uses; tenants with the same name here can use what the others uploaded. ``rate``: requests a
     second, ``burst`` of them at once, and ``concurrency``: requests in progress at once; 0 = no limit.
-    ``admin``: whether it may load and drop adapters, and manage the caches of all tenants.
+    ``admin``: whether it may load and drop adapters, manage the caches of all tenants, and read metrics.
     """
 
     name: str = ""

@@ -39,6 +39,7 @@ from mmserve.http.presence import Present
 from mmserve.http.prompts import Prompts
 from mmserve.http.responses import Responses
 from mmserve.observe import calls
+from mmserve.rpc.auth import check_admin
 from mmserve.rpc.fetching import urls_in
 from mmserve.rpc.generation import logged
 from mmserve.rpc.server import Server
@@ -172,7 +173,10 @@ class App:
         ready = not loading and not self._server.ending
         return JSONResponse({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
 
-    async def _metrics(self, _request: Request) -> Response:
+    async def _metrics(self, request: Request) -> Response:
+        check_admin(
+            "read metrics, which are of all tenants ([server] metrics_port asks for no token)", request.state.tenant
+        )
         data = await asyncio.get_running_loop().run_in_executor(None, generate_latest, self._server.metrics.served)
         return Response(data, media_type=CONTENT_TYPE_LATEST)
 

@@ -28,7 +28,7 @@ _GETS = {
     "/v1/models": ("The models that serve", _JSON, ()),
     "/v1/models/{name}": ("One of them", _JSON, ("name",)),
     "/health": ("200 while all models serve, else 503", _JSON, ()),
-    "/metrics": ("Prometheus metrics", "text/plain", ()),
+    "/metrics": ("Prometheus metrics; where tokens are asked for, for tenants with admin = true", "text/plain", ()),
     "/openapi.json": ("This description", _JSON, ()),
 }
 #: Top-level names that each answer has.

@@ -34,9 +34,9 @@ def current_tenant() -> Tenant:
     return _current.get()
 
 
-def check_admin(what: str) -> None:
-    """Raise ``Unauthenticated`` where the call is of a tenant that may not do ``what``."""
-    tenant = current_tenant()
+def check_admin(what: str, tenant: Tenant | None = None) -> None:
+    """Raise ``Unauthenticated`` where ``tenant``, by default the call's, may not do ``what``."""
+    tenant = tenant or current_tenant()
     if not tenant.admin:
         raise Unauthenticated(f"the tenant {tenant.name!r} may not {what}: it needs admin = true")
 

@@ -418,7 +418,11 @@ def test_a_log_line_and_a_label(port: int, caplog: pytest.LogCaptureFixture) -> 
 
 def test_tokens_and_tenants(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("secret\n")
-    tenants = (TenantConfig(name="a", token_file=str(tmp_path / "tokens"), rate=0.01, burst=1),)
+    (tmp_path / "of-admins").write_text("secret of b\n")
+    tenants = (
+        TenantConfig(name="a", token_file=str(tmp_path / "tokens"), rate=0.01, burst=1),
+        TenantConfig(name="b", token_file=str(tmp_path / "of-admins"), admin=True),
+    )
     config = settings(server={"http_port": free_port()})
     port = config.server.http_port
     with BackgroundServer(type(config)(server=config.server, engine=config.engine, tenants=tenants)):
@@ -431,8 +435,15 @@ def test_tokens_and_tenants(tmp_path: Path) -> None:
         status, body, answered = ask(port, asked, headers={"authorization": "Bearer secret"})
         assert status == 429 and int(answered["retry-after"]) >= 1 and "rate" in body["error"]["message"]
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
-        connection.request("GET", "/metrics")
-        assert connection.getresponse().status == 401
+        for token, expected, text in (
+            ("wrong", 401, b"needs an accepted bearer token"),
+            ("secret", 401, b"'a' may not read metrics, which are of all tenants"),
+            ("secret of b", 200, b'mmserve:tenant_requests_total{code="OK",tenant="a"} 1.0'),
+        ):
+            connection.request("GET", "/metrics", headers={"authorization": f"Bearer {token}"})
+            response = connection.getresponse()
+            found = response.read()
+            assert response.status == expected and text in found, found[:500]
         connection.close()
 
 

@@ -82,6 +82,9 @@ UNORDERED = {"listing": LISTING, "narration": NARRATION, "cells": CELLS}
 COPIED = ("copies", "dictated")
 #: Kinds of subject that are text alone.
 WITHOUT_MEDIA = ("text", "calls", *COPIED, "decisions_text", "decisions_named")
+#: Kinds of subject whose rows differ much in length: a batch has the rows of about one length of so many times as many,
+#: for what is padding costs as much as text.
+BY_LENGTH = dict.fromkeys(("calls", *COPIED), 4)
 #: Kinds of subject that are clips.
 CLIPS = ("video", "narration", "decisions_video")
 #: Everything that batches are drawn from.
@@ -127,6 +130,21 @@ class Batch:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {n: v.to(device) for n, v in values.items() if isinstance(v, Tensor | SceneLabels)}
         return replace(self, **moved)
+
+    def with_padding(self, most: int) -> Batch:
+        """The same batch with at most ``most`` tokens of padding after each answer, and no longer than that takes.
+
+        Only for rows of one question.
+        """
+        largest = self.share.amax(1, keepdim=True)
+        end = (self.share > 0.5 * largest).cumsum(1).argmax(1, keepdim=True) + 1 + most
+        columns = torch.arange(self.share.shape[1], device=self.share.device)
+        shape, length = self.ids.shape, min(int(end.max()), self.share.shape[1])
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["share"] = torch.where(columns < end, self.share, 0.0)
+        values["seen"] = self.seen & (columns < end)
+        cut = {n: v[:, :length] for n, v in values.items() if isinstance(v, Tensor) and v.shape == shape}
+        return replace(self, **cut)
 
     def sees(self, *, causal: bool) -> Tensor:
         """Attention mask, bool ``[B, 1, T or 1, T]``: True where a position sees another.
@@ -192,7 +210,12 @@ def draw(
     rows, questions = (form.rows / 2, form.packed) if packed and form.packed > 1 else (form.rows, 1)
     if kind == "image" and rng.random() < CAPTIONS:
         tasks, canvas, rows, questions = ["caption"], CAPTION_CANVAS, form.rows, 1
-    return kind, [_several(subject, tasks, questions, rng) for _ in range(max(1, round(rows * scale)))], canvas
+    count, groups = max(1, round(rows * scale)), BY_LENGTH.get(kind, 1)
+    samples = [_several(subject, tasks, questions, rng) for _ in range(count * groups)]
+    if groups > 1:
+        first = rng.randrange(groups) * count
+        samples = sorted(samples, key=_characters)[first : first + count]
+    return kind, samples, canvas
 
 
 def _decisions(kind: str, count: int, rng: random.Random) -> Sample:
@@ -210,6 +233,13 @@ def _several(subject: Subject, tasks: list[str], count: int, rng: random.Random)
         if another is not None and len(asked) < count:
             asked.setdefault(another.text, another)
     return thing, list(asked.values())
+
+
+def _characters(sample: Sample) -> int:
+    """About the length of a row of text."""
+    _thing, questions = sample
+    asked = (len(q.text) + len(q.answer) for q in questions)
+    return sum(asked) + len(str(questions[0].tools)) + len(str(questions[0].turns))
 
 
 def collate(kind: str, samples: list[Sample], canvas: int, tokenizer: PreTrainedTokenizerFast) -> Batch:

@@ -22,6 +22,8 @@ FROM_A_TOKEN, AHEAD = 0.5, 8
 STAIRCASE = {"text": 0.4, "json": 0.4, "calls": 0.6, "dictated": 0.75, "copies": 0.75}
 #: Tokens of a piece on average: fewer where a token is copied, which the one on its left shows how to do.
 STAIR, COPIED_STAIR = 4, 2
+#: Tokens of padding after an answer that is cut into pieces: of a piece none of the others is seen.
+PADDING = 4
 #: Masking rates of answers in random order: the unmasked part must identify the shape.
 UNORDERED_RATES = (0.3, 0.85)
 

@@ -26,7 +26,7 @@ from mmserve.reference.copying import Guide
 from mmserve.reference.data import Batch, collate, draw
 from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import quick_accuracy
-from mmserve.reference.losses import STAIRCASE, causal_loss, diffusion_loss, mask_answers, staircase
+from mmserve.reference.losses import PADDING, STAIRCASE, causal_loss, diffusion_loss, mask_answers, staircase
 from mmserve.reference.low_rank import add_low_rank
 from mmserve.reference.model import ReferenceModel, mixed_precision
 from mmserve.reference.parallel import Processes
@@ -197,8 +197,11 @@ class Run:
             return causal_loss(self.model, visual, batch)
         generator = torch.Generator().manual_seed((self.recipe.seed * 1_000_003 + self.done) * 64 + self.processes.rank)
         stairs = 0.0 if batch.packed else STAIRCASE.get(batch.kind, 0.0)
+        by_pieces = float(torch.rand((), generator=generator)) < stairs
+        if by_pieces and batch.changes is None:
+            batch = batch.with_padding(PADDING)
         guide = Guide.of(batch) if self.recipe.guide and not batch.packed else None
-        if float(torch.rand((), generator=generator)) < stairs:
+        if by_pieces:
             trained, ids, weight = staircase(batch, self.mask_id, generator, guide)
         else:
             trained, (ids, weight) = batch, mask_answers(batch, self.mask_id, self.recipe.lowest_rate, generator)

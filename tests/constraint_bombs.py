@@ -122,7 +122,7 @@ SCHEMAS: dict[str, tuple[Any, str, str]] = {
     "least_properties": ({"type": "object", "minProperties": 3}, "/minProperties", "minProperties"),
     "most_properties": ({**_TYPED, "maxProperties": 1}, "/maxProperties", "maxProperties"),
     "unevaluated": (
-        {"anyOf": [{"properties": {"a": {}}}, {"required": ["b"]}], "unevaluatedProperties": False},
+        {"anyOf": [{"properties": {f"p{i}": {}}} for i in range(10)], "unevaluatedProperties": False},
         "/unevaluatedProperties",
         "unevaluatedProperties",
     ),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import mmserve
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.grammar import grammar_of
+from mmserve.constraint.compile.grammar import grammar_of, grammars_of
 from mmserve.constraint.compile.service import Grammars
 from mmserve.constraint.compile.wire import BYTES, TokenTable
 from mmserve.constraint.findings import Refused
@@ -62,11 +64,15 @@ def granted(grammars: Grammars, spec: ConstraintSpec) -> Grammar:
 
 
 def matcher(kind: ConstraintKind, mode: ConstraintMode = STRICT) -> LLMatcher:
-    """A matcher at the beginning of the grammar of ``kind``; ``Refused`` also for what does not compile."""
-    made = LLMatcher(byte_trie(), grammar(kind, mode).text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
-    if made.is_error():
-        raise Refused.at("", "compile", made.get_error())
-    return made
+    """A matcher at the beginning of the first grammar of ``kind`` that compiles; ``Refused`` where none does."""
+    first: Refused | None = None
+    for each in grammars_of(ConstraintSpec(kind, mode)):
+        made = LLMatcher(byte_trie(), each.text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        if not made.is_error():
+            return made
+        first = first or Refused.at("", "compile", made.get_error())
+    assert first is not None
+    raise first
 
 
 def schema_matcher(schema: Any, mode: ConstraintMode = STRICT) -> LLMatcher:
@@ -81,6 +87,20 @@ def accepts(at: LLMatcher, text: str) -> bool:
 
 def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def enforced_among(schema: Any, documents: Iterable[Any]) -> tuple[int, int]:
+    """How many of ``documents`` the judge takes and how many it refuses; the grammar does the same with each, in some
+    order of an object's members, or an assertion fails."""
+    judge, at = jsonschema_rs.validator_for(schema), schema_matcher(schema)
+    counts = [0, 0]
+    for document in documents:
+        orders = permutations(document.items()) if isinstance(document, dict) else ()
+        spelled = [compact(dict(members)) for members in orders] or [compact(document)]
+        right = judge.is_valid(document)
+        assert any(accepts(at, text) for text in spelled) is right, (schema, document)
+        counts[not right] += 1
+    return counts[0], counts[1]
 
 
 def enforced(schema: Any, taken: list[Any], refused: list[Any]) -> None:

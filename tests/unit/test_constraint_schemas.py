@@ -368,9 +368,3 @@ def test_properties_that_all_of_and_references_evaluate_are_followed() -> None:
     enforced({**ONLY_TEXT, "allOf": [patterns, A]}, [{"x": None}, {"y": "s"}], [{"x": "s"}, {"y": None}])
     every = {**B, "additionalProperties": {"type": "boolean"}}
     enforced({**ONLY_TEXT, "allOf": [every]}, [{"b": 1, "x": True}], [{"b": 1, "x": "s"}, {"x": True}])
-
-
-def test_properties_that_one_of_several_schemas_evaluates_are_not_followed() -> None:
-    for joined in ({"anyOf": [A, B]}, {"if": A, "then": B}, {"dependentSchemas": {"a": B}}):
-        with pytest.raises(Refused, match=r"/unevaluatedProperties: .*allOf"):
-            grammar(JsonSchema(json.dumps({**ONLY_TEXT, "allOf": [joined]})))

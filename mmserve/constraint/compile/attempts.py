@@ -18,6 +18,7 @@ from mmserve.constraint.compile import unordered
 from mmserve.constraint.compile.document import canonical, read
 from mmserve.constraint.compile.keywords import with_children
 from mmserve.constraint.compile.lengths import longest_document, shortest_document
+from mmserve.constraint.compile.overlaps import separated_within
 from mmserve.constraint.compile.schema import Rewritten, rewrite
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.core.constraint import ConstraintMode, JsonSchema, SchemaOption
@@ -180,6 +181,8 @@ def _attempts(root: Any, mode: ConstraintMode, layout: Layout) -> Iterator[Gramm
         refusal = refused
     if plain is not None and not plain.loose:
         yield from _grammars(layout, plain.schema, _lines(plain.warnings))
+        if (apart := separated_within(plain.schema)) is not None:
+            yield from _grammars(layout, apart, _lines(plain.warnings))
     other = (
         _canonical(root, layout) if plain is not None and {f.keyword for f in plain.loose} <= _CANONICALIZED else None
     )
@@ -219,6 +222,8 @@ def _wider(root: Any, mode: ConstraintMode, refusal: Refused | None, layout: Lay
     loose = _rewritten(root, layout, strict=False)
     warnings = [f"{f.pointer}: {f.keyword} {done}: {f.reason}" for f in loose.loose] + _lines(loose.warnings)
     yield from _grammars(layout, loose.schema, warnings, exact=False)
+    if (apart := separated_within(loose.schema)) is not None:
+        yield from _grammars(layout, apart, warnings, exact=False)
     left: list[str] = []
     for schema, without in widened(loose.schema):
         left.append(without)

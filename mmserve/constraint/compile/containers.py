@@ -164,6 +164,9 @@ def property_names(node: Schema, pointer: str, notes: Notes, resolve: Callable[[
     pattern = _pattern_of(names)
     if pattern is not None and (made := _matching(node, pattern)) is not None:
         return made
+    if pattern is not None and _are_separable([pattern, *node.get("patternProperties", ())]):
+        only = {"patternProperties": {pattern: {}}, "additionalProperties": False}
+        return {**node, "allOf": [*node.get("allOf", ()), only]}
     notes.cannot(pointer, "propertyNames", "only a pattern, a length, or an enum of names, can be enforced")
     return node
 
@@ -218,6 +221,14 @@ def _among(patterns: Iterable[str], pattern: str) -> bool:
         return other is not None and all(disjoint(searched(each), searched(other), _MOST_STATES) for each in patterns)
     except BadPattern:
         return False
+
+
+def _are_separable(patterns: Iterable[str]) -> bool:
+    try:
+        separated({searched(pattern): [] for pattern in patterns})
+    except BadPattern:
+        return False
+    return True
 
 
 def _matching(node: Schema, pattern: str) -> Schema | None:

@@ -214,7 +214,7 @@ def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: fr
 
     Only values of the types ``within`` (of ``types_of``) count. ``effort``: the budget of the document's proofs.
     """
-    branches = [_typed(effective(branch, scope.draft), scope, within) for branch in branches]
+    branches = [typed(effective(branch, scope.draft), scope, within) for branch in branches]
     meeting = [list[int]() for _ in branches]
     for i, j in combinations(range(len(branches)), 2):
         if not exclude(branches[i], branches[j], scope, effort):
@@ -239,7 +239,7 @@ def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: fr
     return Apart(parts, exact)
 
 
-def _typed(branch: Any, scope: Scope, within: frozenset[str]) -> Any:
+def typed(branch: Any, scope: Scope, within: frozenset[str]) -> Any:
     """``branch`` with the types ``within`` where it has no ``type``."""
     branch = {} if branch is True else branch
     if not isinstance(branch, dict) or "type" in branch or ("$ref" in branch and scope.draft <= 7) or within == ALL:

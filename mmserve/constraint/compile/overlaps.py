@@ -1,22 +1,28 @@
 """``patternProperties`` with patterns of which no two match the same name, as llguidance needs them.
 
 Automata of all patterns run side by side. Each set of patterns that some name matches, and no others, has an expression
-of its own, under which the schemas of all of the set hold.
+of its own, under which the schemas of all of the set hold. Patterns of different schemas that apply to the same object
+are separated in the same way (``separated_within``).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
 from mmserve.constraint.compile.derivatives import DEAD, Automaton, as_expression, edges, overlap
-from mmserve.constraint.compile.expression import BadPattern
+from mmserve.constraint.compile.expression import BadPattern, Ranges, union
+from mmserve.constraint.compile.keywords import nodes, with_children
+from mmserve.constraint.compile.negation import both
 from mmserve.constraint.compile.pattern import searched
+from mmserve.constraint.compile.scalars import anchored
 
 _MOST_STATES = 200  # of two patterns together, to find a name that they share
 _MOST_PATTERNS = 8
+_MOST_COMPARED = 24  # patterns of a document
 _TOO_LARGE = "some names match several patterns, which are too large to be separated; write patterns that share no name"
 
 
@@ -31,6 +37,7 @@ def separated(schemas: dict[str, list[Any]]) -> dict[str, list[Any]]:
     ways = edges(together) if len(schemas) <= _MOST_PATTERNS else None
     if ways is None:
         raise BadPattern(_TOO_LARGE)
+    ways = minimal(ways, together.matching)
     ends = defaultdict[tuple[str, ...], set[int]](set)
     for state in {state for pair in ways for state in pair}:
         ends[together.matching(state)].add(state)
@@ -42,6 +49,91 @@ def separated(schemas: dict[str, list[Any]]) -> dict[str, list[Any]]:
             raise BadPattern(_TOO_LARGE)
         found[searched(f"^(?:{text})$")] = [each for expression in expressions for each in schemas[expression]]
     return found
+
+
+def separated_within(schema: Any) -> Any | None:
+    """``schema`` (of ``compile.schema``) with the patterns of all of its schemas separated from one another.
+
+    None where no two patterns of different schemas share a name, or where they are too many or too large.
+    """
+    patterns = {pattern for node in nodes(schema) for pattern in node.get("patternProperties", ())}
+    if not 1 < len(patterns) <= _MOST_COMPARED:
+        return None
+    parts = {pattern: [pattern] for pattern in patterns}
+    try:
+        for group in _sharing(sorted(patterns)):
+            for expression, found in separated({_bare(pattern): [pattern] for pattern in group}).items():
+                for pattern in found:
+                    parts[pattern].append(anchored(expression))
+            for pattern in group:
+                parts[pattern].remove(pattern)
+    except BadPattern:
+        return None
+    return None if all(each == [pattern] for pattern, each in parts.items()) else _with_parts(schema, parts)
+
+
+def _sharing(patterns: list[str]) -> list[set[str]]:
+    """Groups of several ``patterns`` that share names, with one another or through others of the group."""
+    groups = [{pattern} for pattern in patterns]
+    for one, other in combinations(patterns, 2):
+        mine, theirs = (next(group for group in groups if each in group) for each in (one, other))
+        if mine is not theirs and _overlap(_bare(one), _bare(other)):
+            groups.remove(theirs)
+            mine |= theirs
+    return [group for group in groups if len(group) > 1]
+
+
+def _bare(pattern: str) -> str:
+    """The expression that ``scalars.anchored`` has made ``pattern`` of."""
+    return pattern.removeprefix("^").removesuffix("$")
+
+
+def _with_parts(schema: Any, parts: dict[str, list[str]]) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    made = with_children(schema, lambda inner: _with_parts(inner, parts))
+    if "patternProperties" in made:
+        under = defaultdict[str, list[Any]](list)
+        for pattern, each in made["patternProperties"].items():
+            for part in parts[pattern]:
+                under[part].append(each)
+        made["patternProperties"] = {part: both(*found) for part, found in under.items()}
+    return made
+
+
+def minimal(ways: dict[tuple[int, int], Ranges], label: Callable[[int], Hashable]) -> dict[tuple[int, int], Ranges]:
+    """``ways`` of the smallest automaton with the same labels after the same texts, by refinement of partitions (E. F.
+    Moore, "Gedanken-experiments on sequential machines", 1956).
+
+    Of equivalent states, 0 is kept, then ``DEAD``, then the one that was found first.
+    """
+    states = sorted({0, DEAD, *(state for pair in ways for state in pair)}, key=lambda state: (state != 0, state))
+    leading = defaultdict[int, dict[int, Ranges]](dict)
+    for (source, target), ranges in ways.items():
+        leading[source][target] = ranges
+    of: dict[int, Hashable] = {state: label(state) for state in states}
+    while True:
+        finer = {state: (of[state], _by_class(leading[state], of)) for state in states}
+        first: dict[Hashable, int] = {}
+        for state in states:
+            first.setdefault(finer[state], state)
+        if len(first) == len(set(of.values())):
+            break
+        of = {state: first[finer[state]] for state in states}
+    found: dict[tuple[int, int], Ranges] = {}
+    for (source, target), ranges in ways.items():
+        if first[finer[source]] == source:
+            pair = source, first[finer[target]]
+            found[pair] = union(found.get(pair, ()), ranges)
+    return found
+
+
+def _by_class(leading: dict[int, Ranges], of: dict[int, Hashable]) -> frozenset[tuple[Hashable, Ranges]]:
+    """The characters that lead to each class of states."""
+    found = defaultdict[Hashable, Ranges](tuple)
+    for target, ranges in leading.items():
+        found[of[target]] = union(found[of[target]], ranges)
+    return frozenset(found.items())
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -31,7 +31,7 @@ from mmserve.constraint.compile.keywords import (
 from mmserve.constraint.compile.negation import Scope, both, complement, either
 from mmserve.constraint.compile.one_of import Effort
 from mmserve.constraint.compile.references import References, located, obscure
-from mmserve.constraint.compile.unevaluated import without_unevaluated
+from mmserve.constraint.compile.unevaluated import Cases, without_unevaluated
 from mmserve.constraint.findings import Finding, Notes, Refused, child
 from mmserve.constraint.limits import MAX_REPEAT, MAX_SCHEMAS
 
@@ -115,10 +115,11 @@ class _Rewriter:
         if wrong := list(misshapen(node, pointer)):
             raise Refused(*wrong)
         self._warn_of_unknown(node, pointer)
-        node = without_unevaluated(node, pointer, self._notes, self._scope(pointer))
+        node, cases = without_unevaluated(node, pointer, self._notes, self._scope(pointer), self._effort)
         node = containers.property_names(node, pointer, self._notes, self._scope(pointer).resolve)
         own = [part for make in self._OWN for part in make(self, node, pointer)]
         applied = [part for make in self._APPLIED for part in make(self, node, pointer)]
+        applied += [self._one_case_of(each, child(pointer, each.keyword)) for each in cases]
         kinds = types_of({"type": node["type"]}) if "type" in node else ALL
         return _joined(kinds if "type" in node else None, own, applied)
 
@@ -258,6 +259,17 @@ class _Rewriter:
         there = both({"type": "object", "required": [name]}, self._schema(schema, pointer))
         absent = {"type": "object", "properties": {name: False}}
         return self._if_type("object", node, either(absent, there))
+
+    def _one_case_of(self, cases: Cases, at: str) -> Any:
+        rest, found = self._schema(cases.rest, at), []
+        for case in cases.cases:
+            held = [self._schema(each.schema, each.pointer) for each in case.conditions]
+            closed = self._schema(case.closed, at)
+            if isinstance(closed, dict) and cases.instead in closed:
+                others = (self._schema(each.schema, each.pointer) for each in case.matching)
+                closed = {**closed, cases.instead: either(rest, *others)}
+            found.append(both(*held, closed))
+        return either(*found)
 
     def _one_of(self, node: Schema, at: str, pointer: str) -> Any:
         branches = node["oneOf"]

@@ -1,87 +1,107 @@
 """``unevaluatedProperties`` and ``unevaluatedItems`` as ``additionalProperties`` and ``items``.
 
-They are about what no schema that applies to the same value evaluates (JSON Schema 2020-12, core 11). Which properties
-are evaluated is known where all such schemas always hold: those of ``allOf`` and ``$ref``.
+A value is valid if, for one of the ways through the schemas that apply to it (``compile.evaluated``), the keyword's
+schema holds for all properties or items that this way does not evaluate.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from mmserve.constraint.compile.keywords import IN_PLACE, Schema, misshapen, modern
-from mmserve.constraint.compile.negation import Scope
+from mmserve.constraint.compile.evaluated import EVERY, Condition, Evaluation, Unknown, Way, evaluation
+from mmserve.constraint.compile.keywords import Schema
+from mmserve.constraint.compile.negation import Scope, either
+from mmserve.constraint.compile.one_of import Effort
 from mmserve.constraint.findings import Notes, Refused
 
-_DEPTH = 8  # schemas and references followed
-#: Those that always hold, and that which evaluates nothing.
-_FOLLOWED = frozenset({"allOf", "$ref", "not"})
-#: Keywords that evaluate the names that they have, and keywords that evaluate every name.
-_NAMES, _EVERY = ("properties", "patternProperties"), frozenset({"additionalProperties", "unevaluatedProperties"})
+_INSTEAD = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 
 
-def without_unevaluated(node: Schema, pointer: str, notes: Notes, scope: Scope) -> Schema:
-    """``node``, of well-formed keywords, without ``unevaluatedProperties`` and ``unevaluatedItems``.
+@dataclass(frozen=True)
+class Case:
+    """``conditions`` and ``closed`` together, where ``rest`` and the schemas in ``matching`` are alternatives for what
+    ``closed`` forbids by its keyword ``additionalProperties`` or ``items``."""
 
-    Where they depend on schemas that may hold or not, they are left out.
+    conditions: tuple[Condition, ...]
+    closed: Any
+    matching: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class Cases:
+    """What ``keyword``, whose value is ``rest``, means: one of ``cases``."""
+
+    keyword: str
+    rest: Any
+    cases: tuple[Case, ...]
+
+    @property
+    def instead(self) -> str:
+        """The keyword that ``rest`` is given in each case."""
+        return _INSTEAD[self.keyword]
+
+
+def without_unevaluated(
+    node: Schema, pointer: str, notes: Notes, scope: Scope, effort: Effort
+) -> tuple[Schema, list[Cases]]:
+    """``node``, of well-formed keywords, without ``unevaluatedProperties`` and ``unevaluatedItems``; and cases that all
+    hold beside it.
+
+    Where it is not known what they are about, they are left out.
     """
-    for keyword, rewritten in (("unevaluatedProperties", _properties), ("unevaluatedItems", _items)):
-        if keyword not in node:
+    if not node.keys() & _INSTEAD.keys():
+        return node, []
+    whole = {name: value for name, value in node.items() if name not in _INSTEAD}
+    made, cases, implied = whole, list[Cases](), set[str]()
+    for keyword, instead in _INSTEAD.items():
+        rest = node.get(keyword, True)
+        if rest is True or rest == {} or instead in whole:
             continue
-        node = dict(node)
-        rest = node.pop(keyword)
-        if rest is True or rest == {}:
+        try:
+            found = evaluation(whole, pointer, keyword, scope, effort)
+        except (Unknown, Refused) as reason:  # what is refused is refused again when that schema is rewritten
+            notes.cannot(pointer, keyword, f"use {instead}: {reason}")
             continue
-        found = rewritten(node, rest, scope)
-        if isinstance(found, str):
-            notes.cannot(pointer, keyword, found)
-        else:
-            node = found
-    return node
+        if not any(way.conditions for way in found.ways):
+            [way] = found.ways
+            made = made if EVERY in way.tokens else {**made, **_merged(whole, rest, way, found, instead)}
+            continue
+        implied |= found.implied
+        cases.append(Cases(keyword, rest, tuple(_case(way, found, instead, scope.draft) for way in found.ways)))
+    return {name: value for name, value in made.items() if name not in implied}, cases
 
 
-def _properties(node: Schema, rest: Any, scope: Scope) -> Schema | str:
-    """``node`` where ``rest`` holds for properties that are not evaluated, or why that is not known."""
-    if "additionalProperties" in node:
-        return node
-    found = evaluated(node, scope)
-    if found is None:
-        return "use additionalProperties: only what allOf and $ref evaluate is followed"
-    if found.keys() & _EVERY:
-        return node
-    own = {keyword: {**found[keyword], **node.get(keyword, {})} for keyword in _NAMES if found[keyword]}
-    return {**node, **own, "additionalProperties": rest}
+def _merged(node: Schema, rest: Any, way: Way, found: Evaluation, instead: str) -> Schema:
+    """The keywords of ``node`` that change where ``rest`` is for what ``way`` does not evaluate."""
+    if instead == "items":
+        row = list(node.get("prefixItems", ()))
+        row += [{}] * (len(found.of(way, "place")) - len(row))
+        rest = either(rest, *(each.schema for each in _matching(way, found)))
+        return {**({"prefixItems": row} if row else {}), "items": rest}
+    own = {keyword: {**names, **node.get(keyword, {})} for keyword, names in _names(way, found).items()}
+    return {**own, "additionalProperties": rest}
 
 
-def _items(node: Schema, rest: Any, _scope: Scope) -> Schema | str:
-    """As ``_properties``, of items."""
-    if "items" in node:
-        return node
-    if node.keys() & (IN_PLACE | {"contains"}):
-        return "use items: what other schemas evaluate is not followed"
-    return {**node, "items": rest}
+def _case(way: Way, found: Evaluation, instead: str, draft: int) -> Case:
+    if EVERY in way.tokens:
+        return Case(way.conditions, True, ())
+    if instead == "additionalProperties":
+        return Case(way.conditions, {**_names(way, found), "additionalProperties": False}, ())
+    row: list[Any] = [{}] * len(found.of(way, "place"))
+    if not row:
+        return Case(way.conditions, {"items": False}, _matching(way, found))
+    keywords = ("prefixItems", "items") if draft >= 2020 else ("items", "additionalItems")
+    return Case(way.conditions, dict(zip(keywords, (row, False), strict=True)), _matching(way, found))
 
 
-def evaluated(schema: Schema, scope: Scope, depth: int = _DEPTH) -> Schema | None:
-    """The names and patterns that ``schema`` always evaluates, as ``properties`` and ``patternProperties`` of true.
+def _names(way: Way, found: Evaluation) -> Schema:
+    """Names and patterns as keywords that allow them."""
+    kinds = {"properties": "name", "patternProperties": "pattern"}
+    made: Schema = {keyword: {each.what: {} for each in found.of(way, kind)} for keyword, kind in kinds.items()}
+    return {keyword: names for keyword, names in made.items() if names}
 
-    With ``additionalProperties`` where it evaluates every name; None where that is not known.
-    """
-    found: Schema = {keyword: {} for keyword in _NAMES}
-    with suppress(Refused):  # raised again when that schema is rewritten
-        body = modern(schema, scope.draft, "")
-        if depth == 0 or any(misshapen(body, "")) or body.keys() & (IN_PLACE - _FOLLOWED):
-            return None
-        if body.keys() & _EVERY:
-            return {**found, "additionalProperties": True}
-        parts = [*body.get("allOf", ()), *([scope.resolve(body["$ref"])] if "$ref" in body else [])]
-        inner = [evaluated(part, scope, depth - 1) for part in parts if isinstance(part, dict)]
-        known = [each for each in inner if each is not None]
-        if len(known) < len(inner):
-            return None
-        for each in [body, *known]:
-            for keyword in _NAMES:
-                found[keyword] |= dict.fromkeys(each.get(keyword, ()), True)
-            found |= dict.fromkeys(each.keys() & _EVERY, True)
-        return found
-    return None
+
+def _matching(way: Way, found: Evaluation) -> tuple[Condition, ...]:
+    """The schemas of ``contains`` that hold for items that are evaluated."""
+    return tuple(Condition(str(each.what), found.found[each]) for each in found.of(way, "matching"))

@@ -289,6 +289,10 @@ def _drawn(mask: bytes, chance: random.Random) -> int | None:
 def _reason(error: str) -> str:
     """The first line of llguidance's message, without the grammar that it may quote."""
     first = (error.strip().splitlines() or ["cannot be compiled"])[0][:300]
+    if first.startswith("patternProperty regexes"):
+        return (
+            "schemas that apply to the same object have patterns that match the same names; make these patterns simpler"
+        )
     return "has no sentence" if first.startswith("NoExtension") else first
 
 

@@ -1,0 +1,227 @@
+"""The properties or items of a value that a schema evaluates (JSON Schema 2020-12, core 11), by the schemas that hold.
+
+Branches of ``anyOf`` and ``oneOf``, conditions and dependent schemas evaluate only what they hold for. The more of them
+hold, the more is evaluated, so a way through them lists schemas that hold, and says nothing about the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from mmserve.constraint.compile.keywords import Schema, misshapen, modern, types_of
+from mmserve.constraint.compile.negation import Scope, complement
+from mmserve.constraint.compile.one_of import Effort, exclude, typed
+from mmserve.constraint.findings import child
+
+_DEPTH = 8  # schemas and references followed
+_MOST_WAYS = 64
+_MOST_BRANCHES = 40
+_MOST_READ = 1_000  # schemas, each as often as it is referred to
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A schema that holds, and its place in the document; ``made_for``: the keyword for which it was written, if it is
+    not in the document."""
+
+    pointer: str
+    schema: Any = field(compare=False)
+    made_for: str = ""
+
+
+class Token(NamedTuple):
+    """What is evaluated: a name of ``properties``, a pattern, a place of a row, the items that ``contains`` selects, or
+    everything."""
+
+    kind: str
+    what: str | int = ""
+
+
+EVERY = Token("every")
+
+
+@dataclass(frozen=True)
+class Way:
+    """Where all ``conditions`` hold, ``tokens`` are evaluated."""
+
+    conditions: tuple[Condition, ...] = ()
+    tokens: frozenset[Token] = frozenset()
+
+    def joined(self, other: Way) -> Way:
+        """Both ways together."""
+        return Way(tuple(dict.fromkeys((*self.conditions, *other.conditions))), self.tokens | other.tokens)
+
+    def without(self, known: frozenset[Token]) -> Way:
+        """This way where ``known`` is evaluated in any case."""
+        return Way(self.conditions, self.tokens - known)
+
+    def serves_for(self, other: Way) -> bool:
+        """Whether this way has no more conditions than ``other``, and evaluates as much."""
+        enough = EVERY in self.tokens or self.tokens >= other.tokens
+        return enough and set(self.conditions) <= set(other.conditions)
+
+
+class Unknown(Exception):
+    """Why it is not known what is evaluated."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The ways through a schema. ``implied``: applicators of which each way has a choice that holds."""
+
+    ways: tuple[Way, ...]
+    implied: frozenset[str]
+    found: dict[Token, Any]  # all tokens in the order of the document, those of ``contains`` with its schema
+
+    def of(self, way: Way, kind: str) -> list[Token]:
+        """The tokens of one kind that ``way`` evaluates, in the order of the document."""
+        return [each for each in self.found if each.kind == kind and each in way.tokens]
+
+
+def evaluation(node: Schema, pointer: str, keyword: str, scope: Scope, effort: Effort) -> Evaluation:
+    """The ways through ``node``, of well-formed keywords and without ``keyword``, ``unevaluatedProperties`` or
+    ``unevaluatedItems``. Raises ``Unknown``, and ``Refused`` where a schema in it is malformed."""
+    reader = _Reader(keyword, scope, effort)
+    ways, implied = reader.of(node, pointer, _DEPTH)
+    return Evaluation(tuple(ways), frozenset(implied), reader.found)
+
+
+class _Options(NamedTuple):
+    """Ways through what a keyword applies. ``chosen``: one of them holds in any case; ``enough``: any of them implies
+    the keyword."""
+
+    ways: list[Way]
+    chosen: bool
+    enough: bool
+
+
+class _Reader:
+    def __init__(self, keyword: str, scope: Scope, effort: Effort) -> None:
+        self._keyword, self._scope, self._effort = keyword, scope, effort
+        self._kind = frozenset({"object" if keyword == "unevaluatedProperties" else "array"})
+        self._left = _MOST_READ
+        self.found: dict[Token, Any] = {}
+
+    def of(self, body: Schema, pointer: str, depth: int) -> tuple[list[Way], set[str]]:
+        """The ways through ``body``, and the applicators that they imply."""
+        if body.keys() & {"$dynamicRef", "$recursiveRef"}:
+            raise Unknown("what dynamic references evaluate is not followed")
+        found, implied = [Way((), self._own(body, pointer))], set[str]()
+        for part, at in self._always(body, pointer):
+            found = _all(found, self._ways(part, at, depth - 1))
+        for keyword in ("anyOf", "oneOf", "if", "dependentSchemas"):
+            known = frozenset.intersection(*(way.tokens for way in found))
+            if keyword not in body or EVERY in known:
+                continue
+            for options in self._choices(keyword, body, pointer, known, depth - 1):
+                if options.chosen and all(way.tokens for way in options.ways):
+                    found = _all(found, options.ways)
+                    implied |= {keyword} if options.enough else set()
+                else:
+                    found = _all(found, [Way(), *options.ways])
+        return found, implied
+
+    def _ways(self, schema: Any, pointer: str, depth: int) -> list[Way]:
+        if isinstance(schema, bool):
+            return [Way()]
+        body = modern(schema, self._scope.draft, pointer)
+        self._left -= 1
+        if depth == 0 or self._left < 0 or any(misshapen(body, pointer)):
+            raise Unknown(f"only {_DEPTH} schemas within schemas, and {_MOST_READ} in all, are followed")
+        return self.of(body, pointer, depth)[0]
+
+    def _own(self, body: Schema, pointer: str) -> frozenset[Token]:
+        """What the keywords of ``body`` itself evaluate."""
+        own: dict[Token, Any] = {}
+        if self._keyword == "unevaluatedProperties":
+            if body.keys() & {"additionalProperties", "unevaluatedProperties"}:
+                return frozenset({EVERY})
+            own |= {Token("name", name): None for name in body.get("properties", ())}
+            own |= {Token("pattern", pattern): None for pattern in body.get("patternProperties", ())}
+        else:
+            if body.keys() & {"items", "unevaluatedItems"}:
+                return frozenset({EVERY})
+            own |= {Token("place", place): None for place in range(len(body.get("prefixItems", ())))}
+            if "contains" in body and self._scope.draft >= 2020:
+                own[Token("matching", child(pointer, "contains"))] = body["contains"]
+        self.found |= own
+        return frozenset(own)
+
+    def _always(self, body: Schema, pointer: str) -> Iterator[tuple[Any, str]]:
+        """Schemas that hold wherever ``body`` does, with their places."""
+        for i, part in enumerate(body.get("allOf", ())):
+            yield part, child(pointer, "allOf", i)
+        if "$ref" in body:
+            yield self._scope.resolve(body["$ref"]), unquote(body["$ref"].removeprefix("#"))
+
+    def _choices(
+        self, keyword: str, body: Schema, pointer: str, known: frozenset[Token], depth: int
+    ) -> Iterator[_Options]:
+        at = child(pointer, keyword)
+
+        def through(schema: Any, place: str, *others: Condition) -> list[Way]:
+            begun = Way(others if schema is True else (*others, Condition(place, schema)))
+            return [begun.joined(way).without(known) for way in self._ways(schema, place, depth)]
+
+        match keyword:
+            case "anyOf" | "oneOf":
+                branches = {child(at, i): branch for i, branch in enumerate(body[keyword])}
+                apart = self._apart(branches, types_of(body) if keyword == "oneOf" else self._kind)
+                options = {place: through(branch, place) for place, branch in branches.items()}
+                if keyword == "anyOf":
+                    yield _Options(_some(options, apart), True, True)
+                else:
+                    pairs = len(branches) * (len(branches) - 1) // 2
+                    yield _Options([way for ways in options.values() for way in ways], True, len(apart) == pairs)
+            case "if":
+                held, others = through(body["if"], at), body.keys() & {"then", "else"}
+                if not others:
+                    yield _Options(held, False, False)
+                    return
+                other = complement(body["if"], self._scope, at, types_of(body))
+                if other is None:
+                    raise Unknown("the condition in 'if' cannot be negated")
+                then = through(body.get("then", True), child(pointer, "then"))
+                absent = through(body.get("else", True), child(pointer, "else"), Condition(at, other, "not"))
+                yield _Options([*_all(held, then), *absent], True, True)
+            case "dependentSchemas":
+                for name, schema in body[keyword].items():
+                    there = Condition(child(at, name), {"type": "object", "required": [name]}, "required")
+                    yield _Options(through(schema, child(at, name), there), False, False)
+
+    def _apart(self, branches: dict[str, Any], within: frozenset[str]) -> set[frozenset[str]]:
+        """The pairs of ``branches`` that exclude each other among values of the types ``within``."""
+        if len(branches) > _MOST_BRANCHES:
+            raise Unknown(f"at most {_MOST_BRANCHES} alternatives are followed")
+        of = {place: typed(branch, self._scope, within) for place, branch in branches.items()}
+        pairs = combinations(of.items(), 2)
+        return {frozenset({a, b}) for (a, one), (b, other) in pairs if exclude(one, other, self._scope, self._effort)}
+
+
+def _all(first: Iterable[Way], second: list[Way]) -> list[Way]:
+    """Ways through the schemas of both."""
+    return _fewest([one.joined(other) for one in first for other in second])
+
+
+def _some(options: dict[str, list[Way]], apart: set[frozenset[str]]) -> list[Way]:
+    """Ways through one or several of ``options``, of which those in ``apart`` never hold together."""
+    found = list[Way]()
+    for place, ways in options.items():
+        beside = [w for w in found if not any(frozenset({each.pointer, place}) in apart for each in w.conditions)]
+        found = _fewest([*found, *ways, *(one.joined(other) for one in beside for other in ways)])
+    return found
+
+
+def _fewest(ways: list[Way]) -> list[Way]:
+    """``ways`` without those for which another one serves. Raises ``Unknown`` where they are too many."""
+    found = list[Way]()
+    for way in sorted(dict.fromkeys(ways), key=lambda each: len(each.conditions)):
+        if not any(each.serves_for(way) for each in found):
+            found.append(way)
+    if len(found) > _MOST_WAYS:
+        raise Unknown(f"more than {_MOST_WAYS} combinations of schemas may hold")
+    return found

@@ -13,7 +13,7 @@ import grpc
 import PIL.Image
 
 from mmserve.client.asynchronous_video import AsyncVideoSession
-from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
+from mmserve.client.base import POLL_SECONDS, Base, check, chunks, may_have_run, serving, unready
 from mmserve.client.cache import AsyncCache
 from mmserve.client.decisions import Decisions, TypedQuestion, build_decision, to_decisions
 from mmserve.client.options import ARGUMENTS, Chat, Image, Options, Video, documented
@@ -256,7 +256,7 @@ class AsyncClient(Base):
                 sent = message() if callable(message) else message
                 return await stub(sent, timeout=retries.remaining(), metadata=self._metadata())
             except grpc.RpcError as error:
-                pause = retries.delay(await self._failed(error))
+                pause = retries.delay(await self._failed(error), started=may_have_run(method, error))
             except asyncio.CancelledError:
                 _raise_if_closed(self._closed)
                 raise

@@ -43,6 +43,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
 
     async def open(self) -> Self:
         """Connect; what ``async with`` does."""
+        self._client._open(grpc.aio)  # here its errors have a caller
         self._running = asyncio.create_task(self._run())
         try:
             await self._until(self._opened, self._timeout, "the session was not opened")
@@ -57,8 +58,8 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
         self._changes.notify()
         return found
 
-    def _question(self, pending: Pending, schema: Any, timeout: float) -> AsyncQuestion:
-        return AsyncQuestion(self, pending, schema, timeout)
+    def _question(self, pending: Pending, timeout: float, read: Mapping[str, Any]) -> AsyncQuestion:
+        return AsyncQuestion(self, pending, timeout, read)
 
     def _alerts(self, watching: Watching) -> AsyncAlerts:
         return AsyncAlerts(self, watching)
@@ -118,7 +119,13 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
     # --- questions ---
 
     async def ask(
-        self, text: str, *, scope: Any = "now", schema: Any = None, timeout: float | None = None, **options: Any
+        self,
+        text: str | Sequence[Chat],
+        *,
+        scope: Any = "now",
+        schema: Any = None,
+        timeout: float | None = None,
+        **options: Any,
     ) -> Result[Any]:
         """As ``VideoSession.ask``."""
         question = self.stream(text, scope=scope, schema=schema, timeout=timeout, **options)
@@ -215,11 +222,11 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
             if self._client._closed:
                 raise Cancelled("the client was closed")
             call = self._client._open(grpc.aio).video.Session(metadata=self._client._metadata())
+            self._connecting()
             try:
                 writing = asyncio.create_task(self._write(call))
                 async for response in call:
-                    if self._received(response):
-                        retries = self._client._retries(self._timeout)
+                    self._received(response)
                 error: MMServeError = Unavailable("the server ended the connection")
                 sent = False
             except grpc.RpcError as failed:
@@ -234,6 +241,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
                     writing.cancel()
             if self._state.over:
                 return
+            retries = self._resuming(retries)
             await asyncio.sleep(retries.delay(lost(self._state, error, from_server=sent)))
 
     async def _write(self, call: Any) -> None:
@@ -256,8 +264,8 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
 class AsyncQuestion(QuestionView):
     """A question in progress; iterating it gives its events (``Admitted``, ``Delta``, ``Snapshot``, ``Finished``)."""
 
-    def __init__(self, session: AsyncVideoSession, pending: Pending, schema: Any, timeout: float) -> None:
-        super().__init__(session, pending, schema, timeout)
+    def __init__(self, session: AsyncVideoSession, pending: Pending, timeout: float, read: Mapping[str, Any]) -> None:
+        super().__init__(session, pending, timeout, read)
         self._session = session
 
     async def __aiter__(self) -> AsyncIterator[Event]:

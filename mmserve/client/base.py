@@ -116,6 +116,16 @@ _NOT_CONNECTED = ("failed to connect to all addresses", "errors resolving", "DNS
 _LOOK_SECONDS = 1.0
 
 
+#: Methods that do something else when they are called a second time.
+_ONCE = frozenset({"LoadModel", "UnloadModel", "DropAdapter"})
+
+
+def may_have_run(method: str, error: Any) -> bool:
+    """Whether a call of ``method`` that failed with the ``grpc.RpcError`` ``error`` must not be repeated, as the server
+    may have got it."""
+    return method in _ONCE and not from_server(error) and not (error.details() or "").startswith(_NOT_CONNECTED)
+
+
 class Stubs:
     """The server's services over one channel."""
 

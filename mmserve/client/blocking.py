@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, Unpack, overload
 import grpc
 import PIL.Image
 
-from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
+from mmserve.client.base import POLL_SECONDS, Base, check, chunks, may_have_run, serving, unready
 from mmserve.client.blocking_video import VideoSession
 from mmserve.client.cache import Cache
 from mmserve.client.decisions import Decisions, TypedQuestion, build_decision, to_decisions
@@ -258,7 +258,7 @@ class Client(Base):
                 sent = message() if callable(message) else message
                 return stub(sent, timeout=retries.remaining(), metadata=self._metadata())
             except grpc.RpcError as error:
-                pause = retries.delay(self._failure(error))
+                pause = retries.delay(self._failure(error), started=may_have_run(method, error))
             self._pause(pause)
 
     def _events(

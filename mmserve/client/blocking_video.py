@@ -17,6 +17,7 @@ from mmserve.client.decisions import Decisions, TypedQuestion
 from mmserve.client.options import Chat
 from mmserve.client.outgoing import file_bytes
 from mmserve.client.result import Result
+from mmserve.client.retries import LONGEST
 from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
 from mmserve.client.video_requests import Push, image_push, segment_push
 from mmserve.client.video_state import Pending, Watching, lost
@@ -43,13 +44,14 @@ class VideoSession(SessionView["Question", "Alerts"]):
         self._changed = threading.Condition()
         self._call: Any = None
         self._leaving = False
+        client._open(grpc)  # here its errors have a caller
         self._thread = threading.Thread(target=self._run, name="mmserve-session", daemon=True)
         self._thread.start()
         try:
             with self._changed:
                 self._until(self._opened, self._timeout, "the session was not opened")
-        except DeadlineExceeded as error:
-            self._leave(error)
+        except BaseException as error:  # also Ctrl+C: nobody has the session, so nobody would close it
+            self._leave(error if isinstance(error, DeadlineExceeded) else Cancelled("the session was not waited for"))
             raise
         self._check_opened()
 
@@ -59,8 +61,8 @@ class VideoSession(SessionView["Question", "Alerts"]):
             self._changed.notify_all()
         return found
 
-    def _question(self, pending: Pending, schema: Any, timeout: float) -> Question:
-        return Question(self, pending, schema, timeout)
+    def _question(self, pending: Pending, timeout: float, read: Mapping[str, Any]) -> Question:
+        return Question(self, pending, timeout, read)
 
     def _alerts(self, watching: Watching) -> Alerts:
         return Alerts(self, watching)
@@ -148,7 +150,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
 
     def ask(
         self,
-        text: str,
+        text: str | Sequence[Chat],
         *,
         scope: Any = "now",
         schema: Any = None,
@@ -163,7 +165,12 @@ class VideoSession(SessionView["Question", "Alerts"]):
         timeout: seconds that it may take; default the client's.
         options: those of ``Client.generate`` that are about the answer (``max_new_tokens``, ``regex`` …).
         """
-        return self.stream(text, scope=scope, schema=schema, timeout=timeout, **options).result()
+        question = self.stream(text, scope=scope, schema=schema, timeout=timeout, **options)
+        try:
+            return question.result()
+        except BaseException:  # also Ctrl+C
+            question.cancel()
+            raise
 
     def decide(
         self,
@@ -183,7 +190,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
         try:
             with self._changed:
                 self._until(lambda: pending.done, seconds, "the answers did not come")
-        except DeadlineExceeded:
+        except BaseException:  # also Ctrl+C
             self._act(lambda: self._state.cancel(pending))
             raise
         return self._decided(pending)
@@ -249,22 +256,27 @@ class VideoSession(SessionView["Question", "Alerts"]):
             own = object()
             try:
                 with self._changed:
+                    if self._leaving:
+                        return
                     stub = self._client._open(grpc).video.Session
                     call = self._call = stub(self._outgoing(own), metadata=self._client._metadata())
                     self._connection = own
+                    self._connecting()
                 for response in call:
-                    if self._received(response):
-                        retries = self._client._retries(self._timeout)
+                    self._received(response)
                 error: MMServeError = Unavailable("the server ended the connection")
                 sent = False
             except grpc.RpcError as failed:
                 error, sent = self._client._failure(failed), from_server(failed)
-            except (RuntimeError, ValueError) as failed:  # the client's channel is closed
+            except (RuntimeError, ValueError) as failed:  # of a closed channel
+                if not self._client._closed:
+                    raise
                 raise Cancelled("the client was closed") from failed
             finally:
                 self._act(self._disconnect)
             if self._state.over or self._leaving:
                 return
+            retries = self._resuming(retries)
             self._pause(retries.delay(lost(self._state, error, from_server=sent)))
 
     def _outgoing(self, own: object) -> Iterator[pb.SessionRequest]:
@@ -298,8 +310,8 @@ class VideoSession(SessionView["Question", "Alerts"]):
 class Question(QuestionView):
     """A question in progress; iterating it gives its events (``Admitted``, ``Delta``, ``Snapshot``, ``Finished``)."""
 
-    def __init__(self, session: VideoSession, pending: Pending, schema: Any, timeout: float) -> None:
-        super().__init__(session, pending, schema, timeout)
+    def __init__(self, session: VideoSession, pending: Pending, timeout: float, read: Mapping[str, Any]) -> None:
+        super().__init__(session, pending, timeout, read)
         self._session = session
 
     def __iter__(self) -> Iterator[Event]:
@@ -336,7 +348,7 @@ class Alerts(AlertsView):
     def next(self, timeout: float | None = None) -> Alert | None:
         """The next alert; None after ``timeout`` seconds, or where none will come. Raises why it is not asked."""
         with self._session._changed:
-            self._session._changed.wait_for(self._ready, timeout)
+            self._session._changed.wait_for(self._ready, None if timeout is None else min(timeout, LONGEST))
             return self._popped()
 
     def __enter__(self) -> Self:

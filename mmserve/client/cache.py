@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -91,7 +92,8 @@ class AsyncCache:
         **options: Unpack[Options],
     ) -> Warmed:
         """As ``Cache.warm``."""
-        return _warmed(await self._call("Warm", _warm(prompt, images, pin, options), timeout))
+        message = await asyncio.to_thread(_warm, prompt, images, pin, options)
+        return _warmed(await self._call("Warm", message, timeout))
 
 
 def _asked(model: str, kind: Kind | None) -> pb.ListEntriesRequest:

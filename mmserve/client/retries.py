@@ -9,14 +9,21 @@ import time
 
 from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, ResourceExhausted, TLSError, Unavailable
 
-#: Longer timeouts (seconds) are as good as none, and gRPC's clock would overflow.
-_LONGEST = 365 * 86_400.0
+#: Longer timeouts (seconds) are as good as none, and clocks would overflow.
+LONGEST = 365 * 86_400.0
 _FIRST_DELAY = 0.1  # seconds; doubles with every attempt …
 _LAST_DELAY = 5.0  # … up to this, for a server that is full …
 _LAST_RECONNECT_DELAY = 0.5  # … or this, for one that cannot be reached
 _SILENT_SECONDS = 2.0  # without a connection, before a warning is logged
 
 logger = logging.getLogger("mmserve.client")
+
+
+def bounded(timeout: float) -> float:
+    """``timeout`` (seconds) as a clock can take it; raises ``InvalidArgument`` where it is not finite and above 0."""
+    if not (math.isfinite(timeout) and timeout > 0):
+        raise InvalidArgument.of("timeout", f"must be finite and above 0 seconds, not {timeout}")
+    return min(timeout, LONGEST)
 
 
 class Retries:
@@ -26,10 +33,8 @@ class Retries:
     """
 
     def __init__(self, timeout: float, reconnect_seconds: float | None = None, *, again: bool = True) -> None:
-        if not (math.isfinite(timeout) and timeout > 0):
-            raise InvalidArgument.of("timeout", f"must be finite and above 0 seconds, not {timeout}")
         self._begun = time.monotonic()
-        self._deadline = self._begun + min(timeout, _LONGEST)
+        self._deadline = self._begun + bounded(timeout)
         self._reconnect_seconds = math.inf if reconnect_seconds is None else reconnect_seconds
         self._again, self._attempts = again, 1
         self._lost: float | None = None  # since when the server cannot be reached

@@ -21,7 +21,7 @@ class SessionOptions(SharedOptions, total=False):
     scene_similarity: float | None
     scene_frames: int | None
     detail_every: int | None
-    overload: Literal["block", "drop_oldest", "thin"]
+    overload: Literal["block", "drop_oldest", "thin"] | None
 
 
 describe(SessionOptions, SESSION)

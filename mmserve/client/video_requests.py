@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from mmserve.client.decisions import TypedQuestion, build_decision
+from mmserve.client.options import Options
 from mmserve.client.outgoing import build_request
 from mmserve.client.session_options import SessionOptions
 from mmserve.core.media_id import is_url
-from mmserve.core.options import AMOUNTS
+from mmserve.core.options import AMOUNTS, DIFFUSION, PIXELS, SAMPLING
 from mmserve.core.session import FrameSampling, Memory
 from mmserve.core.values import values
 from mmserve.errors import InvalidArgument
@@ -22,6 +23,9 @@ from mmserve.wire.policies import put_policy
 #: Options of a session that are fields of ``StreamMemory`` and ``FrameSampler``, by their names there.
 _MEMORY = {"policy": "memory", **{name: name for name in values(Memory) if name != "policy"}}
 _SAMPLER = {name: name for name in values(FrameSampling)}
+#: Options of questions that a session can have, for those that do not set any of their kind; and those of its frames.
+_DEFAULTS = {*SAMPLING, *DIFFUSION, "seed_canvas", "recompute", "commit", "quality"}
+_OF_FRAMES = ("model", "videos", "video_sampling", "pruner", *AMOUNTS, *PIXELS)
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,12 @@ def configuration(**options: Unpack[SessionOptions]) -> pb.ConfigureSession:
     put(config, "", model=given.pop("model", None))
     for part, names in (("memory", _MEMORY), ("sampler", _SAMPLER), ("vision", {name: name for name in AMOUNTS})):
         put(getattr(config, part), f"{part}.", **{name: given.pop(own, None) for name, own in names.items()})
-    config.overload = number_of(OVERLOADS, given.pop("overload", "block"), "overload")
+    config.overload = number_of(OVERLOADS, given.pop("overload", None) or "block", "overload")
     put_policy(config.vision, "pruner", given.pop("pruner", None), "vision.")
+    for name, value in given.items():
+        if value and (name in Options.__annotations__ or name == "schema") and name not in _DEFAULTS:
+            raise InvalidArgument.of(name, "is not an option of a session")
     defaults = build_request("", (), deltas=True, snapshots=False, **given)
-    if defaults.HasField("constraint"):
-        raise InvalidArgument.of("schema", "is an option of a question, not of a session")
     if defaults.sampling.ByteSize():
         config.sampling.CopyFrom(defaults.sampling)
     if defaults.diffusion.ByteSize():
@@ -85,7 +90,7 @@ def question_message(
     options: Mapping[str, Any],
 ) -> pb.Ask:
     """The message of a question about ``scope``: "now", "all", or (begin, end) in seconds, either of them None."""
-    for name in ("model", "videos"):
+    for name in _OF_FRAMES:
         if options.get(name):
             raise InvalidArgument.of(name, "is not an option of a question about a session")
     request = build_request(text, (), deltas=True, snapshots=snapshots, schema=schema, **options)

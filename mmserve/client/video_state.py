@@ -105,6 +105,16 @@ class SessionState:
 
     # --- the connection ---
 
+    @property
+    def progress(self) -> int:
+        """What grows with each request that the server has taken, and with each response that was received."""
+        return self._acknowledged + self._received
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the server has not taken every request."""
+        return bool(self._requests)
+
     def opening(self) -> pb.SessionRequest:
         """The first request of a new connection."""
         self._may_send = False

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from mmserve.client.base import Base
 from mmserve.client.decisions import Decisions
+from mmserve.client.options import Chat
 from mmserve.client.result import Result, to_result
+from mmserve.client.retries import LONGEST, Retries, bounded
 from mmserve.client.video_state import Pending, SessionState, Watching
 from mmserve.core.events import Event, Finished
 from mmserve.core.session import Alert, Asked, Moment, PushFailed
@@ -20,6 +22,8 @@ from mmserve.v1 import video_pb2 as pb
 
 #: How long a session that is left by an exception tries to close (seconds).
 LEAVING_SECONDS = 2.0
+#: How long a connection must last to be of use where there was nothing to send (seconds).
+_LASTING_SECONDS = 1.0
 
 _T = TypeVar("_T")
 QuestionT = TypeVar("QuestionT")
@@ -31,15 +35,17 @@ class SessionView(Generic[QuestionT, AlertsT]):
 
     def __init__(self, client: Base, config: pb.ConfigureSession, timeout: float | None) -> None:
         self._client = client
-        self._timeout = client.timeout if timeout is None else timeout
+        self._timeout = bounded(client.timeout if timeout is None else timeout)
         self._state = SessionState(config)
         self._begun = time.monotonic()
+        self._connected = (self._begun, 0)  # when the last connection began, and the progress then
+        self._acknowledged = False  # whether the server has acknowledged something on it
 
     def _act(self, act: Callable[[], _T]) -> _T:
         """Change the state, and wake all that wait."""
         raise NotImplementedError
 
-    def _question(self, pending: Pending, schema: Any, timeout: float) -> QuestionT:
+    def _question(self, pending: Pending, timeout: float, read: Mapping[str, Any]) -> QuestionT:
         """What a caller gets of a question."""
         raise NotImplementedError
 
@@ -51,7 +57,7 @@ class SessionView(Generic[QuestionT, AlertsT]):
 
     def stream(
         self,
-        text: str,
+        text: str | Sequence[Chat],
         *,
         scope: Any = "now",
         schema: Any = None,
@@ -63,9 +69,10 @@ class SessionView(Generic[QuestionT, AlertsT]):
 
         Arguments as ``ask``; snapshots: whether ``Snapshot`` events with the whole canvas are sent. Not to be awaited.
         """
-        seconds = self._client.timeout if timeout is None else timeout
+        seconds = self._question_seconds(timeout)
         how: dict[str, Any] = {"schema": schema, "snapshots": snapshots, "options": options}
-        return self._question(self._act(lambda: self._state.ask(text, scope, seconds, **how)), schema, seconds)
+        pending = self._act(lambda: self._state.ask(text, scope, seconds, **how))
+        return self._question(pending, seconds, {"schema": schema, "tools": options.get("tools")})
 
     def watch(
         self,
@@ -134,7 +141,10 @@ class SessionView(Generic[QuestionT, AlertsT]):
     # --- for what waits ---
 
     def _limit(self, timeout: float | None) -> float:
-        return self._timeout if timeout is None else timeout
+        return self._timeout if timeout is None else min(timeout, LONGEST)
+
+    def _question_seconds(self, timeout: float | None) -> float:
+        return bounded(self._client.timeout if timeout is None else timeout)
 
     def _at(self, seconds: float | None) -> float:
         """When an image was taken, on the session's clock."""
@@ -142,7 +152,7 @@ class SessionView(Generic[QuestionT, AlertsT]):
 
     def _begin_deciding(self, questions: Any, text: Any, scope: Any, timeout: float | None) -> tuple[Pending, float]:
         """Ask typed questions; their answers to be, and the seconds to wait for it."""
-        seconds = self._client.timeout if timeout is None else timeout
+        seconds = self._question_seconds(timeout)
         return self._act(lambda: self._state.decide(questions, text, scope, seconds)), seconds
 
     def _decided(self, pending: Pending) -> Decisions:
@@ -182,12 +192,27 @@ class SessionView(Generic[QuestionT, AlertsT]):
         """End the session: every call that waits raises ``error``."""
         self._act(lambda: self._state.fail(error))
 
-    def _received(self, response: pb.SessionResponse) -> bool:
-        """Take a response in; whether the server has acknowledged something, and a lost connection is a new one."""
+    def _connecting(self) -> None:
+        """A connection begins."""
+        self._connected, self._acknowledged = (time.monotonic(), self._state.progress), False
+
+    def _received(self, response: pb.SessionResponse) -> None:
+        """Take a response in."""
         then = self._act(lambda: self._state.take(response))
         if then is not None:
             then()
-        return response.WhichOneof("response") == "acknowledged"
+        self._acknowledged |= response.WhichOneof("response") == "acknowledged"
+
+    def _resuming(self, retries: Retries) -> Retries:
+        """For how long to resume after the connection was lost: anew, or as before where it was of no use.
+
+        That is one on which the server acknowledged nothing, or took none of the requests that wait: what ends each
+        connection may be one of them, such as a message that is too large for a proxy.
+        """
+        begun, progress = self._connected
+        least = self._timeout if self._state.waiting else min(_LASTING_SECONDS, self._timeout)
+        of_use = self._state.progress > progress or time.monotonic() - begun >= least
+        return self._client._retries(self._timeout) if self._acknowledged and of_use else retries
 
     def _check_opened(self) -> None:
         """Raise why the session could not be opened."""
@@ -201,10 +226,12 @@ class SessionView(Generic[QuestionT, AlertsT]):
 
 
 class QuestionView:
-    """A question in progress, and what is known of its answer."""
+    """A question in progress, and what is known of its answer; ``read``: what ``to_result`` needs of its options."""
 
-    def __init__(self, session: SessionView[Any, Any], pending: Pending, schema: Any, timeout: float) -> None:
-        self._view, self._pending, self._schema = session, pending, schema
+    def __init__(
+        self, session: SessionView[Any, Any], pending: Pending, timeout: float, read: Mapping[str, Any]
+    ) -> None:
+        self._view, self._pending, self._read = session, pending, read
         self._deadline = time.monotonic() + timeout
         self._finished: list[Finished] = []
 
@@ -243,7 +270,7 @@ class QuestionView:
 
     def _result(self) -> Result[Any]:
         pending = self._pending
-        return to_result(self._finished, pending.samples, pending.question_id, self._schema, pending.moments)
+        return to_result(self._finished, pending.samples, pending.question_id, moments=pending.moments, **self._read)
 
 
 class AlertsView:

@@ -54,6 +54,10 @@ logger = logging.getLogger("mmserve.rpc")
 
 #: How long the last responses of an ended connection may take to reach its client (seconds).
 _UNREAD_SECONDS = 2.0
+#: How long after the end of a client's requests gRPC reports, at most, that it is lost (seconds).
+_LOST_SECONDS = 0.05
+#: Bytes of a message beside those of its push.
+_MESSAGE_BYTES = 1 << 10
 
 
 class VideoService(video_pb2_grpc.VideoServiceServicer):
@@ -158,7 +162,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
     def _greeting(
         self, session: VideoSession, engine: EngineLike, asked: pb.ConfigureSession, memory: Memory
     ) -> pb.SessionConfigured:
-        video = self._config.video
+        video, largest = self._config.video, self._config.server.max_message_bytes
         configured = pb.SessionConfigured(
             resume_handle=session.handle,
             resume_seconds=video.resume_seconds,
@@ -166,7 +170,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
             model=engine.info.name,
             config=asked,
             limits=pb.SessionLimits(
-                max_request_bytes=video.credit_bytes,
+                max_request_bytes=min(video.credit_bytes, max(0, largest - _MESSAGE_BYTES)),
                 max_questions=video.max_questions,
                 max_watches=video.max_watches,
             ),
@@ -229,6 +233,7 @@ async def _read(
                 session.end(Internal.logged(error, "a session of video", logger))
                 return
             del message
+        await asyncio.sleep(_LOST_SECONDS)  # of a client that is lost, gRPC reports this end first, and then cancels
         connection.close_input()
     except MMServeError as error:
         if isinstance(error, ResourceExhausted) and error.retry_after is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 from google.rpc import code_pb2
 
@@ -17,6 +18,7 @@ from mmserve.v1 import video_pb2 as pb
 from mmserve.video import messages as m
 from mmserve.video.alerts import Rule
 from mmserve.video.base import Scope
+from mmserve.video.clock import clock_seconds
 from mmserve.wire.enums import OVERLOADS
 from mmserve.wire.events import to_response
 from mmserve.wire.plain import from_message, to_message
@@ -27,8 +29,6 @@ from mmserve.wire.request_id import MAX_CHARACTERS, is_label
 _MESSAGE_CHARACTERS, _WRONG_FIELDS = 2000, 16
 #: Bytes of a request that pushes nothing.
 MAX_OTHER_BYTES = 1 << 20
-#: Seconds of a session's clock: a century, so that float arithmetic with frames of a microsecond stays exact.
-_LAST_SECOND = 100 * 366 * 86_400.0
 
 
 def asked_memory(memory: pb.StreamMemory) -> Memory:
@@ -66,30 +66,24 @@ def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
 def to_session_request(message: pb.SessionRequest, questions: SessionQuestions) -> m.SessionRequest | None:
     """The plain form of a request after the first; None for an empty one, and for one that this version does not know.
 
-    Raises ``InvalidArgument`` for a name or time that cannot be used, or where it is too large.
+    Raises ``InvalidArgument`` for a name that cannot be used, and for what is too large. What else is wrong with a
+    question is raised when its request is made.
     """
     kind = message.WhichOneof("request")
     if kind is None:
         return None
+    if kind in ("ask", "decide"):
+        return _question(getattr(message, kind), kind, questions)
     if kind not in ("push_image", "push_segment") and message.ByteSize() > MAX_OTHER_BYTES:
         raise InvalidArgument.of(kind, f"must be at most {MAX_OTHER_BYTES} bytes")
     match kind:
         case "push_image":
             image = message.push_image
-            return m.PushImage(image.data, _seconds(image.seconds, "push_image.seconds"), image.url)
+            return m.PushImage(image.data, image.seconds, image.url)
         case "push_segment":
             segment = message.push_segment
-            start = _seconds(segment.start_seconds, "push_segment.start_seconds")
-            given = start if segment.HasField("start_seconds") else None
-            return m.PushSegment(segment.data, segment.init, given, segment.url)
-        case "ask":
-            ask = message.ask
-            name = _name(ask.question_id, "ask.question_id")
-            return m.Ask(name, lambda: questions.free(ask), _scope(ask, "ask"))
-        case "decide":
-            decide = message.decide
-            name = _name(decide.question_id, "decide.question_id")
-            return m.Decide(name, lambda: questions.typed(decide), _scope(decide, "decide"))
+            start = segment.start_seconds if segment.HasField("start_seconds") else None
+            return m.PushSegment(segment.data, segment.init, start, segment.url)
         case "cancel_ask":
             return m.CancelAsk(_name(message.cancel_ask.question_id, "cancel_ask.question_id"))
         case "watch":
@@ -101,6 +95,24 @@ def to_session_request(message: pb.SessionRequest, questions: SessionQuestions) 
         case "close":
             return m.Close()
     raise InvalidArgument.of(kind, "must be the first request of a connection")
+
+
+def _question(asked: pb.Ask | pb.Decide, path: str, questions: SessionQuestions) -> m.Ask | m.Decide:
+    name = _name(asked.question_id, f"{path}.question_id")
+    try:
+        if asked.ByteSize() > MAX_OTHER_BYTES:
+            raise InvalidArgument.of(path, f"must be at most {MAX_OTHER_BYTES} bytes")
+        scope = _scope(asked, path)
+    except InvalidArgument as error:
+        refusal = error.with_traceback(None)  # whose frames hold the message
+
+        def refuse() -> NoReturn:
+            raise refusal
+
+        return m.Ask(name, refuse) if isinstance(asked, pb.Ask) else m.Decide(name, refuse)
+    if isinstance(asked, pb.Ask):
+        return m.Ask(name, lambda: questions.free(asked), scope)
+    return m.Decide(name, lambda: questions.typed(asked), scope)
 
 
 def _watch(watch: pb.Watch) -> m.Watch:
@@ -115,18 +127,15 @@ def _watch(watch: pb.Watch) -> m.Watch:
     rule = Rule(**{key: getattr(watch, field) for key, field in given.items() if watch.HasField(field)})
     if watch.WhichOneof("kind") != "choices":
         return m.Watch(name, watch.text, rule=rule)
-    options, wanted = tuple(watch.choices.options), watch.choices.wanted
-    if wanted not in options:
-        raise InvalidArgument.of("watch.choices.wanted", "must be one of the options")
-    return m.Watch(name, watch.text, options, wanted, rule)
+    return m.Watch(name, watch.text, tuple(watch.choices.options), watch.choices.wanted, rule)
 
 
 def _scope(ask: pb.Ask | pb.Decide, path: str) -> Scope | None:
     match ask.WhichOneof("scope"):
         case "interval":
             interval = ask.interval
-            begin = _seconds(interval.begin_seconds, f"{path}.interval.begin_seconds")
-            end = _seconds(interval.end_seconds, f"{path}.interval.end_seconds")
+            begin = clock_seconds(interval.begin_seconds, f"{path}.interval.begin_seconds")
+            end = clock_seconds(interval.end_seconds, f"{path}.interval.end_seconds")
             if interval.HasField("begin_seconds") and interval.HasField("end_seconds") and end < begin:
                 raise InvalidArgument.of(f"{path}.interval", f"ends at {end:g} s, before it begins at {begin:g} s")
             return Scope(
@@ -140,12 +149,6 @@ def _scope(ask: pb.Ask | pb.Decide, path: str) -> Scope | None:
 def _name(value: str, field: str) -> str:
     if not is_label(value):
         raise InvalidArgument.of(field, f"must be 1 to {MAX_CHARACTERS} printable ASCII characters")
-    return value
-
-
-def _seconds(value: float, field: str) -> float:
-    if not 0 <= value <= _LAST_SECOND:
-        raise InvalidArgument.of(field, f"must be at least 0, and at most a century, not {value}")
     return value
 
 

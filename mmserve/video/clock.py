@@ -11,10 +11,20 @@ import math
 import re
 
 from mmserve.core.session import Moment
+from mmserve.errors import InvalidArgument
 
 #: Seconds after which the labels of the bundled models' frames repeat.
 CYCLE = 8
+#: The last second of a session's clock: a century, so that float arithmetic with frames of a microsecond stays exact.
+_LAST_SECOND = 100 * 366 * 86_400.0
 _MOMENT = re.compile(r"\bat (?P<label>\d+) s\b|\b(?P<ago>\d+) (?:s|seconds?) ago\b")
+
+
+def clock_seconds(value: float, field: str) -> float:
+    """``value`` as a time on a session's clock; raises ``InvalidArgument`` for ``field`` where it is none."""
+    if not 0 <= value <= _LAST_SECOND:
+        raise InvalidArgument.of(field, f"must be at least 0, and at most a century, not {value}")
+    return value
 
 
 def labelled(label: int, begin: float, end: float, cycle: int = CYCLE) -> int | None:

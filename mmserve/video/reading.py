@@ -12,6 +12,7 @@ from mmserve.encode.wire import MediaFile
 from mmserve.errors import InvalidArgument
 from mmserve.models.picture import Resize
 from mmserve.video.base import Frame
+from mmserve.video.clock import clock_seconds
 from mmserve.video.messages import Push, PushImage, PushSegment, push_field
 from mmserve.video.overload import pixel_bytes
 
@@ -83,6 +84,7 @@ class PushReader:
         return [Frame(each.seconds, each.image, each.detail) for each in read.frames]
 
     def _check_after(self, seconds: float, field: str) -> None:
+        clock_seconds(seconds, field)
         if self._newest is not None and seconds <= self._newest:
             why = f"must be after {self._newest:g}, where the newest frame is, not {seconds:g}"
             raise InvalidArgument.of(field, why)

@@ -72,6 +72,8 @@ class Watches:
                 raise ResourceExhausted(f"a session has at most {limit} standing questions; remove one first")
             if standing is None:
                 raise Unimplemented("this model cannot be asked standing questions")
+            if request.wanted not in request.choices:
+                raise InvalidArgument.of("watch.choices.wanted", "must be one of the options")
             request.rule.check("watch")
             await self._around.work(standing.check, question, "watch")
         except Exception as error:  # noqa: BLE001 - one question's failure is its own

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import grpc
 import pytest
 from echo_server import EchoEngine, config, served, threaded
 from harness import eventually
@@ -28,6 +29,7 @@ from mmserve.errors import (
     TLSError,
     Unavailable,
 )
+from mmserve.v1 import model_pb2_grpc
 
 FULL = ResourceExhausted("full", retry_after=0.01)
 
@@ -149,6 +151,54 @@ def test_what_is_tried_again() -> None:
         Retries(60.0).delay(FULL, started=True)
     with pytest.raises(ResourceExhausted):
         Retries(1.0).delay(ResourceExhausted("full", retry_after=1.0))
+
+
+class Losing(model_pb2_grpc.ModelServiceServicer):
+    """Takes calls, and loses its connection before it answers."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _lose(self, message: Any, context: grpc.ServicerContext) -> None:
+        self.calls.append(type(message).__name__)
+        context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    DescribeModel = LoadModel = UnloadModel = DropAdapter = LoadAdapter = _lose  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_calls_that_change_the_server_are_not_repeated_where_it_may_have_got_them() -> None:
+    """A model that was unloaded is not there any more: the second call would fail."""
+    server, losing = grpc.server(ThreadPoolExecutor(2)), Losing()
+    model_pb2_grpc.add_ModelServiceServicer_to_server(losing, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    address = f"127.0.0.1:{port}"
+
+    async def asked(call: Callable[[Any], Any]) -> None:
+        async with AsyncClient(address, reconnect_seconds=0.2) as client:
+            await call(client)
+
+    once: list[Callable[[Any], Any]] = [
+        lambda client: client.load_model("x"),
+        lambda client: client.unload_model("x"),
+        lambda client: client.drop_adapter("x"),
+    ]
+    try:
+        with Client(address, reconnect_seconds=0.2) as client:
+            for call in once:
+                with pytest.raises(Unavailable):
+                    call(client)
+                with pytest.raises(Unavailable):
+                    asyncio.run(asked(call))
+            for again in (client.describe, lambda: client.load_adapter("x")):
+                with pytest.raises(Unavailable, match="tried"):
+                    again()
+        assert [losing.calls.count(f"{kind}Request") for kind in ("LoadModel", "UnloadModel", "DropAdapter")] == [2] * 3
+    finally:
+        server.stop(None)
+    with Client(address, reconnect_seconds=0.2) as client, pytest.raises(Unavailable, match="tried"):
+        client.unload_model("x")  # no server has got it
 
 
 def test_without_retries_every_error_is_the_first_one(address: str, engine: EchoEngine) -> None:

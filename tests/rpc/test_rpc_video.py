@@ -27,7 +27,9 @@ from mmserve.errors import (
 from mmserve.tenants import TenantConfig
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Frame, Seen, StreamStats
+from mmserve.video.connection import Connection
 from mmserve.video.reading import MAX_INIT_BYTES
+from mmserve.video.session import Session
 from mmserve.video.standing import MAX_QUESTIONS, Judged, Standing, StandingQuestion
 from mmserve.video.streams import EngineStream
 
@@ -194,6 +196,28 @@ def test_the_size_of_frames_may_change_between_segments(raw: Raw) -> None:
     assert not any(r.HasField("push_failed") for r in raw.responses)
 
 
+def test_what_is_wrong_with_one_request_does_not_end_the_session(raw: Raw) -> None:
+    """Such as a question about the last five seconds of a video that is shorter."""
+    first = raw.send(push_image=image(0, -0.1))
+    second = raw.send(push_segment=pb.PushSegment(data=clip(), start_seconds=math.nan))
+    raw.send(push_image=image(0))
+    before, turned = pb.Interval(begin_seconds=-4, end_seconds=1), pb.Interval(begin_seconds=1, end_seconds=0)
+    questions = [ask("before", interval=before), ask("turned", interval=turned), ask("long", "x" * (2 << 20))]
+    for question in questions:
+        raw.send(ask=question)
+    raw.send(decide=pb.Decide(question_id="typed", interval=before))
+    choices = pb.WatchChoices(options=["red", "blue"], wanted="green")
+    raw.send(watch=pb.Watch(watch_id="w", text="which?", choices=choices))
+    for name, says in (("before", "at least 0"), ("turned", "ends at 0 s"), ("long", "bytes"), ("typed", "at least 0")):
+        assert raw.refusal(name).code == INVALID and says in raw.refusal(name).message
+    assert "must be one of the options" in raw.wait("watch_state").error.message
+    raw.send(ask=ask("right"))
+    raw.answer("right")
+    failed = [r.push_failed for r in raw.responses if r.HasField("push_failed")]
+    assert [f.request_index for f in failed] == [first, second]
+    assert all(f.error.code == INVALID and "must be at least 0" in f.error.message for f in failed)
+
+
 def test_one_question_is_cancelled_and_the_others_are_answered(raw: Raw) -> None:
     raw.send(push_image=image(0))
     slow = ask("slow")
@@ -285,6 +309,32 @@ def test_a_connection_that_is_lost_is_resumed_and_everything_is_taken_once(addre
     again.wait("closed")
     again.send(0, received=max(r.index for r in again.responses))
     assert again.ended.wait(PATIENCE) and again.error is None
+
+
+def test_a_connection_that_is_lost_while_its_session_is_closed_is_resumed(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the client has confirmed the last response; gRPC reports the end of its requests first."""
+    raw = Raw.opened(address)
+    raw.send(push_image=image(0))
+    raw.send(close=pb.CloseSession())
+    raw.wait("closed")
+    last = max(r.index for r in raw.responses)
+    detach, detached = Session.detach, threading.Event()
+
+    def noted(session: Session, connection: Connection) -> None:
+        detach(session, connection)
+        detached.set()
+
+    monkeypatch.setattr(Session, "detach", noted)
+    raw.cut()
+    assert detached.wait(PATIENCE)
+    again = Raw.resumed(address, raw.handle, last - 1)
+    again.wait("closed")
+    again.send(0, received=last)
+    assert again.ended.wait(PATIENCE) and again.error is None
+    with pytest.raises(NotFound):
+        raise Raw.resumed(address, raw.handle, last).failure()
 
 
 def test_a_second_connection_replaces_the_first(address: str) -> None:

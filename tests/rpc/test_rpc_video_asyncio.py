@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from clips import clip
+from cutting import Cutting
 from video_client import PATIENCE, held, picture, registries, video_server, wait_for
 
-from mmserve.client import AsyncClient
+from mmserve.client import AsyncClient, retries, video_view
 from mmserve.errors import Cancelled, DeadlineExceeded
 from mmserve.video.streams import EngineStreams
 
@@ -84,6 +86,18 @@ def test_a_session_whose_client_is_closed_while_it_is_opened_is_cancelled() -> N
     asyncio.run(_closed_while_opening())
 
 
+async def _idle(address: str, later: list[float]) -> None:
+    with Cutting(address) as proxy:
+        async with AsyncClient(proxy.address, timeout=PATIENCE) as client, client.video_session() as session:
+            await session.push(picture(0), 0.0)
+            await session.statistics()
+            later[0] = 3600.0
+            proxy.cut()
+            await asyncio.to_thread(wait_for, "its resume, or end", lambda: session.resumes or session._state.error)
+            await session.push(picture(1), 1.0)
+            assert (await session.statistics()).frames_taken == 2
+
+
 async def _pushed_at_once(address: str) -> None:
     async with AsyncClient(address, timeout=PATIENCE) as client, client.video_session() as session:
         await asyncio.gather(*(session.push_segment(clip(frames=10, rate=10)) for _ in range(8)))
@@ -91,6 +105,12 @@ async def _pushed_at_once(address: str) -> None:
         assert session.push_failures == ()
 
 
-def test_pushes_of_several_tasks_share_the_credit() -> None:
+def test_pushes_of_several_tasks_share_the_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a connection that is lost long after the last of them is resumed."""
+    later = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
     with video_server({"credit_pushes": 2}) as (address, _engine):
         asyncio.run(_pushed_at_once(address))
+        for module in (retries, video_view):
+            monkeypatch.setattr(module, "time", clock)
+        asyncio.run(_idle(address, later))

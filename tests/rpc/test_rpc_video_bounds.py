@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 from echo_server import served
-from video_client import PATIENCE, Raw, held, image, video_engine, video_server, wait_for
+from video_client import PATIENCE, Raw, held, image, sdk, video_engine, video_server, wait_for
 
 from mmserve.config import Config
 from mmserve.core.session import Memory
 from mmserve.engine.engine import Engine
-from mmserve.errors import InvalidArgument, ResourceExhausted
+from mmserve.errors import InvalidArgument, ResourceExhausted, Unavailable
 from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.reading import MAX_INIT_BYTES
@@ -83,6 +83,20 @@ def test_requests_that_waited_do_not_count_any_more() -> None:
             raw.send(unwatch=pb.Unwatch(watch_id="w"))
             wait_for("its state", lambda number=number: raw.error or _watch_states(raw) >= number)
         raw.close()
+
+
+def test_a_request_that_ends_every_connection_is_not_sent_for_ever() -> None:
+    """Such as one that is too large for the server, or for a proxy; pushes are refused by the client."""
+    limit = 2 << 20
+    over = pytest.raises(Unavailable, match=r"larger than max .* \(tried \d+ times")
+    server = video_server({"credit_bytes": 2 * limit}, server={"max_message_bytes": limit})
+    with server as (address, _), sdk(address) as client, over, client.video_session() as session:
+        session.push(image(0).data, seconds=0.0)
+        with pytest.raises(InvalidArgument, match="the server takes at most"):
+            session.push_segment(bytes(limit), 1.0)
+        session.statistics()
+        session._timeout = 0.5
+        session.ask("x" * (limit + 1))
 
 
 def test_a_configuration_that_is_too_large_is_refused() -> None:

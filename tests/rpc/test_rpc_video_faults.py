@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,6 +19,7 @@ from clips import clip
 from echo_server import served
 from video_client import PATIENCE, Raw, ask, held, image, sdk, video_engine, video_server, wait_for
 
+from mmserve.client import VideoSession, YesNo, retries, video_view
 from mmserve.config import Config
 from mmserve.core.request import Request
 from mmserve.engine.engine import Engine
@@ -92,7 +95,7 @@ def test_a_client_that_resumes_and_never_reads_is_ended(monkeypatch: pytest.Monk
             try:
                 taken = next(r for r in raw.call if r.HasField("acknowledged")).acknowledged.index
             except grpc.RpcError as error:
-                ended = error.code() is grpc.StatusCode.NOT_FOUND
+                ended = error.code() is grpc.StatusCode.NOT_FOUND or "open a new session" in error.details()
                 break
         raw.cut()
     assert ended and most < 6 * outbox
@@ -420,6 +423,63 @@ def test_a_connection_that_was_lost_before_it_began_does_not_stop_its_successor(
         list(session._outgoing(object()))  # of a connection that is not the session's any more
         session.push(image(0).data, seconds=0.0, timeout=5.0)
         assert session.statistics(timeout=5.0).frames_taken == 1
+
+
+def test_a_connection_that_is_lost_long_after_the_last_request_is_resumed(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for it begins when the connection is lost."""
+    later = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
+    for module in (retries, video_view):
+        monkeypatch.setattr(module, "time", clock)
+    with sdk(address) as client, client.video_session() as session:
+        session.push(image(0).data, seconds=0.0)
+        session.statistics()
+        later[0] = 3600.0
+        session._call.cancel()
+        wait_for("its resume, or its end", lambda: session.resumes or session._state.error)
+        session.push(image(1).data, seconds=1.0)
+        assert session.statistics().frames_taken == 2
+
+
+def test_what_is_interrupted_leaves_nothing(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl+C, for example in a notebook."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "mmserve-session"}
+
+    before = threads()
+    with sdk(address) as client:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(VideoSession, "_until", interrupted)
+            client.video_session()
+        wait_for("the end of its thread", lambda: threads() <= before)
+        with client.video_session() as session:
+            cancelled: list[Any] = []
+            for asked in (lambda: session.ask("what?"), lambda: session.decide([YesNo("red?")])):
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(session, "_until", interrupted)
+                    patch.setattr(session._state, "cancel", cancelled.append)
+                    asked()
+            assert len(cancelled) == 2
+
+
+def test_times_of_sessions_are_those_of_calls(address: str) -> None:
+    """Finite and above 0, and however long: longer ones than a clock can take are as good as none."""
+    with sdk(address) as client, client.video_session(timeout=1e300) as session:
+        session.push(image(0).data, seconds=0.0, timeout=1e300)
+        assert session.ask("what?", timeout=1e300, max_new_tokens=2).finish_reason == "length"
+        assert session.statistics(timeout=1e300).questions == 1
+        for wrong in (0, math.inf, math.nan):
+            for call in (session.ask, client.generate):
+                with pytest.raises(InvalidArgument, match="must be finite and above 0"):
+                    call("what?", timeout=wrong)
+            with pytest.raises(InvalidArgument, match="must be finite and above 0"):
+                client.video_session(timeout=wrong)
 
 
 def test_a_session_that_ends_while_its_stream_is_asked_makes_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

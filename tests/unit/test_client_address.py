@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from mmserve.client import TLS, AsyncClient, Client, ConfigError
@@ -88,3 +91,18 @@ def test_a_scheme_and_tls_that_contradict_each_other() -> None:
         Client("grpc://localhost:1", tls=TLS())
     with pytest.raises(ConfigError, match="tls=False"):
         Client("grpcs://localhost:1", tls=False)
+
+
+def test_certificates_that_cannot_be_used_are_reported_by_sessions_as_by_calls(tmp_path: Path) -> None:
+    for tls, error in ((TLS(ca=b"none"), ConfigError), (TLS(ca=tmp_path / "none.pem"), FileNotFoundError)):
+        with Client("grpcs://localhost:1", tls=tls) as client:
+            for call in (client.models, client.video_session):
+                with pytest.raises(error):
+                    call()
+
+        async def opened(tls: TLS = tls) -> None:
+            async with AsyncClient("grpcs://localhost:1", tls=tls) as client, client.video_session():
+                pass
+
+        with pytest.raises(error):
+            asyncio.run(opened())

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from mmserve.client.base import Base
 from mmserve.client.schemas import schema_text
 from mmserve.client.tools import described
-from mmserve.client.video_requests import watch_message
+from mmserve.client.video_requests import configuration, watch_message
+from mmserve.client.video_view import QuestionView, SessionView
+from mmserve.core.events import Finished, StageTimes, Usage
+from mmserve.core.tools import ToolCall
 from mmserve.errors import InvalidArgument
+from mmserve.v1 import video_pb2
+from mmserve.wire.events import to_response
 
 
 class Look(BaseModel):
@@ -71,3 +77,26 @@ def test_a_standing_question_needs_a_choice() -> None:
     with pytest.raises(InvalidArgument, match="choices"):
         watch_message("a", "where is it?", [], None, {})
     assert watch_message("a", "where is it?", ["left", "right"], None, {}).choices.wanted == "left"
+
+
+class Session(SessionView[QuestionView, Any]):
+    """One without a connection."""
+
+    def _act(self, act: typing.Callable[[], Any]) -> Any:
+        return act()
+
+    def _question(self, *given: Any) -> QuestionView:
+        return QuestionView(self, *given)
+
+
+def test_calls_in_an_answer_about_a_session_have_values_of_their_tools() -> None:
+    session = Session(Base("localhost:1"), configuration(), None)
+    question = session.stream("where?", tools=[Said])
+    calls = (ToolCall("1", "Said", '{"place": "left"}'),)
+    finished = Finished("tool_calls", "", Usage(1, 0, 1), 1, 1, StageTimes(), tool_calls=calls)
+    answer = video_pb2.AnswerEvent(
+        question_id=question._pending.question_id, response=to_response(finished, question._pending.question_id)
+    )
+    session._received(video_pb2.SessionResponse(index=1, answer=answer))
+    question._popped()
+    assert question._result().calls[0].value == Said(place="left")

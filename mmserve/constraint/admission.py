@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from mmserve.constraint.compile.document import meant
 from mmserve.constraint.compile.service import Grammars
 from mmserve.constraint.compile.wire import TokenTable
-from mmserve.constraint.limits import LARGE_BYTES, PARSER_LIMITS
+from mmserve.constraint.limits import LARGE_BYTES, MAX_TEMPLATE_BYTES, PARSER_LIMITS
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary, spell
@@ -64,9 +64,15 @@ class _Language:
     ends: tuple[int, int]  # the token that ends an answer, and the padding token after it
     cache: str = ""  # the tenants' part of the caches
 
-    def opened(self, spec: ConstraintSpec, budget: int, field: str) -> OpenedHole:
-        """The grammar of ``spec`` and its first witness of ``budget`` positions; ``field`` names the budget."""
+    def opened(
+        self, spec: ConstraintSpec, budget: int, field: str, room: Callable[[int], None] = lambda size: None
+    ) -> OpenedHole:
+        """The grammar of ``spec`` and its first witness of ``budget`` positions; ``field`` names the budget.
+
+        ``room`` is called with the grammar's bytes before it is compiled here, and may refuse them.
+        """
         grammar, found = self.grammars.first(spec, budget, self.cache)
+        room(len(grammar.text))
         judge = judge_of(spec, exact=grammar.exact)
         with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
             close = fitting(found, budget)
@@ -75,9 +81,21 @@ class _Language:
                 witness = start_witness(compiled, budget, close, self.states.of(compiled, self.cache))
         return OpenedHole(compiled, witness, grammar.warnings, judge, grammar.longest)
 
-    def filled(self, hole: Hole) -> OpenedHole:
-        """The grammar and first witness of a template's hole."""
-        return self.opened(ConstraintSpec(hole.kind or ANYTHING, hole.mode), hole.max_tokens, "max_tokens")
+    def holes(self, template: Template) -> list[str | OpenedHole]:
+        """``template`` with the grammars and first witnesses of its holes. Raises ``InvalidArgument``."""
+        used = 0
+
+        def room(size: int) -> None:
+            nonlocal used
+            used += size
+            if used > MAX_TEMPLATE_BYTES:
+                why = f"makes the grammars of the template's holes larger than {MAX_TEMPLATE_BYTES} bytes together"
+                raise InvalidArgument.of("constraint", f"{why}; make them simpler, or use fewer holes")
+
+        def filled(hole: Hole) -> OpenedHole:
+            return self.opened(ConstraintSpec(hole.kind or ANYTHING, hole.mode), hole.max_tokens, "max_tokens", room)
+
+        return opened(template, filled)
 
 
 @contextmanager
@@ -151,7 +169,7 @@ class Admission:
         return ConstrainedAnswer(whole.witness, language.lexicon, whole.warnings, whole.judge, given=given)
 
     def _template(self, language: _Language, template: Template, budget: int) -> ConstrainedAnswer:
-        found = opened(template, language.filled)
+        found = language.holes(template)
         holes = [part for part in found if isinstance(part, OpenedHole)]
         warnings = tuple(dict.fromkeys(warning for hole in holes for warning in hole.warnings))
         judges = tuple(hole.judge for hole in holes)

@@ -38,6 +38,7 @@ CACHE_BYTES = 32 << 20
 LATE_SECONDS = 60.0  # that the result of a search ended by its time limit is kept: the next one would take as long
 FAR_TOKENS = 1000  # where every answer needs more, and more than the budget, none is searched
 REPLY_BYTES = 8 << 20  # of a reply with a grammar
+MAX_TEMPLATE_BYTES = REPLY_BYTES  # of the grammars of all holes: some 20 bytes of memory each, a second for 4 MB
 FINDING_CHARS = 1000  # of each text of a finding: schemas have names of any length
 
 WALKS = 4  # random walks through a grammar in its probe

@@ -12,11 +12,13 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from grammars import grammar
 from harness import Bench, Call
 from helpers import ask, sure_above, tiny_model
 from test_constrained import SCHEMAS, like, outcome, pairs_of
 from test_policies import COMMITS, RECOMPUTES, policy
 
+from mmserve.constraint import admission
 from mmserve.core.canvas import MASKED
 from mmserve.core.constraint import (
     Choice,
@@ -210,6 +212,22 @@ def test_what_does_not_fit_is_refused_with_its_place(bench: Make, models: dict[s
         enough = dataclasses.replace(ready.sampling, max_new_tokens=int(needed[1]))
         [call] = b.submit(templated(dataclasses.replace(ready, id="enough", sampling=enough), *parts))
         check(call, (matches("[0-9]{20}"),))
+
+
+def test_the_grammars_of_all_holes_have_a_total(
+    bench: Make, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letters = Hole(2, Regex("\\p{L}{1,2}"))
+    most = 2 * len(grammar(letters.kind).text)
+    monkeypatch.setattr(admission, "MAX_TEMPLATE_BYTES", most)
+    made = bench(models["full"])
+    [call] = made.submit(templated(ask("few", max_new_tokens=24), letters, "-", letters))
+    check(call, (str.isalpha,) * 2)
+    [call] = made.submit(templated(ask("more", max_new_tokens=24), *(letters, "-") * 3))
+    error = call.error()
+    assert isinstance(error, InvalidArgument)
+    assert [violation.field for violation in error.violations] == ["constraint.template.parts[4].hole.constraint"]
+    assert f"larger than {most} bytes together" in error.message
 
 
 def test_a_hole_is_judged_in_the_mode_validate(bench: Make, models: dict[str, LoadedModel]) -> None:

@@ -118,6 +118,11 @@ def test_drawn_schemas_are_enforced_exactly_or_refused(seed: int) -> None:
     assert compared
 
 
+def test_members_keep_the_order_of_the_document() -> None:
+    schema = {"type": "object", "properties": {"z": INTEGER}, "$ref": "#/$defs/a", "$defs": {"a": A}, **LAST}
+    assert accepts(schema_matcher(schema), '{"z":1,"a":1}')
+
+
 UNKNOWN: dict[str, Any] = {
     "too_many_combinations": {"anyOf": [{"properties": {f"p{i}": True}} for i in range(10)]},
     "a_condition_that_cannot_be_negated": {"if": {"properties": {"a": {"multipleOf": 3}}}, "then": A},

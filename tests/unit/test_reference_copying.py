@@ -92,3 +92,23 @@ def test_a_step_has_the_loss_of_the_guide_beside_its_own(tmp_path, tokenizer):
 def test_a_causal_model_is_not_guided(tmp_path):
     with pytest.raises(SystemExit, match="--guide"):
         Run(Recipe(objective="causal", guide=1.0), tmp_path, torch.device("cpu"))
+
+
+def test_rows_of_a_batch_have_about_one_length(tokenizer):
+    filled = []
+    for step in range(8):
+        kind, samples, _canvas = draw(step, 0, looking=False, mix="copies_alone")
+        filled.append(float(collate(kind, samples, 0, tokenizer).seen.float().mean()))
+    assert sum(filled) / len(filled) > 0.75  # rows of any length: 0.6
+
+
+def test_padding_is_cut_after_each_answer(tokenizer):
+    long, short = Question("copy", "aQzB xQyC", "xQyC aQzB"), Question("copy", "7", "7")
+    batch = collate("copies", [(None, [long]), (None, [short])], 40, tokenizer)
+    cut = batch.with_padding(3)
+    for row, asked in enumerate((long, short)):
+        answer = len(tokenizer.encode(asked.answer, add_special_tokens=False)) + 1  # and the end of the turn
+        assert int((batch.share[row] > 0).sum()) == 40 and int((cut.share[row] > 0).sum()) == answer + 3
+        seen = cut.ids[row][cut.seen[row]]
+        assert seen.equal(batch.ids[row][: len(seen)]) and cut.seen[row, : len(seen)].all()
+    assert cut.seen[0].all() and cut.ids.shape == cut.positions.shape == cut.seen.shape == cut.block.shape

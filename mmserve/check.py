@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from mmserve.config import Config, ModelConfig, ServerConfig, from_mapping
+from mmserve.config import Config, ModelConfig, SchedulerConfig, ServerConfig, from_mapping
 from mmserve.config.ports import try_port
 from mmserve.errors import ConfigError
 from mmserve.http import require_packages
@@ -16,6 +19,8 @@ from mmserve.models.names import HUB, served_name, served_names
 from mmserve.observe import traces
 from mmserve.tenants import accepted_tokens
 
+#: Tables of caches that may be on disk.
+_CACHES = ("encoder_cache", "kv_cache")
 #: What a handshake of two contexts within this process reports of a certificate that is out of date (OpenSSL).
 _OUT_OF_DATE = {9: "is not valid yet", 10: "has expired"}
 
@@ -31,8 +36,9 @@ class Finding:
 def check(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
     """Findings about a configuration as nested mappings, read from ``source``; every problem, not only the first.
 
-    The tables, the ports, the certificates and every model's files: ``config.json``, tokenizer, chat template, and
-    names, shapes and dtypes of all tensors. A model of the hub is named as not checked.
+    The tables, the ports, the certificates, the folders of caches, the schedulers, and every model's files:
+    ``config.json``, tokenizer, chat template, and names, shapes and dtypes of all tensors. A model of the hub is named
+    as not checked.
     """
     problems, sound = _settle(data, source)
     yield from (Finding("configuration", problem) for problem in problems)
@@ -42,12 +48,16 @@ def check(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
         config = from_mapping(sound, source=source)
     except ConfigError:  # reported above, and not one key's fault
         return
-    yield from _findings("names of models", lambda: served_names(config.models))
+    yield from findings("names of models", lambda: served_names(config.models))
     if config.tenants:
-        yield from _findings("tenants", lambda: accepted_tokens(config.tenants, config.server.auth_tokens))
+        yield from findings("tenants", lambda: accepted_tokens(config.tenants, config.server.auth_tokens))
     yield from _server(config.server)
     if config.server.otlp_endpoint:
-        yield from _findings("traces", lambda: traces.configure(config.server.otlp_endpoint)())
+        yield from findings("traces", lambda: traces.configure(config.server.otlp_endpoint)())
+    if folders := [table for table in _CACHES if getattr(config, table).disk_folder]:
+        yield from findings("caches on disk", *(partial(_folder, config, table) for table in folders))
+    if config.schedulers:
+        yield from findings("schedulers", *(partial(_scheduler, each) for each in config.schedulers))
     for model in config.models:
         yield from _model(model, config)
 
@@ -103,7 +113,7 @@ def _pieces(data: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str,
         yield {name: table}, {other: kept for other, kept in data.items() if other != name}
 
 
-def _findings(part: str, *checks: Callable[[], Any]) -> Iterator[Finding]:
+def findings(part: str, *checks: Callable[[], Any]) -> Iterator[Finding]:
     """What each of ``checks`` raises; one finding without a problem where none does."""
     problems = []
     for each in checks:
@@ -117,19 +127,19 @@ def _findings(part: str, *checks: Callable[[], Any]) -> Iterator[Finding]:
 def _server(server: ServerConfig) -> Iterator[Finding]:
     from mmserve.rpc.certificates import check_certificates
 
-    yield from _findings(f"port {server.port}", lambda: try_port(server.host, server.port, "port"))
+    yield from findings(f"port {server.port}", lambda: try_port(server.host, server.port, "port"))
     if server.http_port:
-        yield from _findings(
+        yield from findings(
             f"port {server.http_port}",
             lambda: try_port(server.host, server.http_port, "http_port"),
             require_packages,
         )
     if server.metrics_port:
-        yield from _findings(
+        yield from findings(
             f"port {server.metrics_port}", lambda: try_port(server.metrics_host, server.metrics_port, "metrics_port")
         )
     if server.tls_key:
-        yield from _findings("certificates", lambda: check_certificates(server), lambda: _in_date(server))
+        yield from findings("certificates", lambda: check_certificates(server), lambda: _in_date(server))
 
 
 def _in_date(server: ServerConfig) -> None:
@@ -158,6 +168,22 @@ def _in_date(server: ServerConfig) -> None:
             return
 
 
+def _folder(config: Config, table: str) -> None:
+    """Raise ``ConfigError`` where the folder of a cache cannot be written to, or made; nothing is changed."""
+    folder = Path(getattr(config, table).disk_folder)
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not place.is_dir():
+        raise ConfigError(f"[{table}] disk_folder {folder} cannot be used: {place} is no folder")
+    if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"[{table}] disk_folder {folder} cannot be used: {place} cannot be written to")
+
+
+def _scheduler(scheduler: SchedulerConfig) -> None:
+    from mmserve.decode.schedulers import load_schedulers  # imports torch, which takes seconds
+
+    load_schedulers((scheduler,))
+
+
 def _model(model: ModelConfig, config: Config) -> Iterator[Finding]:
     part = f"model {served_name(model)}"
     if model.path.startswith(HUB) or model.companion.startswith(HUB):
@@ -165,4 +191,4 @@ def _model(model: ModelConfig, config: Config) -> Iterator[Finding]:
         return
     from mmserve.models.registry import check_model  # imports torch, which takes seconds
 
-    yield from _findings(part, lambda: check_model(model))
+    yield from findings(part, lambda: check_model(model))

@@ -10,13 +10,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mmserve
-from mmserve.check import check
+from mmserve.check import Finding, check, findings
 from mmserve.cli.options import add_config, existing, print_json, read_config, read_tables
 from mmserve.cluster import require_ray
+from mmserve.cluster.config import load_cluster
 from mmserve.config import Config
 from mmserve.config.ports import try_port
 from mmserve.errors import ConfigError
@@ -113,15 +115,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     """Print what is in order and what is not; exit code 0 where everything is in order."""
-    findings = []
-    for finding in check(*read_tables(arguments)):
-        findings.append(finding)
+    found = []
+    for finding in chain(_checked_cluster(arguments.cluster), check(*read_tables(arguments))):
+        found.append(finding)
         if not arguments.json:
             print(f"{finding.part}: {finding.problem or 'ok'}", flush=True)  # as they come: PyTorch takes seconds
-    problems = any(finding.problem for finding in findings)
+    problems = any(finding.problem for finding in found)
     if arguments.json:
-        print_json({"ok": not problems, "findings": [asdict(finding) for finding in findings]})
+        print_json({"ok": not problems, "findings": [asdict(finding) for finding in found]})
     return 1 if problems else 0
+
+
+def _checked_cluster(file: str | None) -> Iterator[Finding]:
+    """What is wrong with the description of a cluster; nothing without one."""
+    if file:
+        yield from findings("cluster", require_ray, lambda: load_cluster(Path(file)))
 
 
 class _Local:
@@ -179,7 +187,8 @@ class _Loader:
         self._thread.join(0.5)
         if self._error is not None:
             raise self._error
-        if self._thread.is_alive():  # a read of gigabytes cannot be interrupted, and nobody needs its result
+        # a read of gigabytes cannot be interrupted, and nobody needs its result
+        if self._thread.is_alive() or self._server.reading:
             logging.shutdown()
             sys.stdout.flush()
             os._exit(0)

@@ -49,7 +49,9 @@ class ServerConfig:
     allow_plaintext_tokens: bool = value(
         False, meaning="accept tokens without TLS on an address that other machines can reach"
     )
-    drain_seconds: float = value(30.0, at_least(0), "time for running requests to end after SIGTERM")
+    drain_seconds: float = value(
+        30.0, at_least(0, most=_MOST_SECONDS), "time for running requests to end after SIGTERM"
+    )
     keepalive_seconds: float = value(
         30.0, at_least(1, most=_MOST_SECONDS), "interval of keepalive pings on an idle connection"
     )

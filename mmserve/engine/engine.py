@@ -220,14 +220,18 @@ class Engine:
         """
         queue = self._queue
         with queue.lock:
-            queue.refusal = "the server is shutting down; send the request to another one"
+            queue.refusal = (
+                "the server is shutting down, or unloads the model; send the request again, or to another one"
+            )
             queue.draining = timeout > 0
         in_time = queue.idle.wait(timeout)
         if not in_time:
             with queue.lock:
                 queue.draining = False
             self._inbox.put(
-                lambda: self._live.fail_all(Unavailable("the server shut down before the request finished"))
+                lambda: self._live.fail_all(
+                    Unavailable("the server shut down, or unloaded the model, before the request finished")
+                )
             )
             self.stages.encoding.close()  # else a child process without progress would hold its request for a minute
             queue.idle.wait()
@@ -242,6 +246,7 @@ class Engine:
         self.stages.encoding.close()
         self._workers.stop()
         self._prefixes.flush()
+        self.kept.unpin_in_memory()
         self.stages.decoders.close()
 
     def stats(self) -> Stats:

@@ -152,6 +152,11 @@ class Prefixes:
             self._tier.save(there[-most:])
             self._tier.cache.flush()
 
+    def unpin_in_memory(self) -> None:
+        """Let pages of the model beyond the pool go, but for those that are pinned on disk."""
+        if self._tier is not None:
+            self._tier.cache.unpin_in_memory(self._model)
+
     def _in_pool(self) -> list[Block]:
         labels = ((key, self._labels.get(key)) for key in self._pool.published())
         return [Block(label, "pages", self._page_bytes) for _key, label in labels if label is not None]
@@ -243,6 +248,11 @@ class Kept:
         self._tokens.drop([bytes.fromhex(each) for each in visual])
         self._prefixes.forget(pages)
         return len(visual) + len(pages)
+
+    def unpin_in_memory(self) -> None:
+        """Let entries in memory be dropped for others: who could unpin them has no engine to ask any more."""
+        self._tokens.unpin_in_memory(self._model)
+        self._prefixes.unpin_in_memory()
 
     def prefix_of(self, request: str) -> str:
         """The id of the beginning of the prompt of a request that ended a moment ago; empty where none is kept."""

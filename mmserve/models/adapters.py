@@ -83,7 +83,9 @@ class Adapters:
             raise InvalidArgument.of("adapter", f"must match {NAME.pattern}, not {name!r}")
         folder = self._find(name)
         try:
-            self._check_room(name, adapter_bytes(folder))
+            size = adapter_bytes(folder)
+            with self._lock:
+                self._check_room(name, size)
             made = read_adapter(name, folder, model.decoder, model.dtype, model.device)
         except ConfigError as error:
             raise InvalidArgument.of("adapter", str(error)) from error

@@ -15,6 +15,7 @@ import grpc
 from mmserve.observe import calls, traces
 from mmserve.observe.calls import Call
 from mmserve.observe.metrics import Metrics
+from mmserve.rpc.status import DEADLINE_SLACK
 from mmserve.wire import request_id
 
 logger = logging.getLogger("mmserve.access")
@@ -94,7 +95,8 @@ class Access(grpc.aio.ServerInterceptor):
         try:
             yield
         except asyncio.CancelledError:
-            late = (context.time_remaining() or 1.0) <= 0
+            left = context.time_remaining()
+            late = left is not None and left <= DEADLINE_SLACK
             self._ended(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
             raise
         except BaseException:

@@ -27,7 +27,7 @@ from mmserve.rpc.engines import EngineLike, Engines, own_adapter
 from mmserve.rpc.fetching import Fetcher, urls_in
 from mmserve.rpc.memory_budget import MemoryBudget, media_files, text_bytes
 from mmserve.rpc.request_messages import to_request
-from mmserve.rpc.status import errors_to_status
+from mmserve.rpc.status import DEADLINE_SLACK, errors_to_status
 from mmserve.rpc.stream import Outbox
 from mmserve.rpc.tool_messages import named_tools
 from mmserve.rpc.violations import violations
@@ -41,9 +41,6 @@ from mmserve.wire.events import to_response
 
 logger = logging.getLogger("mmserve.rpc")
 
-#: Seconds that a call's deadline may be later here than at its client, whose clock started when it sent the call: the
-#: client's cancellation at its own deadline arrives before the deadline here.
-DEADLINE_SLACK = 0.25
 #: Characters of an error that the log has: a refusal may name every field of a request.
 _LOGGED = 500
 

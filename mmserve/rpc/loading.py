@@ -19,6 +19,8 @@ from mmserve.rpc.reload import Load, Replacement
 logger = logging.getLogger("mmserve.rpc")
 
 _MIB = 1 << 20
+#: Most characters of a name: it is in lines of the log, labels of metrics, and errors.
+_NAME = 256
 
 
 class Loading:
@@ -52,7 +54,8 @@ class Loading:
         """Stop serving model ``name``, and return once its memory is free.
 
         Requests that it has go on for ``seconds`` at most (None = ``drain_seconds``); those left then fail. Returns
-        whether all ended by themselves. Raises ``NotFound``, and ``FailedPrecondition`` for the only model.
+        whether all ended by themselves. Raises ``NotFound``, ``Unavailable`` while the model is loading, and
+        ``FailedPrecondition`` for the only model that serves.
         """
         return await self._shielded(self._drop(name, seconds))
 
@@ -65,11 +68,14 @@ class Loading:
     async def _add(self, entry: ModelConfig, load: Load) -> EngineLike:
         async with self._replacement.lock:
             name = served_name(entry)
+            if not name.isprintable() or len(name) > _NAME:
+                raise InvalidArgument.of("name", f"must be at most {_NAME} printable characters")
             if name in self._engines.names:
                 raise FailedPrecondition(f"a model {name!r} is already loaded: unload it, or choose another name")
             try:
-                await self._run(check_memory, entry, self._config)
-                engine: EngineLike = await self._run(next, load(dataclasses.replace(self._config, models=(entry,))))
+                await self._replacement.read(check_memory, entry, self._config)
+                engines = load(dataclasses.replace(self._config, models=(entry,)))
+                engine: EngineLike = await self._replacement.read(next, engines)
             except ConfigError as error:
                 raise InvalidArgument.of("path", str(error)) from error
             await self._run(engine.start)
@@ -82,11 +88,12 @@ class Loading:
 
     async def _drop(self, name: str, seconds: float | None) -> bool:
         async with self._replacement.lock:
-            if name not in self._engines:
+            if name not in self._engines.names:
                 raise NotFound(f"no model {name!r} here; there is {', '.join(self._engines.names)}")
-            names = tuple(each for each in self._engines.names if each != name)
-            if not names:
+            self._engines.find(name)
+            if len(self._engines) == 1:
                 raise FailedPrecondition(f"{name!r} is the only model of this server: load another one first")
+            names = tuple(each for each in self._engines.names if each != name)
             gone = self._engines.replace(names, {})
             logger.info("unloading %s; serving %s", name, ", ".join(self._engines))
         drain = self._config.server.drain_seconds if seconds is None else seconds
@@ -97,12 +104,15 @@ class Loading:
         if not allowed:
             raise Unimplemented("models cannot be loaded at run time: [server] model_folder is not set")
         root = Path(allowed).expanduser().resolve()
-        folder = (root / path).resolve()
-        if not path or folder == root or not folder.is_relative_to(root):
-            raise InvalidArgument.of("path", "must be that of a folder within [server] model_folder")
-        if not folder.is_dir():
-            raise NotFound(f"[server] model_folder has no folder {path!r}")
-        return folder
+        try:
+            folder = (root / path).resolve()
+            if not path or folder == root or not folder.is_relative_to(root):
+                raise InvalidArgument.of("path", "must be that of a folder within [server] model_folder")
+            if folder.is_dir():
+                return folder
+        except (OSError, ValueError):  # a name that is too long, or has a null byte
+            pass
+        raise NotFound(f"[server] model_folder has no folder {path[:_NAME]!r}")
 
 
 def check_memory(entry: ModelConfig, config: Config) -> None:

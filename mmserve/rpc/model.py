@@ -7,6 +7,8 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from mmserve.config import ServerConfig
+from mmserve.core.values import values
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.rpc.auth import check_admin
 from mmserve.rpc.engines import AdaptersLike, EngineLike, Engines, adapters_of
@@ -51,8 +53,9 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         """Stop serving a model; returns once its requests have ended and its memory is free."""
         check_admin("load or unload models")
         seconds = message.drain_seconds if message.HasField("drain_seconds") else None
-        if seconds is not None and not 0 <= seconds < float("inf"):
-            raise InvalidArgument.of("drain_seconds", f"must be at least 0, not {seconds}")
+        accepted = values(ServerConfig)["drain_seconds"].range
+        if seconds is not None and accepted is not None and not accepted.holds(seconds):
+            raise InvalidArgument.of("drain_seconds", f"must be {accepted.words}, not {seconds:g}")
         return model_pb2.UnloadModelResponse(ended=await self._loading.drop(message.model, seconds))
 
     @handler

@@ -22,6 +22,7 @@ LIMITED = (
     "/mmserve.v1.DecisionService/Decide",
     "/mmserve.v1.MediaService/UploadMedia",
     "/mmserve.v1.CacheService/Warm",
+    "/mmserve.v1.CacheService/ListEntries",
 )
 #: When a tenant may try again that has too many requests in progress (seconds).
 _RETRY_AFTER = 1.0

@@ -8,10 +8,10 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from mmserve.config import Config
+from mmserve.config import Config, ModelConfig
 from mmserve.errors import ConfigError
 from mmserve.memory import trim
 from mmserve.models.names import served_names
@@ -27,9 +27,9 @@ Load = Callable[[Config], Iterator[EngineLike]]
 
 logger = logging.getLogger("mmserve.rpc")
 
-#: Keys of [server] that are followed; a change of any other needs a restart, and so does any of these tables.
+#: Keys of [server] that are followed, and tables beside [server]; a change of any other needs a restart.
 _FOLLOWED = ("auth_tokens", "allow_plaintext_tokens", "tls_certificate", "tls_key", "tls_client_ca")
-_FIXED = ("engine", "media", "encoder_cache", "video", "schedulers", "slo")
+_TABLES = ("models", "tenants")
 #: Seconds between two attempts to free an engine: each is a full collection, which other threads wait for.
 _FREEING = tuple(0.01 * 2**i for i in range(8))
 
@@ -82,40 +82,59 @@ class Replacement:
         self._leave = leave
         self._engines = engines
         self._run = run
+        self._config = config
         self._models = config.models
         self.leaving: list[EngineLike] = []  # not served any more; they end their requests
         self.lock = asyncio.Lock()  # of what serves: models are loaded one after another
         self.ending = False
+        self.reading = False  # a thread reads the files of a model, which nothing can interrupt
         self._task: asyncio.Task[None] | None = None
+        self._retiring: set[asyncio.Task[bool]] = set()
 
-    def begin(self, config: Config, load: Load | None) -> None:
-        """Have the models of ``config`` served once those that are new are loaded by ``load``, in the background.
+    def begin(self, models: tuple[ModelConfig, ...], load: Load | None) -> None:
+        """Have ``models`` served once those that are new are loaded by ``load``, in the background.
 
         A model whose entry differs is loaded again. What is not served any more ends the requests that it has, for
-        ``drain_seconds`` at most. Where a model cannot be loaded, all stay as they were.
+        ``drain_seconds`` at most. Where a model cannot be loaded, all stay as they were. Everything else of the
+        configuration is as at the start of the server.
         """
-        if config.models == self._models:
+        if models == self._models:
             return
-        if load is None or self._engines.loading or (self._task is not None and not self._task.done()):
-            why = (
-                "this server cannot load models"
-                if load is None
-                else "models are still loading; send SIGHUP again later"
-            )
+        why = ""
+        if load is None:
+            why = "this server cannot load models"
+        elif self.ending:
+            why = "the server is shutting down"
+        elif self._engines.loading or (self._task is not None and not self._task.done()):
+            why = "models are still loading; send SIGHUP again later"
+        if load is None or why:
             logger.warning("[[models]] differ, and stay as they were: %s", why)
             return
-        self._task = asyncio.create_task(self._replace(config, load))
+        self._task = asyncio.create_task(self._replace(models, load))
 
     def cancel(self) -> None:
-        """Change nothing any more: the server ends."""
+        """Change nothing any more: the server ends. It stops the engines that are leaving, too."""
         self.ending = True
-        if self._task is not None:
-            self._task.cancel()
 
-    async def retire(self, gone: list[EngineLike], seconds: float) -> bool:
+    async def read(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a blocking function that reads files of a model."""
+
+        def reading() -> Any:
+            self.reading = True
+            try:
+                return call(*args)
+            finally:
+                self.reading = False
+
+        return await self._run(reading)
+
+    def retire(self, gone: list[EngineLike], seconds: float) -> Coroutine[Any, Any, bool]:
         """Stop engines whose models are gone once their requests have ended, after ``seconds`` at most, and give their
         memory back; empties ``gone``. Returns whether all requests ended by themselves."""
-        self.leaving += gone
+        self.leaving += gone  # at once: an end of the server that begins now stops them
+        return self._retire(gone, seconds)
+
+    async def _retire(self, gone: list[EngineLike], seconds: float) -> bool:
         stopped: list[weakref.ref[EngineLike]] = []
         in_time = True
         while gone:
@@ -124,30 +143,39 @@ class Replacement:
             if not ended:
                 logger.warning("a model was dropped while it had requests, which were cancelled")
                 in_time = False
+            if self.ending:
+                return in_time
             await self._run(engine.stop)
             self.leaving.remove(engine)
             stopped.append(weakref.ref(engine))
             del engine
-        await self._run(forget, stopped)
+        if not self.ending:
+            await self._run(forget, stopped)
         return in_time
 
-    async def _replace(self, config: Config, load: Load) -> None:
+    async def _replace(self, models: tuple[ModelConfig, ...], load: Load) -> None:
         async with self.lock:
-            gone = await self._replaced(config, load)
-        await self.retire(gone, config.server.drain_seconds)
+            gone = await self._replaced(models, load)
+        retiring = asyncio.create_task(self.retire(gone, self._config.server.drain_seconds))
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retiring.discard)
 
-    async def _replaced(self, config: Config, load: Load) -> list[EngineLike]:
+    async def _replaced(self, models: tuple[ModelConfig, ...], load: Load) -> list[EngineLike]:
         """Load what is new; returns the engines to stop. Models that were loaded on request stay."""
         old = dict(zip(served_names(self._models), self._models, strict=True))
-        new = dict(zip(served_names(config.models), config.models, strict=True))
+        new = dict(zip(served_names(models), models, strict=True))
         loaded = [name for name in self._engines.names if name not in old and name not in new]
         changed = {name: e for name, e in new.items() if old.get(name) != e or name not in self._engines}
         fresh: dict[str, EngineLike] = {}
         try:
-            engines = load(dataclasses.replace(config, models=tuple(changed.values())))
+            engines = load(dataclasses.replace(self._config, models=tuple(changed.values())))
             for name in changed:
-                fresh[name] = await self._run(next, engines)
+                if self.ending:
+                    break
+                fresh[name] = await self.read(next, engines)
                 await self._run(fresh[name].start)
+            if self.ending:
+                raise ConfigError("the server is shutting down")
         except Exception as error:
             cause = None if isinstance(error, ConfigError) else error
             logger.error("[[models]] stay as they were: %s", error, exc_info=cause)
@@ -155,7 +183,7 @@ class Replacement:
                 await self._run(engine.stop)
             return []
         gone = self._engines.replace((*new, *loaded), fresh)
-        self._models = config.models
+        self._models = models
         logger.info("serving %s", ", ".join(self._engines))
         return gone
 
@@ -183,4 +211,5 @@ def unfollowed(old: Config, new: Config) -> list[str]:
     """What differs between two configurations that a running server cannot follow: tables, and keys of [server]."""
     keys = [f.name for f in dataclasses.fields(old.server) if f.name not in _FOLLOWED]
     changed = [f"[server] {key}" for key in keys if getattr(old.server, key) != getattr(new.server, key)]
-    return changed + [f"[{table}]" for table in _FIXED if getattr(old, table) != getattr(new, table)]
+    tables = [f.name for f in dataclasses.fields(old) if f.name not in ("server", *_TABLES)]
+    return changed + [f"[{table}]" for table in tables if getattr(old, table) != getattr(new, table)]

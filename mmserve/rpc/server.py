@@ -17,6 +17,7 @@ from mmserve.config import Config
 from mmserve.config.ports import try_port
 from mmserve.encode.store import MediaStore
 from mmserve.errors import ConfigError
+from mmserve.models.names import served_names
 from mmserve.observe.endpoint import Endpoint
 from mmserve.observe.metrics import Metrics
 from mmserve.rpc.access import Access
@@ -126,6 +127,11 @@ class Server:
         """Whether it drains or has stopped."""
         return self._ending is not None
 
+    @property
+    def reading(self) -> bool:
+        """Whether a thread reads the files of a model that is loaded at run time, which nothing can interrupt."""
+        return self._replacement.reading
+
     def attach(self, front: Front) -> None:
         """Start and stop ``front`` with the server; before ``start``."""
         self._fronts.append(front)
@@ -213,13 +219,14 @@ class Server:
         apply()
         for front in self._fronts:
             front.follow(config)
-        self._replacement.begin(config, load)
+        self._replacement.begin(config.models, load)
         for what in unfollowed(self.config, config):
             logger.warning("%s of the configuration differs from what the server runs with: restart it for that", what)
         logger.info("tokens, tenants and certificates are read again")
 
     def _read(self, read: Callable[[], Config]) -> tuple[Config, Callable[[], None]]:
         config = read()
+        served_names(config.models)
         return config, self.guard.read(config)
 
     async def serve_until_signal(

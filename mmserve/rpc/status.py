@@ -19,6 +19,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 
 #: How long a handler waits for its status to be sent (seconds).
 UNREAD_SECONDS = 2.0
+#: Seconds that a call's deadline may be later here than at its client, whose clock started when it sent the call: the
+#: client's cancellation at its own deadline arrives before the deadline here.
+DEADLINE_SLACK = 0.25
 
 
 async def abort(context: Any, error: MMServeError) -> NoReturn:

@@ -185,6 +185,13 @@ class TensorCache:
             there.update(key for key in keys if self._disk.pin(key, pinned))
         return len(there)
 
+    def unpin_in_memory(self, model: str) -> None:
+        """Let the values of ``model`` in memory be dropped for others; what is pinned on disk stays so."""
+        with self._lock:
+            for kept in self._kept.values():
+                if kept.label is not None and kept.label.model == model:
+                    kept.pinned = False
+
     def drop(self, keys: Sequence[bytes]) -> int:
         """Forget these; how many of them were there. What a request uses it goes on using."""
         self.flush()

@@ -96,6 +96,8 @@ def test_warming_takes_what_a_request_takes_and_counts_as_one(folder: Path, tmp_
         assert client.cache.warm(LONG, (noise,)).visual_tokens > 0  # a message of more than 100 KB
         with pytest.raises(ResourceExhausted, match="rate"):
             client.cache.warm(LONG)
+        with pytest.raises(ResourceExhausted, match="rate"):
+            client.cache.list()  # asks the engine's thread, and reads the headers of all files
 
 
 async def drop(address: str, ids: list[str]) -> int:

@@ -25,6 +25,9 @@ BROKEN = {
     "dtype 'float12' is not known": "[[models]]\ndtype = 'float12'",
     "no model directory /no/such/folder": "[[models]]\npath = '/no/such/folder'",
     "[[models]] 2 device must be a string": "[[models]]\ndevice = 3\nname = 'third'",
+    "disk_folder /dev/null/x cannot be used: /dev/null is no folder": "[kv_cache]\ndisk_folder = '/dev/null/x'",
+    "[schedulers.x]: diffusers has no class 'NoSuch'": "[schedulers.x]\nclass = 'NoSuch'",
+    "cannot read the config file /no/cluster.toml": "",
 }
 
 
@@ -53,7 +56,7 @@ def test_a_good_configuration_has_no_problem(tmp_path: Path, capsys: pytest.Capt
 def test_every_problem_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.toml"
     path.write_text("\n".join(BROKEN.values()))
-    assert main(["serve", "--check", "--config", str(path)]) == 1
+    assert main(["serve", "--check", "--config", str(path), "--cluster", "/no/cluster.toml"]) == 1
     lines = capsys.readouterr().out.splitlines()
     problems = [line for line in lines if not line.endswith(": ok")]
     for words in BROKEN:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
+import signal
 import socket
 import urllib.request
 import weakref
@@ -16,17 +18,18 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_helpers import PATIENCE, gated, settings, wait_for
+from e2e_helpers import PATIENCE, gated, serving, settings, wait_for
 from forked import forked
 from llama_checkpoints import llama, save
 
 from mmserve import cli
 from mmserve.assembly import BackgroundServer
 from mmserve.client import AsyncClient, Client
-from mmserve.config import EngineConfig, ModelConfig
+from mmserve.config import EngineConfig, KVCacheConfig, ModelConfig
 from mmserve.errors import (
     FailedPrecondition,
     InvalidArgument,
+    MMServeError,
     NotFound,
     ResourceExhausted,
     Unauthenticated,
@@ -59,7 +62,8 @@ def server(folder: Path) -> Iterator[BackgroundServer]:
         port = taken.getsockname()[1]
     config = settings(server={"http_port": port, "model_folder": str(folder / "allowed")}, engine={"max_running": 4})
     models = (ModelConfig(path=str(folder / "base")),)
-    with BackgroundServer(replace(config, models=models)) as found:
+    pins = KVCacheConfig(host_bytes=50_000)  # room for those of one model
+    with BackgroundServer(replace(config, models=models, kv_cache=pins)) as found:
         yield found
 
 
@@ -223,9 +227,63 @@ def test_what_cannot_be_loaded_is_refused(server: BackgroundServer, folder: Path
             client.load_model("green")
         with pytest.raises(InvalidArgument, match=r"path: .*empty has no config\.json"):
             client.load_model("empty")
+        for path in ("nul\0l", "x" * 300, "red/" + "y/" * 5000):
+            with pytest.raises(NotFound, match=r"\[server\] model_folder has no folder"):
+                client.load_model(path)
         with pytest.raises(InvalidArgument, match="path: dtype 'int3' is not known"):
             client.load_model("red", dtype="int3")
+        for name in ("two\nlines", "x" * 257):
+            with pytest.raises(InvalidArgument, match="name: must be at most 256 printable characters"):
+                client.load_model("red", name)
+        for seconds in (-1.0, float("nan"), 1e10):
+            with pytest.raises(InvalidArgument, match="drain_seconds: must be at least 0 and at most 2147483, not"):
+                client.unload_model("base", drain_seconds=seconds)
         assert listed(server) == ["base"]
+
+
+def test_pins_of_a_model_that_is_unloaded_take_no_room_from_others(server: BackgroundServer) -> None:
+    prompt = TEXT * 5
+    with Client(server.address, timeout=PATIENCE) as client:
+        client.load_model("red")
+        pinned = client.cache.warm(prompt, model="red", pin=True)
+        assert [entry.pinned for entry in client.cache.list("red").entries if entry.id == pinned.id] == [True]
+        client.unload_model("red")
+        other = client.cache.warm(prompt, pin=True)
+        [entry] = [entry for entry in client.cache.list().entries if entry.id == other.id]
+        assert entry.pinned and entry.sizes["host"] == entry.sizes["pages"], "all of its pages"
+        client.cache.drop([other.id])
+
+
+def test_a_model_goes_only_where_another_one_serves(server: BackgroundServer) -> None:
+    engines = server._server.engines
+    engines.replace((*engines.names, "late"), {})  # as while a server starts
+    try:
+        with Client(server.address, timeout=PATIENCE, retries=False) as client:
+            with pytest.raises(FailedPrecondition, match="'base' is the only model"):
+                client.unload_model("base")
+            with pytest.raises(Unavailable, match="the model 'late' is loading"):
+                client.unload_model("late")
+    finally:
+        engines.replace(("base",), {})
+
+
+def test_a_signal_ends_a_server_that_reads_a_model(folder: Path, tmp_path: Path) -> None:
+    """Nothing can interrupt a thread that waits for a file."""
+    slow = folder / "allowed/slow"
+    slow.mkdir()
+    os.mkfifo(slow / "config.json")
+    options = ("--set", f"server.model_folder={slow.parent}")
+    with (
+        serving(tmp_path, *options) as running,
+        ThreadPoolExecutor(1) as threads,
+        Client(running.address, timeout=PATIENCE, retries=False) as client,
+    ):
+        asked = threads.submit(client.load_model, "slow")
+        with (slow / "config.json").open("w"):  # once it is read
+            running.process.send_signal(signal.SIGTERM)
+            assert running.ends() == 0
+        with pytest.raises(MMServeError):
+            asked.result(PATIENCE)
 
 
 def test_only_tenants_with_admin_load_and_only_from_a_folder(folder: Path) -> None:

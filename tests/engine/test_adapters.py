@@ -224,6 +224,13 @@ def test_memory_is_bounded(made: Made, bench: Make) -> None:
     size = serving(bench, made, "wide").engine.stages.adapters.listed()[0].bytes
     running = serving(bench, made, "wide", adapter_bytes=int(1.5 * size))
     adapters = running.engine.stages.adapters
+
+    class Locked(dict[str, Any]):
+        def values(self) -> Any:
+            assert adapters._lock.locked(), "another thread may load or drop one meanwhile"
+            return super().values()
+
+    adapters._by_key = Locked(adapters._by_key)
     with pytest.raises(ResourceExhausted, match=r"\[engine\] adapter_bytes is"):
         adapters.load("other")
     adapters.load("wide")

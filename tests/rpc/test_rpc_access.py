@@ -12,13 +12,13 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
-from echo_server import EchoEngine, config, threaded
+from echo_server import EchoEngine, config, late, threaded
 from grpc_reflection.v1alpha import reflection_pb2
 from prometheus_client.parser import text_string_to_metric_families
 
 import mmserve
 from mmserve.client import Client
-from mmserve.errors import InvalidArgument, MMServeError, Unauthenticated
+from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, Unauthenticated
 from mmserve.observe.logs import Json
 
 GENERATE = "/mmserve.v1.GenerationService/Generate"
@@ -143,12 +143,16 @@ def test_a_client_that_leaves_and_a_failure_have_their_codes() -> None:
         next(events)
         events.close()
         assert engine.cancel_seen.wait(60)
+        engine.go.clear()
+        with pytest.raises(DeadlineExceeded):
+            late(client, engine)
+        engine.go.set()
         engine.bug = RuntimeError("a bug")
         with pytest.raises(MMServeError):
             client.generate("x")
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     codes = [line["code"] for line in lines if line["logger"] == "mmserve.access"]
-    assert codes[-1] == "INTERNAL" and "CANCELLED" in codes
+    assert codes[-1] == "INTERNAL" and {*codes[:-1]} == {"CANCELLED", "DEADLINE_EXCEEDED"}
     [failed] = [line for line in lines if "exception" in line]
     assert "RuntimeError: a bug" in failed["exception"] and failed["level"] == "ERROR" and failed["request_id"]
 

@@ -18,7 +18,7 @@ from echo_server import PATIENCE, EchoEngine, config, model_info
 from harness import eventually
 
 from mmserve.client import TLS, Client
-from mmserve.config import Config, EngineConfig, ModelConfig
+from mmserve.config import SLO, Config, EngineConfig, KVCacheConfig, ModelConfig
 from mmserve.errors import ConfigError, MMServeError, NotFound, Unauthenticated
 from mmserve.rpc.server import Server
 from mmserve.tenants import TenantConfig
@@ -160,25 +160,32 @@ def test_a_reload_never_opens_the_server(tmp_path: Path, engine: EchoEngine, log
 
 def test_what_needs_a_restart_is_named(engine: EchoEngine, log: pytest.LogCaptureFixture) -> None:
     changed = replace(config({"max_message_bytes": 9}), engine=EngineConfig(max_queued=7))
+    changed = replace(changed, kv_cache=KVCacheConfig(host_bytes=1), slo=(SLO(name="fast", first_token_seconds=1),))
 
     def work(address: str) -> None:
         hang_up(log, "are read again")
         assert "[server] max_message_bytes of the configuration differs" in log.text
-        assert "[engine] of the configuration differs" in log.text and "[media]" not in log.text
+        named = [line.split()[0] for line in log.messages if "of the configuration differs" in line]
+        assert named == ["[server]", "[engine]", "[kv_cache]", "[slo]"]
         accepted(address, "any")
 
     served_while(config(), engine, work, read=lambda: changed)
 
 
 def test_a_configuration_that_cannot_be_read_changes_nothing(engine: EchoEngine, log: pytest.LogCaptureFixture) -> None:
+    configurations: list[Config] = [models("one", "one")]
+
     def read() -> Config:
-        raise ConfigError("mmserve.toml is not valid TOML")
+        if not configurations:
+            raise ConfigError("mmserve.toml is not valid TOML")
+        return configurations.pop()
 
     def work(address: str) -> None:
+        hang_up(log, "stays as it was: two models are named 'one'")
         hang_up(log, "stays as it was: mmserve.toml is not valid TOML")
         accepted(address, "any")
 
-    served_while(config(), engine, work, read=read)
+    served_while(config(), engine, work, read=read, load=lambda settings: iter(()))
 
 
 def models(*names: str) -> Config:
@@ -188,8 +195,12 @@ def models(*names: str) -> Config:
 def test_models_are_replaced_while_requests_run(engine: EchoEngine, log: pytest.LogCaptureFixture) -> None:
     """The new one is served before the old one goes, and what the old one has under way comes to its end."""
     loaded: list[EchoEngine] = []
+    started = models("echo")
+    wanted = [models("one", "two"), models("one", "two", "three")]
+    wanted = [replace(each, engine=EngineConfig(max_queued=7)) for each in wanted]
 
     def load(settings: Config) -> Iterator[EchoEngine]:
+        assert settings.engine == started.engine, "only a restart changes that"
         for model in settings.models:
             loaded.append(EchoEngine(model_info(model.name)))
             yield loaded[-1]
@@ -205,15 +216,37 @@ def test_models_are_replaced_while_requests_run(engine: EchoEngine, log: pytest.
             assert client.generate("x", model="two").text == "x"
             with pytest.raises(NotFound, match="no model 'echo' here; there is one, two"):
                 client.generate("x", model="echo")
+            wanted.pop(0)
+            hang_up(log, "serving one, two, three")  # while the first still has a request
             engine.go.set()
             assert list(stream)[-1].text == "a b c d e f g h i j k l m n o p q r s t"
             hang_up(log, "are read again")  # nothing differs any more
-            assert len(loaded) == 2
+            assert len(loaded) == 3
         assert engine.calls[0] == "start"
         eventually(lambda: engine.calls[-1] == "stop", "the old one is stopped")
 
-    served_while(models("echo"), engine, work, read=lambda: models("one", "two"), load=load)
-    assert [e.calls[-1] for e in loaded] == ["stop", "stop"]
+    served_while(started, engine, work, read=lambda: wanted[0], load=load)
+    assert [e.calls[-1] for e in loaded] == ["stop"] * 3
+
+
+def test_no_model_is_loaded_while_the_server_drains(engine: EchoEngine, log: pytest.LogCaptureFixture) -> None:
+    engine.go.clear()
+
+    def work(address: str) -> None:
+        with Client(address, timeout=PATIENCE) as client:
+            stream = iter(client.stream("a b c d e f g h i j k l m n o p q r s t"))
+            next(stream)
+            log.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+            eventually(lambda: "drain 60" in engine.calls, "the drain to begin")
+            hang_up(log, "[[models]] differ, and stay as they were: the server is shutting down")
+            engine.go.set()
+            assert list(stream)[-1].text == "a b c d e f g h i j k l m n o p q r s t"
+
+    def load(_settings: Config) -> Iterator[EchoEngine]:
+        raise AssertionError("the server drains")
+
+    served_while(models("echo"), engine, work, read=lambda: models("echo", "one"), load=load)
 
 
 def test_a_model_that_cannot_be_loaded_changes_nothing(engine: EchoEngine, log: pytest.LogCaptureFixture) -> None:

@@ -34,8 +34,9 @@ from mmserve.errors import (
 )
 from mmserve.observe.metrics import Metrics
 from mmserve.observe.watch import Watch
-from mmserve.rpc.generation import DEADLINE_SLACK, answered
+from mmserve.rpc.generation import answered
 from mmserve.rpc.server import SERVICES, Server
+from mmserve.rpc.status import DEADLINE_SLACK
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc, model_pb2
 from mmserve.wire.status import from_rpc_error

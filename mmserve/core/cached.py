@@ -81,28 +81,38 @@ class Listing:
 
 
 def listing(blocks: Iterable[Block]) -> Listing:
-    """``blocks`` put together to whole prefixes: one for each page that no other page follows."""
-    by_name = _by_name(blocks)
-    followed = {each[0].label.parent for each in by_name.values()}
+    """``blocks`` put together to whole prefixes: one of a model for each page that no other page of it follows.
+
+    Two models can have pages of the same names, as names are of prompts.
+    """
+    by_model: dict[str, list[Block]] = {}
+    for block in blocks:
+        by_model.setdefault(block.label.model, []).append(block)
     found: list[CacheEntry] = []
     sizes: Counter[Tier] = Counter()
-    for name, copies in by_name.items():
-        sizes.update(_sizes(copies))
-        if name in followed:
-            continue
-        total: Counter[Tier] = Counter()
-        tokens = 0
-        for each in chain(by_name, name):
-            total.update(_sizes(by_name[each]))
-            tokens += by_name[each][0].label.tokens
-        label, pinned = copies[0].label, any(copy.pinned for copy in copies)
-        workers = tuple(sorted({copy.worker for copy in copies} - {""}))
-        hits = sum(copy.hits for copy in copies)
-        found.append(
-            CacheEntry(name, label.kind, label.model, label.tenant, tokens, dict(total), hits, pinned, workers)
-        )
+    for own in by_model.values():
+        by_name = _by_name(own)
+        followed = {each[0].label.parent for each in by_name.values()}
+        for name, copies in by_name.items():
+            sizes.update(_sizes(copies))
+            if name not in followed:
+                found.append(_entry(name, by_name))
     found.sort(key=lambda entry: (-sum(entry.sizes.values()), entry.id))
     return Listing(tuple(found), dict(sizes))
+
+
+def _entry(name: str, by_name: Mapping[str, Sequence[Block]]) -> CacheEntry:
+    """The entry whose last block is ``name``."""
+    total: Counter[Tier] = Counter()
+    tokens = 0
+    for each in chain(by_name, name):
+        total.update(_sizes(by_name[each]))
+        tokens += by_name[each][0].label.tokens
+    copies = by_name[name]
+    label, pinned = copies[0].label, any(copy.pinned for copy in copies)
+    workers = tuple(sorted({copy.worker for copy in copies} - {""}))
+    hits = sum(copy.hits for copy in copies)
+    return CacheEntry(name, label.kind, label.model, label.tenant, tokens, dict(total), hits, pinned, workers)
 
 
 def named(blocks: Iterable[Block], wanted: Sequence[str]) -> list[str]:

@@ -184,7 +184,12 @@ def test_what_others_begin_with_is_not_dropped(bench: Make, causal: LoadedModel)
     b = bench(causal)
     for i, end in enumerate(("red", "blue and a triangle")):
         b.ask(ask(f"r{i}", f"{LONG} {end}", max_new_tokens=2, recompute=LAST))
-    one, other = listing(b.engine.kept.blocks()).entries
+    blocks = b.engine.kept.blocks()
+    one, other = listing(blocks).entries
+    same = [dataclasses.replace(each, label=dataclasses.replace(each.label, model="another")) for each in blocks]
+    by_model = {(each.model, each.id): each for each in listing([*blocks, *same]).entries}
+    assert len(by_model) == 4 and by_model[one.model, one.id] == one, "each model has its own"
+    assert by_model["another", one.id] == dataclasses.replace(one, model="another")
     b.engine.kept.drop([one.id])
     [left] = listing(b.engine.kept.blocks()).entries
     assert left == other

@@ -20,7 +20,7 @@ from mmserve.client.outgoing import file_bytes
 from mmserve.client.result import Result
 from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
 from mmserve.client.video_requests import Push, image_push, segment_push
-from mmserve.client.video_state import Pending, Watching, lost
+from mmserve.client.video_state import Pending, Turn, Watching, lost
 from mmserve.client.video_view import LEAVING_SECONDS, AlertsView, QuestionView, SessionView
 from mmserve.core.changes import Changes
 from mmserve.core.events import Event
@@ -75,9 +75,9 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
         timeout: float | None = None,
     ) -> None:
         """As ``VideoSession.push``."""
-        at = self._at(seconds)
-        data = image if isinstance(image, str) else await asyncio.to_thread(file_bytes, image, "image")
-        await self._push(image_push(data, at), wait, timeout)
+        with self._pushing() as turn:
+            data = image if isinstance(image, str) else await asyncio.to_thread(file_bytes, image, "image")
+            await self._push(turn, image_push(data, turn.called if seconds is None else seconds), wait, timeout)
 
     async def push_segment(
         self,
@@ -89,7 +89,8 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
         timeout: float | None = None,
     ) -> None:
         """As ``VideoSession.push_segment``."""
-        await self._push(segment_push(data, start, init), wait, timeout)
+        with self._pushing() as turn:
+            await self._push(turn, segment_push(data, start, init), wait, timeout)
 
     async def push_file(
         self,
@@ -110,9 +111,10 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
             end = start + segment.end
         return end
 
-    async def _push(self, push: Push, wait: bool, timeout: float | None) -> None:
-        if not self._fits(push.size, wait):
-            fits = lambda: self._fits(push.size, wait)  # noqa: E731
+    async def _push(self, turn: Turn, push: Push, wait: bool, timeout: float | None) -> None:
+        turn.size = push.size
+        if not self._fits(turn, wait):
+            fits = lambda: self._fits(turn, wait)  # noqa: E731
             await self._until(fits, self._limit(timeout), "the server had no room for the push")
         self._act(lambda: self._state.enqueue(**push.request))
 

@@ -20,7 +20,7 @@ from mmserve.client.result import Result
 from mmserve.client.retries import LONGEST
 from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
 from mmserve.client.video_requests import Push, image_push, segment_push
-from mmserve.client.video_state import Pending, Watching, lost
+from mmserve.client.video_state import Pending, Turn, Watching, lost
 from mmserve.client.video_view import LEAVING_SECONDS, AlertsView, QuestionView, SessionView
 from mmserve.core.events import Event
 from mmserve.core.session import Alert, Statistics
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 class VideoSession(SessionView["Question", "Alerts"]):
     """One session of video; made by ``Client.video_session``. All methods may be called from several threads.
 
-    Frames are taken in the order in which they are pushed, each once, over any number of connections: after a lost
+    Frames are taken in the order of the calls that push them, each once, over any number of connections: after a lost
     connection the session is resumed by itself. A question sees every frame that was pushed before it.
     """
 
@@ -87,8 +87,9 @@ class VideoSession(SessionView["Question", "Alerts"]):
 
         A push that the server cannot take is reported in ``push_failures``.
         """
-        data = image if isinstance(image, str) else file_bytes(image, "image")
-        self._push(image_push(data, self._at(seconds)), wait, timeout)
+        with self._pushing() as turn:
+            data = image if isinstance(image, str) else file_bytes(image, "image")
+            self._push(turn, image_push(data, turn.called if seconds is None else seconds), wait, timeout)
 
     def push_segment(
         self,
@@ -106,7 +107,8 @@ class VideoSession(SessionView["Question", "Alerts"]):
         init: what fragmented MP4 or WebM has in front of its segments; it counts for later segments, too.
         wait, timeout: as ``push``.
         """
-        self._push(segment_push(data, start, init), wait, timeout)
+        with self._pushing() as turn:
+            self._push(turn, segment_push(data, start, init), wait, timeout)
 
     def push_file(
         self,
@@ -134,11 +136,10 @@ class VideoSession(SessionView["Question", "Alerts"]):
             end = start + segment.end
         return end
 
-    def _push(self, push: Push, wait: bool, timeout: float | None) -> None:
+    def _push(self, turn: Turn, push: Push, wait: bool, timeout: float | None) -> None:
         with self._changed:
-            self._until(
-                lambda: self._fits(push.size, wait), self._limit(timeout), "the server had no room for the push"
-            )
+            turn.size = push.size
+            self._until(lambda: self._fits(turn, wait), self._limit(timeout), "the server had no room for the push")
             self._act(lambda: self._state.enqueue(**push.request))
 
     def _until(self, so: Callable[[], bool], seconds: float, what: str) -> None:

@@ -10,6 +10,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from google.rpc import code_pb2
@@ -72,6 +73,14 @@ class Watching:
     callback: Callable[[Alert], None] | None = None
 
 
+@dataclass(eq=False)
+class Turn:
+    """A push that is being made: when it was called for (seconds of the session's clock), and its bytes once known."""
+
+    called: float
+    size: int = 0
+
+
 class SessionState:
     """Everything that a client knows of a session."""
 
@@ -94,6 +103,7 @@ class SessionState:
         self._acknowledged = 0
         self._credit_pushes = self._credit_bytes = 0
         self._requests: deque[pb.SessionRequest] = deque()  # those that are not acknowledged
+        self._turns: deque[Turn] = deque()  # of pushes that are made at once, in the order of their calls
         self._next = 0  # index of the next one to send on this connection
         self._may_send = False  # the connection has sent its state
         self.closing = False
@@ -151,14 +161,31 @@ class SessionState:
         self._index += 1
         self._requests.append(pb.SessionRequest(index=self._index, **request))
 
-    def push_fits(self, size: int) -> bool:
-        """Whether there is credit for a push of ``size`` bytes; raises why there never will be."""
+    def begin_push(self, called: float) -> Turn:
+        """The turn of a push; pushes are sent in the order of their turns."""
+        turn = Turn(called)
+        self._turns.append(turn)
+        return turn
+
+    def end_push(self, turn: Turn) -> None:
+        """It is sent, or is not made."""
+        self._turns.remove(turn)
+
+    def is_next(self, turn: Turn) -> bool:
+        """Whether every push before it is sent."""
+        return self._turns[0] is turn
+
+    def push_fits(self, size: int, turn: Turn | None = None) -> bool:
+        """Whether there is credit for a push of ``size`` bytes after those whose turn is before ``turn``; raises why
+        there never will be."""
         if self.error is not None:
             raise self.error
         if self.configured is not None and size > self.configured.limits.max_request_bytes:
             limit = self.configured.limits.max_request_bytes
             raise InvalidArgument.of("data", f"has {size} bytes; the server takes at most {limit} in one push")
         waiting = [push_bytes(r) for r in self._requests if r.WhichOneof("request") in ("push_image", "push_segment")]
+        if turn is not None:
+            waiting += [each.size for each in takewhile(lambda each: each is not turn, self._turns)]
         return len(waiting) < self._credit_pushes and sum(waiting) + size <= self._credit_bytes
 
     def ask(self, text: str | Sequence[Any], scope: Any, timeout: float | None, **how: Any) -> Pending:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from mmserve.client.base import Base
@@ -14,7 +15,7 @@ from mmserve.client.decisions import Decisions
 from mmserve.client.options import Chat
 from mmserve.client.result import Result, to_result
 from mmserve.client.retries import LONGEST, Retries, bounded
-from mmserve.client.video_state import Pending, SessionState, Watching
+from mmserve.client.video_state import Pending, SessionState, Turn, Watching
 from mmserve.core.events import Event, Finished
 from mmserve.core.session import Alert, Asked, Moment, PushFailed
 from mmserve.errors import MMServeError, ResourceExhausted
@@ -146,9 +147,14 @@ class SessionView(Generic[QuestionT, AlertsT]):
     def _question_seconds(self, timeout: float | None) -> float:
         return bounded(self._client.timeout if timeout is None else timeout)
 
-    def _at(self, seconds: float | None) -> float:
-        """When an image was taken, on the session's clock."""
-        return time.monotonic() - self._begun if seconds is None else seconds
+    @contextmanager
+    def _pushing(self) -> Iterator[Turn]:
+        """The turn of a push that is made meanwhile; pushes of several threads or tasks keep the order of calls."""
+        turn = self._act(lambda: self._state.begin_push(time.monotonic() - self._begun))
+        try:
+            yield turn
+        finally:
+            self._act(lambda: self._state.end_push(turn))
 
     def _begin_deciding(self, questions: Any, text: Any, scope: Any, timeout: float | None) -> tuple[Pending, float]:
         """Ask typed questions; their answers to be, and the seconds to wait for it."""
@@ -162,12 +168,12 @@ class SessionView(Generic[QuestionT, AlertsT]):
             raise pending.error
         return pending.decisions
 
-    def _fits(self, size: int, wait: bool) -> bool:
-        """Whether there is room for a push of ``size`` bytes; raises where it must not ``wait`` for it."""
-        fits = self._state.push_fits(size)
+    def _fits(self, turn: Turn, wait: bool) -> bool:
+        """Whether a push can be sent now; raises where there is no room for it and it must not ``wait``."""
+        fits = self._state.push_fits(turn.size, turn)
         if not (fits or wait):
             raise ResourceExhausted("the server has no room for another push now; try again later")
-        return fits
+        return fits and self._state.is_next(turn)
 
     def _opened(self) -> bool:
         """Whether the session is open, or never will be."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ from clips import clip
 from cutting import Cutting
 from video_client import PATIENCE, held, picture, registries, video_server, wait_for
 
-from mmserve.client import AsyncClient, retries, video_view
+from mmserve.client import AsyncClient, asynchronous_video, retries, video_view
+from mmserve.client.outgoing import file_bytes
 from mmserve.errors import Cancelled, DeadlineExceeded
 from mmserve.video.streams import EngineStreams
 
@@ -86,6 +88,31 @@ def test_a_session_whose_client_is_closed_while_it_is_opened_is_cancelled() -> N
     asyncio.run(_closed_while_opening())
 
 
+async def _in_order(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first picture is encoded after the second; a large push waits for credit, and a small one after it too."""
+    second = threading.Event()
+
+    def late(image: Any, where: str) -> bytes:
+        if image == first:
+            assert second.wait(PATIENCE)
+        elif image == picture(1):
+            second.set()
+        return file_bytes(image, where)
+
+    first, large = picture(0), picture(2, (120, 120))
+    async with AsyncClient(address, timeout=PATIENCE) as client, client.video_session() as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(asynchronous_video, "file_bytes", late)
+            await asyncio.gather(*(session.push(each) for each in (first, picture(1), large, picture(3), large, first)))
+        assert (await session.statistics()).frames_taken == 6
+        assert session.push_failures == ()
+        failing = session.push(Path("/none"))
+        with pytest.raises(FileNotFoundError):
+            await failing
+        await session.push(first, wait=False)
+        assert (await session.statistics()).frames_taken == 7
+
+
 async def _idle(address: str, later: list[float]) -> None:
     with Cutting(address) as proxy:
         async with AsyncClient(proxy.address, timeout=PATIENCE) as client, client.video_session() as session:
@@ -103,6 +130,11 @@ async def _pushed_at_once(address: str) -> None:
         await asyncio.gather(*(session.push_segment(clip(frames=10, rate=10)) for _ in range(8)))
         assert (await session.statistics()).frames_taken == 8
         assert session.push_failures == ()
+
+
+def test_pushes_of_several_tasks_are_sent_in_the_order_of_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    with video_server({"credit_pushes": 2, "credit_bytes": 45_000}) as (address, _engine):
+        asyncio.run(_in_order(address, monkeypatch))
 
 
 def test_pushes_of_several_tasks_share_the_credit(monkeypatch: pytest.MonkeyPatch) -> None:

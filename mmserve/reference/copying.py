@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmserve.reference.data import Batch
+from mmserve.reference.batch import Batch
 
 #: Layers, from 0, whose first ``HEADS`` heads look at the left neighbour, and at what is copied.
 NEIGHBOUR_LAYER, SOURCE_LAYER, HEADS = 1, 4, 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import av
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.models.chat import IMAGE, VIDEO, prompt_ids
 from mmserve.models.decisions import answer_tokens, closing_ids, question_ids
+from mmserve.reference.batch import Batch
 from mmserve.reference.calls import CALLS, COPIES, DICTATED
 from mmserve.reference.clips import NARRATION, Clip, h264
 from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, prompt_question
@@ -93,76 +94,6 @@ TAUGHT = {**SUBJECTS, **UNORDERED, "watch": WATCH, "calls": CALLS, "dictated": D
 CAPTIONS, CAPTION_CANVAS = 0.12, 48
 
 Sample = tuple[Any, list[Question]]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows ``[B, T]`` of chats, padded on the right, and what the loss takes of each position.
-
-    ``pixels [M, 3, PIXELS, PIXELS]`` are all pictures of all rows in order (None for text), whose tokens are where
-    ``visual_at`` is True; ``pooled``: they are frames of videos. A ``packed`` row asks several questions of
-    the same media, each as if alone: ``question`` numbers them from 1 (0 = the media before them), and ``positions``
-    count on from the media in each. ``share`` sums to 1 over the answer tokens of a question and is 0 elsewhere;
-    ``block`` is the answer block a position lies in (0 outside); ``seen`` is False at padding. ``labels`` teach the
-    tower; None where the pictures are frames. ``changes [visual tokens, n]`` teach the decoder (``change_labels``).
-    ``visual``, where given, are the visual tokens themselves, in order, in place of pictures.
-    ``left [B, T]``, where given, bounds what a position sees of question 0: only positions before that one.
-    """
-
-    kind: str
-    pixels: Tensor | None
-    pooled: bool
-    ids: Tensor
-    visual_at: Tensor
-    seen: Tensor
-    packed: bool
-    question: Tensor
-    positions: Tensor
-    share: Tensor
-    block: Tensor
-    labels: SceneLabels | None
-    changes: Tensor | None
-    left: Tensor | None = None
-    visual: Tensor | None = None
-
-    def to(self, device: torch.device) -> Batch:
-        """The same batch on ``device``."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {n: v.to(device) for n, v in values.items() if isinstance(v, Tensor | SceneLabels)}
-        return replace(self, **moved)
-
-    def with_padding(self, most: int) -> Batch:
-        """The same batch with at most ``most`` tokens of padding after each answer, and no longer than that takes.
-
-        Only for rows of one question.
-        """
-        largest = self.share.amax(1, keepdim=True)
-        end = (self.share > 0.5 * largest).cumsum(1).argmax(1, keepdim=True) + 1 + most
-        columns = torch.arange(self.share.shape[1], device=self.share.device)
-        shape, length = self.ids.shape, min(int(end.max()), self.share.shape[1])
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["share"] = torch.where(columns < end, self.share, 0.0)
-        values["seen"] = self.seen & (columns < end)
-        cut = {n: v[:, :length] for n, v in values.items() if isinstance(v, Tensor) and v.shape == shape}
-        return replace(self, **cut)
-
-    def sees(self, *, causal: bool) -> Tensor:
-        """Attention mask, bool ``[B, 1, T or 1, T]``: True where a position sees another.
-
-        In packed rows a question sees the media and itself. For a causal model that is just what it would see alone;
-        a bidirectional one differs in that its media do not see the question, so its training ends with single ones.
-        """
-        mask = self.seen[:, None, None, :]
-        if self.packed:
-            to, by = self.question[:, None, None, :], self.question[:, None, :, None]
-            shared = to == 0
-            if self.left is not None:
-                shared = shared & (self.positions[:, None, None, :] < self.left[:, None, :, None])
-            mask = mask & (shared | ((to == by) & (to > 0)))
-        if causal:
-            length = self.ids.shape[1]
-            mask = mask & torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
-        return mask
 
 
 def pixels_of(picture: Image.Image) -> Tensor:

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mmserve.reference.data import Batch, Sample, collate, draw
+from mmserve.reference.batch import Batch
+from mmserve.reference.data import Sample, collate, draw
 from mmserve.reference.model import ReferenceModel, mixed_precision
 from mmserve.reference.recipe import MIXES, Recipe
 from mmserve.reference.tasks import SUBJECTS

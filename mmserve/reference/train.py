@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.observe.machine import describe
+from mmserve.reference.batch import Batch
 from mmserve.reference.copying import Guide
-from mmserve.reference.data import Batch, collate, draw
+from mmserve.reference.data import collate, draw
 from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import quick_accuracy
 from mmserve.reference.losses import PADDING, STAIRCASE, causal_loss, diffusion_loss, mask_answers, staircase

@@ -20,7 +20,8 @@ from mmserve.models.decoder import dense_attention
 from mmserve.models.lora import Adapted
 from mmserve.models.lora_files import WEIGHTS
 from mmserve.models.registry import load_model, model_folder
-from mmserve.reference.data import Batch, collate, draw
+from mmserve.reference.batch import Batch
+from mmserve.reference.data import collate, draw
 from mmserve.reference.export import DECISIONS, export
 from mmserve.reference.exported import read_exported
 from mmserve.reference.low_rank import merge_adapter

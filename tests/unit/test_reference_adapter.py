@@ -119,9 +119,9 @@ def test_an_adapter_of_the_output_layer_is_trained_written_and_served(tmp_path: 
     run = run_in(tmp_path / "run", recipe)
     run.begin_from(BUNDLED)
     by_muon, by_adam = ({p.data_ptr() for g in o.param_groups for p in g["params"]} for o in run.optimizers.all)
-    adapters = {n: p.data_ptr() for n, p in run.model.named_parameters() if n.endswith((".weight.0.a", ".weight.0.b"))}
-    assert by_muon == {at for name, at in adapters.items() if ".layers." in name}
-    assert by_adam >= {at for name, at in adapters.items() if ".head." in name} != set()
+    added = {n: p.data_ptr() for n, p in run.model.named_parameters() if n.endswith((".weight.0.a", ".weight.0.b"))}
+    assert by_muon == {at for name, at in added.items() if ".layers." in name}
+    assert by_adam >= {at for name, at in added.items() if ".head." in name} != set()
     head = run.model.decoder.head.weight.clone()
     for _ in range(2):
         run.step(batch)

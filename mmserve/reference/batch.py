@@ -59,7 +59,9 @@ class Batch:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         values["share"] = torch.where(columns < end, self.share, 0.0)
         values["seen"] = self.seen & (columns < end)
-        cut = {n: v[:, :length] for n, v in values.items() if isinstance(v, Tensor) and v.shape == shape}
+        cut: dict[str, Any] = {
+            n: v[:, :length] for n, v in values.items() if isinstance(v, Tensor) and v.shape == shape
+        }
         return replace(self, **cut)
 
     def sees(self, *, causal: bool) -> Tensor:

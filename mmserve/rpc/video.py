@@ -184,8 +184,8 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
 
     def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> SessionQuestions:
         """What makes the engine's requests of the questions of ``session``."""
-        owner, limits = session.owner.info, self._config.media
-        return SessionQuestions(owner, limits, session.tenant, configured.config, session.adapter)
+        owner, config = session.owner.info, self._config
+        return SessionQuestions(owner, config.media, session.tenant, configured.config, session.adapter, config.slo)
 
 
 class _Question:

@@ -12,6 +12,7 @@ from typing import Any
 from mmserve.config import MediaConfig
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import Request
+from mmserve.core.slo import SLO
 from mmserve.core.tenant import Tenant
 from mmserve.errors import FieldViolation, InvalidArgument, NotFound
 from mmserve.rpc.decision_messages import asked_decisions, generation_of
@@ -27,12 +28,19 @@ _LONGEST = 365 * 86_400.0
 
 class SessionQuestions:
     """Makes requests of the questions of one session, to the model of ``info`` with ``adapter`` (empty = none);
-    ``config``: the session's own."""
+    ``config``: the session's own; ``slo``: the classes that questions may name."""
 
     def __init__(
-        self, info: ModelInfo, limits: MediaConfig, tenant: Tenant, config: pb.ConfigureSession, adapter: str
+        self,
+        info: ModelInfo,
+        limits: MediaConfig,
+        tenant: Tenant,
+        config: pb.ConfigureSession,
+        adapter: str,
+        slo: Sequence[SLO] = (),
     ) -> None:
         self._info, self._limits, self._tenant, self._config, self._adapter = info, limits, tenant, config, adapter
+        self._slo = {each.name: each for each in slo}
 
     def free(self, ask: pb.Ask) -> Request:
         """The request of a question; raises ``InvalidArgument``, or ``Unimplemented``."""
@@ -61,6 +69,7 @@ class SessionQuestions:
             media=_no_media,
             deadline=None if late is None else time.monotonic() + min(late, _LONGEST),
             tenant=self._tenant,
+            slo=self._slo,
         )
 
 

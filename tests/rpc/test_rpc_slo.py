@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from echo_server import EchoEngine, config, threaded
+from video_client import picture, video_engine
 
 from mmserve.client import Client
 from mmserve.core.slo import SLO
@@ -34,3 +35,16 @@ def test_a_server_without_classes_takes_none(address: str) -> None:
         pytest.raises(InvalidArgument, match=r"slo_class: .* has no \[slo.NAME\]"),
     ):
         client.generate("x", slo_class="chat")
+
+
+def test_a_question_of_a_session_names_its_class() -> None:
+    settings, engine = video_engine()
+    with (
+        threaded(engine, dataclasses.replace(settings, slo=(CHAT,))) as address,  # type: ignore[arg-type]
+        Client(address) as client,
+        client.video_session() as session,
+    ):
+        session.push(picture(0, (40, 40)), 0.0)
+        assert session.ask("x", slo_class="chat", max_new_tokens=2).forwards
+        with pytest.raises(InvalidArgument, match="slo_class: must be one of chat, not 'free'"):
+            session.ask("x", slo_class="free", max_new_tokens=2)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
@@ -57,6 +57,26 @@ def write_adapter(model: ReferenceModel, folder: Path, *, dtype: torch.dtype = t
         folder / ADAPTER,
         {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": sorted(targets)},
     )
+
+
+@torch.no_grad()
+def read_adapter(model: ReferenceModel, folder: Path) -> None:
+    """Load the files that ``write_adapter`` wrote into what ``add_low_rank`` added to ``model``.
+
+    Raises ``ValueError`` where its rank or layers are others.
+    """
+    tensors = load_file(folder / WEIGHTS)
+    layout = LLAVA_LLAMA if model.causal else HUGGING_FACE
+    for name, linear in _linears(model, output=is_parametrized(model.decoder.head, "weight")):
+        added, stem = _added(linear), _stem(layout, name)
+        for parameter, suffix in ((added.a, LORA_A), (added.b, LORA_B)):
+            found = tensors.pop(stem + suffix, None)
+            if found is None or found.shape != parameter.shape:
+                has = "nothing" if found is None else f"a tensor of shape {tuple(found.shape)}"
+                raise ValueError(f"{folder} has {has} for {name}, where {tuple(parameter.shape)} is trained")
+            parameter.copy_(found)
+    if tensors:
+        raise ValueError(f"{folder} has layers that are not trained: {', '.join(sorted(tensors)[:4])}")
 
 
 @torch.no_grad()

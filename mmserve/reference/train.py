@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 
+from mmserve.models.checkpoint import ADAPTER
 from mmserve.observe.machine import describe
 from mmserve.reference.batch import Batch
 from mmserve.reference.copying import Guide
@@ -28,8 +29,9 @@ from mmserve.reference.data import collate, draw
 from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import quick_accuracy
 from mmserve.reference.losses import PADDING, STAIRCASE, causal_loss, diffusion_loss, mask_answers, staircase
-from mmserve.reference.low_rank import add_low_rank
+from mmserve.reference.low_rank import add_low_rank, read_adapter
 from mmserve.reference.model import ReferenceModel, mixed_precision
+from mmserve.reference.optimizers import Optimizers
 from mmserve.reference.parallel import Processes
 from mmserve.reference.plot import plot
 from mmserve.reference.recipe import MIXES, OBJECTIVES, RECIPES, TRAINED, Recipe
@@ -42,40 +44,6 @@ from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
 VOCAB_MULTIPLE = 64
 #: Steps between lines of the log, saved states, and looks at the accuracy; the last step has all three.
 LOG_EVERY, SAVE_EVERY, MEASURE_EVERY = 100, 200, 1000
-
-
-class Optimizers:
-    """Muon for the matrices of the tower's and decoder's layers, AdamW for everything else; of an adapter's matrices
-    Muon only where the recipe has ``adapter_muon``."""
-
-    def __init__(self, model: ReferenceModel, heads: TeachingHeads, recipe: Recipe) -> None:
-        matrices: list[Tensor] = []
-        rest: list[Tensor] = list(heads.parameters())
-        by_muon = recipe.trained != "adapter" or recipe.adapter_muon
-        for name, parameter in model.named_parameters():
-            if recipe.trained == "adapter" and not parameter.requires_grad:
-                continue
-            is_matrix = parameter.dim() == 2 and ".layers." in name and by_muon
-            (matrices if is_matrix else rest).append(parameter)
-        adam = torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-        self.all: tuple[torch.optim.Optimizer, ...] = (adam,)
-        self.rates: tuple[float, ...] = (recipe.adam_lr,)
-        if matrices:
-            muon = torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-            self.all, self.rates = (muon, adam), (recipe.muon_lr, recipe.adam_lr)
-
-    def step(self, factor: float) -> None:
-        """Update with ``factor`` of the full learning rates, and clear the gradients."""
-        for optimizer, rate in zip(self.all, self.rates, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
-            optimizer.step()
-        self.clear()
-
-    def clear(self) -> None:
-        """Clear the gradients."""
-        for optimizer in self.all:
-            optimizer.zero_grad(set_to_none=True)
 
 
 class Steps(Dataset[Batch]):
@@ -260,8 +228,14 @@ class Run:
         return True
 
     def begin_from(self, folder: Path) -> None:
-        """Start with the averaged weights of the run in ``folder``, or with those of an exported model."""
+        """Start with the averaged weights of the run in ``folder``, or with those of an exported model, or of an
+        adapter in its folder ``adapters``."""
         path = folder / "state.pt"
+        if (folder / ADAPTER).exists():
+            self._begin_exported(folder.parent.parent)
+            self._add_adapter()
+            self._begin_adapter(folder)
+            return
         if (folder / "config.json").exists():
             self._begin_exported(folder)
             self._add_adapter()
@@ -287,6 +261,14 @@ class Run:
             self.average.load_state_dict(self.model.state_dict())
             self.optimizers = Optimizers(self.model, self.heads, self.recipe)
 
+    def _begin_adapter(self, folder: Path) -> None:
+        try:
+            for model in (self.model, self.average):
+                read_adapter(model, folder)
+        except ValueError as error:
+            raise SystemExit(f"{error}: give --rank and --output as they were") from None
+        self.before = {"card": (folder / "README.md").read_text(encoding="utf-8")}
+
     def _begin_exported(self, folder: Path) -> None:
         if self.recipe.trained == "all":
             raise SystemExit(f"{folder} has no read-outs of the tower to go on with: add --trained decoder")
@@ -302,7 +284,12 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, default="cpu")
     parser.add_argument("--objective", choices=OBJECTIVES, default="diffusion")
     parser.add_argument("--out", type=Path, help="folder of state, log and plot (default runs/OBJECTIVE)")
-    parser.add_argument("--begin", type=Path, metavar="RUN", help="start with the weights of this run's folder")
+    parser.add_argument(
+        "--begin",
+        type=Path,
+        metavar="RUN",
+        help="start with the weights of this run's folder, or of a model's, or of an adapter's",
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads; leave cores to what else runs")
     parser.add_argument("--compile", action="store_true", help="fuse the layers' operations (needs a C++ compiler)")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw batches (0 = this one)")

@@ -127,7 +127,15 @@ def test_an_adapter_of_the_output_layer_is_trained_written_and_served(tmp_path: 
         run.step(batch)
     assert not run.model.decoder.head.weight.equal(head)
     run.save()
+    for file in BUNDLED.iterdir():
+        if file.name != "adapters":
+            (tmp_path / file.name).symlink_to(file)
     export(tmp_path / "run", tmp_path / "adapters" / "own", dtype=torch.float32)
+    further = run_in(tmp_path / "further", recipe)
+    further.begin_from(tmp_path / "adapters" / "own")
+    assert logits(further.model, batch).equal(logits(run.average, batch)) and "rank 3" in further.before["card"]
+    with pytest.raises(SystemExit, match="--rank and --output as they were"):
+        run_in(tmp_path / "further", replace(recipe, rank=4)).begin_from(tmp_path / "adapters" / "own")
     plain = ReferenceModel(logits(run.model, batch).shape[-1], causal=False)
     read_exported(BUNDLED, plain)
     merge_adapter(plain, load_file(tmp_path / "adapters" / "own" / WEIGHTS))

@@ -51,7 +51,7 @@ def test_the_command_serves_from_a_cluster_and_ends_in_order(server: Process) ->
         assert (entry.kind, entry.workers) == ("visual", ("0",))
         assert client.cache.warm("Warm.").prompt_tokens > 0
         assert client.cache.drop([entry.id]) == 1 and client.cache.list().entries == ()
-        assert [adapter.name for adapter in client.adapters()] == ["decisions", "streams"]
+        assert [adapter.name for adapter in client.adapters()] == ["decisions", "streams", "tools"]
         with pytest.raises(NotFound, match=r"no adapter 'red', and \[engine\] adapter_folder is not set"):
             client.load_adapter("red")
         with client.video_session() as session:

@@ -161,7 +161,7 @@ def test_sessions_go_on_when_the_workers_that_keep_their_frames_are_killed(
 
 def test_sessions_have_the_adapters_of_the_checkpoint(cluster: Process) -> None:
     with Client(cluster.address, timeout=PATIENCE) as client:
-        assert [adapter.name for adapter in client.adapters("bundled")] == ["decisions", "streams"]
+        assert [adapter.name for adapter in client.adapters("bundled")] == ["decisions", "streams", "tools"]
         assert [adapter.name for adapter in client.adapters("bundled-causal")] == ["decisions", "tools"]
         answers = [
             client.generate("What is it?", images=[picture(3)], model=name, max_new_tokens=8, tokens=True).tokens

@@ -379,7 +379,10 @@ def test_responses_do_not_wait_for_acknowledgements(served: Running, port: int) 
 
 
 def test_routes_models_health_and_metrics(client: openai.OpenAI, port: int) -> None:
-    assert [model.id for model in client.models.list()] == ["bundled", "bundled:decisions", "bundled:streams"]
+    assert [model.id for model in client.models.list()] == [
+        "bundled",
+        *(f"bundled:{adapter}" for adapter in ("decisions", "streams", "tools")),
+    ]
     assert client.models.retrieve("bundled").owned_by == "mmserve"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gone")

@@ -64,6 +64,7 @@ def test_the_client_of_npm(package: Path, served: Running) -> None:
         "bundled",
         "bundled:decisions",
         "bundled:streams",
+        "bundled:tools",
         "bundled-causal",
         "bundled-causal:decisions",
         "bundled-causal:tools",

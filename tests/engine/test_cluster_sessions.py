@@ -201,7 +201,7 @@ def test_a_request_may_name_an_adapter_of_the_checkpoint_on_a_cluster() -> None:
     config = settings("bundled")
     worker = LocalWorker("0", ALL, config)
     with local_cluster(config, ClusterSettings(), worker) as made:
-        assert [each.name for each in made.adapters.listed()] == ["decisions", "streams"]
+        assert [each.name for each in made.adapters.listed()] == ["decisions", "streams", "tools"]
         streams: Streams = made.session_parts(config).streams
         assert streams.adapter_for("") == "streams" and streams.adapter_for("other") == "other"
         asked = ask("plain", "What is it?", images=(picture(3),), max_new_tokens=8, recompute=Policy(name="none"))

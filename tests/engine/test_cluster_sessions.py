@@ -210,7 +210,8 @@ def test_a_request_may_name_an_adapter_of_the_checkpoint_on_a_cluster() -> None:
         plain, adapted = (call.finished().tokens for call in calls)
         assert plain and plain != adapted
         made.adapters.drop("streams")
-        assert streams.adapter_for("") == "" and [each.name for each in made.adapters.listed()] == ["decisions", "tools"]
+        assert streams.adapter_for("") == ""
+        assert [each.name for each in made.adapters.listed()] == ["decisions", "tools"]
         streams.stop()
 
 

@@ -111,7 +111,7 @@ class Limits(asyncio.Protocol):
         self._watch()
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, with what its scope says of the room that there is."""
+        """Answer a request; one for which there is no room has ``FULL`` in its scope."""
         self._beyond = self._beyond and len(self.connections) > self._most
         if not self._beyond and len(self.tasks) <= self._most:
             await self._whole_app(scope, receive, send)

@@ -19,7 +19,7 @@ class Batch:
     ``visual_at`` is True; ``pooled``: they are frames of videos. A ``packed`` row asks several questions of
     the same media, each as if alone: ``question`` numbers them from 1 (0 = the media before them), and ``positions``
     count on from the media in each. ``share`` sums to 1 over the answer tokens of a question and is 0 elsewhere;
-    ``block`` is the answer block a position lies in (0 outside); ``seen`` is False at padding. ``labels`` teach the
+    ``block`` is a position's answer block (0 outside of answers); ``seen`` is False at padding. ``labels`` teach the
     tower; None where the pictures are frames. ``changes [visual tokens, n]`` teach the decoder (``change_labels``).
     ``visual``, where given, are the visual tokens themselves, in order, in place of pictures.
     ``left [B, T]``, where given, bounds what a position sees of question 0: only positions before that one.

@@ -83,8 +83,8 @@ UNORDERED = {"listing": LISTING, "narration": NARRATION, "cells": CELLS}
 COPIED = ("copies", "dictated")
 #: Kinds of subject that are text alone.
 WITHOUT_MEDIA = ("text", "calls", *COPIED, "decisions_text", "decisions_named")
-#: Kinds of subject whose rows differ much in length: a batch has the rows of about one length of so many times as many,
-#: for what is padding costs as much as text.
+#: Kinds of subject whose rows differ much in length. So many times the rows of a batch are drawn and sorted by length,
+#: and the batch is one of the equal parts: padding costs as much time as text.
 BY_LENGTH = dict.fromkeys(("calls", *COPIED), 4)
 #: Kinds of subject that are clips.
 CLIPS = ("video", "narration", "decisions_video")

@@ -267,14 +267,16 @@ class Run:
                 read_adapter(model, folder)
         except ValueError as error:
             raise SystemExit(f"{error}: give --rank and --output as they were") from None
-        self.before = {"card": (folder / "README.md").read_text(encoding="utf-8")}
+        self._begun_from_card(folder / "README.md")
 
     def _begin_exported(self, folder: Path) -> None:
         if self.recipe.trained == "all":
             raise SystemExit(f"{folder} has no read-outs of the tower to go on with: add --trained decoder")
         for model in (self.model, self.average):
             read_exported(folder, model)
-        card = folder / "MODEL_CARD.md"
+        self._begun_from_card(folder / "MODEL_CARD.md")
+
+    def _begun_from_card(self, card: Path) -> None:
         self.before = {"card": card.read_text(encoding="utf-8") if card.exists() else ""}
 
 

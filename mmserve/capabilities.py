@@ -6,7 +6,7 @@ import json
 
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.info import ModelInfo, lacking, undecided
-from mmserve.core.request import Request, TextPart
+from mmserve.core.request import Request, TextPart, TokensPart
 from mmserve.decode.checks import check_sampling, check_uniform_state
 from mmserve.decode.commit import (
     ACCOMPANIED,
@@ -131,6 +131,7 @@ class Capabilities:
             how = f"divide {block}: the model decodes blocks of {block}, or parts of them one after another"
             why = "be 1: the model decodes one token after another" if block == 1 else how
             raise InvalidArgument.of("diffusion.block_length", f"must {why}")
+        self._check_tokens(request)
         characters = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
         characters += sum(len(call.arguments) for m in request.messages for call in m.tool_calls)
         characters += (
@@ -138,6 +139,14 @@ class Capabilities:
         )
         if characters > self.max_tokens * self._longest_token:
             raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
+
+    def _check_tokens(self, request: Request) -> None:
+        """Refuse a prompt with an id that is not in the vocabulary."""
+        for message in request.messages:
+            for part in message.parts:
+                if isinstance(part, TokensPart) and (highest := max(part.ids, default=0)) >= self.model.vocab_size:
+                    why = f"must hold token ids less than {self.model.vocab_size}, not {highest}"
+                    raise InvalidArgument.of("messages", why)
 
     def _check_decisions(self, request: Request) -> None:
         """Refuse typed questions that cannot be answered in one pass of this model."""

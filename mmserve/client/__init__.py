@@ -69,7 +69,7 @@ from mmserve.core.policies import (
     Threshold,
     VisualCache,
 )
-from mmserve.core.request import ImagePart, Message, SeedCanvas, TextPart, VideoPart, VideoSampling
+from mmserve.core.request import ImagePart, Message, SeedCanvas, TextPart, TokensPart, VideoPart, VideoSampling
 from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
 from mmserve.core.tools import ToolCall
 from mmserve.core.tuning import Measured, Pair, Tuning
@@ -168,6 +168,7 @@ __all__ = [
     "Template",
     "TextPart",
     "Threshold",
+    "TokensPart",
     "Tool",
     "ToolCall",
     "ToolCallDelta",

@@ -18,7 +18,7 @@ from mmserve.client.schemas import Schema
 from mmserve.client.tools import put_tools, tool_call
 from mmserve.core.media_id import is_media_id, is_url
 from mmserve.core.options import AMOUNTS, DIFFUSION, PIXELS, SAMPLING
-from mmserve.core.request import ImagePart, Message, Part, SeedCanvas, TextPart, VideoPart, VideoSampling
+from mmserve.core.request import ImagePart, Message, Part, SeedCanvas, TextPart, TokensPart, VideoPart, VideoSampling
 from mmserve.errors import InvalidArgument
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire import request_id
@@ -195,6 +195,8 @@ def _part(part: Part, where: str) -> pb.ContentPart:
             return pb.ContentPart(image=pb.Image(data=part.data))
         if isinstance(part, VideoPart):
             return pb.ContentPart(video=_sampled(pb.Video(data=part.data), part.sampling, where))
+        if isinstance(part, TokensPart):
+            return pb.ContentPart(tokens=pb.TokenIds(ids=part.ids))
         return pb.ContentPart(text=part.text)
     except (TypeError, ValueError) as error:
         raise InvalidArgument.of(where, f"cannot be sent: {error}") from error

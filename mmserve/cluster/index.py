@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
-from mmserve.core.request import ImagePart, Request, TextPart, VideoPart
+from mmserve.core.request import MediaPart, Part, Request, TextPart, TokensPart
 
 #: Characters of a prompt that are looked up as one.
 _CHARACTERS = 256
@@ -54,22 +54,24 @@ class Index:
 def media(request: Request) -> tuple[Hashable, ...]:
     """What names the media of a request: hashes, which Python keeps with each file's bytes."""
     parts = (part for message in request.messages for part in message.parts)
-    return tuple(hash(part.data) for part in parts if isinstance(part, ImagePart | VideoPart) and part.data)
+    return tuple(hash(part.data) for part in parts if isinstance(part, MediaPart) and part.data)
 
 
 def beginning(request: Request) -> tuple[Hashable, ...]:
     """What names the beginning of a prompt whose tokens are not known: a hash after each media file and after so many
-    characters of text, each of all that comes before it, too."""
+    characters of text or token ids, each of all that comes before it, too."""
     found: list[Hashable] = [hash((request.tenant.cache, request.adapter))]
     for message in request.messages:
         found.append(hash((found[-1], message.role)))
         for part in message.parts:
-            if isinstance(part, TextPart):
-                pieces: Iterable[Hashable] = (
-                    part.text[i : i + _CHARACTERS] for i in range(0, len(part.text), _CHARACTERS)
-                )
-            else:
-                pieces = (part.data,)
-            for piece in pieces:
+            for piece in _pieces(part):
                 found.append(hash((found[-1], piece)))
     return tuple(found[1:])
+
+
+def _pieces(part: Part) -> Iterable[Hashable]:
+    """The contents of a part: text and token ids in pieces of ``_CHARACTERS``, a file as a whole."""
+    match part:
+        case TextPart(whole) | TokensPart(whole):
+            return (whole[i : i + _CHARACTERS] for i in range(0, len(whole), _CHARACTERS))
+    return (part.data,)

@@ -108,7 +108,7 @@ class _Chosen:
     )
     raw: bool = value(
         False,
-        meaning="continue the text of the prompt, without the model's chat template",
+        meaning="continue the text or token ids (`TokensPart`) of the prompt, without the model's chat template",
         shown="False",
     )
     continue_final_message: bool = value(

@@ -27,6 +27,13 @@ class TextPart:
 
 
 @dataclass(frozen=True)
+class TokensPart:
+    """A prompt as token ids, each in [0, ``vocab_size``): the only part of a ``raw`` request."""
+
+    ids: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class ImagePart:
     """An image of a message, as its encoded file (PNG, JPEG, …)."""
 
@@ -74,7 +81,8 @@ class VideoPart:
     sampling: VideoSampling | None = None
 
 
-Part = TextPart | ImagePart | VideoPart
+MediaPart = ImagePart | VideoPart
+Part = TextPart | TokensPart | MediaPart
 
 
 @dataclass(frozen=True)

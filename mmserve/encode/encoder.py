@@ -17,7 +17,17 @@ from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.cached import Label
 from mmserve.core.encoded import Encoded
 from mmserve.core.payloads import VisualPayload
-from mmserve.core.request import ImagePart, Message, Part, PixelRange, Request, TextPart, VideoPart
+from mmserve.core.request import (
+    ImagePart,
+    MediaPart,
+    Message,
+    Part,
+    PixelRange,
+    Request,
+    TextPart,
+    TokensPart,
+    VideoPart,
+)
 from mmserve.core.share import MediaShare
 from mmserve.core.tools import Tool
 from mmserve.core.tuning import ACCOMPANIED
@@ -285,13 +295,13 @@ class Encoder:
 
     def prompt_tokens(self, request: Request) -> int | None:
         """Tokens of the prompt of ``request``; None where it has images or videos, whose tokens encoding finds out."""
-        media = any(not isinstance(part, TextPart) for message in request.messages for part in message.parts)
+        media = any(isinstance(part, MediaPart) for message in request.messages for part in message.parts)
         return None if media else len(self._prompt(request))
 
     def _prompt(self, request: Request) -> np.ndarray:
         """The chat's ids (int64), one for each image and video; of typed questions, what they share."""
         if request.raw:
-            return np.asarray(text_ids(self.model.tokenizer, text_of(request.messages[0])), dtype=np.int64)
+            return self._raw_prompt(request.messages[0])
         chat = [_chat_message(message) for message in request.messages]
         tools = [_function(tool) for tool in request.tools.tools] if request.tools is not None else []
         options = json.loads(request.template_options or "{}")
@@ -302,6 +312,13 @@ class Encoder:
         if request.decisions:
             ids = shared_prompt(self.model.tokenizer, ids, special_tokens=special)
         return np.asarray(ids, dtype=np.int64)
+
+    def _raw_prompt(self, message: Message) -> np.ndarray:
+        """Ids (int64) of a message's token ids, or of its text."""
+        match message.parts:
+            case (TokensPart(ids),):
+                return np.asarray(ids, dtype=np.int64)
+        return np.asarray(text_ids(self.model.tokenizer, text_of(message)), dtype=np.int64)
 
     def _check_room(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:
         """Refuse a prompt whose ids and ``media``, rows of each before pruning, are too many whatever a tower returns.
@@ -385,8 +402,10 @@ def _function(tool: Tool) -> dict[str, Any]:
 
 
 def _content(part: Part) -> dict[str, str]:
-    """A part as chat templates take it."""
+    """A part as chat templates take it; ``TypeError`` for token ids, which they do not take."""
     match part:
+        case TokensPart():
+            raise TypeError("a chat template takes no token ids")
         case TextPart(text):
             return {"type": "text", "text": text}
         case ImagePart():

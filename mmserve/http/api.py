@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mmserve.core.events import Draft, Event, Finished
+from mmserve.core.request import TextPart, TokensPart
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
@@ -76,8 +77,8 @@ class Asked:
     places: Mapping[str, str] = field(default_factory=dict)
     #: Whether more new tokens than the model has are as many as it has.
     fits: bool = False
-    #: Texts of further prompts, each of them a request that is as ``message`` otherwise.
-    prompts: Sequence[str] = ()
+    #: Further prompts, each of them a request that is as ``message`` otherwise.
+    prompts: Sequence[TextPart | TokensPart] = ()
 
 
 class Api(Protocol):

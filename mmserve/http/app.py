@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmserve.core.events import Admitted, Event, Finished, Prefilled
+from mmserve.core.request import TextPart, TokensPart
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Cancelled, Internal, MMServeError, NotFound
 from mmserve.http import checks, openapi
@@ -300,7 +301,7 @@ class App:
         tenant: Tenant,
         held: ExitStack,
         fields: dict[str, str],
-        prompts: Sequence[str] = (),
+        prompts: Sequence[TextPart | TokensPart] = (),
     ) -> AsyncGenerator[Event]:
         """Events of the request after its admission, the first once there is an answer to begin.
 

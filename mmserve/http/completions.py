@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished
+from mmserve.core.request import TextPart, TokensPart
 from mmserve.errors import InvalidArgument
 from mmserve.http import api
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, take_neutral
@@ -38,8 +39,7 @@ NEUTRAL: Neutral = {
 LABELS = ("user",)
 #: OpenAI's default.
 DEFAULT_TOKENS = 16
-#: The largest number of a message's field; no model has so many positions.
-_MOST_TOKENS = (1 << 32) - 1
+_UINT32_MAX = (1 << 32) - 1
 _REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 
@@ -55,7 +55,11 @@ class Completions(OpenAI):
         fields, found = Fields(body), pb.GenerateRequest(raw=True)
         found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
         first, *others = _prompts(fields, one=self._fim)
-        found.messages.add(role=pb.ROLE_USER).parts.add(text=first)
+        part = found.messages.add(role=pb.ROLE_USER).parts.add()
+        if isinstance(first, TextPart):
+            part.text = first.text
+        else:
+            part.tokens.ids.extend(first.ids)
         copy_fields(fields, found, {**SAMPLING, **({"random_seed": "sampling.seed"} if self._fim else {})})
         if not found.sampling.HasField("max_new_tokens"):
             found.sampling.max_new_tokens = DEFAULT_TOKENS
@@ -76,19 +80,28 @@ class Completions(OpenAI):
         return Asked(found, stream, reply, names, prompts=others)
 
 
-def _prompts(fields: Fields, *, one: bool) -> list[str]:
-    """The texts of ``prompt``, which is a text or an array of them; ``one``: of one alone."""
+def _prompts(fields: Fields, *, one: bool) -> list[TextPart | TokensPart]:
+    """The prompts in ``prompt``: a text, an array of token ids, or an array of either; ``one``: exactly one."""
     given = fields.any("prompt")
-    texts = given if isinstance(given, list) else [given]
-    if not texts:
-        raise InvalidArgument.of("prompt", "must hold at least one text")
-    if one and len(texts) > 1:
-        raise InvalidArgument.of("prompt", "must be one text")
-    for i, text in enumerate(texts):
-        if not isinstance(text, str) or not text:
-            path = "prompt" if texts is not given else f"prompt[{i}]"
-            raise InvalidArgument.of(path, "must be a text, and not empty; token ids are not supported")
-    return texts
+    several = isinstance(given, list) and not (given and _is_number(given[0]))
+    prompts = given if several else [given]
+    if not prompts:
+        raise InvalidArgument.of("prompt", "must hold at least one text or array of token ids")
+    if one and len(prompts) > 1:
+        raise InvalidArgument.of("prompt", "must be one text or array of token ids")
+    return [_prompt(each, f"prompt[{i}]" if several else "prompt") for i, each in enumerate(prompts)]
+
+
+def _prompt(given: Any, path: str) -> TextPart | TokensPart:
+    if isinstance(given, str) and given:
+        return TextPart(given)
+    if isinstance(given, list) and given and all(_is_number(each) and 0 <= each <= _UINT32_MAX for each in given):
+        return TokensPart(tuple(given))
+    raise InvalidArgument.of(path, "must be a text or an array of token ids, and not empty")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _pin(found: pb.GenerateRequest, suffix: str) -> None:
@@ -98,7 +111,7 @@ def _pin(found: pb.GenerateRequest, suffix: str) -> None:
     room = found.sampling.max_new_tokens
     found.constraint.template.parts.add(hole=pb.Hole(max_tokens=room))
     found.constraint.template.parts.add(text=suffix)
-    found.sampling.max_new_tokens = min(room + len(suffix.encode()), _MOST_TOKENS)  # at most a token a byte
+    found.sampling.max_new_tokens = min(room + len(suffix.encode()), _UINT32_MAX)  # at most a token a byte
 
 
 class _Reply(Chunks):

@@ -202,13 +202,15 @@ _CHAT_FIELDS = {
     "metadata": _METADATA,
     "prediction": Field(OBJECT, LABEL, {"type": "content", "content": "a"}),
 }
+_TOKEN_IDS = array({"type": "integer", "minimum": 0}, minItems=1)
 _COMPLETION_FIELDS = {
     **_COMMON,
     **_XARGS,
     "prompt": Field(
-        any_of(TEXT, array(TEXT, minItems=1)),
-        "a text, or an array of texts, of which text `i` has the choices from `i * n` on; at most `[engine] "
-        "max_samples` choices. Each text counts in the limits of the tenant; an error of one ends all. No token ids",
+        any_of(TEXT, _TOKEN_IDS, array(any_of(TEXT, _TOKEN_IDS), minItems=1)),
+        "a text or an array of token ids, or an array of several of these, of which prompt `i` has the choices from "
+        "`i * n` on; at most `[engine] max_samples` choices. Each prompt counts in the limits of the tenant; an error "
+        "of one ends all",
         _QUESTION,
         required=True,
     ),
@@ -331,7 +333,12 @@ BODIES: dict[str, dict[str, Field]] = {
     "/v1/completions": _COMPLETION_FIELDS,
     "/v1/fim/completions": {
         **_COMPLETION_FIELDS,
-        "prompt": Field(any_of(TEXT, array(TEXT, minItems=1, maxItems=1)), "one text", _QUESTION, required=True),
+        "prompt": Field(
+            any_of(TEXT, _TOKEN_IDS, array(any_of(TEXT, _TOKEN_IDS), minItems=1, maxItems=1)),
+            "one text or array of token ids",
+            _QUESTION,
+            required=True,
+        ),
         **numbers({"random_seed": "sampling.seed"}, _EXAMPLES),
     },
     "/v1/responses": _RESPONSE_FIELDS,

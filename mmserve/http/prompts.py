@@ -10,7 +10,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
 from mmserve.core.events import Admitted, Event, Failed
-from mmserve.core.request import Request
+from mmserve.core.request import Request, TextPart, TokensPart
 from mmserve.core.tenant import Tenant
 from mmserve.errors import DoesNotFit, InvalidArgument
 from mmserve.http.api import Asked
@@ -47,7 +47,12 @@ class Prompts:
         held.enter_context(self._server.quotas.taken(tenant, count - 1))
 
     def answered(
-        self, engine: EngineLike, request: Request, watch: Watch, prompts: Sequence[str], held: ExitStack
+        self,
+        engine: EngineLike,
+        request: Request,
+        watch: Watch,
+        prompts: Sequence[TextPart | TokensPart],
+        held: ExitStack,
     ) -> AsyncGenerator[Event]:
         """Events of ``request``, and of those that have ``prompts`` in place of its own; arguments as of ``answered``
         and of ``Generations.alike``.
@@ -57,15 +62,15 @@ class Prompts:
         first = _fitted(engine, request, watch)
         if not prompts:
             return first
-        others = (self._other(engine, request, text, i, held) for i, text in enumerate(prompts, 1))
+        others = (self._other(engine, request, each, i, held) for i, each in enumerate(prompts, 1))
         return joined([_placed(0, first), *others], request.sampling.n)
 
     async def _other(
-        self, engine: EngineLike, first: Request, text: str, number: int, held: ExitStack
+        self, engine: EngineLike, first: Request, prompt: TextPart | TokensPart, number: int, held: ExitStack
     ) -> AsyncGenerator[Event]:
         """Events of the request for prompt ``number``."""
         with self._server.generations.watch() as watch:
-            request = self._server.generations.alike(uuid.uuid4().hex, first, text, held, watch)
+            request = self._server.generations.alike(uuid.uuid4().hex, first, prompt, held, watch)
             logger.info("request %s for prompt %d of the body of %s", request.id, number, first.id)
             async with aclosing(_placed(number, _fitted(engine, request, watch))) as events:
                 async for event in events:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmserve.config import MediaConfig
 from mmserve.core.events import Event, Failed, Finished
-from mmserve.core.request import Request, TextPart
+from mmserve.core.request import Request, TextPart, TokensPart
 from mmserve.core.slo import SLO
 from mmserve.core.tenant import Tenant
 from mmserve.encode.store import MediaStore
@@ -108,11 +108,10 @@ class Generations:
         held.enter_context(self._budget.taken(media_files(request), text_bytes(request)))
         return engine, watch.accepted(request)
 
-    def alike(self, own: str, first: Request, text: str, held: ExitStack, watch: Watch) -> Request:
-        """The request for the prompt ``text`` that is as the ``first`` otherwise; arguments and errors as of
-        ``accepted``."""
+    def alike(self, own: str, first: Request, prompt: TextPart | TokensPart, held: ExitStack, watch: Watch) -> Request:
+        """The request for ``prompt`` that is as the ``first`` otherwise; arguments and errors as of ``accepted``."""
         watch.tenant, watch.model = first.tenant.name, first.model
-        request = replace(first, id=own, messages=(replace(first.messages[0], parts=(TextPart(text),)),))
+        request = replace(first, id=own, messages=(replace(first.messages[0], parts=(prompt,)),))
         held.enter_context(self._budget.taken(media_files(request), text_bytes(request)))
         return watch.accepted(request)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from mmserve.core.request import Request, TextPart
+from mmserve.core.request import MediaPart, Request, TextPart, TokensPart
 from mmserve.errors import ResourceExhausted
 
 #: When a client may try again (seconds).
@@ -15,6 +15,7 @@ _RETRY_AFTER = 1.0
 _UNCOUNTED = 1 << 16
 _CHARACTER = 4
 _TEXT = 512
+_TOKEN = 40  # an element of a tuple, and a number
 
 
 class MemoryBudget:
@@ -53,14 +54,14 @@ class MemoryBudget:
 
 def media_files(request: Request) -> list[bytes]:
     """The image and video files of ``request``."""
-    return [part.data for message in request.messages for part in message.parts if not isinstance(part, TextPart)]
+    return [part.data for message in request.messages for part in message.parts if isinstance(part, MediaPart)]
 
 
 def text_bytes(request: Request) -> int:
     """What the messages of ``request`` hold but for files, and its stop strings; 0 for the few that most have."""
-    texts = [
-        len(part.text) if isinstance(part, TextPart) else 0 for message in request.messages for part in message.parts
-    ]
+    parts = [part for message in request.messages for part in message.parts]
+    texts = [len(part.text) if isinstance(part, TextPart) else 0 for part in parts]
     texts += map(len, request.sampling.stop)
     size = _CHARACTER * sum(texts) + _TEXT * len(texts)
+    size += sum(_TOKEN * len(part.ids) for part in parts if isinstance(part, TokensPart))
     return size if size > _UNCOUNTED else 0

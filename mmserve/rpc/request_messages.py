@@ -21,6 +21,7 @@ from mmserve.core.request import (
     Sampling,
     Streaming,
     TextPart,
+    TokensPart,
     VideoPart,
 )
 from mmserve.core.slo import SLO
@@ -108,6 +109,8 @@ def _part(part: pb.ContentPart, media: Callable[[str], bytes]) -> Part:
             return ImagePart(_bytes(part.image, media))
         case "video":
             return VideoPart(_bytes(part.video, media), asked_video_sampling(part.video))
+        case "tokens":
+            return TokensPart(tuple(part.tokens.ids))
     return TextPart(part.text)
 
 

@@ -60,9 +60,10 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
         yield "messages", f"must hold at most {MAX_PARTS} messages and parts together, not {count}"
         return
     if message.raw:
+        kinds = [part.WhichOneof("part") for part in message.messages[0].parts]
         alone = len(message.messages) == 1 and message.messages[0].role == pb.ROLE_USER
-        if not alone or any(part.WhichOneof("part") != "text" for part in message.messages[0].parts):
-            yield "messages", "must be one message of ROLE_USER, of text alone, with raw"
+        if not alone or (kinds != ["tokens"] and any(kind != "text" for kind in kinds)):
+            yield "messages", "must be one message of ROLE_USER, of text alone or of one part of token ids, with raw"
         if message.tools:
             yield "tools", "must be empty with raw: the chat template shows tools"
     images = videos = 0
@@ -75,7 +76,7 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
             path = f"messages[{i}].parts[{j}]"
             match part.WhichOneof("part"):
                 case None:
-                    yield path, "must be a text, an image or a video"
+                    yield path, "must be a text, token ids, an image or a video"
                 case "image":
                     images += 1
                     yield from _wrong_media(part.image, f"{path}.image", limits)
@@ -83,6 +84,10 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
                     videos += 1
                     yield from _wrong_media(part.video, f"{path}.video", limits)
                     yield from wrong_video_sampling(part.video.sampling, f"{path}.video.sampling", limits)
+                case "tokens" if not message.raw:
+                    yield f"{path}.tokens", "must not be set without raw: the chat template takes text"
+                case "tokens" if not 0 < len(part.tokens.ids) <= info.max_tokens:
+                    yield f"{path}.tokens.ids", f"must hold 1 to {info.max_tokens} ids, not {len(part.tokens.ids)}"
     yield from _wrong_end(message)
     allowed = min(limits.max_images, info.max_images) if info.images else limits.max_images
     if images > allowed:

@@ -12,7 +12,7 @@ from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import CheckedConstraint
 from mmserve.core.encoded import Encoded
 from mmserve.core.isolation import run_isolated
-from mmserve.core.request import Request, RequestId, TextPart, VideoPart
+from mmserve.core.request import MediaPart, Request, RequestId, VideoPart
 from mmserve.core.samples import samples
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
@@ -208,7 +208,7 @@ class EncodeStage:
         model = self.model
         if not self._to_prefill.in_process or not model.spec.causal or model.deep_layers:
             return False
-        media = [p for m in request.messages for p in m.parts if not isinstance(p, TextPart)]
+        media = [p for m in request.messages for p in m.parts if isinstance(p, MediaPart)]
         plain = request.kv_reduction is None and request.image_reuse is None and request.constraint is None
         plain &= request.vision.pruner == "none" and request.diffusion.commit.name not in ACCOMPANIED
         one = request.sampling.n == 1 and request.id not in self._given and self._prefill_rows > 0

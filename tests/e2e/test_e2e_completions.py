@@ -15,7 +15,7 @@ import openai
 import pytest
 from e2e_helpers import PATIENCE, Running, running, settings
 
-from mmserve.client import Hole, InvalidArgument
+from mmserve.client import Hole, InvalidArgument, Message, TextPart, TokensPart
 from mmserve.config import ModelConfig
 from mmserve.http import completions
 from mmserve.models.chat import load_tokenizer, text_ids
@@ -57,6 +57,19 @@ def test_a_text_is_continued_without_the_chat_template(served: Running, client: 
     chunks = list(client.completions.create(model=model, prompt=[TEXT], max_tokens=8, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
     assert chunks[-1].choices[0].finish_reason == found.choices[0].finish_reason
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prompt_may_be_token_ids(served: Running, client: openai.OpenAI, model: str) -> None:
+    """Alone, and in an array beside texts; the answer is that of the text with these tokens."""
+    ids = text_ids(load_tokenizer(Path(model_folder(model))), TEXT)
+    expected = served.client.generate(TEXT, model=model, raw=True, max_new_tokens=8)
+    own = served.client.generate([Message("user", (TokensPart(tuple(ids)),))], model=model, raw=True, max_new_tokens=8)
+    assert (own.text, own.usage.prompt_tokens) == (expected.text, len(ids))
+    for prompt, count in ((ids, 1), ([ids], 1), ([TEXT, ids], 2)):
+        found = client.completions.create(model=model, prompt=prompt, max_tokens=8)  # type: ignore[arg-type]
+        assert [choice.text for choice in found.choices] == [expected.text] * count
+        assert found.usage is not None and found.usage.prompt_tokens == count * len(ids)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -127,8 +140,14 @@ def test_several_texts_are_continued_at_once(served: Running, client: openai.Ope
 def test_what_cannot_be_continued_is_refused(served: Running, client: openai.OpenAI) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"prompt": ["a"] * 17}, r"prompt: must hold at most 16 prompts with n = 1.*max_samples"),
-        ({"prompt": [1, 2]}, "token ids are not supported"),
+        ({"prompt": [1, True]}, "prompt: must be a text or an array of token ids"),
+        ({"prompt": ["a", [1, "b"]]}, r"prompt\[1\]: must be a text or an array of token ids"),
+        ({"prompt": [1, 1 << 40]}, "prompt: must be a text or an array of token ids"),
+        ({"prompt": [1, 1 << 20]}, "prompt.*: must hold token ids less than"),
+        ({"prompt": [[1], [1, 1 << 20]]}, r"prompt\[1\].*: must hold token ids less than"),
+        ({"prompt": [1] * 5000}, r"prompt.*: must hold 1 to \d+ ids, not 5000"),
         ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt: must hold at least one"),
         ({"logprobs": 200}, "logprobs"),
         ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
@@ -142,6 +161,13 @@ def test_what_cannot_be_continued_is_refused(served: Running, client: openai.Ope
     chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     with pytest.raises(InvalidArgument, match="must be one message of ROLE_USER"):
         served.client.generate(chat, raw=True)
+    tokens = TokensPart((1, 2))
+    with pytest.raises(InvalidArgument, match="must be one message of ROLE_USER"):
+        served.client.generate([Message("user", (tokens, TextPart("a")))], raw=True)
+    with pytest.raises(InvalidArgument, match=r"parts\[0\].tokens: must not be set without raw"):
+        served.client.generate([Message("user", (tokens,))])
+    with pytest.raises(InvalidArgument, match=r"messages\[0\]: cannot be sent"):
+        served.client.generate([Message("user", (TokensPart((-1,)),))], raw=True)
 
 
 def test_control_tokens_of_a_text_are_text() -> None:

@@ -1,8 +1,8 @@
-"""A canvas whose answer is several branches: each continues the prompt as if it were alone, and none sees another.
+"""A canvas whose answer has several branches: each continues the prompt alone, and does not attend to the others.
 
-The K/V of the prompt's whole pages are there once. A branch has pages of its own, which begin with the rest of the
-prompt, since a page belongs to one branch or to all: K/V that are the same for all branches are copied there, as of a
-prefix that is forked (copy-on-write of vLLM's pages, arXiv 2309.06180, section 4.4).
+The K/V of the prompt's full pages are stored once. Each branch has its own pages, which begin with the rest of the
+prompt: K/V that are equal for all branches are copied there, as when a prefix is forked (copy-on-write of vLLM's pages,
+arXiv 2309.06180, section 4.4).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 
 def branch_room(lengths: Sequence[int], page_size: int, block: int | None = None) -> int:
-    """The most positions that branches of so many tokens take after a prompt, whatever its length. ``block``: as of
-    ``Branches.laid_out``."""
+    """The maximum number of positions that branches of these ``lengths`` take after a prompt of any length. ``block``:
+    see ``Branches.laid_out``."""
     prefix = page_size - 1
     if block is not None:
         prefix += block - gcd(page_size, block)
@@ -25,13 +25,13 @@ def branch_room(lengths: Sequence[int], page_size: int, block: int | None = None
 
 @dataclass(frozen=True)
 class Branches:
-    """Where the branches of a canvas are.
+    """The layout of the branches of a canvas.
 
-    ``prompt``: length of the prompt; ``alike``: how many of its first positions see no branch, and have the same K/V
-    for all; ``fork``: the positions of whole pages of those. Branch k is at positions ``starts[k]`` up to
-    ``starts[k] + sizes[k]`` of the canvas: first the prompt's positions from ``fork`` on, then its own. The K/V of
-    those before ``alike`` are copied, the others are run in each branch. ``starts`` are whole pages; what lies between
-    branches holds nothing and is never run.
+    ``prompt``: length of the prompt; ``alike``: number of its leading positions that attend to no branch, and have the
+    same K/V for all; ``fork``: number of those on full pages. Branch k is at positions ``starts[k]`` to ``starts[k] +
+    sizes[k]`` of the canvas: first the prompt's positions from ``fork`` on, then its own. The K/V of those before
+    ``alike`` are copied, the others are computed in each branch. ``starts`` are page boundaries; the positions between
+    branches are unused and never run.
     """
 
     prompt: int
@@ -42,9 +42,9 @@ class Branches:
 
     @classmethod
     def laid_out(cls, prompt: int, lengths: Sequence[int], page_size: int, block: int | None = None) -> Branches:
-        """Branches of ``lengths`` tokens of their own after a prompt of ``prompt`` positions.
+        """Branches with ``lengths`` tokens of their own, after a prompt of ``prompt`` positions.
 
-        ``block``: positions, counted from 0 on, that see all of their block; None = the prompt sees no branch.
+        ``block``: length of attention blocks, counted from position 0; None = the prompt attends to no branch.
         """
         alike = prompt if block is None else prompt // block * block
         fork = alike // page_size * page_size
@@ -60,17 +60,17 @@ class Branches:
 
     @property
     def copied(self) -> int:
-        """Positions that each branch begins with, and whose K/V are copied."""
+        """Number of positions at the start of each branch whose K/V are copied."""
         return self.alike - self.fork
 
     @property
     def prefix(self) -> int:
-        """Positions of the prompt that each branch begins with."""
+        """Number of prompt positions at the start of each branch."""
         return self.prompt - self.fork
 
     @property
     def own(self) -> int:
-        """Tokens of all branches together, without those of the prompt."""
+        """Total number of tokens of all branches, without those of the prompt."""
         return int(self.sizes.sum()) - len(self.sizes) * self.prefix
 
     @property
@@ -84,8 +84,8 @@ class Branches:
             yield np.arange(start, start + size)
 
     def places(self, prompt: np.ndarray | None) -> np.ndarray:
-        """Rotary positions of the whole canvas, int64 ``[size]``, or ``[axes, size]`` as of ``prompt``: those of the
-        prompt and the one after it, ``[.., prompt + 1]``; None = each is its index."""
+        """Rotary positions of the whole canvas, int64 ``[size]`` or ``[axes, size]``, from those of the prompt and of
+        the position after it, ``[.., prompt + 1]``; None = each position is its index."""
         at = np.arange(self.prompt + 1) if prompt is None else prompt
         found = np.zeros((*at.shape[:-1], self.size), np.int64)
         found[..., : self.prompt] = at[..., : self.prompt]
@@ -95,8 +95,8 @@ class Branches:
         return found
 
     def repeats(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where branches run those of ``positions`` (int64, ascending, of the prompt) again that differ among them:
-        positions of the canvas (int64, ascending), and of each the index of its original in ``positions``."""
+        """Positions of the canvas (int64, ascending) at which branches recompute prompt ``positions`` (int64,
+        ascending), and for each the index of its original in ``positions``."""
         indices = np.flatnonzero((positions >= self.alike) & (positions < self.prompt))
         shifted = self.starts[:, None] + (positions[indices] - self.fork)[None]
         return shifted.ravel(), np.tile(indices, len(self.starts))

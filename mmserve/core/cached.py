@@ -1,4 +1,4 @@
-"""What a server's caches hold, as it is listed and managed: plain data."""
+"""The contents of a server's caches, as listed and managed: plain data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TIERS: tuple[Tier, ...] = ("pages", "host", "disk")
 
 @dataclass(frozen=True)
 class Label:
-    """What is known of a block beside its tensors: whose it is, and what for.
+    """Metadata of a cached block: its identity and owner.
 
-    ``name`` (hex) names it to users: the key of a prompt's page, or of an image's visual tokens. ``parent``: the name
-    of the page before it; empty for a prompt's first page and for visual tokens. ``tenant``: the part of the caches
-    that it belongs to (``Tenant.cache``). ``tokens``: positions, or visual tokens, that it holds.
+    ``name`` (hex): its public name, the key of a prompt page or of an image's visual tokens. ``parent``: the name of
+    the page before it; empty for a prompt's first page and for visual tokens. ``tenant``: the cache partition that it
+    belongs to (``Tenant.cache``). ``tokens``: number of positions, or visual tokens, in it.
     """
 
     kind: Kind
@@ -31,7 +31,7 @@ class Label:
     parent: str = ""
 
     def text(self) -> str:
-        """As JSON."""
+        """The label as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -42,23 +42,23 @@ class Label:
 
 @dataclass(frozen=True)
 class Block:
-    """One block in one tier: ``size`` bytes, found ``hits`` times by this process."""
+    """One block in one tier; ``size``: bytes, ``hits``: number of lookups by this process that found it."""
 
     label: Label
     tier: Tier
     size: int
     hits: int = 0
     pinned: bool = False
-    worker: str = ""  # that has it, where there are several
+    worker: str = ""  # the worker that holds it, if there are several
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A prompt's beginning, or the visual tokens of an image or clip, over all tiers.
+    """A prompt prefix, or the visual tokens of an image or clip, over all tiers.
 
-    ``id``: of a prefix, the name of its last page. ``tokens`` of the whole prefix. ``sizes``: bytes in each tier; pages
-    that several prefixes begin with count for each. ``hits``: of its last page, by this
-    process. ``pinned``: not dropped for others, in at least one tier. ``workers``: those that have its last page.
+    ``id``: for a prefix, the name of its last page. ``tokens``: of the whole prefix. ``sizes``: bytes in each tier;
+    pages shared by several prefixes count for each. ``hits``: of its last page, by this process. ``pinned``: never
+    evicted, in at least one tier. ``workers``: those that hold its last page.
     """
 
     id: str
@@ -74,16 +74,17 @@ class CacheEntry:
 
 @dataclass(frozen=True)
 class Listing:
-    """What caches hold: entries, the largest first, and the bytes of each tier, every block counted once."""
+    """The contents of caches: entries, the largest first, and the bytes of each tier, with every block counted once."""
 
     entries: tuple[CacheEntry, ...]
     sizes: Mapping[Tier, int] = field(default_factory=dict)
 
 
 def listing(blocks: Iterable[Block]) -> Listing:
-    """``blocks`` put together to whole prefixes: one of a model for each page that no other page of it follows.
+    """Combines ``blocks`` into whole prefixes: one for each page of a model that is not the parent of another page of
+    it.
 
-    Two models can have pages of the same names, as names are of prompts.
+    Different models can have pages with the same name, because names depend only on the prompt.
     """
     by_model: dict[str, list[Block]] = {}
     for block in blocks:
@@ -116,7 +117,7 @@ def _entry(name: str, by_name: Mapping[str, Sequence[Block]]) -> CacheEntry:
 
 
 def named(blocks: Iterable[Block], wanted: Sequence[str]) -> list[str]:
-    """The names of the blocks that entries ``wanted`` consist of, each after its parent; unknown ones are left out."""
+    """The names of the blocks of the entries ``wanted``, each after its parent; unknown entries are left out."""
     by_name = _by_name(blocks)
     found: dict[str, None] = {}
     for name in wanted:
@@ -126,7 +127,7 @@ def named(blocks: Iterable[Block], wanted: Sequence[str]) -> list[str]:
 
 
 def alone(blocks: Iterable[Block], wanted: Sequence[str]) -> list[str]:
-    """The same without the blocks that other entries have, too: what is left of use to nobody once ``wanted`` go."""
+    """As ``named``, without blocks that other entries also use: these can be dropped with the entries."""
     by_name = _by_name(blocks)
     children = Counter(each[0].label.parent for each in by_name.values())
     found: dict[str, None] = {}
@@ -139,7 +140,7 @@ def alone(blocks: Iterable[Block], wanted: Sequence[str]) -> list[str]:
 
 
 def chain(by_name: Mapping[str, Sequence[Block]], name: str) -> list[str]:
-    """The names of a prefix's blocks as far as they are known, the first of them first."""
+    """The names of a prefix's known blocks, from the first one on."""
     found: list[str] = []
     while name in by_name:
         found.append(name)
@@ -155,7 +156,7 @@ def _by_name(blocks: Iterable[Block]) -> dict[str, list[Block]]:
 
 
 def _sizes(copies: Iterable[Block]) -> Counter[Tier]:
-    """Bytes by tier: workers' copies add up, but for the disk, which workers of a host share."""
+    """Bytes by tier, summed over workers' copies, except on disk, which the workers of a host share."""
     total: Counter[Tier] = Counter()
     for copy in copies:
         if copy.tier == "disk":

@@ -1,4 +1,4 @@
-"""Candidates of a step, one for each position asked for, and those of them that become final."""
+"""Candidates of a step, one for each position, and the choice of those that become final."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Figures of a candidate that take another pass over its logits, by name: they are made where a policy reads them.
+#: Optional fields of candidates that need another pass over the logits; computed only if a policy reads them.
 GAP, ENTROPY = "gap", "entropy"
 EVERY_FIGURE = frozenset({GAP, ENTROPY})
 
 
 @dataclass(frozen=True)
 class Alternatives:
-    """The ``k`` most probable tokens of each of ``n`` positions, in falling order, before temperature and filters."""
+    """The ``k`` most probable tokens of each of ``n`` positions, in descending order, before temperature and
+    filters."""
 
     tokens: np.ndarray  # int64 [n, k]
-    log_probabilities: np.ndarray  # float32 [n, k]; -inf: there is no such token
+    log_probabilities: np.ndarray  # float32 [n, k]; -inf: no token
 
     @classmethod
     def none(cls, positions: int, count: int) -> Alternatives:
-        """Nothing known of so many positions."""
+        """Empty alternatives of ``positions`` positions."""
         return cls(np.zeros((positions, count), np.int64), np.full((positions, count), -np.inf, np.float32))
 
     def where(self, kept: np.ndarray | slice) -> Alternatives:
-        """Those of the positions where bool ``kept [n]``, of some of them (int64), or of a slice."""
+        """The alternatives of some positions, by a bool mask ``[n]``, indices (int64), or a slice."""
         return Alternatives(self.tokens[kept], self.log_probabilities[kept])
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """One proposed token for each masked position that was asked for, and its scores by the model's logits.
+    """One proposed token for each candidate position, with its scores by the model's logits.
 
-    ``gap`` and ``entropy`` are None where no policy in use reads them (``commit.base.Commit.reads``), ``alternatives``
-    where the request asks for none.
+    ``gap`` and ``entropy`` are None if no policy in use reads them (``commit.base.Commit.reads``), ``alternatives`` if
+    the request does not ask for them.
     """
 
     positions: np.ndarray  # int64 [n], ascending
@@ -45,14 +46,14 @@ class Candidates:
     alternatives: Alternatives | None = None
 
     def where(self, kept: np.ndarray | slice) -> Candidates:
-        """The candidates where bool ``kept [n]``, or of a slice."""
+        """Some of the candidates, by a bool mask ``[n]`` or a slice."""
         gap = None if self.gap is None else self.gap[kept]
         entropy = None if self.entropy is None else self.entropy[kept]
         others = None if self.alternatives is None else self.alternatives.where(kept)
         return Candidates(self.positions[kept], self.tokens[kept], self.confidence[kept], gap, entropy, others)
 
     def split(self, counts: Sequence[int]) -> list[Candidates]:
-        """The first ``counts[0]`` candidates, those that follow, and so on."""
+        """Splits the candidates into consecutive groups with these ``counts``."""
         made, start = [], 0
         for count in counts:
             made.append(self.where(slice(start, start + count)))
@@ -60,7 +61,7 @@ class Candidates:
         return made
 
     def and_then(self, other: Candidates) -> Candidates:
-        """These and, after them, ``other``."""
+        """These candidates, followed by ``other``."""
         return Candidates(
             np.concatenate([self.positions, other.positions]),
             np.concatenate([self.tokens, other.tokens]),
@@ -70,11 +71,11 @@ class Candidates:
         )
 
     def read_gap(self) -> np.ndarray:
-        """``gap``; ``ValueError`` where it was not made."""
+        """``gap``; raises ``ValueError`` if it was not computed."""
         return _made(self.gap, GAP)
 
     def read_entropy(self) -> np.ndarray:
-        """``entropy``; ``ValueError`` where it was not made."""
+        """``entropy``; raises ``ValueError`` if it was not computed."""
         return _made(self.entropy, ENTROPY)
 
 
@@ -90,7 +91,7 @@ def _made(figure: np.ndarray | None, name: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What becomes final in a step: tokens for positions of the canvas, and their log-probabilities."""
+    """The tokens that become final in a step, with their positions and log-probabilities."""
 
     positions: np.ndarray  # int64 [n]
     tokens: np.ndarray  # int64 [n]
@@ -98,5 +99,5 @@ class Chosen:
 
 
 def leading(agreed: np.ndarray) -> int:
-    """How many of bool ``agreed [n]`` are true before the first that is not."""
+    """Number of leading True values in bool ``agreed [n]``."""
     return len(agreed) if agreed.all() else int(np.argmin(agreed))

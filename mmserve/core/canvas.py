@@ -1,6 +1,6 @@
-"""The canvas: one request's row of tokens, its prompt and its generated positions, masked or committed.
+"""The canvas: one request's sequence of tokens, prompt and generated positions, masked or committed.
 
-Plain numpy state; policies read it, only the decode loop changes it.
+Plain NumPy state; policies read it, only the decode loop modifies it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 
 from mmserve.core.branches import Branches
 
-#: ``committed_at`` of the prompt, of tokens on the canvas before the first pass, and of a position that is still
+#: Values of ``committed_at`` for the prompt, for tokens given before the first pass, and for masked positions.
 #: masked.
 PROMPT, GIVEN, MASKED = -1, 0, 1 << 30
 
 
 def among(tokens: np.ndarray, ids: Collection[int]) -> np.ndarray:
-    """Bool, as ``tokens``: which of them are one of a few ``ids``. ``numpy.isin`` takes ten times as long for a few."""
+    """Bool, in the shape of ``tokens``: which are in ``ids``. For few ids, ten times as fast as ``numpy.isin``."""
     found = np.zeros(tokens.shape, dtype=bool)
     for each in ids:
         found |= tokens == each
@@ -27,16 +27,17 @@ def among(tokens: np.ndarray, ids: Collection[int]) -> np.ndarray:
 
 @dataclass
 class Canvas:
-    """Tokens of positions 0 … N-1 and the step at which each became final.
+    """Tokens of positions 0 … N-1, and the step at which each became final.
 
-    ``step`` counts the forward passes done; ``block_start`` is where the block being filled begins and
-    ``block_step`` counts the forward passes done for it, ``full_passes`` those of them made since it was full. Blocks
-    are ``block_length`` long, counted from ``origin``; the last may be shorter, and the first where ``origin`` lies
-    within the prompt. ``padded``: end tokens may occur anywhere in the answer and are no part of its text, which goes
-    on after them. ``unread``: so many of the last positions hold padding from the start that passes read as masks.
-    ``logit_shift``: how far left of a position the row is whose logits predict it. ``attention_block``: length of the
-    blocks, counted from position 0, that bound what a position sees, where those that are filled are parts of them; 0 =
-    they are the same. ``branches``: where the answer is several texts that do not see each other.
+    ``step``: number of forward passes done; ``block_start``: first position of the current block; ``block_step``:
+    number of its forward passes; ``full_passes``: number of those since it was full. Blocks are ``block_length`` long,
+    counted from ``origin``; the last may be shorter, and so may the first if ``origin`` is within the prompt.
+
+    ``padded``: end tokens may occur anywhere in the answer as padding, and do not end its text. ``unread``: number of
+    last positions that are padding from the start but that passes read as masks. ``logit_shift``: how far left of a
+    position the row is whose logits predict it. ``attention_block``: length of the blocks of block-causal attention,
+    counted from position 0, if the blocks to be filled are parts of them; 0 = they are equal. ``branches``: set if the
+    answer consists of branches that do not attend to each other.
     """
 
     tokens: np.ndarray  # int64 [N]
@@ -48,8 +49,8 @@ class Canvas:
     block_step: int = 0
     full_passes: int = 0
     origin: int = 0
-    #: Int64 ``[N]``: where each stood before visual tokens were pruned, or ``[axes, N]``: time, row and column of each;
-    #: None = where it is.
+    #: Int64 ``[N]``, or ``[axes, N]`` (time, row, column): rotary positions, as before pruning of visual tokens; None =
+    #: the index.
     places: np.ndarray | None = None
     padded: bool = False
     unread: int = 0
@@ -73,9 +74,9 @@ class Canvas:
     ) -> Canvas:
         """A canvas of ``prompt`` (int64 ids) and ``new_tokens`` masked positions.
 
-        Blocks are counted from the prompt's end, or, ``aligned``, from position 0. ``places``: int64 ``[prompt + 1]``,
-        where each position of a pruned prompt stood before, and where the answer begins, or such a row an axis.
-        ``logit_shift``: as of the model's spec. ``attention_block``: that of the spec, where blocks are ``aligned``.
+        Blocks are counted from the prompt's end or, if ``aligned``, from position 0. ``places``: rotary positions of a
+        pruned prompt and of the answer's start, int64 ``[prompt + 1]`` or ``[axes, prompt + 1]``. ``logit_shift``: see
+        ``ModelSpec``. ``attention_block``: see ``ModelSpec``, if blocks are ``aligned``.
         """
         size = len(prompt)
         tokens = np.concatenate([prompt.astype(np.int64), np.full(new_tokens, mask_id, np.int64)])
@@ -102,15 +103,15 @@ class Canvas:
         return len(self.tokens)
 
     def rotary_positions(self, positions: np.ndarray) -> np.ndarray:
-        """The rotary positions of ``positions`` (int64): pruning does not move what it keeps.
+        """The rotary positions of ``positions`` (int64); pruning does not change those of the remaining positions.
 
-        Int64 ``[n]``, or ``[axes, n]`` where positions have several axes.
+        Int64 ``[n]``, or ``[axes, n]`` if positions have several axes.
         """
         return positions if self.places is None else self.places[..., positions]
 
     @property
     def new_tokens(self) -> int:
-        """Positions of the answer."""
+        """Number of positions of the answer."""
         return self.size - self.prompt_length
 
     @property
@@ -120,29 +121,29 @@ class Canvas:
 
     @property
     def block_end(self) -> int:
-        """First position right of the current block."""
+        """The position after the current block."""
         return min(self.block_of(self.block_start) + self.block_length, self.size)
 
     def block_of(self, position: int) -> int:
-        """First position of the block that ``position`` lies in; it may be one of the prompt."""
+        """First position of the block that contains ``position``; may be in the prompt."""
         return position - (position - self.origin) % self.block_length
 
     def sight_of(self, position: int) -> int:
-        """First position of the block that bounds what ``position`` sees, where attention is block-causal."""
+        """First position of the attention block that contains ``position``, with block-causal attention."""
         return position - position % self.attention_block if self.attention_block else self.block_of(position)
 
     @property
     def sight_end(self) -> int:
-        """First position right of what the current block sees, where attention is block-causal."""
+        """The position after the attention block of the current block, with block-causal attention."""
         length = self.attention_block or self.block_length
         return min(self.sight_of(self.block_start) + length, self.size)
 
     @property
     def run_end(self) -> int:
-        """First position right of what a pass runs, where attention is block-causal.
+        """The position after those that a pass runs, with block-causal attention.
 
-        A block's first token may be predicted from the block before it: then that is run first, and nothing of the
-        block is until its first token is there.
+        If a block's first token is predicted by the previous block, that block runs alone first, until the token is
+        known.
         """
         first = self.block_start
         begins = first - self.logit_shift < self.sight_of(first) and self.committed_at[first] == MASKED
@@ -153,11 +154,11 @@ class Canvas:
         return self.block_start + np.flatnonzero(self.committed_at[self.block_start : self.block_end] == MASKED)
 
     def block_is_full(self) -> bool:
-        """Whether no position of the current block is masked."""
+        """Whether the current block has no masked position."""
         return MASKED not in self.committed_at[self.block_start : self.block_end]
 
     def block_to_fill(self) -> int:
-        """Positions of the current block that were masked before the first pass."""
+        """Number of positions of the current block that were masked before the first pass."""
         return int((self.committed_at[self.block_start : self.block_end] > GIVEN).sum())
 
     def all_masked(self) -> np.ndarray:
@@ -171,9 +172,9 @@ class Canvas:
         self.full_passes += self.block_is_full()
 
     def commit(self, positions: np.ndarray, tokens: np.ndarray, *, hold: bool = False) -> None:
-        """Fill masked ``positions`` with ``tokens``; ``ValueError`` for a position that is committed already.
+        """Fill masked ``positions`` with ``tokens``; raises ``ValueError`` for a position that is committed already.
 
-        A block that is full is left for the next one, unless ``hold``.
+        If the block is then full, advances to the next one, unless ``hold``.
         """
         if (self.committed_at[positions] != MASKED).any():
             raise ValueError("a committed position cannot be committed again")
@@ -183,7 +184,7 @@ class Canvas:
             self.advance()
 
     def edit(self, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Replace committed tokens of the current block; ``ValueError`` for positions that are none."""
+        """Replace committed tokens of the current block; raises ``ValueError`` for other positions."""
         inside = (positions >= self.block_start) & (positions < self.block_end)
         if not inside.all() or (self.committed_at[positions] == MASKED).any():
             raise ValueError("only committed positions of the current block can be edited")
@@ -191,7 +192,7 @@ class Canvas:
         self.committed_at[positions] = self.step
 
     def advance(self) -> None:
-        """Go on to the next block that has a masked position, if the current one has none."""
+        """Advance to the next block that has a masked position, if the current one has none."""
         while self.block_start < self.size and self.block_is_full():
             self.block_start, self.block_step, self.full_passes = self.block_end, 0, 0
 
@@ -200,7 +201,7 @@ class Canvas:
         return np.arange(self.block_start, self.block_end)
 
     def known(self) -> int:
-        """Positions, counted from the left, before the first masked one."""
+        """Number of leading positions before the first masked one."""
         while self._known < self.size and self.committed_at[self._known] != MASKED:
             self._known += 1
         return self._known
@@ -208,9 +209,9 @@ class Canvas:
     def answer(self, end_ids: Collection[int], *, revised: bool = False) -> tuple[np.ndarray, bool]:
         """The final tokens of the answer so far, and whether the answer is complete.
 
-        Final are the tokens left of the first masked position, or of the current block where its tokens may still be
-        ``revised``, and before the first end token among them; complete means that such an end token was reached, or
-        that no position is left. Of a ``padded`` answer the end tokens are left out, and none of them completes it.
+        Final tokens are those left of the first masked position (or, if ``revised``, left of the current block, whose
+        tokens may still be replaced), up to the first end token. The answer is complete if an end token was reached, or
+        if no position is left. In a ``padded`` answer, end tokens are left out, and do not complete it.
         """
         known = min(self.known(), self.block_start) if revised else self.known()
         tokens = self.tokens[self.prompt_length : known]

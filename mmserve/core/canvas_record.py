@@ -1,4 +1,4 @@
-"""What is known of each position of an answer after a step: what drafts show, and what final tokens are given with."""
+"""The state of each position of an answer after a step, for drafts and for the candidates of final tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from mmserve.core.candidates import Alternatives, Candidates
 from mmserve.core.canvas import GIVEN, MASKED, Canvas, among
 
-#: The states of a position, as ``DraftPosition.state`` names them, by their numbers in ``CanvasRecord.states``.
+#: Names of the states of a position (``DraftPosition.state``), indexed by the numbers in ``CanvasRecord.states``.
 STATES = ("masked", "draft", "committed", "edited", "pinned")
 _MASKED, _DRAFT, _COMMITTED, _EDITED, _PINNED = range(len(STATES))
-#: Changes of a probability below this are not shown, nor is another alternative that is less probable.
+#: Smaller changes of a probability are not sent, nor are alternatives that are less probable.
 SHOWN = 5e-3
 
 
 @dataclass(eq=False)
 class CanvasRecord:
-    """The first ``L`` positions of an answer, as the last step left them."""
+    """The first ``L`` positions of an answer after the latest step."""
 
     states: np.ndarray  # uint8 [L]
     tokens: np.ndarray  # int64 [L], 0 where masked
@@ -29,17 +29,17 @@ class CanvasRecord:
 
     @classmethod
     def nothing(cls, positions: int, alternatives: int) -> CanvasRecord:
-        """Before the first step, with so many alternatives for each position."""
+        """The record before the first step, with ``alternatives`` alternatives for each position."""
         states, tokens = np.zeros(positions, np.uint8), np.zeros(positions, np.int64)
         return cls(states, tokens, np.zeros(positions, np.float32), Alternatives.none(positions, alternatives))
 
     def take(
         self, canvas: Canvas, candidates: Candidates, log_probabilities: np.ndarray, end_ids: Collection[int]
     ) -> np.ndarray:
-        """Take in a step that made some of ``candidates`` final; ``canvas`` is as it is after that.
+        """Record a step that made some of ``candidates`` final; ``canvas`` is the canvas after that step.
 
         ``log_probabilities``: float32 ``[N]``, of the final tokens. Returns the positions (int64, ascending) that
-        changed; all of them the first time.
+        changed; the first time, all of them.
         """
         before = self.states.copy(), self.tokens.copy(), self.confidence.copy(), self._likely()
         answer = slice(canvas.prompt_length, canvas.prompt_length + len(self.states))
@@ -59,11 +59,11 @@ class CanvasRecord:
         return np.flatnonzero(changed)
 
     def _likely(self) -> np.ndarray:
-        """The alternatives that are worth showing: their tokens ``[L, k]``, -1 for the others."""
+        """The ids of alternatives that are probable enough to be sent, ``[L, k]``; -1 for others."""
         return np.where(self.alternatives.log_probabilities >= np.log(SHOWN), self.alternatives.tokens, -1)
 
     def _take_candidates(self, canvas: Canvas, candidates: Candidates, committed_at: np.ndarray) -> None:
-        """Candidates of positions that are open, and the alternatives of those that this step made final."""
+        """Record the candidates of open positions, and the alternatives of those that this step made final."""
         at = candidates.positions - canvas.prompt_length
         inside = np.flatnonzero((at >= 0) & (at < len(self.states)))
         at = at[inside]

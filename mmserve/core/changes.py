@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 
 class Changes:
-    """Lets tasks of one event loop wait until something is so."""
+    """A condition variable for tasks of one event loop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Have everybody who waits look again."""
+        """Have all waiting tasks check their condition again."""
         event, self._event = self._event, asyncio.Event()
         event.set()
 
     async def until(self, so: Callable[[], bool]) -> None:
-        """Wait until ``so()``."""
+        """Wait until ``so()`` is true."""
         while not so():
             await self.changed()
 

@@ -1,4 +1,4 @@
-"""A Python process of the server's own, of one owner, that answers over pipes."""
+"""A Python child process with one owner, which communicates over pipes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 import mmserve
 
-#: How often ``check`` is called while nothing can be read or written (milliseconds).
+#: Interval of calls of ``check`` while nothing can be read or written (milliseconds).
 _POLL = 20
-#: Most bytes that are written at once.
+#: Maximum number of bytes in one write.
 _WRITTEN = 1 << 20
 
 
 class ChildExited(Exception):
-    """The process ended, or was ended, before it was done."""
+    """The process exited, or was killed, before it had answered."""
 
 
 class ChildProcess:
-    """The module ``program``, run with ``arguments`` in a process of its own; ``kill`` alone is for any thread."""
+    """The module ``program``, run with ``arguments`` in a child process. Only ``kill`` is thread-safe."""
 
     def __init__(self, program: str, *arguments: str) -> None:
         root = str(Path(mmserve.__file__).parents[1])
@@ -34,13 +34,13 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            # what is in the working directory is no part of the program
+            # PYTHONSAFEPATH: modules in the working directory must not be imported
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
-            start_new_session=True,  # a terminal's Ctrl-C is for the server to handle
+            start_new_session=True,  # a terminal's Ctrl-C is handled by the server
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        self._found = bytearray()  # of a read that ``check`` ended; the next read begins with it
+        self._found = bytearray()  # partial read interrupted by ``check``; the next read begins with it
         os.set_blocking(self._in, False)
 
     @property
@@ -55,21 +55,21 @@ class ChildProcess:
 
     @property
     def killed(self) -> bool:
-        """Whether it was ended from outside, by an operator or for want of memory on the whole machine: what goes wrong
-        within ends it by other signals. For its owner, after ``end``."""
+        """Whether it was killed from outside, by an operator or by the system's OOM killer; its own crashes end it with
+        other signals. To be called by the owner after ``end``."""
         return self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     @property
     def overtime(self) -> bool:
-        """Whether it was ended for the processor time that it took. For its owner, after ``end``."""
+        """Whether it was killed for exceeding its CPU time limit. To be called by the owner after ``end``."""
         return self._process.returncode == -signal.SIGPROF
 
     def kill(self) -> None:
-        """End the process; its owner, if it waits, gets ``ChildExited``."""
+        """Kill the process; an owner that waits gets ``ChildExited``."""
         self._process.kill()
 
     def end(self) -> None:
-        """End the process and give back what belongs to it. May be called twice, by the owner."""
+        """Kill the process and release its resources. May be called twice, by the owner."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -77,9 +77,9 @@ class ChildProcess:
         self._process.wait()
 
     def _read(self, size: int, check: Callable[[], None]) -> bytes:
-        """The next ``size`` bytes; ``check`` is called while there are none, and ends the wait by what it raises.
+        """The next ``size`` bytes. ``check`` is called while there are none, and may raise to end the wait.
 
-        Nothing is lost by that: the same read can be repeated. Raises ``ChildExited``.
+        The same read can then be repeated without loss. Raises ``ChildExited``.
         """
         while len(self._found) < size:
             _wait(self._out, select.POLLIN, check)
@@ -91,7 +91,7 @@ class ChildProcess:
         return found
 
     def _write(self, data: bytes, check: Callable[[], None]) -> None:
-        """Send ``data``; ``check`` and errors as of ``_read``."""
+        """Send ``data``; ``check`` and errors as in ``_read``."""
         left = memoryview(data)
         while left:
             _wait(self._in, select.POLLOUT, check)

@@ -1,6 +1,6 @@
-"""What an answer must look like, as the request states it: plain data, neither torch nor gRPC.
+"""The constraint of an answer, as given in the request: plain data, without torch and gRPC.
 
-``mmserve.constraint`` turns a ``ConstraintSpec`` into a grammar, or refuses it with the reason.
+``mmserve.constraint`` compiles a ``ConstraintSpec`` to a grammar, or raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from mmserve.errors import MMServeError
 
 
 class ConstraintMode(StrEnum):
-    """What to do with the parts of a constraint that no grammar can enforce exactly."""
+    """How to treat the parts of a constraint that a grammar cannot enforce exactly."""
 
-    STRICT = "strict"  # refuse them
-    VALIDATE = "validate"  # enforce something wider and check the finished answer
-    LENIENT = "lenient"  # ignore them, with a warning
+    STRICT = "strict"  # reject the constraint
+    VALIDATE = "validate"  # enforce a superset, and validate the finished answer
+    LENIENT = "lenient"  # ignore these parts, with a warning
 
 
 class ConstraintSampling(StrEnum):
-    """What the drawn answers are draws from."""
+    """The distribution that constrained answers are drawn from."""
 
-    MASK = "mask"  # at each token the model's distribution over the tokens allowed there
-    AWRS = "awrs"  # the same, and each answer has a weight that corrects it
-    ASAP = "asap"  # the model's distribution over valid answers, approached from sample to sample; weighted, too
+    MASK = "mask"  # the model's distribution over the allowed tokens, at each token
+    AWRS = "awrs"  # the same, with an importance weight for each answer
+    ASAP = "asap"  # approximates the model's distribution over valid answers from sample to sample; weighted
 
 
 class SchemaOption(StrEnum):
-    """How a JSON schema is read, or its documents are written, otherwise than by default."""
+    """Options for reading a JSON schema, or for writing its documents."""
 
-    UNKNOWN_FORMATS = "unknown_formats"  # a format that is unknown has no effect
+    UNKNOWN_FORMATS = "unknown_formats"  # unknown formats are ignored
     ONE_OF_AS_ANY_OF = "one_of_as_any_of"
-    CLOSED_OBJECTS = "closed_objects"  # objects have declared properties only, where the schema leaves it open
-    WHITE_SPACE = "white_space"  # up to 32 spaces, tabs and line ends between the parts of a document
+    CLOSED_OBJECTS = "closed_objects"  # no additional properties, unless the schema sets that
+    WHITE_SPACE = "white_space"  # up to 32 white space characters between tokens of a document
     EXPONENTS = "exponents"  # numbers without bounds may have an exponent
-    ANY_ORDER = "any_order"  # of the members of objects
+    ANY_ORDER = "any_order"  # members of objects may come in any order
 
 
 @dataclass(frozen=True)
 class JsonSchema:
-    """The answer is a JSON document valid under the schema ``text`` (drafts 4 to 2020-12), under ``options``."""
+    """The answer is a JSON document valid under the schema ``text`` (drafts 4 to 2020-12), with ``options``."""
 
     text: str
     options: tuple[SchemaOption, ...] = ()
@@ -55,7 +55,7 @@ class Regex:
 
 @dataclass(frozen=True)
 class Choice:
-    """The answer is one of ``options``, letter for letter."""
+    """The answer is exactly one of ``options``."""
 
     options: tuple[str, ...]
 
@@ -76,11 +76,10 @@ class Gbnf:
 
 @dataclass(frozen=True)
 class CallsOrJson:
-    """The answer calls tools, and is then a sentence of the Lark grammar ``calls``, or is a document as of
-    ``JsonSchema``.
+    """The answer is either tool calls, which match the Lark grammar ``calls``, or a document as in ``JsonSchema``.
 
-    ``openings``: how texts begin that are calls. ``lenient``: whether schemas in ``calls`` are enforced as far as that
-    can be done; the mode of the constraint is the document's.
+    ``openings``: prefixes of texts that are calls. ``lenient``: whether schemas in ``calls`` may be enforced in part;
+    the mode of the constraint applies to the document.
     """
 
     calls: str
@@ -91,7 +90,7 @@ class CallsOrJson:
 
     @property
     def document(self) -> JsonSchema:
-        """What the answer is without calls."""
+        """The constraint of an answer without calls."""
         return JsonSchema(self.schema, self.options)
 
 
@@ -100,7 +99,7 @@ ConstraintKind = JsonSchema | Regex | Choice | Lark | Gbnf | CallsOrJson
 
 @dataclass(frozen=True)
 class Hole:
-    """A gap of a template: ``max_tokens`` positions for a text that obeys ``kind``; None = any text."""
+    """A hole of a template: ``max_tokens`` positions for a text that obeys ``kind``; None = any text."""
 
     max_tokens: int
     kind: ConstraintKind | None = None
@@ -109,9 +108,9 @@ class Hole:
 
 @dataclass(frozen=True)
 class Template:
-    """The answer is these texts, letter for letter, with the holes between them filled.
+    """The answer is exactly these texts, with the holes between them filled.
 
-    There is one hole at least, no text is empty, and texts and holes take turns.
+    There is at least one hole, no text is empty, and texts and holes alternate.
     """
 
     parts: tuple[str | Hole, ...]
@@ -128,7 +127,7 @@ class ConstraintSpec:
 
 @dataclass(frozen=True)
 class CheckedConstraint:
-    """A constraint that can be kept: its warnings, and what is wrong with the answer that came with it, if anything."""
+    """A constraint that can be enforced: its warnings, and the violation by the answer that came with it, if any."""
 
     warnings: tuple[str, ...]
     wrong: MMServeError | None = None

@@ -1,6 +1,6 @@
-"""A constrained request between stages, as plain data: grammars as texts, and how far its answer has come.
+"""A constrained request between stages, as plain data: grammars as texts, and the progress of its answer.
 
-The parsers are made again where the request goes on, and led to where they were.
+Parsers are created again on the receiver, and advanced to the same state.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LanguageState:
-    """One compiled grammar as its text; or a template as one language: its ``texts``, and the grammar of each hole
-    between them with the number of tokens (``most``) that may fill it."""
+    """One compiled grammar as its text; or a template as one language: its ``texts``, and for each hole between them
+    the grammar and the maximum number of tokens (``most``)."""
 
     grammars: tuple[str, ...]
     texts: tuple[bytes, ...] = ()
@@ -22,7 +22,7 @@ class LanguageState:
 
 @dataclass(frozen=True)
 class WitnessState:
-    """A witness: as ``Witness``, without its parser."""
+    """A witness (see ``Witness``), without its parser."""
 
     language: LanguageState
     tokens: np.ndarray  # int64 [N]
@@ -34,7 +34,7 @@ class WitnessState:
 
 @dataclass(frozen=True)
 class RankedState:
-    """The top-K tokens of each position of a pass, as ``Ranked``."""
+    """The top-K tokens of each position of a pass (see ``Ranked``)."""
 
     positions: np.ndarray  # int64 [n]
     tokens: np.ndarray  # int64 [n, K]
@@ -46,7 +46,7 @@ class RankedState:
 
 @dataclass(frozen=True)
 class RunState:
-    """Tokens drawn in a pass and not yet final: as ``Run``."""
+    """Tokens drawn in a pass that are not final yet (see ``Run``)."""
 
     tokens: np.ndarray  # int64 [n]
     log_probabilities: np.ndarray  # float32 [n]
@@ -56,7 +56,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class SampledState:
-    """The draws of a sample so far: as ``Sampled``."""
+    """The draws of a sample so far (see ``Sampled``)."""
 
     speculates: bool
     log_weight: float
@@ -64,21 +64,23 @@ class SampledState:
 
 @dataclass(frozen=True)
 class MeterState:
-    """What the constraint took so far: as ``Meter``."""
+    """The cost of the constraint so far (see ``Meter``)."""
 
     fallbacks: int
     late: int
     forward_seconds: float
-    steps: np.ndarray  # float64, seconds of each step that is done
-    open: float  # seconds of the step in progress
+    steps: np.ndarray  # float64, seconds of each completed step
+    open: float  # seconds of the current step
     outcomes: tuple[str, ...]  # of its searches
 
 
 @dataclass(frozen=True)
 class ConstraintState:
-    """One request's constraint: as ``Constrained``; with ``gaps``, of a template whose holes are filled side by side.
+    """One request's constraint (see ``Constrained``); ``gaps``: states of a template's holes that are filled in
+    parallel.
 
-    The validator of the finished answer follows from the request; ``judged`` and ``judged_holes``: whether it has one.
+    The validator of the finished answer is created from the request; ``judged`` and ``judged_holes``: whether it has
+    one.
     """
 
     witness: WitnessState
@@ -99,7 +101,8 @@ class ConstraintState:
 
 @dataclass(frozen=True)
 class GapState:
-    """A hole: its first position in the answer, and its own state, which counts from there and has no meter."""
+    """A hole: its first position in the answer, and its state, with positions relative to that one and without a
+    meter."""
 
     start: int
     state: ConstraintState

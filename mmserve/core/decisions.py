@@ -1,15 +1,15 @@
-"""Typed questions that are answered together, and the text in which a model is asked them.
+"""Typed questions that are answered together, and their prompt text.
 
-The prompt is what they are about, and ends with an instruction; each question follows it by itself, in the user's turn,
-and its answer is one token, the slot (``_``)::
+The prompt is the subject of all questions, and ends with an instruction; each question follows it separately, in the
+user's turn, and its answer is one token, the slot (``_``)::
 
-    … Answer with yes or no, a number or a letter.
+      … Answer with yes or no, a number or a letter.
       ├ Is there a red circle? … _
       ├ What color is the square? 1 red 2 green … _
       └ How many shapes are there? 0-4 … _
 
-The questions are branches (``core/branches.py``): all are run in one forward pass, none sees another, and the prompt
-sees none, so an answer depends neither on the other questions nor on their order.
+The questions are branches (``core/branches.py``): all run in one forward pass without attending to each other, and the
+prompt does not attend to them, so an answer depends neither on the other questions nor on their order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 #: The kinds of question.
 YES_NO, CHOICE, SCORE = "yes_no", "choice", "score"
 DECISION_KINDS = (YES_NO, CHOICE, SCORE)
-#: Most options of a choice: each has a number of one digit, or, where there are more than nine, a letter.
+#: Maximum number of options of a choice: each is labelled by one digit or, if there are more than nine, by a letter.
 MOST_OPTIONS = len(string.ascii_uppercase)
-#: Most levels of a score; which of them are one token depends on the tokenizer.
+#: Maximum number of levels of a score; which of them are single tokens depends on the tokenizer.
 MOST_LEVELS = 101
 #: The last line of the prompt.
 INSTRUCTION = "Answer with yes or no, a number or a letter."
@@ -34,9 +34,9 @@ INSTRUCTION = "Answer with yes or no, a number or a letter."
 class Decision:
     """One typed question.
 
-    ``options`` are what a choice is among (two to ``MOST_OPTIONS``); of the other kinds they are the meaning of each
-    answer, or empty. ``low`` and ``high`` bound a score, both inclusive.
-    ``instructions`` follow the question's text.
+    ``options``: for a choice, its options (two to ``MOST_OPTIONS``); for other kinds, the meaning of each answer, or
+    empty. ``low`` and ``high``: bounds of a score, both inclusive. ``instructions`` are appended to the question's
+    text.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Decision:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """What the slot may hold, in the order of the options or levels."""
+        """The possible contents of the slot, in the order of options or levels."""
         if self.kind == YES_NO:
             return ("yes", "no")
         if self.kind == CHOICE:
@@ -58,12 +58,12 @@ class Decision:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What each of ``answers`` means to the caller: an option's text, else the answer itself."""
+        """The meaning of each of ``answers`` for the caller: an option's text, else the answer itself."""
         return self.options if self.kind == CHOICE else self.answers
 
     @property
     def asked(self) -> str:
-        """The question as the model reads it."""
+        """The question's text in the prompt."""
         parts = [self.text.strip(), self.instructions.strip()]
         if self.options:
             parts += [f"{answer} {option}" for answer, option in zip(self.answers, self.options, strict=True) if option]
@@ -74,8 +74,8 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How log-probabilities of one kind of question become probabilities: they are divided by ``temperature``, and
-    ``bias`` is added to that of the first answer (yes, the first option, the lowest level)."""
+    """Calibration of one kind of question: log-probabilities are divided by ``temperature``, and ``bias`` is added to
+    that of the first answer (yes, the first option, the lowest level)."""
 
     temperature: float = 1.0
     bias: float = 0.0
@@ -92,7 +92,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The scaling of each kind of question of one model, and how it was measured; none = probabilities as they are."""
+    """The scaling of each kind of question of one model, and how it was measured; none = no calibration."""
 
     kinds: Mapping[str, Scaling] = field(default_factory=dict)
     measured: Mapping[str, object] = field(default_factory=dict)
@@ -104,9 +104,9 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Decided:
-    """A model's scores for one question: ``log_probabilities`` of its answers (natural, over the whole vocabulary,
-    before any scaling), calibrated ``probabilities``, which sum to 1, and the ``mass``: the probability of the whole
-    vocabulary that the answers had together."""
+    """A model's scores for one question: ``log_probabilities`` of its answers (natural, over the whole vocabulary, not
+    calibrated), calibrated ``probabilities``, which sum to 1, and ``mass``: the total probability of the answers in the
+    whole vocabulary."""
 
     log_probabilities: tuple[float, ...]
     probabilities: tuple[float, ...]
@@ -114,7 +114,7 @@ class Decided:
 
     @classmethod
     def of(cls, log_probabilities: Sequence[float], scaling: Scaling) -> Decided:
-        """The decision of these log-probabilities."""
+        """The decision with these log-probabilities, calibrated by ``scaling``."""
         mass = math.fsum(math.exp(value) for value in log_probabilities)
         return cls(tuple(log_probabilities), scaling.probabilities(log_probabilities), min(1.0, mass))
 

@@ -1,7 +1,8 @@
-"""Events of a request while it runs: plain data, in this order:
-one ``Admitted``, then for each sample one ``Prefilled`` if it is asked for, any number of ``Snapshot``, ``Draft``,
-``Delta`` and ``ToolCallDelta`` and one ``Finished``, the samples in any order; or, at any time after ``Admitted``, one
-``Failed`` and nothing more. ``sample`` counts from 0.
+"""Events of a request while it runs: plain data.
+
+Order: one ``Admitted``, then for each sample one ``Prefilled`` if requested, any number of ``Snapshot``, ``Draft``,
+``Delta`` and ``ToolCallDelta`` and one ``Finished``, with samples in any order; or, at any time after ``Admitted``, one
+``Failed`` as the last event. ``sample`` counts from 0.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The canvas as it is now; positions still masked appear as ``▒`` and may become anything.
+    """The current canvas as text; positions still masked are ``▒``.
 
-    ``edited``: committed tokens that this step replaced, which only policies that declare it do.
+    ``edited``: number of committed tokens that this step replaced; only policies that edit do so.
     """
 
     text: str
@@ -39,8 +40,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A possible token of a position: its text alone, its log-probability before temperature and filters, and the
-    bytes that it adds to the text, which may be a part of a character."""
+    """An alternative token of a position: its text alone, its log-probability before temperature and filters, and the
+    bytes that it adds to the text, possibly part of a character."""
 
     id: int
     text: str
@@ -50,7 +51,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class DraftAlternative:
-    """A possible token of a position of a draft: its text alone, and its probability, as ``confidence``."""
+    """An alternative token of a position of a draft: its text alone, and its probability, as ``confidence``."""
 
     id: int
     text: str
@@ -59,12 +60,12 @@ class DraftAlternative:
 
 @dataclass(frozen=True)
 class DraftPosition:
-    """A position of the canvas, counted from the answer's start: its token with the text that it has alone.
+    """A position of the canvas, relative to the answer's start: its token, and that token's text alone.
 
-    ``state``: ``masked`` (nothing is known of it), ``draft`` (the latest candidate, which may change), ``committed``,
-    ``edited`` (committed, and replaced since) or ``pinned`` (given with the request). ``confidence``: the probability
-    of the token when it was last judged, in [0, 1]; 0 where it is masked, with ``id`` 0 and no text.
-    ``alternatives``: the most probable tokens in falling order, so many as the request asks for.
+    ``state``: ``masked`` (no candidate yet), ``draft`` (the latest candidate, which may change), ``committed``,
+    ``edited`` (committed, and replaced since) or ``pinned`` (given with the request). ``confidence``: the latest
+    probability of the token, in [0, 1]; 0 if masked, with ``id`` 0 and no text. ``alternatives``: the most probable
+    tokens in descending order, as many as the request asks for.
     """
 
     index: int
@@ -75,16 +76,16 @@ class DraftPosition:
     alternatives: tuple[DraftAlternative, ...] = ()
 
 
-#: The fields of a ``DraftPosition``, its alternatives with the fields of theirs.
+#: The fields of a ``DraftPosition``, with the fields of its alternatives.
 DraftRow = tuple[int, int, str, str, float, Sequence[tuple[int, str, float]]]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What changed of the canvas since the draft before it; all of it in the first of a sample.
+    """The changes of the canvas since the previous draft of the sample; the first one has all positions.
 
-    ``rows``: a position each, in order, as plain tuples: there may be hundreds of them at each step. ``total``:
-    positions of the canvas. ``forwards``: passes made so far.
+    ``rows``: one plain tuple for each position, in order, because there may be hundreds in each step. ``total``: number
+    of positions of the canvas. ``forwards``: passes so far.
     """
 
     rows: tuple[DraftRow, ...]
@@ -94,18 +95,18 @@ class Draft:
 
     @property
     def positions(self) -> tuple[DraftPosition, ...]:
-        """``rows`` by the names of their fields."""
+        """``rows`` as objects with named fields."""
         return tuple(DraftPosition(*row[:-1], tuple(starmap(DraftAlternative, row[-1]))) for row in self.rows)
 
     def after(self, earlier: Draft) -> Draft:
-        """One draft in place of ``earlier`` and this one, which follows it."""
+        """The draft that merges ``earlier`` and this one, which follows it."""
         both = {row[0]: row for row in (*earlier.rows, *self.rows)}
         return replace(self, rows=tuple(both[index] for index in sorted(both)))
 
 
 @dataclass(frozen=True)
 class Delta:
-    """Text that is final and follows all text of its sample sent before; never taken back."""
+    """Final text, which follows all text of its sample sent before; never retracted."""
 
     text: str
     sample: int = 0
@@ -113,8 +114,8 @@ class Delta:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """More of the tool call number ``index``: its ``id`` and ``name`` with the first delta, then text of its
-    ``arguments``; never taken back."""
+    """A part of tool call ``index``: its ``id`` and ``name`` in the first delta, then text of its ``arguments``; never
+    retracted."""
 
     index: int
     id: str = ""
@@ -125,10 +126,10 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Where a request's time went (milliseconds). ``queue`` is the wait before and between stages.
+    """Durations of a request (milliseconds). ``queue``: total wait before and between stages.
 
-    From arrival: ``first_draft`` to the first candidates for the answer, which may yet change; ``first_commit`` to its
-    first final position, wherever it is; ``first_token`` to its first final text.
+    From arrival: ``first_draft`` to the first candidates for the answer, which may change; ``first_commit`` to its
+    first final position, anywhere in the answer; ``first_token`` to its first final text.
     """
 
     queue: float = 0.0
@@ -143,15 +144,12 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts: the prompt with its visual tokens, the visual ones alone, and the answer up to its end.
+    """Token counts of one sample: the prompt with its visual tokens, the visual tokens alone, and the answer.
 
-    ``visual_tokens_before``: how many visual ones there were before pruning.
-
-    Of one sample: the prompt, the same for all samples of a request, is counted in each.
-    ``cached_tokens`` of the prompt's were not run: an earlier request with the same beginning had left their K/V.
-    ``kv_positions``: positions whose K/V were held when the answer ended.
-    ``reused_tokens`` of the prompt's were not run before the answer began: their K/V were taken from where the
-    image stood alone.
+    The prompt is counted in every sample of a request. ``visual_tokens_before``: visual tokens before pruning.
+    ``cached_tokens``: prompt tokens whose K/V came from the prefix cache. ``kv_positions``: positions with K/V when the
+    answer ended. ``reused_tokens``: prompt tokens whose K/V were reused from an image alone, and not recomputed before
+    the answer began.
     """
 
     prompt_tokens: int
@@ -174,11 +172,11 @@ class Prefilled:
 @dataclass(frozen=True)
 class CommittedToken:
     """One token of the answer: its text alone, its log-probability before temperature and filters, and the number of
-    forward passes made when it was committed, or last replaced.
+    forward passes up to the one that committed or last replaced it.
 
-    ``alternatives``: the most probable tokens of its position in that pass, so many as the request asks for; none where
-    the token was known before it. ``text_bytes``: what it adds to the text, in UTF-8: of a character that spans tokens
-    each has a part, whose ``text`` is U+FFFD. Of a special token, which is no text, it is the name.
+    ``alternatives``: the most probable tokens of its position in that pass, as many as the request asks for; empty if
+    the token was known before the pass. ``text_bytes``: its UTF-8 bytes in the text; if a character spans several
+    tokens, each has a part of its bytes, and U+FFFD as ``text``. For a special token, its name.
     """
 
     id: int
@@ -191,22 +189,22 @@ class CommittedToken:
 
 @dataclass(frozen=True)
 class ConstraintStats:
-    """What a constraint took of a sample. Seconds are processor time of the thread that decodes."""
+    """The cost of a constraint for one sample. Seconds are CPU time of the decode thread."""
 
-    steps: int  # forward passes that the constraint chose from
-    fallbacks: int  # steps after which the answer known before stayed: a better one was begun, and none could be ended
-    late: int  # those of them whose time was over before the search was
-    search_seconds: float  # of all steps: masks, ranking, search and choice
-    forward_seconds: float  # of the passes, without the vocabulary's head; of all requests that shared them
+    steps: int  # steps in which the constraint chose tokens
+    fallbacks: int  # steps after which the previous witness was kept, because no new one was completed
+    late: int  # fallbacks in which the search ran out of time
+    search_seconds: float  # total of all steps: masks, ranking, search and choice
+    forward_seconds: float  # total of the passes without the output layer, including requests that shared them
     step_ms: tuple[float, ...] = field(default=(), repr=False)  # of each step, as in search_seconds
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The whole answer, or a sample of it. ``reason`` is ``end`` (end of text), ``stop`` (a stop string), ``length``,
-    or ``tool_calls`` (end of an answer that calls tools: ``text`` is what comes before ``tool_calls``).
+    """The whole answer of a sample.
 
-    ``tokens`` is empty unless the request asked for them.
+    ``reason``: ``end`` (end of text), ``stop`` (a stop string), ``length``, or ``tool_calls`` (the answer ends with
+    tool calls: ``text`` is the text before ``tool_calls``). ``tokens`` is empty unless requested.
     """
 
     reason: str
@@ -216,21 +214,21 @@ class Finished:
     recomputed_tokens: int
     times: StageTimes
     warnings: tuple[str, ...] = field(default=())
-    edits: int = 0  # committed tokens that were replaced on the way
+    edits: int = 0  # number of committed tokens that were replaced
     tokens: tuple[CommittedToken, ...] = field(default=())
     sample: int = 0
-    closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
-    companion_forwards: int = 0  # passes that drafted or judged for it, which ``forwards`` does not count
-    log_weight: float | None = None  # importance weight (natural log) of an answer drawn true to the model
+    closed_by_budget: bool = False  # a constrained answer was shortened to end within its budget
+    companion_forwards: int = 0  # passes that drafted or verified, not counted in ``forwards``
+    log_weight: float | None = None  # importance weight (natural log) of an answer sampled under a constraint
     constraint: ConstraintStats | None = None  # of a constrained request
-    holes: tuple[str, ...] = field(default=())  # what fills each hole of a template
+    holes: tuple[str, ...] = field(default=())  # the text of each hole of a template
     tool_calls: tuple[ToolCall, ...] = field(default=())
     decisions: tuple[Decided, ...] = field(default=())  # of a request with typed questions, in their order
-    stop: str = ""  # the stop string that ended it, where the reason is ``stop``
+    stop: str = ""  # the stop string that ended it, if the reason is ``stop``
 
     @property
     def tokens_per_forward(self) -> float:
-        """Completion tokens over forward passes."""
+        """Completion tokens divided by forward passes."""
         return self.usage.completion_tokens / max(1, self.forwards)
 
 

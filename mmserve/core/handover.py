@@ -1,4 +1,4 @@
-"""A request on its way from one engine to another, for stages that live apart: plain data, with all that it needs."""
+"""A request in transit between engines that run different stages: plain data that contains its whole state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mmserve.core.payloads import CanvasPayload, EncodedPayload, KVChunk, Prefil
 from mmserve.core.progress import Milestone
 from mmserve.core.request import Request, Stage
 
-#: The three stages of serving, which an engine does all or some of.
+#: The three stages of serving; an engine runs some or all of them.
 ROLES = ("encode", "prefill", "decode")
-#: What a request in each of these stages waits for; in the others it cannot leave.
+#: Stages in which a request can leave an engine, and what it waits for there.
 NEXT_ROLE: Mapping[Stage, str] = {
     Stage.QUEUED: "encode",
     Stage.ENCODED: "prefill",
@@ -23,20 +23,20 @@ NEXT_ROLE: Mapping[Stage, str] = {
 
 @dataclass(frozen=True)
 class Handover:
-    """A request, or one sample of it, between two stages or two decode steps.
+    """A request, or one of its samples, between two stages or two decode steps.
 
-    ``payload``: its state at ``stage``; None = nothing was done yet; visual tokens, where some of its media were shared
-    out; K/V that go ahead of a prefilled request. Times are seconds: ``age`` since it arrived, ``reached`` from its
-    arrival to each milestone, ``run`` in each stage.
+    ``payload``: its state at ``stage``; None = not started; visual tokens, if its media were encoded by several
+    engines; or K/V sent ahead of a prefilled request. Times are in seconds: ``age`` since it arrived, ``reached`` from
+    its arrival to each milestone, ``run`` in each stage.
     """
 
     request: Request
     stage: Stage
     payload: EncodedPayload | PrefilledPayload | CanvasPayload | VisualPayload | KVChunk | None
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
-    keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared
-    unpruned: bool = False  # the decoder has to prune its prompt before it takes pages
-    sent: int = 0  # characters of the answer that were sent before
+    keys: tuple[bytes, ...] = ()  # of the prompt's pages that can be shared
+    unpruned: bool = False  # the decoder must prune its prompt before pages are allocated
+    sent: int = 0  # characters of the answer already sent
     age: float = 0.0
     run: Mapping[str, float] = field(default_factory=dict)
     reached: Mapping[Milestone, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Handover:
 
 @dataclass(frozen=True)
 class Left:
-    """The request, or sample, is not here any more: it goes on wherever ``handover`` is taken in."""
+    """The request, or sample, has left this engine: it continues where ``handover`` is received."""
 
     handover: Handover
     sample: int = 0
@@ -52,7 +52,8 @@ class Left:
 
 @dataclass(frozen=True)
 class Saved:
-    """The request, or sample, goes on here, and could go on elsewhere from ``handover``, were this engine lost."""
+    """The request, or sample, continues here; ``handover`` is a checkpoint from which another engine can continue
+    it."""
 
     handover: Handover
     sample: int = 0
@@ -60,8 +61,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Some of the K/V of a request, or sample, whose prefill goes on here, and which then leaves: ``handover`` as it
-    will leave, but with a ``KVChunk``; ``number`` counts those from 0."""
+    """Some K/V of a request, or sample, whose prefill continues here before it leaves: ``handover`` as it will leave,
+    with a ``KVChunk`` as payload; ``number`` counts chunks from 0."""
 
     handover: Handover
     number: int

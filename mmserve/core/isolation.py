@@ -1,4 +1,4 @@
-"""How one request's failure is kept from the rest of its batch."""
+"""Isolation of a failing request from the rest of its batch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ B = TypeVar("B")
 
 
 def run_isolated(run: Callable[[list[A]], Sequence[B]], batch: list[A]) -> list[B | BaseException]:
-    """Results of ``run(batch)``; if that raises, of ``run([item])`` for each item, with the exception where it raises.
+    """Results of ``run(batch)``; if that raises, of ``run([item])`` for each item, or the exception that it raises.
 
-    ``run`` must leave no trace of a call that raised.
+    A call of ``run`` that raises must have no side effects.
     """
     try:
         return list(run(batch))

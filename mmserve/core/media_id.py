@@ -1,4 +1,4 @@
-"""What names a media file in place of its bytes: the id of an upload, which is the hash of its bytes, or a URL."""
+"""References to media files: the id of an upload, which is the hash of its bytes, or a URL."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def is_media_id(value: str) -> bool:
 
 
 def is_url(value: str) -> bool:
-    """Whether ``value`` begins as an http or https URL does."""
+    """Whether ``value`` begins with http:// or https://."""
     return value[:8].lower().startswith(("http://", "https://"))

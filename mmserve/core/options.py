@@ -1,4 +1,4 @@
-"""The options of a request under the names that callers use, also where ``core.request`` names them differently."""
+"""The options of a request by their public names, which can differ from those in ``core.request``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PIXELS = Range("from 1 to 2**63 - 1", lambda pixels: 1 <= pixels < 1 << 63)
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much a pruner keeps of each image and of each video; at most one of these is set."""
+    """How much a pruner keeps of each image and each video; at most one of these is set."""
 
     keep_ratio: float | None = value(
         None, SHARE_ABOVE_0, "share of the visual tokens of an image or video that the pruner keeps", shown="none"
@@ -50,7 +50,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Options that are names, files, texts, or classes with parameters."""
+    """Options that are names, files, texts, or policy classes with parameters."""
 
     model: str = value(None, meaning="name of one of the server's models", shown="the server's first")
     videos: tuple[object, ...] = value(
@@ -150,9 +150,9 @@ class _Chosen:
 
 
 _CHOSEN = values(_Chosen)
-#: Options that are a message's fields of the same name: ``SamplingParams``, ``DiffusionParams``, ``VisionParams``.
+#: Options whose names equal fields of messages: ``SamplingParams``, ``DiffusionParams``, ``VisionParams``.
 SAMPLING, DIFFUSION, AMOUNTS, PIXELS = values(Sampling), values(Diffusion), values(Amounts), values(Pixels)
 
-#: Every option of a request, and of a session of streaming video, by name.
+#: Every option of a request, and of a video session, by name.
 REQUEST: dict[str, Value] = {**_CHOSEN, **SAMPLING, **DIFFUSION, **AMOUNTS, **PIXELS}
 SESSION: dict[str, Value] = {**REQUEST, **values(Memory), **values(FrameSampling), "memory": values(Memory)["policy"]}

@@ -1,4 +1,4 @@
-"""Which frames of a video file a model's own video processor takes, as transformers has it."""
+"""Frame sampling of models' own video processors, as implemented in transformers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class OwnFrames:
-    """The frames that transformers' video processors take by themselves, of a whole file (release 5.23).
+    """The frames that transformers' video processors (release 5.23) sample from a whole file by default.
 
-    ``rule``: that of ``sample_frames`` of ``SmolVLMVideoProcessor`` (``skip_ends``), ``Qwen2VLVideoProcessor``
-    (``starts``) or ``Qwen3VLVideoProcessor`` (``ends``). ``rate``: frames a second, ``frames``: their number, at most
-    so many of ``skip_ends`` (0 = not given; one is needed, of ``skip_ends`` both). ``least``, ``most``: bounds of the
-    number that ``rate`` gives; ``multiple``: of ``starts``, what it is a multiple of.
+    ``rule``: ``sample_frames`` of ``SmolVLMVideoProcessor`` (``skip_ends``), ``Qwen2VLVideoProcessor`` (``starts``) or
+    ``Qwen3VLVideoProcessor`` (``ends``). ``rate``: frames per second; ``frames``: number of frames, for ``skip_ends``
+    the maximum (0 = not given; at least one of the two is required, for ``skip_ends`` both). ``least``, ``most``:
+    bounds of the number that ``rate`` gives; ``multiple``: for ``starts``, the number is a multiple of it.
     """
 
     rule: str
@@ -31,14 +31,14 @@ class OwnFrames:
             raise ValueError("fps or num_frames must be set")
 
     def chosen(self, count: int, seconds: float) -> list[int]:
-        """Indices (ascending) of the frames that are taken of ``count`` in so many ``seconds``."""
+        """Indices (ascending) of the frames that are sampled from ``count`` frames in ``seconds`` seconds."""
         if seconds <= 0:
             return [0]
         rule = {"skip_ends": self._skip_ends, "starts": self._starts, "ends": self._ends}[self.rule]
         return sorted({min(int(i), count - 1) for i in rule(count, seconds)})
 
     def _skip_ends(self, count: int, seconds: float) -> np.ndarray:
-        """Evenly from the first frame to the last, or, of a long video, without a second at either end."""
+        """Evenly spaced from first to last frame; for a long video, without one second at either end."""
         number = max(1, min(round(self.rate * seconds), self.frames))
         first, last, second = 0, count - 1, count / seconds
         if seconds - 2 > self.frames * self.rate:
@@ -48,7 +48,7 @@ class OwnFrames:
         return np.linspace(first, last, number, dtype=int)
 
     def _starts(self, count: int, seconds: float) -> np.ndarray:
-        """The first frame of each of as many equal spans."""
+        """The first frame of each of several equal intervals."""
         whole = self.multiple
         if self.frames:
             number = round(self.frames / whole) * whole
@@ -59,6 +59,6 @@ class OwnFrames:
         return np.arange(number) * (count / number)
 
     def _ends(self, count: int, seconds: float) -> np.ndarray:
-        """Evenly from the first frame to the last."""
+        """Evenly spaced from first to last frame."""
         number = min(max(int(seconds * self.rate), self.least), self.most)
         return np.linspace(0, count - 1, min(number, count)).round()

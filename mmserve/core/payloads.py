@@ -1,8 +1,8 @@
-"""What travels between stages that do not share a process: arrays, tensors, numbers and texts, and nothing else.
+"""Payloads between stages in different processes: arrays, tensors, numbers and texts only.
 
-No parser, no page id of a store, no object that is somebody's. A policy is made again from its request, and so is what
-text is decoded by; random draws depend on seed, step and position alone (``decode/sampler.py``), so the step that a
-canvas counts is all the state that a generator has. ``transfer/payloads.py`` gives each kind its bytes and its version.
+No parsers, and no page ids of a store. Policies and text decoders are created again from the request; random draws
+depend only on seed, step and position (``decode/sampler.py``), so a canvas's step count is all of the generator's
+state. ``transfer/payloads.py`` defines the serialisation and version of each kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmserve.core.tensors import Tensor
 
 @dataclass(frozen=True)
 class EncodedPayload:
-    """Encode → prefill: a prompt, and the constraint of the request, or of each sample where it is not split yet."""
+    """Encode → prefill: a prompt, with the constraint of the request, or of each sample if it is not split yet."""
 
     encoded: Encoded
     constraints: tuple[ConstraintState, ...] = ()
@@ -31,16 +31,16 @@ class EncodedPayload:
 
 @dataclass(frozen=True)
 class VisualPayload:
-    """Encode → encode: visual tokens of some of a request's media, as the cache has them, by the hex of their keys."""
+    """Encode → encode: cached visual tokens of some of a request's media, by the hex of their keys."""
 
     entries: Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class KVState:
-    """K/V of the first ``positions`` of a sequence, whole pages of them: ``tensors`` by the names of their store.
+    """K/V of the first ``positions`` of a sequence, in full pages; ``tensors``: by the names in their store.
 
-    ``ahead``: so many ``KVChunk`` went before it and hold all of them; it has no tensors then.
+    ``ahead``: number of ``KVChunk`` sent before, which hold all K/V; ``tensors`` is then empty.
     """
 
     positions: int
@@ -51,8 +51,8 @@ class KVState:
 
 @dataclass(frozen=True)
 class KVChunk:
-    """Prefill → decode, ahead of the rest: K/V of some layers of the pages from ``first`` on, counted within their
-    request; ``tensors`` as of ``KVState``. ``positions``: so many of them, from the first, hold anything."""
+    """Prefill → decode, sent ahead of the handover: K/V of some layers of the pages from ``first`` (relative to the
+    request); ``tensors`` as in ``KVState``. ``positions``: number of leading positions with K/V."""
 
     first: int
     page_size: int
@@ -62,7 +62,7 @@ class KVChunk:
 
 @dataclass(frozen=True)
 class GuidanceState:
-    """The sequence of a guided request whose prompt is masks: as ``Guidance``."""
+    """The second sequence of a guided request, whose prompt is masks (see ``Guidance``)."""
 
     scale: float
     embeddings: Tensor  # [N, D]
@@ -71,17 +71,17 @@ class GuidanceState:
 
 @dataclass(frozen=True)
 class PrefilledPayload:
-    """Prefill → decode: a canvas of masks, or of a next-token model, with the K/V of its pages.
+    """Prefill → decode: a canvas with the K/V of its pages.
 
-    ``features`` are the visual tokens of models that read their prompt again. ``draft_kv`` are of the draft or verifier
-    model. ``extensions``: what else the request asked for keeps of it, each a table with its kind's name as ``is``, of
-    numbers, texts, arrays, tensors, and lists and tables of them.
+    ``features``: visual tokens, for models that run their prompt again. ``draft_kv``: K/V of the draft or verifier
+    model. ``extensions``: state of the request's extensions, each a dict with its kind in ``is``, of numbers, texts,
+    arrays, tensors, and lists and dicts of these.
     """
 
     canvas: Canvas
     kv: KVState
     recomputed: int  # token positions run through the model so far
-    candidates: Candidates | None = None  # that are not chosen from yet
+    candidates: Candidates | None = None  # candidates that are not chosen from yet
     constraint: ConstraintState | None = None
     embeddings: Tensor | None = None  # [N, D], current at every position
     features: Tensor | None = None  # [n, D]
@@ -92,13 +92,13 @@ class PrefilledPayload:
 
     @property
     def prefilled(self) -> PrefilledPayload:
-        """Itself: as of ``CanvasPayload``."""
+        """Itself; ``CanvasPayload`` has the same property."""
         return self
 
 
 @dataclass(frozen=True)
 class TextState:
-    """An answer's text so far: as ``TextStream``."""
+    """An answer's text so far (see ``TextStream``)."""
 
     tokens: tuple[int, ...]
     text: str
@@ -110,7 +110,7 @@ class TextState:
 class CanvasPayload:
     """Decode → decode: a canvas between two steps.
 
-    ``step``: of a canvas of random tokens, the result of its latest step.
+    ``step``: the result of the latest step, for canvases of random tokens.
     """
 
     prefilled: PrefilledPayload
@@ -118,7 +118,7 @@ class CanvasPayload:
     log_probabilities: np.ndarray  # float32 [N]
     forwards: int
     edits: int = 0
-    rows: np.ndarray | None = None  # int64, positions of the next pass, where they are chosen
+    rows: np.ndarray | None = None  # int64, positions of the next pass, if selected already
     fresh: tuple[np.ndarray, np.ndarray] | None = None  # int64 each, positions and tokens not yet embedded
     step: Mapping[str, Any] | None = None
     still: int = 0

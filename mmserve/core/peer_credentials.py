@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a unix socket."""
+"""The user of the process at the other end of a Unix socket."""
 
 from __future__ import annotations
 

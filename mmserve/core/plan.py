@@ -1,4 +1,4 @@
-"""What the scheduler reads and what it decides: plain data."""
+"""The scheduler's input and output: plain data."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from mmserve.core.request import RequestId, Stage
 
 @dataclass(frozen=True)
 class Entry:
-    """One live request as the scheduler sees it; entries come in order of arrival."""
+    """The scheduler's view of one live request; entries are in order of arrival."""
 
     id: RequestId
     stage: Stage
-    images: int = 0  # and frames of videos
-    tokens: int = 0  # positions of prompt and answer; known once encoded
+    images: int = 0  # images and video frames
+    tokens: int = 0  # positions of prompt and answer; known after encode
     pages: int = 0  # K/V pages they need
-    turn: float = 0.0  # virtual time at which its next decode step is due (``mmserve/schedule/turns.py``)
-    prefilled: int | None = None  # positions run so far: it waits for its next chunk; None = it holds no pages yet
-    constrained: bool = False  # it needs a grammar before anything else
+    turn: float = 0.0  # virtual time of its next decode step (``mmserve/schedule/turns.py``)
+    prefilled: int | None = None  # positions run so far: waits for its next chunk; None = it holds no pages yet
+    constrained: bool = False  # its grammar must be compiled first
     tenant: str = ""
     share: float = 1.0  # of the tenant, in fair queueing
-    priority: int = 0  # class: lower ones are served first
-    rows: int = 0  # that its next decode step runs; 0 = none, prefill has made its candidates
-    due: float = 0.0  # when its first token is wanted (seconds on the monotonic clock)
-    pace: float = 1.0  # share of the usual virtual time between two of its decode steps
-    awaits: bool = False  # rows of its prompt that are not there yet, while its clip is read
-    first_rows: int | None = None  # rows of its prefill, counted from the first position; None = all of its ``tokens``
+    priority: int = 0  # priority class: lower ones are served first
+    rows: int = 0  # rows of its next decode step; 0 = none, because prefill made its candidates
+    due: float = 0.0  # deadline of its first token (seconds on the monotonic clock)
+    pace: float = 1.0  # relative virtual time between two of its decode steps
+    awaits: bool = False  # some rows of its prompt are not available yet, because its clip is still being read
+    first_rows: int | None = None  # total rows of its prefill; None = all of its ``tokens``
 
     @property
     def prefill_rows(self) -> int:
@@ -37,42 +37,42 @@ class Entry:
 
 @dataclass(frozen=True)
 class Served:
-    """What the queue of a stage has served: its virtual time, and that of each tenant that is ahead of it.
+    """The virtual time of a stage's queue, and of each tenant that is ahead of it.
 
-    See ``mmserve/schedule/fair.py``. Times are costs over shares.
+    See ``mmserve/schedule/fair.py``. Times are costs divided by shares.
     """
 
     time: float = 0.0
     tenants: Mapping[str, float] = field(default_factory=dict)
 
     def start(self, tenant: str) -> float:
-        """The virtual time at which the next request of ``tenant`` begins."""
+        """The virtual start time of the next request of ``tenant``."""
         return max(self.time, self.tenants.get(tenant, 0.0))
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """What may be used now."""
+    """The capacity that is free now."""
 
-    idle: frozenset[str]  # stages whose worker is free: "constrain", "load", "tokenize", "encode", "prefill", "decode"
+    idle: frozenset[str]  # stages with a free worker: "constrain", "load", "tokenize", "encode", "prefill", "decode"
     free_pages: int
     max_pending_per_stage: int  # requests that may wait after constrain, for prefill, and for decode
     max_running: int  # requests that may hold pages
     encode_batch: int  # images and frames
     prefill_tokens: int  # rows of a prefill batch
     decode_tokens: int  # rows of a decode batch
-    constrain: int = 1  # requests whose constraints may be begun now
-    load: int = 1  # requests whose media may be begun now
-    served: Mapping[str, Served] = field(default_factory=dict)  # by each stage's queue so far
+    constrain: int = 1  # number of constraints that can be started now
+    load: int = 1  # number of requests whose media can be loaded now
+    served: Mapping[str, Served] = field(default_factory=dict)  # virtual times of each stage's queue
     chunked: bool = False  # prefill runs longer prompts in chunks of ``prefill_tokens``
-    #: Rows that shorter requests may run during the pass in progress, for each stage where that is a long one.
+    #: Rows of shorter requests that can run during the current pass, for each stage whose current pass is long.
     within: Mapping[str, int] = field(default_factory=dict)
     now: float = 0.0  # virtual time of decode
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which requests each idle stage takes next, in order; empty = nothing to do."""
+    """The requests that each idle stage runs next, in order; empty = nothing to do."""
 
     constrain: tuple[RequestId, ...] = ()
     load: tuple[RequestId, ...] = ()
@@ -80,7 +80,7 @@ class Plan:
     encode: tuple[RequestId, ...] = ()
     prefill: tuple[RequestId, ...] = ()
     decode: tuple[RequestId, ...] = ()
-    served: Mapping[str, Served] = field(default_factory=dict)  # by each stage's queue, these requests included
-    within: Mapping[str, int] = field(default_factory=dict)  # as of ``Budgets``, once the plan is carried out
-    turns: Mapping[RequestId, float] = field(default_factory=dict)  # when each request of the decode batch is due next
-    now: float = 0.0  # virtual time of decode, this batch included
+    served: Mapping[str, Served] = field(default_factory=dict)  # of each stage's queue, including these requests
+    within: Mapping[str, int] = field(default_factory=dict)  # see ``Budgets``; after this plan
+    turns: Mapping[RequestId, float] = field(default_factory=dict)  # virtual time of each request's next step
+    now: float = 0.0  # virtual time of decode, including this batch

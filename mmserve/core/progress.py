@@ -1,6 +1,6 @@
-"""How a traced request gets on: what an engine reports beside the events that are for the client.
+"""Progress of a traced request, which an engine reports besides the client's events.
 
-Times are nanoseconds since 1970, so that those of several machines go together.
+Times are nanoseconds since the Unix epoch, so that those of several hosts are comparable.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from typing import Literal
 
 from mmserve.core.request import Stage
 
-#: The first candidates for the answer, its first final position (wherever it is), and its first final text.
+#: Milestones: the first candidates for the answer, its first final position (anywhere), and its first final text.
 Milestone = Literal["draft", "commit", "text"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one decode step of a sample did.
+    """The effect of one decode step of a sample.
 
-    ``block`` counts from 0; a block of a next-token model is ``TOKENS_TOGETHER`` tokens here.
+    ``block`` counts from 0; for a next-token model, a block is ``TOKENS_TOGETHER`` tokens.
     """
 
     block: int
-    committed: int  # positions that it made final
-    edited: int  # committed tokens that it replaced
-    forwards: int  # passes so far, with that of prefill
-    constraint_seconds: float  # processor time of the constraint so far
+    committed: int  # number of positions that it made final
+    edited: int  # number of committed tokens that it replaced
+    forwards: int  # passes so far, including prefill
+    constraint_seconds: float  # CPU time of the constraint so far
 
 
-#: Blocks of next-token models are one token long, too short to be reported one by one.
+#: Tokens of a next-token model that are reported as one block; its actual blocks are one token long.
 TOKENS_TOGETHER = 32
 
 
 @dataclass(frozen=True)
 class StageEntered:
-    """A request, or a sample of it once it is encoded, went on to ``stage``."""
+    """A request, or after encode one of its samples, entered ``stage``."""
 
     stage: Stage
     at: int
@@ -43,7 +43,7 @@ class StageEntered:
 
 @dataclass(frozen=True)
 class StepTaken:
-    """A sample made a decode step, which ended then."""
+    """A sample completed a decode step at this time."""
 
     step: Step
     at: int
@@ -52,7 +52,7 @@ class StepTaken:
 
 @dataclass(frozen=True)
 class Reached:
-    """A sample came to a milestone."""
+    """A sample reached a milestone."""
 
     milestone: Milestone
     at: int

@@ -1,4 +1,4 @@
-"""A request as the engine knows it: what was asked, and the one table of stages it lives through.
+"""The engine's representation of a request: its options, and the table of its stages.
 
 Plain data: neither torch nor gRPC is imported here.
 """
@@ -42,9 +42,9 @@ class ImagePart:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSampling:
-    """Which frames of a video file the model sees; by default those that the model's own settings define.
+    """How frames of a video file are sampled; the default is the model's own sampling.
 
-    ``scene_similarity`` or ``scene_frames`` selects frames by scenes. ``frames`` excludes ``fps`` and scenes.
+    ``scene_similarity`` or ``scene_frames`` samples frames by scenes. ``frames`` excludes ``fps`` and scenes.
     """
 
     fps: float | None = value(
@@ -69,7 +69,7 @@ class VideoSampling:
 
     @property
     def scenes(self) -> bool:
-        """Whether frames are chosen by scenes."""
+        """Whether frames are sampled by scenes."""
         return self.scene_similarity is not None or self.scene_frames is not None
 
 
@@ -89,7 +89,7 @@ Part = TextPart | TokensPart | MediaPart
 class Message:
     """One chat message: ``role`` is ``system``, ``user``, ``assistant`` or ``tool``.
 
-    ``tool_calls``: those that an assistant's message makes. ``tool_call_id``: the call that a tool's message answers.
+    ``tool_calls``: calls in an assistant's message. ``tool_call_id``: the call that a tool's message answers.
     """
 
     role: str
@@ -103,7 +103,7 @@ _SEED = Range("from 0 to 2**64 - 1", lambda seed: 0 <= seed < 1 << 64, 0, (1 << 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. Each of ``n`` samples has a seed of its own (``core/samples.py``)."""
+    """Sampling parameters. Each of ``n`` samples has its own seed (``core/samples.py``)."""
 
     temperature: float = value(0.0, at_least(0), "sampling temperature; 0 = the most probable token")
     top_p: float = value(1.0, SHARE_ABOVE_0, "sample among the most probable tokens with this total probability")
@@ -129,12 +129,12 @@ class Sampling:
 
     @property
     def changes_logits(self) -> tuple[str, ...]:
-        """The fields that change logits before a token is chosen, beside temperature and filters."""
+        """The names of fields that change logits before temperature and filters."""
         return (*self._penalties, *(["ignore_end"] if self.ignore_end else ["logit_bias"] * bool(self.logit_bias)))
 
     @property
     def penalises(self) -> bool:
-        """Whether logits are changed by which tokens are in the prompt or the answer."""
+        """Whether logits depend on the tokens in the prompt or the answer."""
         return bool(self._penalties)
 
     @property
@@ -145,9 +145,9 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A policy by its registered name, with its own numbers and texts, and the policy it builds on where it does.
+    """A policy by its registered name, with its parameters, and the policy it builds on, if any.
 
-    A switch is a number too: 0 or 1.
+    Boolean parameters are numbers: 0 or 1.
     """
 
     name: str
@@ -157,8 +157,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class SeedCanvas:
-    """What a canvas holds before its first step: ``tokens`` from its first position on, of which those at ``pinned``
-    positions stay and are part of the answer."""
+    """The canvas before its first step: ``tokens`` from its first position on; those at ``pinned`` positions are kept
+    as part of the answer."""
 
     tokens: tuple[int, ...] = ()
     pinned: tuple[int, ...] = ()
@@ -166,10 +166,10 @@ class SeedCanvas:
 
 @dataclass(frozen=True, kw_only=True)
 class Diffusion:
-    """How a canvas is filled. ``steps`` 0 means one token a step, ``block_length`` 0 the model's default.
+    """Diffusion parameters. ``steps`` 0 means one token a step, ``block_length`` 0 the model's default.
 
-    ``max_steps``: most steps of a block, 0 = no bound; ``block_length`` is then set. At most one of ``steps`` and
-    ``max_steps`` is.
+    ``max_steps``: maximum steps of a block, 0 = unlimited; requires ``block_length``. At most one of ``steps`` and
+    ``max_steps`` is set.
     """
 
     steps: int = value(0, at_least(1), "denoising steps for the whole answer", shown="one for each token")
@@ -183,7 +183,7 @@ class Diffusion:
     commit: Policy = Policy(name="low_confidence")
 
     def steps_for(self, new_tokens: int) -> int:
-        """Denoising steps for an answer of ``new_tokens``; 0 = one for each token."""
+        """Denoising steps of an answer of ``new_tokens`` tokens; 0 = one for each token."""
         block = min(self.block_length, new_tokens)
         if not 0 < self.max_steps < block:
             return self.steps
@@ -194,8 +194,8 @@ class Diffusion:
 class Amount:
     """How much a pruner keeps of an image or clip.
 
-    ``keep_ratio``: a share of its patches, in (0, 1]; ``token_budget``: so many of them; ``attention_mass``: as many as
-    draw this share of the attention, in (0, 1].
+    ``keep_ratio``: share of its patches, in (0, 1]; ``token_budget``: number of patches; ``attention_mass``: the
+    patches that receive this share of the attention, in (0, 1].
     """
 
     name: str
@@ -204,7 +204,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class PixelRange:
-    """Fewest and most pixels that a picture is resized to; None = the checkpoint's own."""
+    """Minimum and maximum number of pixels that an image is resized to; None = the checkpoint's values."""
 
     least: int | None = None
     most: int | None = None
@@ -212,22 +212,22 @@ class PixelRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Vision:
-    """How large pictures are for the vision tower, and what becomes of visual tokens before the decoder sees them."""
+    """Image sizes for the vision tower, and pruning of visual tokens."""
 
     pruner: str = "none"
     amount: Amount | None = None
     images: PixelRange = PixelRange()
-    videos: PixelRange = PixelRange()  # of a frame, or of all frames where the model bounds them together
+    videos: PixelRange = PixelRange()  # of a frame, or of all frames if the model limits their total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """Which events the client wants besides the final one."""
+    """The requested events besides the final one."""
 
     deltas: bool = True
-    prefilled: bool = False  # what the prompt took, before the answer
+    prefilled: bool = False  # usage of the prompt, before the answer
     snapshots: bool = False
-    tokens: bool = False  # the answer's tokens with their log-probabilities, in the last event
+    tokens: bool = False  # the answer's tokens with log-probabilities, in the last event
     drafts: bool = False  # each position of the canvas, after each step
     alternatives: int = value(
         0, at_least(0, most=20), "number of most probable tokens returned with each token and draft"
@@ -235,13 +235,13 @@ class Streaming:
 
     @property
     def records(self) -> bool:
-        """Whether the candidates of every position are kept, and not only of those that become final."""
+        """Whether the candidates of all positions are kept, not only of those that become final."""
         return self.drafts or (self.tokens and self.alternatives > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation request; ``deadline`` is on the monotonic clock (seconds), None = none."""
+    """One generation request; ``deadline``: monotonic clock (seconds), None = none."""
 
     id: RequestId
     model: str
@@ -250,60 +250,60 @@ class Request:
     diffusion: Diffusion = Diffusion()
     vision: Vision = Vision()
     streaming: Streaming = Streaming()
-    raw: bool = False  # whether the answer continues the text of the one message, without the chat template
-    continues: bool = False  # whether the answer continues the text of the last message, the assistant's
-    template_options: str = ""  # further variables of the chat template: the JSON text of an object; empty = none
+    raw: bool = False  # whether the answer continues the text of the only message, without the chat template
+    continues: bool = False  # whether the answer continues the last message, which is the assistant's
+    template_options: str = ""  # additional variables of the chat template: a JSON object as text; empty = none
     constraint: ConstraintSpec | None = None
-    decisions: tuple[Decision, ...] = ()  # typed questions that the prompt ends with; the answer is their canvas
-    tools: ToolUse | None = None  # that the prompt shows; ``constraint`` is then the grammar of their calls
-    kv_reduction: Policy | None = None  # which K/V are dropped while a next-token model decodes
-    image_reuse: Policy | None = None  # which K/V of images are taken from where they stood alone
-    adapter: str = ""  # what is added to the model's weights: its name; within an engine, its key
+    decisions: tuple[Decision, ...] = ()  # typed questions, which follow the prompt; the answer is their canvas
+    tools: ToolUse | None = None  # tools in the prompt; ``constraint`` is then the grammar of their calls
+    kv_reduction: Policy | None = None  # K/V eviction of a next-token model during decode
+    image_reuse: Policy | None = None  # reuse of image K/V that were computed without context
+    adapter: str = ""  # the name of a LoRA adapter; within an engine, its key
     deadline: float | None = None
     tenant: Tenant = ANONYMOUS
-    slo: SLO | None = None  # how soon its tokens are wanted; None = no class
-    label: str = ""  # the client's own name for it, in logs
-    #: Where its trace goes on, as headers of W3C Trace Context; empty = it is not traced.
+    slo: SLO | None = None  # latency targets; None = no class
+    label: str = ""  # the client's own name for it, for logs
+    #: Its trace context, as headers of W3C Trace Context; empty = it is not traced.
     trace: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def keeps_space(self) -> bool:
-        """Whether a space before the first word is part of the answer: where that continues a text of the prompt, and
-        where a constraint defines every character of it."""
+        """Whether a space before the first word is part of the answer: if the answer continues a text of the prompt, or
+        if a constraint defines every character."""
         return self.raw or self.continues or self.constraint is not None
 
     @property
     def sequences(self) -> int:
-        """Rows of tokens that each pass of a sample runs: guidance has a second one."""
+        """Number of sequences that each pass of a sample runs: two with guidance."""
         return 2 if self.diffusion.cfg_scale else 1
 
 
 class Stage(Enum):
-    """Where a request is. A waiting state follows each running one, so that queues are visible and bounded."""
+    """The state of a request. A waiting state follows each running one, so that queues are visible and bounded."""
 
     QUEUED = auto()
     CONSTRAINING = auto()
-    CONSTRAINED = auto()  # its constraint can be kept; waits for encode, or for its media to be read
+    CONSTRAINED = auto()  # its constraint is compiled; waits for encode, or for its media to be loaded
     LOADING = auto()  # its media are being decoded
     LOADED = auto()  # waits for encode
     ENCODING = auto()
     ENCODED = auto()  # waits for prefill
-    EXPECTED = auto()  # in prefill on another engine; its K/V come ahead of it
-    ARRIVED = auto()  # prefilled, or in the middle of its answer, on another engine; waits for pages
+    EXPECTED = auto()  # in prefill on another engine, which sends its K/V ahead
+    ARRIVED = auto()  # received after prefill or between decode steps; waits for pages
     PREFILLING = auto()
     PREFILLED = auto()  # waits for decode
-    STEPPING = auto()  # in the decode step that runs now
+    STEPPING = auto()  # in the current decode step
     READY = auto()  # decoding, waits for its next step
     FINISHED = auto()
-    FAILED = auto()  # also cancelled and expired: the error states which
-    LEFT = auto()  # goes on in another engine
+    FAILED = auto()  # also cancelled and expired; see the error
+    LEFT = auto()  # continues in another engine
 
 
-#: Stages in which a worker holds the request's state: nothing else may touch it until the worker returns.
+#: Stages in which a worker owns the request's state: no other thread may access it until the worker returns.
 RUNNING = frozenset({Stage.CONSTRAINING, Stage.LOADING, Stage.ENCODING, Stage.PREFILLING, Stage.STEPPING})
 TERMINAL = frozenset({Stage.FINISHED, Stage.FAILED, Stage.LEFT})
 
-#: The life of a request. A running stage ends in the next waiting one, or in failure; prefill may take several turns.
+#: Transitions of a request. A running stage ends in the next waiting one, or in failure; prefill may run several times.
 TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
     Stage.QUEUED: frozenset(
         {
@@ -318,8 +318,8 @@ TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
     Stage.ENCODING: frozenset({Stage.ENCODED, Stage.FAILED}),
     Stage.ENCODED: frozenset(
         {Stage.PREFILLING, Stage.LOADED, Stage.LEFT, Stage.FAILED}
-    ),  # LOADED: its clip was not as foreseen
-    Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.ENCODED, Stage.FAILED}),  # ENCODED: a chunk of it is done
+    ),  # LOADED: its clip differs from its metadata
+    Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.ENCODED, Stage.FAILED}),  # ENCODED: a chunk is done
     Stage.EXPECTED: frozenset({Stage.ARRIVED, Stage.FAILED}),
     Stage.ARRIVED: frozenset({Stage.PREFILLED, Stage.FAILED}),
     Stage.PREFILLED: frozenset({Stage.STEPPING, Stage.LEFT, Stage.FAILED}),
@@ -332,7 +332,8 @@ TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
 
 
 def advance(current: Stage, following: Stage) -> Stage:
-    """``following``, if the table allows it after ``current``; anything else is a bug and raises ``ValueError``."""
+    """``following``, if the table allows it after ``current``; raises ``ValueError`` otherwise, which indicates a
+    bug."""
     if following not in TRANSITIONS[current]:
         raise ValueError(f"a request cannot go from {current.name} to {following.name}")
     return following

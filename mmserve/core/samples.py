@@ -1,4 +1,4 @@
-"""Several samples of one request: which request each of them is."""
+"""Several samples of one request, as a separate request each."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from dataclasses import replace
 
 from mmserve.core.request import Request
 
-#: Steele, Lea and Flood's SplitMix64 (OOPSLA 2014): what its state grows by, and how a state is mixed.
+#: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the increment of its state, and the constants of its mixing
+#: function.
 _GROWTH, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
 
 
 def samples(request: Request) -> tuple[Request, ...]:
-    """A request for each sample that ``request`` asks for: the same, but for its id and its seed.
+    """A request for each sample of ``request``: identical except for id and seed.
 
-    The first has the id and the seed of ``request``, so that it is the answer to a request for one. Which id and seed
-    the others have does not depend on how many there are.
+    The first has the id and seed of ``request``, so it gives the same answer as a request for one sample. The ids and
+    seeds of the others do not depend on the number of samples.
     """
     sampling = request.sampling
     return tuple(
@@ -29,10 +30,10 @@ def samples(request: Request) -> tuple[Request, ...]:
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The seed (64 bits) of sample number ``sample``, from 0, of a request with ``seed``; ``seed`` itself for 0.
+    """The seed (64 bits) of ``sample``, from 0, of a request with ``seed``; ``seed`` itself for 0.
 
-    Mixed, so that the samples of neighbouring seeds have none in common: with ``seed + sample`` all but one would be
-    the same.
+    Mixed, so that requests with consecutive seeds have no samples in common: with ``seed + sample``, all but one would
+    be the same.
     """
     if sample == 0:
         return seed

@@ -1,5 +1,6 @@
-"""What a session of streaming video is asked for, and what it reports: plain data, the same on the server and in the
-client. Times are seconds of the session's clock, unless a field's description differs.
+"""The options and reports of a video session: plain data, the same on the server and in the client.
+
+Times are seconds of the session's clock, unless a field's description differs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class FrameSampling:
-    """Which frames of segments the model sees."""
+    """How frames of segments are sampled."""
 
     rate: float = value(1.0, within(0, 30, above=True), "frames a second that are taken from segments")
     scene_similarity: float | None = value(
@@ -43,20 +44,20 @@ class FrameSampling:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a question was asked about: the frames whose rows it can see."""
+    """The frames that a question refers to: those whose rows it can attend to."""
 
     frames: int
     begin: float  # seconds of the first of them
-    end: float  # and of the newest
-    recomputed_rows: int  # rows prefilled for this question alone
+    end: float  # seconds of the last of them
+    recomputed_rows: int  # rows prefilled only for this question
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment that an answer names: where in its text, and the whole second of the stream's clock.
+    """A time that an answer mentions: its position in the text, and the second of the stream's clock.
 
-    ``seconds`` is None where the frames that were asked about have no such moment. ``ambiguous``: whether an older
-    frame among them has the same label; ``seconds`` is then the newest one's.
+    ``seconds`` is None if no frame of the question has that time label. ``ambiguous``: whether an older frame has the
+    same label; ``seconds`` is then that of the newest one.
     """
 
     start: int
@@ -67,7 +68,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class PushFailed:
-    """A push, or the rest of its frames, could not be taken."""
+    """A push, or the rest of its frames, failed."""
 
     index: int
     error: MMServeError
@@ -75,7 +76,7 @@ class PushFailed:
 
 @dataclass(frozen=True)
 class Alert:
-    """A standing question turned true or false; ``probability`` is that of what makes it true."""
+    """A standing question became true or false; ``probability``: that of the answers that make it true."""
 
     watch_id: str
     active: bool

@@ -1,4 +1,4 @@
-"""What of a request's media one encoder makes visual tokens of, where several share them."""
+"""The share of a request's media that one encoder encodes, if several encoders share them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MediaShare:
-    """The image or video at ``place`` among a request's media; of a video in ``of`` parts, part ``part``."""
+    """The image or video at index ``place`` of a request's media; for a video split into ``of`` parts, part
+    ``part``."""
 
     place: int
     part: int = 0

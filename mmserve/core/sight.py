@@ -1,4 +1,4 @@
-"""How far right the positions of a prompt see whose images are seen whole, as Gemma 3's are (arXiv 2503.19786)."""
+"""How far each prompt position attends with bidirectional attention within images, as in Gemma 3 (arXiv 2503.19786)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def image_sight(ids: np.ndarray, image_id: int) -> np.ndarray:
-    """Int64 ``[N]``: how many of the first positions each of ``ids`` (int64 ``[N]``) sees.
+    """Int64 ``[N]``: the number of leading positions that each of ``ids`` (int64 ``[N]``) attends to.
 
-    A visual token sees up to the last of its run of visual tokens, any other token up to itself.
+    A visual token attends up to the end of its run of visual tokens, any other token up to itself.
     """
     visual = ids == image_id
     seen = np.arange(1, len(ids) + 1)

@@ -1,7 +1,7 @@
-"""What is kept of a stream of video, as plain data: what another process needs to go on with it exactly.
+"""The state of a video stream as plain data, from which another process can continue it exactly.
 
-Shapes in names: N layers, n rows, G key/value heads, K head size, D width of a visual token, A axes of a position (0
-where it is one number), R rows of a frame.
+Shapes in names: N layers, n rows, G key/value heads, K head size, D width of a visual token, A position axes (0 if
+positions are single numbers), R rows of a frame.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mmserve.core.tensors import Tensor
 
 @dataclass(frozen=True)
 class RowsState:
-    """The rows that are kept: ``table`` has the arrays of ``video.rows.Table``, in their order.
+    """The rows of a stream: ``table`` has the arrays of ``video.rows.Table``, in that order.
 
-    ``keys``, ``values``: ``[N, final, G, K]`` of the first ``final`` rows, keys before rotation; None where the model
-    keeps none. ``features [n, D]``: visual tokens, None where nobody asks for them.
+    ``keys``, ``values``: ``[N, final, G, K]`` of the first ``final`` rows, keys before rotation; None if the model
+    keeps none. ``features [n, D]``: visual tokens; None if not needed.
     """
 
     table: tuple[np.ndarray, ...]
@@ -30,7 +30,7 @@ class RowsState:
 
 @dataclass(frozen=True)
 class FrameState:
-    """A frame that has not become rows for good: RGB ``pixels`` (uint8 ``[height, width, 3]``)."""
+    """A frame whose rows are not final: RGB ``pixels`` (uint8 ``[height, width, 3]``)."""
 
     seconds: float
     pixels: np.ndarray
@@ -39,8 +39,8 @@ class FrameState:
 
 @dataclass(frozen=True)
 class UnitsState:
-    """What the next frame becomes rows by: as ``video.units.Units``; ``before [R, D]``: visual tokens of the newest
-    unit."""
+    """State for making rows of the next frame (see ``video.units.Units``); ``before [R, D]``: visual tokens of the
+    newest unit."""
 
     count: int
     open: tuple[FrameState, ...]
@@ -52,9 +52,9 @@ class UnitsState:
 
 @dataclass(frozen=True)
 class ArchiveState:
-    """Old frames, one after another: of each its number, its seconds (of its first and last frame), frames, rows and
-    visual tokens (``counts`` int64 ``[frames, 2]``); the ``ids`` (int64) and ``coordinates`` (``[A, …]``) of all rows,
-    and all tokens ``[…, D]``."""
+    """Archived frames: for each its number, its time range (seconds of first and last frame), and its counts of rows
+    and visual tokens (``counts`` int64 ``[frames, 2]``); the ``ids`` (int64) and ``coordinates`` (``[A, …]``) of all
+    rows, and all tokens ``[…, D]``, concatenated."""
 
     numbers: np.ndarray
     seconds: np.ndarray  # float64 [frames, 2]
@@ -67,7 +67,7 @@ class ArchiveState:
 
 @dataclass(frozen=True)
 class SeenState:
-    """One of the latest frames, by its number in the stream, for standing questions: as ``video.base.Seen``."""
+    """One of the latest frames, by its number in the stream, for standing questions (see ``video.base.Seen``)."""
 
     number: int
     seconds: float
@@ -77,11 +77,11 @@ class SeenState:
 
 @dataclass(frozen=True)
 class StreamPayload:
-    """A stream after some frame.
+    """A stream after one of its frames.
 
     ``frames``, ``evicted``: counters; ``last``: seconds of the newest frame. ``open``, ``open_tokens [k, D]``: number
-    and visual tokens of a unit that its next frame replaces, None where there is none. ``number``: of the newest frame
-    as who keeps the stream elsewhere counts them.
+    and visual tokens of a unit that its next frame replaces; None if there is none. ``number``: the newest frame's
+    number as counted by the owner of the stream.
     """
 
     rows: RowsState

@@ -1,4 +1,4 @@
-"""Who a request is from, and what that tenant may use: plain data."""
+"""Tenants and their limits: plain data."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """One caller of the server, known by its token; a server without tokens has one tenant, ``ANONYMOUS``.
+    """One caller of the server, identified by its token; a server without tokens has one tenant, ``ANONYMOUS``.
 
-    ``share``: its weight in fair queueing, above 0. ``priority``: its class, 0 is served first. ``cache``: the part of
-    the caches that it uses; tenants with the same name here can use what the others uploaded. ``rate``: requests a
-    second, ``burst`` of them at once, and ``concurrency``: requests in progress at once; 0 = no limit.
-    ``admin``: whether it may load and drop adapters, manage the caches of all tenants, and read metrics.
+    ``share``: its weight in fair queueing, above 0. ``priority``: its class; lower is served first. ``cache``: its
+    cache partition; tenants with the same partition can use each other's uploads. ``rate``: requests per second;
+    ``burst``: size of the token bucket; ``concurrency``: requests in progress; 0 = no limit. ``admin``: whether it may
+    load and drop adapters, manage the caches of all tenants, and read metrics.
     """
 
     name: str = ""
@@ -25,5 +25,5 @@ class Tenant:
     admin: bool = False
 
 
-#: Everybody, where the server asks for no token.
+#: The tenant of all requests if the server has no tokens.
 ANONYMOUS = Tenant(admin=True)

@@ -1,8 +1,8 @@
-"""The type of tensors within plain data."""
+"""The type of tensors in plain data."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-#: A ``torch.Tensor``; ``core`` names no library of tensors, so that what only plans and waits need not load one.
+#: A ``torch.Tensor``; ``core`` does not import torch, so that processes that only plan and wait need not load it.
 Tensor: TypeAlias = Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-#: The JSON schema of the arguments of a tool that takes none.
+#: The JSON schema of the arguments of a tool without parameters.
 NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 
 
@@ -19,9 +19,10 @@ class ToolChoice(StrEnum):
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the caller can run. ``parameters``: the JSON schema (text) of its arguments, an object.
+    """A function that the caller can run. ``parameters``: JSON schema (text) of its arguments, an object.
 
-    ``strict``: whether a schema with keywords that no grammar can enforce is refused; otherwise it is enforced in part.
+    ``strict``: whether a schema with keywords that a grammar cannot enforce is rejected; otherwise it is enforced in
+    part.
     """
 
     name: str
@@ -41,8 +42,8 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """The tools of a request. ``named``: the one that must be called; ``allowed``: those that may be, all of them where
-    it is empty; ``parallel``: whether several calls may follow one another in an answer."""
+    """The tools of a request. ``named``: the tool that must be called; ``allowed``: tools that may be called, empty =
+    all; ``parallel``: whether an answer may have several calls."""
 
     tools: tuple[Tool, ...]
     choice: ToolChoice = ToolChoice.AUTO
@@ -58,5 +59,5 @@ class ToolUse:
 
     @property
     def must_call(self) -> bool:
-        """Whether an answer without a call is none."""
+        """Whether the answer must contain a call."""
         return self.named is not None or self.choice is ToolChoice.REQUIRED

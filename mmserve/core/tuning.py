@@ -1,4 +1,4 @@
-"""Which policies decode a request that names none: pairs of them, how each was measured, and a request's quality."""
+"""Selection of a model's default policies: measured pairs of policies, and a request's quality."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from mmserve.core.request import Policy
 
 EXACT, BALANCED, FAST = "exact", "balanced", "fast"
 QUALITIES = (EXACT, BALANCED, FAST)
-#: Plain decoding, the model's default, the fastest within three points; or the least that is wanted (plain = 1).
+#: Names of qualities: plain decoding, the model's default, the fastest within three points.
 Quality = Literal["exact", "balanced", "fast"] | float
-#: Least quality (1 = as good as plain decoding) of the pairs that a named quality may choose from.
+#: Minimum quality (1 = as good as plain decoding) of the pairs that each named quality may choose from.
 FLOORS = {BALANCED: 0.99, FAST: 0.97}
-#: Share by which times of two pairs may differ by chance.
+#: Relative difference up to which times of two pairs are considered equal.
 NOISE = 0.1
 
-#: Commit policies that draft: of the positions they run some may be run again with other tokens.
+#: Commit policies that draft: some positions may run again with other tokens.
 DRAFTING = frozenset({"ngram", "draft_model"})
-#: Commit policies for which the model needs a companion.
+#: Commit policies that need a companion model.
 ACCOMPANIED = frozenset({"guided", "draft_model"})
-#: Commit policies that judge tokens which are on the canvas already: a penalty on those tokens would judge them
-#: by their own presence.
+#: Commit policies that re-evaluate tokens on the canvas: penalties would apply to these tokens because of their own
+#: presence.
 UNPENALISED = frozenset({"edit", "ngram", "guided", "draft_model", "scheduler"})
 
 
@@ -35,7 +35,7 @@ class Pair:
 
     @classmethod
     def named(cls, recompute: str, commit: str) -> Pair:
-        """The pair of these registered names, with the policies' own default numbers."""
+        """The pair with these registered names and default parameters."""
         return cls(Policy(name=recompute), Policy(name=commit))
 
     def __str__(self) -> str:
@@ -44,27 +44,28 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A pair beside plain decoding, on the same prompts.
+    """Measurement of a pair relative to plain decoding, on the same prompts.
 
-    ``quality``: its score over that of plain decoding, the lower of prompts with and without a schema. A prompt scores
-    1 for a right answer where its truth is known, and else the share of its tokens that plain decoding gives, too.
+    ``quality``: its score divided by that of plain decoding, the lower one of prompts with and without a schema. A
+    prompt with a known answer scores 1 if right; any other scores the share of its tokens that equal those of plain
+    decoding.
     """
 
     pair: Pair
     quality: float
-    accuracy: float | None  # of prompts whose truth is known; None where there are none
-    agreement: float  # mean share of tokens that plain decoding gives, too
-    same: float  # share of answers that are plain decoding's
-    time_ratio: float  # its time over that of plain decoding
-    forwards: float  # mean of an answer
+    accuracy: float | None  # on prompts with known answers; None if there are none
+    agreement: float  # mean share of tokens equal to those of plain decoding
+    same: float  # share of answers equal to those of plain decoding
+    time_ratio: float  # its time divided by that of plain decoding
+    forwards: float  # mean number of passes of an answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The policies of a model's requests that name none.
+    """The default policies of a model.
 
-    ``source``: where ``default`` is from: ``policy.json`` (then ``curve`` is what was measured, and ``measured``
-    how), ``literature``, or ``plain``, where the model has nothing faster.
+    ``source`` of ``default``: ``policy.json`` (then ``curve`` has the measurements, and ``measured`` how they were
+    made), ``literature``, or ``plain`` if the model supports nothing faster.
     """
 
     source: str
@@ -74,9 +75,9 @@ class Tuning:
     measured: dict[str, Any] = field(default_factory=dict)
 
     def pair(self, quality: str | float = BALANCED) -> Pair:
-        """The pair for one of ``QUALITIES``, or for a least quality in (0, 1].
+        """The pair for one of ``QUALITIES``, or for a minimum quality in (0, 1].
 
-        Where nothing was measured, ``fast`` is the default, and a number is plain decoding: no other pair is known to
+        Without measurements, ``fast`` is the default, and a number gives plain decoding: no other pair is known to
         reach it.
         """
         if quality == EXACT:
@@ -90,15 +91,15 @@ class Tuning:
         return self.plain if found is None else found.pair
 
     def figures(self, pair: Pair) -> Measured | None:
-        """How ``pair`` was measured; None where it was not."""
+        """The measurement of ``pair``; None if it was not measured."""
         return next((row for row in self.curve if row.pair == pair), None)
 
 
 def fastest(curve: Sequence[Measured], floor: float) -> Measured | None:
-    """The pair of least time whose quality is at least ``floor``; None where no pair's is.
+    """The fastest pair whose quality is at least ``floor``; None if there is none.
 
-    Times no further apart than ``NOISE`` count as equal: then the pair closest to plain decoding is taken, and of those
-    that are equally close the first of ``curve``, which begins with plain decoding.
+    Times that differ by less than ``NOISE`` count as equal: of these pairs, the one closest to plain decoding is taken,
+    and of equally close ones the first of ``curve``, which begins with plain decoding.
     """
     good = [row for row in curve if row.quality >= floor]
     least = min((row.time_ratio for row in good), default=0.0)
@@ -107,7 +108,7 @@ def fastest(curve: Sequence[Measured], floor: float) -> Measured | None:
 
 
 def _written(policy: Policy) -> str:
-    """``threshold(confidence=0.9)``."""
+    """The policy in call notation, such as ``threshold(confidence=0.9)``."""
     parts = [f"{name}={value}" for name, value in policy.options.items()]
     parts += [f"base={_written(policy.base)}"] if policy.base is not None else []
     return f"{policy.name}({', '.join(parts)})" if parts else policy.name

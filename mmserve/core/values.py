@@ -1,7 +1,7 @@
-"""Public values: the default, the range and one line of meaning of a field, declared where the field is.
+"""Public values: the default, range and meaning of a field, declared at the field.
 
-The server's checks, the configuration, the command line, the SDK's documentation and the tables of ``docs/`` read them
-from here.
+Used by the server's checks, the configuration, the command line, the SDK's documentation and the tables of
+``docs/``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Range:
-    """Which values are accepted: ``words`` completes "must be …", and ``holds`` decides.
+    """The accepted values: ``words`` completes "must be …", and ``holds`` tests a value.
 
-    Of numbers ``least`` and ``most`` are the same as data, where there are any; ``above``: ``least`` is left out.
+    For numbers, ``least`` and ``most`` are the bounds, if any; ``above``: ``least`` is excluded.
     """
 
     words: str
@@ -34,7 +34,7 @@ def _number(number: float) -> str:
 
 
 def at_least(least: float, *, meaning: str = "", most: float = math.inf) -> Range:
-    """Finite, from ``least`` to ``most``; ``meaning``: what ``least`` itself means."""
+    """Finite numbers from ``least`` to ``most``; ``meaning``: the special meaning of ``least``, if any."""
     words = f"at least {_number(least)}" + (f" ({_number(least)} = {meaning})" if meaning else "")
     words += f" and at most {_number(most)}" if most < math.inf else ""
     bound = most if most < math.inf else None
@@ -42,7 +42,7 @@ def at_least(least: float, *, meaning: str = "", most: float = math.inf) -> Rang
 
 
 def within(least: float, most: float, *, above: bool = False) -> Range:
-    """From ``least``, which ``above`` leaves out, to ``most``."""
+    """From ``least`` (excluded if ``above``) to ``most``."""
     words = f"{'(' if above else '['}{_number(least)}, {_number(most)}]"
     return Range(f"in {words}", lambda v: (least < v if above else least <= v) and v <= most, least, most, above)
 
@@ -53,11 +53,11 @@ def at_most_bytes(most: int) -> Range:
 
 
 def one_of(*known: Any, words: str = "") -> Range:
-    """One of ``known``; ``words`` where their list is not clear enough."""
+    """One of ``known``; ``words`` describes them if their list is not clear enough."""
     return Range(words or f"one of {', '.join(map(repr, known))}", lambda v: v in known)
 
 
-#: A share of something, and one that is not nothing.
+#: A share in [0, 1], and one that excludes 0.
 SHARE, SHARE_ABOVE_0 = within(0, 1), within(0, 1, above=True)
 ABOVE_0 = Range("above 0 and finite", lambda v: 0 < v < math.inf, 0, above=True)
 NUMBER = Range("a number", lambda v: not math.isnan(v))
@@ -66,13 +66,14 @@ NUMBER = Range("a number", lambda v: not math.isnan(v))
 def value(
     default: Any = MISSING, within: Range | None = None, meaning: str = "", *, shown: str = "", **more: Any
 ) -> Any:
-    """A dataclass field with its range and meaning; ``shown``: the default in words, where its value is not enough."""
+    """A dataclass field with its range and meaning; ``shown``: description of the default, if its value is not
+    clear."""
     return dataclasses.field(default=default, metadata={"range": within, "meaning": meaning, "shown": shown}, **more)
 
 
 @dataclass(frozen=True)
 class Value:
-    """A field that was declared by ``value``; ``kind`` is its type as written, such as ``int`` or ``str | None``."""
+    """A field declared by ``value``; ``kind`` is its type as written, such as ``int`` or ``str | None``."""
 
     name: str
     kind: str
@@ -83,7 +84,7 @@ class Value:
 
     @property
     def default_words(self) -> str:
-        """The default as documentation shows it; empty for a field without one."""
+        """The default as shown in documentation; empty for a field without one."""
         return self.shown or ("" if self.default is MISSING else _shown(self.default))
 
     @property
@@ -95,7 +96,7 @@ class Value:
 
 
 def values(kind: Any) -> Mapping[str, Value]:
-    """The fields of the dataclass ``kind`` that were declared by ``value``, by name."""
+    """The fields of the dataclass ``kind`` declared by ``value``, by name."""
     return _values(kind) if isinstance(kind, type) else MappingProxyType({})
 
 
@@ -106,11 +107,11 @@ def _values(kind: type) -> Mapping[str, Value]:
         for f in getattr(kind, "__dataclass_fields__", {}).values()
         if "meaning" in f.metadata
     }
-    return MappingProxyType(found)  # shared by all who ask
+    return MappingProxyType(found)  # shared by all callers
 
 
 def wrong(kind: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each of the ``given`` values of ``kind`` that is out of its range: its name, and what it must be."""
+    """The name of each of the ``given`` values of ``kind`` that is out of range, and what it must be."""
     known = values(kind)
     for name, found in given.items():
         accepted = known[name].range if name in known else None
@@ -119,7 +120,7 @@ def wrong(kind: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 class Checked:
-    """Base of dataclasses that refuse a value out of its range with ``ValueError``."""
+    """Base of dataclasses that raise ``ValueError`` for a value out of range."""
 
     def __post_init__(self) -> None:
         for name, rule in wrong(type(self), vars(self)):

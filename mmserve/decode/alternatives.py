@@ -1,4 +1,4 @@
-"""The most probable tokens of each position, noted from a pass's logits while something else reads them."""
+"""Top-k alternatives of each position, recorded from a pass's logits while another reader consumes them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from mmserve.decode.penalties import Penalties
 def alternatives(
     logits_nV: Tensor, count: int, banned: tuple[int, ...], mask_id: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ``count`` most probable tokens of each row of ``logits_nV`` (fp32), as of ``Alternatives``.
+    """Returns the ids and log-probabilities (both ``[n, count]``) of the ``count`` most probable tokens of each row.
 
-    Tokens of ``banned`` are none of them. ``mask_id``: a token that has its part in the distribution all the same, as
-    of ``sampler.candidates``. The logits are as they were afterwards.
+    ``logits_nV`` is fp32 and is unchanged on return. Tokens in ``banned`` are never returned. ``mask_id``: a banned
+    token that still counts in the softmax's denominator (see ``sampler.candidates``). If the vocabulary has fewer than
+    ``count`` tokens, rows are padded with token 0 and -inf.
     """
     columns = list(banned)
     taken = logits_nV[:, columns]
-    logits_nV[:, columns] = -torch.inf  # and back: a copy of all takes as long as the search
+    logits_nV[:, columns] = -torch.inf  # restored below: cloning all logits would take as long as topk
     top = logits_nV.topk(min(count, logits_nV.shape[-1]), -1)
     if mask_id in columns:
         logits_nV[:, mask_id] = taken[:, columns.index(mask_id)]
@@ -42,17 +43,17 @@ def alternatives(
 
 @dataclass
 class _Noted:
-    """What was noted so far: a row for each position of a pass."""
+    """The alternatives recorded so far, one row for each position of a pass."""
 
     positions: np.ndarray  # int64 [n], ascending
     found: Alternatives
 
 
 class NotingLogits:
-    """A request's rows, as ``RowLogits``, for ``positions`` (int64, ascending); what is read of them is noted first.
+    """A ``RowLogits`` wrapper that records the top-k alternatives of each row before a reader gets the row.
 
-    Penalties and biases of ``sampling`` are part of what is noted, as they are of log-probabilities; ``end_ids`` as
-    of ``sampler.candidates``.
+    ``positions`` (int64, ascending) are those of the rows. The recorded log-probabilities include the penalties and
+    biases of ``sampling``. ``end_ids``: see ``sampler.candidates``.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class NotingLogits:
         self._end_ids = end_ids
 
     def only(self, rows: np.ndarray) -> NotingLogits:
-        """As of ``RowLogits``; what is noted of them is noted here."""
+        """The logits of some rows (see ``RowLogits.only``); their alternatives are recorded in the same object."""
         canvas, sampling, banned, mask_id = self._given
         kept = self._positions[rows]
         return NotingLogits(
@@ -103,7 +104,8 @@ class NotingLogits:
         return made
 
     def of(self, positions: np.ndarray) -> Alternatives:
-        """What was noted of ``positions`` (int64, ascending); nothing where they are none of the pass's."""
+        """The recorded alternatives of ``positions`` (int64, ascending); -inf for positions that the pass did not
+        run."""
         noted = self._all
         at = np.searchsorted(noted.positions, positions).clip(max=max(0, len(noted.positions) - 1))
         if not len(noted.positions):

@@ -1,7 +1,7 @@
-"""A canvas of branches in the decode step: how it begins, what a pass runs of it, and what its rows see.
+"""Branched canvases (typed questions) in the decode step: their layout, the rows that a pass runs, and their attention.
 
-Attention knows requests, each with its rows, pages and positions. A branch is described to it as one: its pages are the
-prompt's whole ones, followed by its own.
+Attention kernels take sequences, each with rows, pages and positions. Each branch is passed to them as one sequence:
+its page table is the prompt's full pages, followed by the branch's own pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmserve.models.decisions import QuestionIds
 
 
 def question_canvas(spec: ModelSpec, encoded: Encoded, asked: QuestionIds, page_size: int) -> Canvas:
-    """The canvas of typed questions: all of it is given but for a slot at the end of each branch."""
+    """The canvas of typed questions: every token is given, except for one masked slot at the end of each branch."""
     prompt = len(encoded.ids)
     branches = Branches.laid_out(prompt, asked.lengths, page_size, spec.attention_block)
     tokens = np.zeros(branches.size, np.int64)
@@ -45,7 +45,7 @@ def question_canvas(spec: ModelSpec, encoded: Encoded, asked: QuestionIds, page_
 
 
 def with_repeated_past(encoded: Encoded, branches: Branches) -> Encoded:
-    """``encoded`` whose past K/V are also those of the positions that branches repeat."""
+    """``encoded`` with its past K/V copied also to the positions at which branches repeat prompt tokens."""
     past = encoded.past
     if past is None:
         return encoded
@@ -55,8 +55,8 @@ def with_repeated_past(encoded: Encoded, branches: Branches) -> Encoded:
 
 
 def repeat_embeddings(embeddings: Tensor, deep: DeepStack | None, branches: Branches) -> DeepStack | None:
-    """Give the positions that branches repeat the ``embeddings [N, D]`` of the prompt's, in place; ``deep`` with
-    theirs."""
+    """Copies the prompt's ``embeddings [N, D]`` to the positions where branches repeat it, in place. Returns ``deep``
+    with the same positions added."""
     for start in branches.starts.tolist():
         embeddings[start + branches.copied : start + branches.prefix] = embeddings[branches.alike : branches.prompt]
     if deep is None:
@@ -68,8 +68,8 @@ def repeat_embeddings(embeddings: Tensor, deep: DeepStack | None, branches: Bran
 
 
 def branch_rows(branches: Branches, spec: ModelSpec) -> np.ndarray:
-    """The positions (int64, ascending) of all branches that are run: a slot is not, where the row before predicts it
-    and no row sees it."""
+    """The positions (int64, ascending) that are run, of all branches. A slot is not run if the row before it predicts
+    it and no other row attends to it."""
     end = None if spec.attention is not Attention.CAUSAL else -spec.logit_shift or None
     return np.concatenate([positions[branches.copied : end] for positions in branches.each()])
 
@@ -80,16 +80,16 @@ def not_run(branches: Branches, spec: ModelSpec) -> int:
 
 
 def fork_of(branches: Branches, pages: np.ndarray, page_size: int) -> Fork:
-    """What is copied into the pages of the branches of a canvas with ``pages``."""
+    """The K/V copy from the prompt's last, partly filled page to the first page of each branch."""
     return Fork(int(pages[branches.fork // page_size]), branches.copied, pages[branches.starts // page_size])
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Rows that attention takes as those of one request: their positions there (int64, ascending), the pages of these
-    positions (int64), how many of them are visible, and how many do not see what follows them. ``together``: all of
-    them are run in one pass whenever any is. ``shared``: with how many pages they begin that those of the branches
-    next to them begin with too."""
+    """Rows that attention treats as one sequence: their positions in it (int64, ascending), its pages (int64), how many
+    positions are visible, and how many prompt positions do not attend to later ones. ``together``: all rows are always
+    run in the same pass. ``shared``: the number of leading pages that the sequence has in common with the adjacent
+    branches."""
 
     rows: np.ndarray
     pages: np.ndarray
@@ -102,10 +102,10 @@ class Attended:
 def attended(
     branches: Branches, rows: np.ndarray, pages: np.ndarray, visible: int, page_size: int
 ) -> Iterator[Attended]:
-    """The ``rows`` (int64, ascending positions of a canvas with ``pages``) as attention takes them, in their order.
+    """Splits ``rows`` (int64, ascending positions of a canvas with ``pages``) into sequences for attention, in order.
 
-    ``visible``: the positions, from the left, that have had K/V once they have run. With prefix attention, a question
-    does not see its slot.
+    ``visible``: the number of leading positions that have K/V after the pass. With prefix attention, a question does
+    not attend to its slot.
     """
     fork = branches.fork // page_size
     own = rows[rows < branches.prompt]

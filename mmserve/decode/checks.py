@@ -1,4 +1,4 @@
-"""Which requests a decoder can serve: those sampled true to the model, and those to uniform-state diffusion models."""
+"""Validation of requests that sample from the constrained distribution, and of requests to uniform-state models."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mmserve.models.base import ModelSpec
 
 
 def check_sampling(request: Request, spec: ModelSpec, commit: Commit) -> None:
-    """Refuse a constraint's sampling that has no meaning for this request.
+    """Check that the sampling of a constrained request can follow the model's distribution.
 
-    Only where each token is drawn from the model's distribution given all that is left of it is there a
-    probability of a whole answer to be true to.
+    The probability of a complete answer is defined only if each token is drawn from the model's distribution given all
+    tokens to its left.
 
     Raises:
-        InvalidArgument: it is greedy, or its answers may be cut by a stop string.
-        Unimplemented: tokens may be committed together, out of order, or be replaced.
+        InvalidArgument: the request is greedy, or a stop string may cut its answers.
+        Unimplemented: the commit policy may commit several tokens at once, out of order, or replace tokens.
     """
     if request.constraint is None or request.constraint.sampling is ConstraintSampling.MASK:
         return
@@ -45,12 +45,13 @@ def check_sampling(request: Request, spec: ModelSpec, commit: Commit) -> None:
         )
 
 
-#: The sampling parameters of a request that have an effect: the rest is the model's own schedule.
+#: Sampling parameters that have an effect in a uniform-state model; the rest is set by the model's own schedule.
 _FREE = ("seed", "max_new_tokens", "stop", "n")
 
 
 def check_uniform_state(request: Request, canvas_length: int, commit: Commit) -> None:
-    """``InvalidArgument`` for what the model's own schedule, or the scheduler of ``commit``, leaves no room for."""
+    """Raises ``InvalidArgument`` for options that conflict with the model's schedule, or with the scheduler of
+    ``commit``."""
     free = {*_FREE, *(commit.scheduler.takes if isinstance(commit, Scheduled) else ())}
     wrong = [
         FieldViolation(f"sampling.{name}", "cannot be set: the model draws by a schedule of its own")

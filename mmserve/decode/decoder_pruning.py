@@ -1,6 +1,7 @@
-"""Visual tokens that are pruned by what the decoder sees in the whole prompt: the first of prefill, before any page.
+"""Pruning of visual tokens by the decoder's attention over the prompt, at the start of prefill, before pages are
+allocated.
 
-The towers' tokens are the same whatever is asked about them, so the cache keeps them unpruned.
+The vision tower's tokens do not depend on the question, so the cache keeps them unpruned.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class DecoderPruning:
         self._model, self._attention = model, attention or PromptAttention(model)
 
     def pruned(self, request: Request, encoded: Encoded, max_tokens: int) -> Encoded:
-        """What the request's pruner leaves of ``encoded``, which has ``grids``.
+        """``encoded``, which has ``grids``, after the request's pruner.
 
-        ``InvalidArgument`` where that, and the answer, are more than ``max_tokens``.
+        Raises ``InvalidArgument`` if the result and the answer together exceed ``max_tokens``.
         """
         pruner, amount = pruner_of(request), request.vision.amount
         assert pruner is not None and amount is not None, "encode leaves grids to pruners"
@@ -40,7 +41,8 @@ class DecoderPruning:
         return left
 
     def prune(self, encoded: Encoded, pruner: Pruner, amount: Amount, new_tokens: int) -> Encoded:
-        """``encoded`` with what ``pruner`` leaves of each of its ``grids``; an answer of ``new_tokens`` follows."""
+        """``encoded`` with each of its ``grids`` pruned by ``pruner``; ``new_tokens``: length of the answer that
+        follows."""
         (kind,) = pruner.needs
         spec, size = self._model.spec, len(encoded.ids)
         new = 0 if spec.causal else new_tokens
@@ -67,7 +69,7 @@ def _at(scores: Tensor, rows: np.ndarray) -> Tensor:
 
 
 def _kept(encoded: Encoded, kept: np.ndarray) -> Encoded:
-    """The rows of a prompt where ``kept`` (bool ``[prompt]``) is True, each with its position; no grids are left."""
+    """The rows of a prompt where ``kept`` (bool ``[prompt]``) is True, with their original positions; without grids."""
     if kept.all():
         return replace(encoded, grids=())
     size = len(encoded.ids)
@@ -75,7 +77,7 @@ def _kept(encoded: Encoded, kept: np.ndarray) -> Encoded:
     visual = np.zeros(size, dtype=bool)
     visual[encoded.image_rows] = True
     chosen = torch.from_numpy(kept[visual])
-    left = np.concatenate([[0], np.cumsum(kept)])  # kept rows before each
+    left = np.concatenate([[0], np.cumsum(kept)])  # number of kept rows before each row
     features, beside = (
         None if tokens is None else tokens[chosen.to(tokens.device)]
         for tokens in (encoded.features, encoded.companion_features)

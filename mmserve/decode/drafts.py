@@ -1,4 +1,4 @@
-"""Drafts of a canvas: what a step changed of it, token by token with its text."""
+"""Drafts of a canvas for streaming: the positions that a step changed, with their tokens and texts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mmserve.decode.state import Live
 from mmserve.decode.token_texts import token_texts
 from mmserve.models.base import EncoderModel
 
-#: Of probabilities in drafts, which people look at.
+#: Decimal places of probabilities in drafts, which are for display.
 _DIGITS = 4
 
 
 def record_for(streaming: Streaming, positions: int) -> CanvasRecord | None:
-    """The record of the candidates of so many positions that a request keeps; None where it asks for none."""
+    """The record of candidates of a canvas of ``positions``; None if the request does not stream drafts."""
     return CanvasRecord.nothing(positions, streaming.alternatives) if streaming.records else None
 
 
 def draft_of(d: Live, model: EncoderModel, canvas: Canvas, candidates: Candidates) -> Draft | None:
-    """Take in a step that made some of ``candidates`` final, and what it changed, if the request asks for drafts."""
+    """Record a step that made some of ``candidates`` final. Returns what it changed, if the request streams drafts."""
     kept = d.record
     if kept is None:
         return None

@@ -13,9 +13,10 @@ from mmserve.models.base import Model
 
 
 def advanced(d: Live, answer: np.ndarray, complete: bool, budget: int) -> tuple[str, str | None]:
-    """New final text of ``answer``, its final tokens so far, and why it ended, if it did (``TextStream.advance``).
+    """New final text of ``answer``, its final tokens so far, and its finish reason, if it ended
+    (``TextStream.advance``).
 
-    Branches give none: what is on them one after another is not the text of an answer.
+    Empty for branches: their concatenation is not the text of an answer.
     """
     delta, reason = d.text.advance(answer, complete, budget)
     delta = delta if d.canvas.branches is None else ""
@@ -25,7 +26,7 @@ def advanced(d: Live, answer: np.ndarray, complete: bool, budget: int) -> tuple[
 
 
 def snapshot_of(d: Live, model: Model, shown: Canvas, edited: int = 0) -> Snapshot:
-    """The canvas as it is ``shown``; this step ``edited`` so many of its tokens."""
+    """The snapshot of the canvas ``shown``; ``edited``: tokens that this step replaced."""
     committed = int((~d.canvas.masked[shown.prompt_length : shown.size]).sum())
     return Snapshot(
         canvas_text(shown, model.tokenizer, model.spec.end_ids), committed, shown.new_tokens, d.forwards, edited
@@ -33,7 +34,7 @@ def snapshot_of(d: Live, model: Model, shown: Canvas, edited: int = 0) -> Snapsh
 
 
 def step_of(d: Live, begun: int, committed: int, edited: int = 0) -> Step | None:
-    """What a step did to the block that began at position ``begun``, for a request that is traced."""
+    """What a step did to the block that begins at position ``begun``, for a traced request; None if not traced."""
     if not d.request.trace:
         return None
     canvas, length = d.canvas, d.canvas.block_length
@@ -44,7 +45,7 @@ def step_of(d: Live, begun: int, committed: int, edited: int = 0) -> Step | None
 
 
 def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
-    """The answer's tokens as they became final, as far as its text goes."""
+    """The answer's committed tokens, up to the end of its text."""
     others = None if d.record is None else d.record.alternatives
     return committed_tokens(
         d.canvas,
@@ -60,7 +61,7 @@ def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
 def answer_of(d: Live, model: Model) -> Answer:
     """The answer of a request that ended in decode."""
     held = d.held
-    if model.spec.causal:  # what a draft left after the answer's end is of no use
+    if model.spec.causal:  # discard what a draft left after the answer's end
         evicted = sum(extension.evicted for extension in d.extensions)
         held = min(held, d.canvas.prompt_length + d.text.tokens - evicted)
     tokens = tokens_of(d, model) if d.request.streaming.tokens else ()

@@ -1,4 +1,4 @@
-"""What becomes final in a step: the commit policy's choice of the candidates, or an extension's own."""
+"""The tokens that become final in a step: the commit policy's choice of the candidates, or an extension's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mmserve.models.base import ModelSpec
 
 
 def final_tokens(d: Decoding, proposed: Candidates, spec: ModelSpec) -> Chosen:
-    """What of ``proposed`` becomes final, or of what an extension chooses; padding after an end is part of it."""
+    """The tokens of ``proposed`` that become final, or those that an extension chooses, with padding after an end of
+    text."""
     for extension in d.extensions:
         proposed = extension.verify(d.canvas, proposed, d.commit)
     made = (extension.choose(d.canvas, proposed, d.commit) for extension in d.extensions)
@@ -23,16 +24,16 @@ def final_tokens(d: Decoding, proposed: Candidates, spec: ModelSpec) -> Chosen:
 
 
 def _policy_choice(d: Decoding, proposed: Candidates, spec: ModelSpec) -> Chosen:
-    alone = spec.causal and len(proposed.positions) == 1  # one of them at least is always chosen
+    alone = spec.causal and len(proposed.positions) == 1  # at least one candidate is always chosen
     which = slice(None) if alone else d.commit.choose(d.canvas, proposed)
     sure = np.log(np.maximum(proposed.confidence[which], np.finfo(np.float32).tiny))
     return Chosen(proposed.positions[which], proposed.tokens[which], sure)
 
 
 def _closed(canvas: Canvas, final: Chosen, spec: ModelSpec) -> Chosen:
-    """What becomes final where padding follows the first end of text among it: all open positions right of that.
+    """``final`` with padding at all open positions after its first end of text.
 
-    Log-probabilities are those of the tokens up to the end.
+    Log-probabilities cover the tokens up to the end only.
     """
     ends = np.flatnonzero(among(final.tokens, spec.end_ids))
     if not len(ends):

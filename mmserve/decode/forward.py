@@ -29,20 +29,20 @@ from mmserve.models.packed import FEWEST_ROWS, linears
 
 logger = logging.getLogger("mmserve.decode")
 
-#: Candidates for the smallest number of rows of a matrix product, and rows of the batch they are compared with.
+#: Candidates for the row floor (see ``row_floor``), and rows of the batch that they are compared with.
 ROW_FLOORS = (1, 2, 4, 8, 16, 32, 64)
 PROBE_ROWS = 160
-#: The floor of models whose products and other steps are not all known here, and where no candidate passes.
+#: The floor of models with operations that are not measured here, and of models for which no candidate passes.
 USUAL_FLOOR = 8
 
 
 @torch.inference_mode()
 def row_floor(model: LoadedModel) -> int:
-    """The number of rows, a multiple of which a pass runs so that no row's bits depend on the others.
+    """The row floor: passes are padded to a multiple of it, so that no row's bits depend on the number of other rows.
 
-    Measured on the decoder's linear layers and routers as they are run (see ``floor_of``), and on what is computed
-    element by element: whole vectors of the processor go through other code than what is left over at a tensor's end,
-    so a pass must end with a whole vector. On a GPU it is ``USUAL_FLOOR`` at least.
+    Measured on the decoder's linear layers and routers (see ``floor_of``), and on elementwise operations: on a CPU, the
+    elements left over after the last full SIMD vector are computed by other code, so a pass must end with a full
+    vector. On a GPU the floor is at least ``USUAL_FLOOR``.
     """
     layers = {(m.in_features, m.out_features): m for m in reversed(linears(model.decoder))}
     routers = [m.router for m in model.decoder.modules() if isinstance(m, MoE)]
@@ -55,8 +55,8 @@ def row_floor(model: LoadedModel) -> int:
 
 
 def _whole_vectors(model: LoadedModel, floor: int) -> bool:
-    """Whether ``floor`` rows of activations and of rotary tables are whole pairs of vectors, as PyTorch's loops take
-    them: two of 64 bytes."""
+    """Whether ``floor`` rows of activations and of rotary tables are a multiple of two 64-byte vectors, the unit of
+    PyTorch's vectorised loops."""
     c = model.decoder.config
     widths = {c.intermediate_size, c.rotary_width or c.head_dim}
     if c.moe is not None:
@@ -66,12 +66,12 @@ def _whole_vectors(model: LoadedModel, floor: int) -> bool:
 
 @torch.inference_mode()
 def floor_of(products: Products, dtype: torch.dtype, device: torch.device, *, least: int = USUAL_FLOOR) -> int:
-    """The number of rows, ``least`` or more, from which on a row's result no longer depends, bit for bit, on how many
-    are beside it.
+    """The smallest number of rows, at least ``least``, from which a row's result does not depend, bit for bit, on the
+    number of other rows.
 
-    For few rows the CPU's libraries switch to other kernels that add in another order: plain layers with one thread
-    below 4 rows, with two below 12; packed ones at a single row of more than 1,024 elements. That is not for this
-    project to guess, so it is measured on the model's own weights.
+    For few rows, the CPU's libraries use other kernels with another summation order: plain layers below 4 rows with one
+    thread and below 12 with two; packed ones for a single row of more than 1,024 elements. These limits are not
+    documented, so the floor is measured with the model's own weights.
     """
     generator = torch.Generator().manual_seed(0)
     for floor in (f for f in ROW_FLOORS if f >= least):
@@ -90,7 +90,8 @@ def _stable(product: Callable[[Tensor], Tensor], sizes: tuple[int, ...], x: Tens
 
 @dataclass(frozen=True)
 class Watch:
-    """Positions of one request of which a policy asks how far they have moved."""
+    """Positions of one request for which a recompute policy needs the change of the value vector
+    (``value_changes``)."""
 
     canvas: Canvas
     pages: np.ndarray  # int64 page ids of the whole canvas
@@ -108,10 +109,11 @@ def value_changes(
     sparse: Sparse | None = None,
     stacks: Stacks | None = None,
 ) -> list[np.ndarray]:
-    """How far each position's value vector at the second layer is from the stored one: 1 - cosine, fp32 ``[n]`` each.
+    """The change of each position's value vector at the second layer from the stored one: 1 - cosine, fp32 ``[n]``
+    each.
 
-    Runs the positions through the first layer only. Its keys and values depend on nothing but the token, so those
-    written here are those that any later pass would write.
+    Runs the positions through the first layer only. That layer's keys and values depend only on the token and position,
+    so the K/V written here are those that any later pass would write.
     """
     if len(model.decoder.layers) < 2:
         return [np.zeros(len(w.positions), np.float32) for w in batch]
@@ -132,7 +134,8 @@ def value_changes(
 
 
 def _adapted(batch: list[tuple[int, Adapter | None]], model: LoadedModel, stacks: Stacks | None) -> Adapted | None:
-    """What the adapters of requests add, each with so many rows of a pass; None where there is none."""
+    """The adapter weights of a pass; each request of ``batch`` has that number of rows. None if no request has an
+    adapter."""
     if all(adapter is None for _rows, adapter in batch):
         return None
     assert stacks is not None, "callers that give passes adapters have their weights side by side"
@@ -140,13 +143,13 @@ def _adapted(batch: list[tuple[int, Adapter | None]], model: LoadedModel, stacks
 
 
 def _prompts(model: LoadedModel, lengths: list[int]) -> list[int] | None:
-    """The ``lengths`` of prompts where those do not see what follows them."""
+    """``lengths`` if prompts do not attend to later positions; else None."""
     return lengths if model.spec.attention is Attention.PREFIX else None
 
 
 def _sights(spec: ModelSpec, batch: list[Pass], page_size: int) -> list[np.ndarray] | None:
-    """How many positions the rows of each sequence see, where passes say so, or of a prompt whose images are seen
-    whole; else None."""
+    """How many positions each sequence's rows attend to, if passes set that (``Pass.sight``), or for prompts with
+    bidirectional attention within images; else None."""
     within = spec.whole_images and any(int(p.rows[0]) < p.canvas.prompt_length for p in batch)
     if not within and not any(p.sight for p in batch):
         return None
@@ -164,10 +167,11 @@ def _sights(spec: ModelSpec, batch: list[Pass], page_size: int) -> list[np.ndarr
 
 
 class Observation(Protocol):
-    """Is shown a request's rows of a pass."""
+    """Receives the queries of a request's rows during a pass."""
 
     def see(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
-        """The rows in ``layer``, before and after rotation; their keys are in the store."""
+        """Called in each ``layer`` with queries ``[R, H, K]`` before and after rotation; the rows' keys are in the
+        store."""
         ...
 
 
@@ -180,17 +184,17 @@ class Pass:
     embeddings: Tensor  # [N, D]
     rows: np.ndarray  # int64 positions to run, ascending
     targets: np.ndarray  # int64 positions to propose a token for, ascending
-    wanted: np.ndarray  # int64 rows whose logits predict the targets: the same, or those left of them
-    visible: int  # positions, from the left, that have had K/V once this pass has run
+    wanted: np.ndarray  # int64 rows whose logits predict the targets: the same, or their left neighbours
+    visible: int  # number of leading positions that have K/V after this pass
     deep: DeepStack | None = None
-    evicted: int = 0  # of those, before the rows, that were dropped: what follows is so many slots further left
-    observation: Observation | None = None  # who notes what it shows
+    evicted: int = 0  # evicted positions among those; later ones are stored so many slots further left
+    observation: Observation | None = None  # receives the rows' queries
     adapter: Adapter | None = None
-    sight: int = 0  # positions, from the left, that each row sees; 0 = those that the model's attention shows it
+    sight: int = 0  # leading positions that each row attends to; 0 = set by the model's attention
 
 
 def _attended(p: Pass, page_size: int) -> Iterator[Attended]:
-    """A request's rows as attention takes them."""
+    """A request's rows, split into sequences for attention."""
     if p.canvas.branches is None:
         yield Attended(p.rows - p.evicted, p.pages, p.visible - p.evicted, p.canvas.prompt_length)
     else:
@@ -198,7 +202,7 @@ def _attended(p: Pass, page_size: int) -> Iterator[Attended]:
 
 
 def _forks(p: Pass, page_size: int) -> Iterator[Fork]:
-    """What is copied into the pages of a request's branches, in the pass that runs them."""
+    """K/V copies to the pages of a request's branches that the pass needs."""
     branches = p.canvas.branches
     if branches is not None and branches.copied and len(p.targets):
         yield fork_of(branches, p.pages, page_size)
@@ -217,13 +221,13 @@ def forward(
     stacks: Stacks | None = None,
     written: Callable[[int], None] | None = None,
 ) -> list[Logits]:
-    """Logits of each request's wanted rows, made when they are read; K/V of all rows run is written to the store.
+    """The logits of each request's wanted rows, computed when they are read; writes the K/V of all rows to the store.
 
-    Batches are padded to a multiple of ``floor`` rows (see ``row_floor``): what is left over when a tensor's elements
-    are taken some at a time, such as in SiLU, is computed by other code, with other last bits. With ``sparse``, rows
-    look at what the ``selection`` of one of its stages chooses. With ``graphs``, the pass is one of them if it can be.
-    ``between`` is called in each layer of one that is not: passes over other requests may run meanwhile. ``written`` is
-    called after each layer's attention with how many layers have their K/V in the store.
+    Batches are padded to a multiple of ``floor`` rows (see ``row_floor``): the elements left over after the last full
+    vector, for example in SiLU, are computed by other code with other last bits. ``sparse``: rows attend to the
+    positions that the ``selection`` of a stage chooses. ``graphs``: the pass is run as a CUDA graph if possible.
+    ``between``: called in each layer of other passes, so that passes of other requests can be interleaved. ``written``:
+    called after each layer's attention with the number of layers whose K/V are in the store.
     """
     parts = [part for p in batch for part in _attended(p, store.page_size)]
     rows = [part.rows for part in parts]
@@ -276,7 +280,7 @@ def forward(
 def _head_adapters(
     batch: list[tuple[int, Adapter | None]], model: LoadedModel, stacks: Stacks | None
 ) -> RowAdapters | None:
-    """The adapters that change the output layer, of each request's wanted rows; None where there is none."""
+    """The adapters of the output layer for each request's wanted rows; None if there are none."""
     if not any(adapter is not None and adapter.has_head for _rows, adapter in batch):
         return None
     assert stacks is not None, "callers that give passes adapters have their weights side by side"
@@ -287,10 +291,9 @@ def _head_adapters(
 def _inputs(
     model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], floor: int, fewest: int = FEWEST_ROWS
 ) -> tuple[Tensor, Tensor]:
-    """Embeddings and rotary positions of the rows to run of each canvas, padded to a multiple of ``floor`` rows, at
-    least ``fewest``.
+    """Embeddings and rotary positions of the rows to run, padded to a multiple of ``floor`` rows, at least ``fewest``.
 
-    Where the model's positions have several axes, one that has a single number has it on each.
+    If the model has several position axes, a position with a single number has that number on each axis.
     """
     axes = model.position_axes
     found = [canvas.rotary_positions(rows) for canvas, _embeddings, rows in batch]
@@ -303,7 +306,7 @@ def _inputs(
 
 
 def _rows_of(embeddings: Tensor, rows: np.ndarray) -> Tensor:
-    """Embeddings ``[n, D]`` of ``rows``; of a single one, a view."""
+    """Embeddings ``[n, D]`` of ``rows``; a view if there is only one row."""
     if len(rows) == 1:
         return embeddings.narrow(0, int(rows[0]), 1)
     return embeddings[on_device(rows, embeddings.device)]
@@ -320,7 +323,7 @@ def _pausing(attend: Attend, between: Callable[[], None]) -> Attend:
 
 
 def _reporting(attend: Attend, written: Callable[[int], None]) -> Attend:
-    """``attend``, with ``written`` called after each layer with how many there were."""
+    """``attend``, followed by a call of ``written`` with the number of layers done."""
 
     def reported(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows = attend(layer, q, k, v, cos, sin)
@@ -331,7 +334,7 @@ def _reporting(attend: Attend, written: Callable[[int], None]) -> Attend:
 
 
 def _observer(batch: list[Pass]) -> Observe | None:
-    """What shows each request that asks for it its own rows; None where none does."""
+    """Passes each request's own rows to its observation; None if no request has one."""
     ends = np.cumsum([len(p.rows) for p in batch]).tolist()
     watching = [
         (slice(end - len(p.rows), end), p.observation)

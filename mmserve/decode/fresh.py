@@ -1,4 +1,4 @@
-"""Embeddings of committed tokens, put in place when the next pass needs them."""
+"""Embeddings of newly committed tokens, looked up before the next pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmserve.models.base import LoadedModel
 
 
 def embed_fresh(model: LoadedModel, batch: Iterable[Decoding]) -> None:
-    """Put the embeddings of tokens committed at the latest step in place: one look-up for all requests."""
+    """Write the embeddings of tokens committed in the latest step, with one look-up for all requests."""
     waiting = [(d, *d.fresh) for d in batch if d.fresh is not None]
     if not waiting:
         return

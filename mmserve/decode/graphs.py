@@ -1,19 +1,19 @@
-"""The decode step as CUDA graphs: a pass recorded once for a size of batch, and run again over the same buffers.
+"""Decode passes as CUDA graphs: a pass is captured once for each batch size, and replayed on the same buffers.
 
-A step of few rows launches hundreds of small kernels, one after another; a graph launches them at once. A pass is
-padded to a ``Bucket``, the next power of two of its rows, and of four of its requests and their pages, which cost next
-to nothing. Rows that pad it write to the store's scratch page, see nothing and are thrown away; nothing of an earlier
-pass is left in the buffers.
+A step of few rows launches hundreds of small kernels; a graph launches them at once. A pass is padded to a ``Bucket``:
+rows to the next power of two, requests and their pages to the next power of four; padding costs almost nothing. Padding
+rows write to the store's scratch page, attend to nothing, and their results are discarded; buffers keep nothing of an
+earlier pass.
 
-A request's result depends on its batch no more than without graphs, by construction. Attention takes a row's own query,
-limit and request, and what else is in a layer works on each row by itself. Only how many rows a matrix product has is
-the bucket's, as it is the batch's in an ordinary pass: on a GPU that may move last bits.
+As without graphs, a request's result does not depend on its batch. Attention uses only a row's own query, limit and
+request, and other operations of a layer are independent for each row. Only the number of rows of a matrix product is
+that of the bucket; on a GPU that can change last bits.
 
-Recorded work must ask the device nothing, since the host only looks on while it is recorded. What did ask, or was made
-on the host, is outside: the programs of attention (``fixed_schedule`` makes them on the device), rotary angles (the
-axes of M-RoPE's frequencies come from the host), the rows whose logits are wanted. What cannot be outside is not
-recorded: experts, which run the rows routed to them, sparse attention and quantised K/V, which ask which pages a
-pass writes (``obstacle``); passes with deep features or with an observer; prefill, whose sizes are seldom the same.
+Captured work must not synchronise with the host. Work that does, or that runs on the host, is done outside of the
+graph: attention metadata (``fixed_schedule`` computes them on the device), rotary angles (the axes of M-RoPE's
+frequencies are on the host), and the selection of rows whose logits are wanted. These are never captured: experts,
+which run a variable number of rows; sparse attention and quantised K/V, which read on the host which pages a pass
+writes (``obstacle``); passes with deep features or an observer; prefill, whose sizes seldom repeat.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from mmserve.models.base import LoadedModel
 
 logger = logging.getLogger("mmserve.decode")
 
-#: Rows of the largest pass that is recorded: with more, arithmetic should take longer than launches. Not measured yet.
+#: Most rows of a captured pass: with more, compute time should exceed launch time. Not measured yet.
 MOST_ROWS = 512
-#: Graphs of one model that are kept: those used last.
+#: Number of graphs kept for each model, in LRU order.
 MOST_GRAPHS = 64
 
-#: A process can make one recording at a time, whatever its models.
+#: A process can capture only one graph at a time, for all its models.
 _RECORDING = threading.Lock()
 
 Run = Callable[[], Tensor]
-#: Records what a run launches: calling what it returns does that again, with the output in the same place.
+#: Captures what a run launches. The returned callable replays it, with the output in the same buffer.
 Capture = Callable[[Run], Run]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A size of batch: as many rows, requests, and pages of each of them."""
+    """A padded batch size: rows, requests, and pages of each request."""
 
     rows: int
     requests: int
@@ -63,19 +63,19 @@ class Bucket:
 
     @classmethod
     def of(cls, rows: int, layout: Layout, page_size: int) -> Bucket:
-        """The smallest one for a pass of so many ``rows``."""
+        """The smallest bucket for a pass of ``rows`` rows."""
         pages = pages_for(max(layout.kv_lengths), page_size)
         return cls(_power(2, rows), _power(4, len(layout.row_counts)), _power(4, pages))
 
 
 def _power(base: int, least: int) -> int:
-    """The lowest power of ``base`` (2 or 4) that is at least so much."""
+    """The lowest power of ``base`` (2 or 4) that is at least ``least``."""
     bits = base.bit_length() - 1
     return 1 << -(-(least - 1).bit_length() // bits) * bits
 
 
 def obstacle(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | None) -> str:
-    """Why decode steps of ``model`` are not recorded, whatever is in them; empty = they are.
+    """The reason why decode steps of ``model`` are never captured; empty if they are.
 
     ``setting``: ``cuda_graphs`` of the engine's configuration.
     """
@@ -94,8 +94,8 @@ def obstacle(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | 
 
 
 def graphs_for(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | None = None) -> Graphs | None:
-    """The graphs of a model's decode steps, None where there is an ``obstacle``; the log and ``store.kernels`` (as
-    ``decode_step``) select which."""
+    """The graphs of a model's decode steps; None if there is an ``obstacle``. Logs the choice and writes it to
+    ``store.kernels["decode_step"]``."""
     reason = obstacle(model, store, setting, sparse)
     store.kernels["decode_step"] = "eager" if reason else "cuda_graphs"
     if reason:
@@ -106,29 +106,29 @@ def graphs_for(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse 
 
 
 class Graphs:
-    """The recorded passes of one model over one store. Not for several threads at once."""
+    """The captured passes of one model over one store; not thread-safe."""
 
     def __init__(self, model: LoadedModel, store: KVStore, capture: Capture) -> None:
         self._model, self._store, self._capture = model, store, capture
-        self._graphs: OrderedDict[Bucket, tuple[_Buffers, Run]] = OrderedDict()  # the one used last at the end
-        self._refused: set[Bucket] = set()  # those that could not be recorded
-        self.runs = 0  # passes that were run so
+        self._graphs: OrderedDict[Bucket, tuple[_Buffers, Run]] = OrderedDict()  # most recently used last
+        self._refused: set[Bucket] = set()  # buckets whose capture failed
+        self.runs = 0  # number of passes that were replayed
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Those that there are graphs of, the one used last at the end."""
+        """The captured buckets, most recently used last."""
         return tuple(self._graphs)
 
     @property
     def failures(self) -> int:
-        """Sizes of batch that could not be recorded: their passes run as ever."""
+        """Number of buckets whose capture failed: their passes run without a graph."""
         return len(self._refused)
 
     @torch.inference_mode()
     def run(self, x_TD: Tensor, positions: Tensor, layout: Layout) -> Tensor | None:
-        """Final hidden states of a pass, of more rows than it has: the rest is nothing. None = it is not recorded.
+        """Final hidden states of a pass, with padding rows at the end; None if the pass is not captured.
 
-        ``x_TD``: embeddings, padded to the ``row_floor``; ``positions`` as of ``Decoder.forward``, ``layout`` of the
+        ``x_TD``: embeddings, padded to the ``row_floor``; ``positions`` as in ``Decoder.forward``; ``layout``: of the
         rows without padding. The result is overwritten by the next run.
         """
         if len(x_TD) > MOST_ROWS or not x_TD.numel():
@@ -142,7 +142,8 @@ class Graphs:
         return replay()
 
     def _graph(self, wanted: Bucket) -> tuple[_Buffers, Run] | None:
-        """Recorded if need be: over empty buffers, so that no request's K/V is touched by that."""
+        """The graph of a bucket, captured on the first use with a batch of padding, so that no request's K/V is
+        written."""
         if wanted in self._graphs:
             self._graphs.move_to_end(wanted)
             return self._graphs[wanted]
@@ -156,14 +157,14 @@ class Graphs:
                 return decoder.hidden(buffers.x_TD, buffers.cos, buffers.sin, store.attend(buffers.batch()))
 
             self._graphs[wanted] = buffers, self._capture(run)
-        except RuntimeError as error:  # no memory, the driver, or a model that does ask: it can still be served
+        except RuntimeError as error:  # out of memory, a driver error, or a model that synchronises: continue without
             self._refused.add(wanted)
             logger.warning(
                 "the decode step of %s cannot be recorded and runs as ever (size %d of which this is so): %s",
                 wanted,
                 self.failures,
                 str(error).partition("\n")[0],
-                exc_info=self.failures == 1,  # the others' are most likely the same
+                exc_info=self.failures == 1,  # other buckets most likely fail for the same reason
             )
             store.kernels["decode_step"] = "cuda_graphs" if self._graphs else "eager"
             return None
@@ -175,14 +176,14 @@ class Graphs:
 
 
 class _Buffers:
-    """What a recorded pass reads: everything that is not a weight or in the store. Begins as a batch of padding."""
+    """The inputs of a captured pass: everything but weights and the store. Initialised as a batch of padding."""
 
     def __init__(self, bucket: Bucket, model: LoadedModel, store: KVStore) -> None:
         rows, requests, pages = bucket.rows, bucket.requests, bucket.pages
         self._bucket, self._page_size = bucket, store.page_size
         self._scratch = store.scratch
         device, width = store.device, model.decoder.config.hidden_size
-        # All integers are one tensor: they come from the host in one copy.
+        # All integer inputs are views of one tensor, so that they need only one copy from the host.
         self._sizes = (requests, requests, rows, rows, requests * pages)
         self._blank = np.zeros(sum(self._sizes), np.int64)
         _counts, _lengths, slots, _limits, table = self._split(self._blank)
@@ -194,12 +195,12 @@ class _Buffers:
         self.cos, self.sin = model.decoder.rotary(places if model.position_axes > 1 else places[0])
 
     def batch(self) -> FixedBatch:
-        """The batch: a new one for each run, of the same tensors."""
+        """The batch over these buffers; a new object for each run."""
         counts, lengths, slots, limits, table = self._ints.split(self._sizes)
         return FixedBatch(counts, lengths, table.view(self._bucket.requests, self._bucket.pages), slots, limits)
 
     def fill(self, layout: Layout, x_TD: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Put a pass into them, and padding into what it leaves."""
+        """Copy a pass into the buffers, and fill the rest with padding."""
         host = self._blank.copy()
         counts, lengths, slots, limits, table = self._split(host)
         requests, rows = len(layout.row_counts), len(layout.slots)
@@ -220,10 +221,11 @@ class _Buffers:
 
 
 class CudaCapture:
-    """Records on a GPU, into memory that all graphs share: one runs at a time, its output is read before the next.
+    """Captures on a GPU. All graphs share one memory pool: only one runs at a time, and its output is read before the
+    next.
 
-    All are recorded on one stream: recordings share memory only if they share that too, and each stream on which a
-    matrix product was run keeps a workspace of its own (32 MiB on an H100) for good.
+    All captures use one stream: graphs can share memory only on the same stream, and each stream that runs a matrix
+    product keeps a workspace (32 MiB on an H100) permanently.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -231,22 +233,22 @@ class CudaCapture:
         self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def __call__(self, run: Run) -> Run:
-        """``RuntimeError`` where ``run`` cannot be recorded; what was recorded before is none the worse."""
+        """Raises ``RuntimeError`` if ``run`` cannot be captured; earlier graphs remain valid."""
         with _RECORDING, torch.cuda.device(self._device):
             here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
             try:
                 self._aside.wait_stream(here)
                 with torch.cuda.stream(self._aside):
-                    run()  # kernels are compiled and libraries make their workspaces: not while recording
+                    run()  # compiles kernels and allocates library workspaces before capture
                 self._aside.synchronize()
-                # Other stages' threads allocate and wait freely meanwhile.
+                # Other stages' threads can allocate and synchronise meanwhile.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"):
                     out = run()
             except RuntimeError:
                 self._abandon()
                 raise
             finally:
-                torch.cuda.set_stream(here)  # a recording that breaks off leaves the thread on its own
+                torch.cuda.set_stream(here)  # a failed capture leaves the thread on the capture stream
 
         def replay() -> Tensor:
             graph.replay()
@@ -255,10 +257,11 @@ class CudaCapture:
         return replay
 
     def _abandon(self) -> None:
-        """Start over: a pool whose recording broke off takes no other. Graphs that share it keep it.
+        """Reset after a failed capture: its pool cannot be used again, although earlier graphs still hold it.
 
-        PyTorch before 2.12 leaves the allocator recording then (pytorch/pytorch#180395), and it would neither free
-        cached memory nor begin another; where it does not, or did not begin, it returns that.
+        PyTorch before 2.12 leaves the allocator in capture mode (pytorch/pytorch#180395), in which it neither frees
+        cached memory nor starts another capture. Ending that mode raises an error in versions where it has ended
+        already.
         """
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device_index(), self._pool)

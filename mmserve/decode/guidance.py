@@ -1,9 +1,8 @@
 """Classifier-free guidance of masked diffusion (LLaDA, arXiv 2502.09992; ML-GSAI/LLaDA, generate.py: ``cfg_scale``).
 
-Each pass of a guided request runs its positions twice: once as they are, and once with masks for the whole prompt. The
-logits of a position are ``without + (scale + 1) * (with - without)``. The second sequence is another row of the same
-forward pass, with pages and embeddings of its own, so that any recompute policy stores and reads its keys and values as
-it does those of the first.
+Each pass of a guided request runs its positions twice: with the prompt, and with masks in place of the whole prompt.
+The logits of a position are ``without + (scale + 1) * (with - without)``. The second sequence is a separate sequence of
+the same forward pass, with its own pages and embeddings, so that recompute policies apply to its K/V in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mmserve.models.base import LoadedModel, ModelSpec
 
 
 class GuidedLogits:
-    """The guided logits of some rows, as ``Logits``, in fp32."""
+    """The guided logits of some rows (see ``RowLogits``), fp32."""
 
     def __init__(self, shown: Logits, without: Logits, scale: float) -> None:
         self._shown, self._without, self._scale = shown, without, scale
@@ -36,13 +35,13 @@ class GuidedLogits:
         return GuidedLogits(self._shown.only(rows), self._without.only(rows), self._scale)
 
     def slices(self) -> Iterator[Tensor]:
-        """Logits ``[rows, V]`` of the next rows, to be changed at will."""
+        """Yields logits ``[rows, V]`` of the next rows; the caller may modify them."""
         for shown, without in zip(self._shown.slices(), self._without.slices(), strict=True):
             base = without.float()
             yield (shown.float() - base).mul_(self._scale + 1).add_(base)
 
     def whole(self) -> Tensor:
-        """Logits ``[rows, V]`` of all rows at once: for a few rows only."""
+        """Logits ``[rows, V]`` of all rows at once; use for few rows only."""
         made = list(self.slices())
         return torch.cat(made) if made else self._shown.whole()
 
@@ -50,9 +49,10 @@ class GuidedLogits:
 def guidance_of(
     request: Request, model: LoadedModel, canvas: Canvas, embeddings: Tensor, pages: np.ndarray
 ) -> tuple[np.ndarray, Guidance | None]:
-    """The pages of the request's own sequence, and its guidance if it asks for it, which has the other half of them.
+    """The pages of the request's own sequence, and its guidance (None if not requested), which has the other half of
+    ``pages``.
 
-    ``embeddings [N, D]``: those that the first pass of the request's own sequence reads.
+    ``embeddings [N, D]``: those of the request's own sequence in its first pass.
     """
     scale = request.diffusion.cfg_scale
     if not scale:
@@ -64,10 +64,10 @@ def guidance_of(
 
 
 def check_guidance(request: Request, spec: ModelSpec) -> None:
-    """Refuse guidance that ``spec`` or the rest of the request leaves no room for.
+    """Check that ``spec`` and the request's other options allow guidance.
 
-    ``InvalidArgument`` for a scale out of range and beside ``image_reuse``, ``Unimplemented`` for models that are not
-    of masked diffusion.
+    Raises ``InvalidArgument`` for a scale out of range or together with ``image_reuse``, ``Unimplemented`` for models
+    other than masked diffusion.
     """
     scale = request.diffusion.cfg_scale
     for name, rule in wrong(Diffusion, {"cfg_scale": scale}):
@@ -84,12 +84,13 @@ def check_guidance(request: Request, spec: ModelSpec) -> None:
 
 
 def spread(batch: list[tuple[Pass, Guidance | None]]) -> list[Pass]:
-    """The passes of a batch, in which a guided request has a second one, of the same rows, right after its own."""
+    """The passes of a batch; each guided request's pass is followed by one over the same rows of its second
+    sequence."""
     return [each for p, g in batch for each in ((p,) if g is None else (p, _beside(p, g)))]
 
 
 def combined(batch: list[tuple[Pass, Guidance | None]], logits: list[Logits]) -> list[RowLogits]:
-    """The logits of each request from those of the passes that ``spread`` made."""
+    """The logits of each request, from those of the passes that ``spread`` returned."""
     made = iter(logits)
     return [next(made) if g is None else GuidedLogits(next(made), next(made), g.scale) for _p, g in batch]
 

@@ -1,4 +1,4 @@
-"""Requests that go over to decode: from prefill, or as plain data from the pages of one store to those of another."""
+"""Handover of requests to decode: from prefill, or as plain data from one K/V store to another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mmserve.kv.pool import pages_for
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 
-#: What extensions' snapshots consist of; in a payload each is a table of its fields, under its name.
+#: Types of extensions' snapshots; in a payload, each is a dict of its fields, under its name.
 _STATES = (
     *(Candidates, DeepStack, DraftState, EvictionState, LayerNotes, OwnDraft, ReusedKV, SelectiveRecompute),
     *(FilledBlock, SlotState, Verdict),
@@ -43,7 +43,7 @@ _KIND = "is"
 
 
 def payload_of(parts: Parts, state: Prefilled | Decoding) -> PrefilledPayload | CanvasPayload:
-    """A request that goes on over another store: as prefill hands it over, or between two steps of decode."""
+    """The payload of a request that continues in another store: after prefill, or between two decode steps."""
     if isinstance(state, Prefilled):
         return _prefilled(parts, state, state.candidates, state.ahead)
     return CanvasPayload(
@@ -59,7 +59,7 @@ def payload_of(parts: Parts, state: Prefilled | Decoding) -> PrefilledPayload | 
 
 
 def opened(parts: Parts, request: Request, prefilled: Prefilled) -> Decoding:
-    """The decode state of a request that prefill handed over."""
+    """The decode state of a request after prefill."""
     return Decoding(
         request,
         prefilled,
@@ -79,10 +79,10 @@ def restored(
     pages: PageTable,
     session: Session | None,
 ) -> Decoding:
-    """The decode state of a request that comes as ``payload``, over ``pages`` of this store, which are its own.
+    """The decode state of a request received as ``payload``, in ``pages`` of this store.
 
-    ``session``: its constraint. K/V that came ahead are in the pages already. Raises ``TransferError`` where what came
-    does not fit this store, or this server.
+    ``session``: its constraint. K/V that were sent ahead are in the pages already. Raises ``TransferError`` if the
+    payload does not match this store or this server.
     """
     state, candidates = _received(parts, request, payload.prefilled, pages, session)
     d = opened(parts, request, state)
@@ -99,7 +99,7 @@ def restored(
 def _received(
     parts: Parts, request: Request, payload: PrefilledPayload, pages: PageTable, session: Session | None
 ) -> tuple[Prefilled, Candidates | None]:
-    """The state of ``request`` over ``pages``, and the candidates of its next step where they are there."""
+    """The state of ``request`` over ``pages``, and the candidates of its next step, if the payload has them."""
     ids = np.asarray(pages.ids, dtype=np.int64)
     guidance, held = None, payload.kv.positions
     if payload.guidance is not None:
@@ -186,7 +186,7 @@ def _fill(store: KVStore, pages: np.ndarray, kv: KVState) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with a table in place of each of ``_STATES``."""
+    """``value`` with each instance of ``_STATES`` replaced by a dict."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not is_dataclass(value):
@@ -197,7 +197,7 @@ def _plain(value: Any) -> Any:
 
 
 def _live(plain: Any) -> Any:
-    """As ``_plain`` was given it. ``TransferError`` for a state that is not known."""
+    """The inverse of ``_plain``. Raises ``TransferError`` for an unknown state."""
     if isinstance(plain, list):
         return [_live(item) for item in plain]
     if not isinstance(plain, dict):

@@ -1,7 +1,7 @@
-"""Logits by the slice: never more rows of them at once than memory is set aside for.
+"""Logits computed in slices, so that their memory is bounded.
 
-A vocabulary of 126k tokens makes half a megabyte of each row in fp32, and a sampler several such copies. So hidden
-states are kept, which are small, and become logits only when they are read.
+With a vocabulary of 126k tokens, one row takes half a megabyte in fp32, and a sampler makes several such copies. So
+hidden states are kept, which are small, and logits are computed from them only when they are read.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from mmserve.models.decoder import Decoder
 from mmserve.models.lora import Adapted, Adapter, Stacks
 from mmserve.models.packed import FEWEST_ROWS
 
-#: Elements of a slice, on a CPU and on a GPU: 33 and 530 rows of LLaDA's vocabulary, 16 and 256 MiB in fp32. The output
-#: layer's weights are read once a slice, and requests share one call of the sampler only within one.
+#: Elements of a slice on a CPU and on a GPU: 33 and 530 rows of LLaDA's vocabulary, 16 and 256 MiB in fp32. The output
+#: layer's weights are read once for each slice, and requests can share a call of the sampler only within one.
 SLICE_ELEMENTS, GPU_SLICE_ELEMENTS = 1 << 22, 1 << 26
 
 
 def padded_rows(rows: int, floor: int, fewest: int = FEWEST_ROWS) -> int:
-    """How many rows a product of ``rows`` rows has: a multiple of ``floor``, and one of eight sizes an octave, at least
-    ``fewest``.
+    """The padded row count of a matrix product: at least ``fewest``, a multiple of ``floor``, and one of eight sizes an
+    octave.
 
-    oneDNN compiles and keeps a kernel for each number of rows (up to 1,024 kernels, some 200 KiB each).
+    The number of sizes is limited because oneDNN compiles and caches a kernel for each (up to 1,024 kernels, some 200
+    KiB each).
     """
     if not rows:
         return 0
@@ -47,66 +48,66 @@ def slice_rows(vocabulary: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class RowAdapters:
-    """The adapter, if any, of each row of which logits are wanted."""
+    """The adapter, if any, of each row whose logits are wanted."""
 
     rows: Sequence[Adapter | None]
     device: torch.device
     stacks: Stacks
 
     def only(self, rows: np.ndarray) -> RowAdapters:
-        """Those of some of the rows (int64)."""
+        """The adapters of some of the rows (int64)."""
         return replace(self, rows=[self.rows[row] for row in rows])
 
     def of(self, start: int, end: int) -> Adapted:
-        """What the adapters of rows ``start`` to ``end`` add."""
+        """The adapter weights of rows ``start`` to ``end``."""
         return Adapted([1] * (end - start), self.rows[start:end], self.device, self.stacks)
 
 
 class RowLogits(Protocol):
-    """Logits of one request's rows, made slice by slice when they are read, once and in order."""
+    """Logits of one request's rows, computed in slices when they are read; read once and in order."""
 
     def only(self, rows: np.ndarray) -> RowLogits:
-        """The logits of some of the rows (int64, ascending): the others are not made."""
+        """The logits of some of the rows (int64, ascending); the others are not computed."""
         ...
 
     def slices(self) -> Iterator[Tensor]:
-        """Logits ``[rows, V]`` of the next rows, to be changed at will."""
+        """Yields logits ``[rows, V]`` of the next rows; the caller may modify them."""
         ...
 
     def whole(self) -> Tensor:
-        """Logits ``[rows, V]`` of all rows at once, fp32: for a few rows only."""
+        """Logits ``[rows, V]`` of all rows at once, fp32; use for few rows only."""
         ...
 
 
 class Logits:
-    """Logits of one request's rows, read once and in order; neighbours in a batch share matrix products."""
+    """Logits of one request's rows, read once and in order; adjacent requests of a batch share matrix products."""
 
     def __init__(self, head: _Head, cuts: Sequence[tuple[int, int, int]], start: int) -> None:
         self._head, self._cuts, self._start = head, cuts, start
 
     def only(self, rows: np.ndarray) -> Logits:
-        """The logits of some of the rows (int64, ascending): the others are not made."""
+        """The logits of some of the rows (int64, ascending); the others are not computed."""
         return self._head.only(self._start + rows)
 
     def slices(self) -> Iterator[Tensor]:
-        """Logits ``[rows, V]`` of the next rows, in the model's dtype, to be changed at will; where a request is cut
-        does not depend on the batch."""
+        """Yields logits ``[rows, V]`` of the next rows, in the model's dtype; the caller may modify them. The
+        boundaries of a request's slices do not depend on the batch."""
         for product, start, end in self._cuts:
             yield self._head.product(product)[start:end]
 
     @property
     def product(self) -> int | None:
-        """Which of the batch's matrix products holds all of these rows; None where it is not one."""
+        """The index of the batch's matrix product that has all of these rows; None if they are in several."""
         return self._cuts[0][0] if len(self._cuts) == 1 else None
 
     def whole(self) -> Tensor:
-        """Logits ``[rows, V]`` of all rows at once, fp32: for a few rows only."""
+        """Logits ``[rows, V]`` of all rows at once, fp32; use for few rows only."""
         made = [part.float() for part in self.slices()]
         return torch.cat(made) if made else self._head.none()
 
 
 class _Head:
-    """Hidden states of a batch, and the latest of the matrix products that make logits of them."""
+    """Hidden states of a batch, and the result of the latest matrix product with the output layer."""
 
     def __init__(
         self,
@@ -127,11 +128,11 @@ class _Head:
         return by_slices(self._decoder, hidden, [len(rows)], self._floor, adapters)[0]
 
     def none(self) -> Tensor:
-        """Logits ``[0, V]`` of no row, fp32."""
+        """Empty logits ``[0, V]``, fp32."""
         return self._hidden.new_zeros(0, self._decoder.config.vocab_size, dtype=torch.float32)
 
     def product(self, index: int) -> Tensor:
-        """Logits ``[rows, V]`` of product ``index``; the one before is given up, so that one is held at a time."""
+        """Logits ``[rows, V]`` of product ``index``; frees the previous product, so that only one is held at a time."""
         if index != self._index:
             self._made = self._hidden[:0]
             start, end = self._bounds[index]
@@ -145,11 +146,11 @@ class _Head:
 def by_slices(
     decoder: Decoder, hidden_TD: Tensor, counts: Sequence[int], floor: int, adapters: RowAdapters | None = None
 ) -> list[Logits]:
-    """The logits of requests with ``counts`` rows each of ``hidden_TD``, one after another; ``adapters`` of those rows,
-    where one changes the output layer.
+    """The logits of each request of a batch; ``counts`` are the numbers of rows of ``hidden_TD`` of each, in order.
 
-    Each request is cut every ``slice_rows``, and as many cuts of one or more requests as fit in a slice go through one
-    matrix product, padded to a multiple of ``floor`` rows (see ``row_floor``).
+    ``adapters``: of these rows, if any changes the output layer. Each request is split every ``slice_rows`` rows; as
+    many parts of one or more requests as fit in a slice share one matrix product, padded to a multiple of ``floor``
+    rows (see ``row_floor``).
     """
     most = slice_rows(decoder.config.vocab_size, hidden_TD.device)
     bounds: list[tuple[int, int]] = []
@@ -172,15 +173,15 @@ def by_slices(
 
 
 def slices(logits: Tensor | RowLogits) -> Iterator[Tensor]:
-    """Slices of logits that are there, or are yet to be made."""
+    """Yields slices of logits that are computed already, or computes them."""
     if isinstance(logits, Tensor):
         return iter(logits.split(slice_rows(logits.shape[-1], logits.device)))
     return logits.slices()
 
 
 def joined(parts: Sequence[Logits]) -> Tensor:
-    """Logits ``[rows, V]`` of parts of a batch that lie in the same matrix product, one after another, in the model's
-    dtype, to be changed at will."""
+    """Logits ``[rows, V]`` of adjacent parts of the same matrix product, in the model's dtype; the caller may modify
+    them."""
     cuts = [cut for part in parts for cut in part._cuts]
     if len({product for product, _start, _end in cuts}) != 1:
         raise ValueError("the rows are of several matrix products")

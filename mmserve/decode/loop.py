@@ -1,6 +1,6 @@
-"""The decoder of masked diffusion and next-token models: rows of canvases against a K/V store.
+"""The decoder of masked diffusion and next-token models: positions of canvases, run against a K/V store.
 
-Prefill is its step 0 (``decode/prefill.py``), whose candidates go to decode with the pages.
+Prefill is its step 0 (``decode/prefill.py``), whose candidates are passed to decode with the pages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DiffusionDecoder:
         self.parts.runner.give_way(prefill, decode)
 
     def open(self, request: Request, prefilled: Prefilled) -> Decoding:
-        """The decode state of a request that prefill handed over."""
+        """The decode state of a request after prefill."""
         return opened(self.parts, request, prefilled)
 
     def payload(self, state: Prefilled | Decoding) -> PrefilledPayload | CanvasPayload:
@@ -54,9 +54,9 @@ class DiffusionDecoder:
 
     @torch.inference_mode()
     def propose(self, batch: list[Decoding]) -> list[None]:
-        """draft → rows → forward → candidates, of each request that has none yet and does not wait.
+        """draft → rows → forward → candidates, for each request that has no candidates and does not wait.
 
-        A request is changed only once its own candidates are there: after a failure the call can be repeated.
+        A request's state is changed only when its candidates are complete: after a failure the call can be repeated.
         """
         parts, running = self.parts, [d for d in batch if d.candidates is None]
         embed_fresh(parts.model, running)
@@ -79,7 +79,7 @@ class DiffusionDecoder:
         return [None] * len(batch)
 
     def commit(self, d: Decoding) -> Stepped:
-        """choose → commit → emit; nothing of a request that waits."""
+        """choose → commit → emit; does nothing for a request that waits."""
         proposed, d.candidates = d.candidates, None
         if proposed is None and d.waits:
             return Stepped("", None, None, rows=d.waits)
@@ -88,7 +88,7 @@ class DiffusionDecoder:
         spec = self.parts.model.spec
         final, begun = final_tokens(d, proposed, spec), d.canvas.block_start
         edited = d.fill(final.positions, final.tokens, final.log_probabilities)
-        if d.fresh is not None:  # of a step before that no pass followed
+        if d.fresh is not None:  # of an earlier step that no pass followed
             embed_fresh(self.parts.model, (d,))
         d.fresh = final.positions, final.tokens
         answer, complete = d.canvas.answer(spec.end_ids, revised=d.commit.revises)

@@ -1,6 +1,6 @@
-"""How many tokens each step of a block commits, and in which order a random one takes them: LLaDA's schedule.
+"""LLaDA's schedule: the number of tokens that each step of a block commits, and the order of random remasking.
 
-Recompute and commit policies both ask: a policy that runs few positions must know which ones come next.
+Used by commit policies, and by recompute policies that run few positions and must include those committed next.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import numpy as np
 
 from mmserve.core.canvas import Canvas
 
-#: Odd constants that spread (seed, block) over the generator's seeds.
+#: Odd multipliers that map (seed, block) to seeds of the generator.
 _SEED_MIX, _BLOCK_MIX = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def tokens_of_step(canvas: Canvas, steps: int, done: int) -> int:
-    """Tokens that the block's step number ``done`` (from 0) commits, of ``steps`` for the whole canvas.
+    """The number of tokens that step ``done`` (from 0) of the block commits; ``steps``: for the whole canvas, 0 = one
+    token a step.
 
-    The block's tokens, but for those that were there from the start, are spread evenly over its steps, the remainder
-    over the first ones (ML-GSAI/LLaDA, generate.py). ``steps`` 0 means one token a step; blocks share the steps by
-    length. The last step takes what is left, which is at most a whole block.
+    The block's tokens, except given ones, are distributed evenly over its steps, the remainder over the first ones
+    (ML-GSAI/LLaDA, generate.py). Blocks share the steps by length. The last step commits all that is left, at most a
+    whole block.
     """
     length = canvas.block_to_fill()
     total = steps or canvas.new_tokens
@@ -29,11 +30,12 @@ def tokens_of_step(canvas: Canvas, steps: int, done: int) -> int:
 
 
 def tokens_to_grid(canvas: Canvas, steps: int, done: int) -> int:
-    """Tokens that bring the block to its time grid after step number ``done`` (from 0): Dimple's schedule.
+    """The number of tokens after which the block is at its time grid after step ``done`` (from 0): Dimple's schedule.
 
-    With S steps for the block's T tokens, ceil(T (S - j) / S) are left masked after j steps. A step aims at the first j
-    past its own number at which fewer are left than now, so one that lags catches up, and one that is ahead goes on to
-    the next point (yu-rp/Dimple, generation_utils.py, ``decoding_pipeline="dim"``). ``steps`` as of ``tokens_of_step``.
+    With S steps for the block's T tokens, ceil(T (S - j) / S) are masked after j steps. A step's target is the first j
+    after its own number with fewer masked tokens than now, so that a block that lags catches up, and one that is ahead
+    continues to the next point (yu-rp/Dimple, generation_utils.py, ``decoding_pipeline="dim"``). ``steps``: see
+    ``tokens_of_step``.
     """
     length, masked = canvas.block_to_fill(), len(canvas.block_masked())
     own = steps_of_block(canvas, steps or canvas.new_tokens)
@@ -42,16 +44,16 @@ def tokens_to_grid(canvas: Canvas, steps: int, done: int) -> int:
 
 
 def steps_of_block(canvas: Canvas, total: int) -> int:
-    """The current block's share of ``total`` steps for the whole canvas: one at least, one an open position at most."""
+    """The current block's share of ``total`` steps for the whole canvas: at least 1, at most its open positions."""
     left, right = (p - canvas.prompt_length for p in (canvas.block_start, canvas.block_end))
     share = total * right // canvas.new_tokens - total * left // canvas.new_tokens
     return min(max(1, share), canvas.block_to_fill())
 
 
 def steps_of_whole_block(canvas: Canvas, total: int) -> int:
-    """The share of ``total`` steps of a whole block where the current one is: one at least, one a position at most.
+    """The share of ``total`` steps that a whole block has at the current block: at least 1, at most its positions.
 
-    A first block that begins within the prompt, or a last one that the canvas cuts, counts as if all of it were open.
+    A first block that begins within the prompt, or a last one that the canvas truncates, counts as fully open.
     """
     left = canvas.block_of(canvas.block_start) - canvas.prompt_length
     right = left + canvas.block_length
@@ -60,7 +62,7 @@ def steps_of_whole_block(canvas: Canvas, total: int) -> int:
 
 
 def random_order(canvas: Canvas, seed: int) -> np.ndarray:
-    """The current block's positions (int64 ``[block]``) in an order drawn once a block: the same for the same seed."""
+    """The current block's positions (int64 ``[block]``) in random order; deterministic for a block and ``seed``."""
     mixed = (seed * _SEED_MIX + (canvas.block_start - canvas.prompt_length + 1) * _BLOCK_MIX) % (1 << 64)
     return canvas.block_start + np.random.default_rng(mixed).permutation(canvas.block_end - canvas.block_start)
 

@@ -1,4 +1,4 @@
-"""What prefill and decode of a masked diffusion or next-token model share."""
+"""Objects that prefill and decode of a masked diffusion or next-token model share."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ E = TypeVar("E", bound=Extension)
 
 @dataclass(frozen=True)
 class Parts:
-    """One model over one K/V store, and what runs its passes; holds no state of any request.
+    """One model over one K/V store, with its runner and policies; holds no state of any request.
 
-    ``extensions`` are called in their order.
+    ``extensions`` are called in this order.
     """
 
     model: LoadedModel
@@ -53,9 +53,9 @@ class Parts:
     ) -> Parts:
         """The parts for ``model`` over ``store``.
 
-        ``chunk``: most rows of a prompt that one pass of prefill runs where attention allows chunks; 0 = all.
-        ``offered``: what policies may ask for; None = what the model offers by itself.
-        ``sparse``, ``graphs``: as of ``Runner``. ``runs_ahead``: what a constraint forces may be run in one pass.
+        ``chunk``: maximum prompt rows of a prefill pass, if attention allows chunked prefill; 0 = unlimited.
+        ``offered``: inputs of policies; None = those that the model offers. ``sparse``, ``graphs``: see ``Runner``.
+        ``runs_ahead``: whether several tokens that a constraint forces may run in one pass.
         """
         passes = Passes(model, store.page_size, chunk, runs_ahead)
         adapters = adapters or Adapters(model)
@@ -64,5 +64,5 @@ class Parts:
         return cls(model, store, tuple(extensions), offered or Offered.by(model), passes, runner, proposer, adapters)
 
     def extension(self, kind: type[E]) -> E | None:
-        """The extension of this kind, if the decoder has one."""
+        """The extension of this class; None if the decoder has none."""
         return next((each for each in self.extensions if isinstance(each, kind)), None)

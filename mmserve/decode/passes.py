@@ -1,4 +1,4 @@
-"""What is run next of a request: its positions, what is drafted among them, and whose logits are wanted."""
+"""The next pass of a request: its rows, its drafted tokens, and the rows whose logits are wanted."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mmserve.models.base import Attention, LoadedModel
 class Passes:
     """The passes of one model's requests, one request at a time.
 
-    ``chunk``: most rows of a prompt that one pass of prefill runs where attention allows chunks; 0 = all.
-    ``runs_ahead``: what a constraint forces may be run in one pass.
+    ``chunk``: maximum prompt rows of a prefill pass, if attention allows chunked prefill; 0 = unlimited.
+    ``runs_ahead``: whether several tokens that a constraint forces may run in one pass.
     """
 
     model: LoadedModel
@@ -34,12 +34,12 @@ class Passes:
     runs_ahead: bool = True
 
     def first(self, p: Prefilling) -> Pass:
-        """The pass over what has not been run yet, or over its next chunk where no position sees beyond its block.
+        """The pass over all positions not run yet, or over the next chunk if attention is bounded by blocks.
 
-        Chunks end with a page and with a block: which rows of a page are run together must not depend on where the
-        first one began, and a block sees all of itself. So a chunk of whole blocks may be longer than ``chunk``.
-        Of a guided request whose first pages come from the prefix cache, the masks in place of those are run first,
-        by themselves.
+        Chunks end at a page and block boundary: which rows of a page run together must not depend on where the first
+        chunk began, and attention within a block is bidirectional. So a chunk of whole blocks may be longer than
+        ``chunk``. If the first pages of a guided request come from the prefix cache, the masks of its second sequence
+        at those positions run first, in a separate pass.
         """
         if p.guidance is not None and p.lacks_masks:
             return self._masks(p, p.guidance)
@@ -57,12 +57,12 @@ class Passes:
             first = int(whole.wanted[0])
             end = self._past_images(p.canvas, self._chunk_end(min(int(rows[size]), first), size))
             chunk, none = rows[rows < end], rows[:0]
-            if len(chunk) and end <= first:  # none of the chunk's logits is wanted
+            if len(chunk) and end <= first:  # no logits of the chunk are wanted
                 return replace(whole, rows=chunk, targets=none, wanted=none, visible=end)
         return replace(whole, rows=rows)
 
     def _branched(self, p: Prefilling, branches: Branches) -> Pass:
-        """The pass over all branches and what is left of the prompt, or over a chunk of the prompt."""
+        """The pass over all branches and the rest of the prompt, or over a chunk of the prompt."""
         spec, size = self.model.spec, self._chunk_rows(guided=False)
         rows = np.concatenate([np.arange(p.run, branches.alike), branch_rows(branches, spec)])
         for extension in p.extensions:
@@ -87,7 +87,7 @@ class Passes:
         return whole
 
     def _masks(self, p: Prefilling, guidance: Guidance) -> Pass:
-        """The pass over the masks for positions that are in the request's own pages already, or over a chunk of it."""
+        """The pass over the second sequence's masks at positions whose pages were shared, or over a chunk of these."""
         size, end = self._chunk_rows(guided=False), p.run
         if size:
             end = min(end, self._chunk_end(p.masks_run + size, size))
@@ -96,9 +96,9 @@ class Passes:
         return Pass(*own, rows, rows[:0], rows[:0], end, adapter=p.adapter)
 
     def _chunk_rows(self, *, guided: bool) -> int:
-        """Most rows of a request's own sequence in a chunk; 0 = its prompt is run whole.
+        """Maximum rows of a request's own sequence in a chunk; 0 = no chunks.
 
-        A guided request has as many rows of masks beside them.
+        Halved for a guided request, whose second sequence has as many rows.
         """
         if not self.chunk or not self.model.spec.chunked:
             return 0
@@ -106,12 +106,12 @@ class Passes:
         return max(self.chunk // 2 if guided else self.chunk, least)
 
     def _chunk_end(self, most: int, size: int) -> int:
-        """The last position, at most ``most``, at which pages and blocks end; any where chunks are shorter."""
+        """The last page and block boundary up to ``most``; ``most`` itself if chunks are shorter than that unit."""
         unit = self._unit
         return most // unit * unit if unit <= size else most
 
     def _past_images(self, canvas: Canvas, end: int) -> int:
-        """``end``, or where images are seen whole the first end of a page from there on that cuts none."""
+        """``end``, or with bidirectional attention within images the next page boundary that splits no image."""
         sight = self.model.spec.sight(canvas.tokens[: canvas.prompt_length])
         while sight is not None and 0 < end < len(sight) and sight[end - 1] > end:
             end = -(-int(sight[end - 1]) // self._unit) * self._unit
@@ -119,19 +119,19 @@ class Passes:
 
     @property
     def _unit(self) -> int:
-        """The fewest positions that are whole pages and whole blocks."""
+        """The least common multiple of page size and block length, in positions."""
         return lcm(self.page_size, self.model.spec.attention_block or 1)
 
     def next(self, d: Decoding, rows: np.ndarray) -> Pass:
-        """The pass over ``rows`` (int64 positions, ascending) of a request that decodes, and over what is drafted.
+        """The pass over ``rows`` (int64 positions, ascending) and the draft of a request in decode.
 
-        A draft's embeddings are put into the request's own: it is run as if it were on the canvas. What of the rows is
-        run, and what is drafted, the request's extensions may change.
+        A draft's embeddings are written to the request's: it runs as if it were on the canvas. Extensions of the
+        request may change both rows and draft.
         """
         p, drafted = d.prefilled, None
         if d.extensions:
             ahead = self.runs_ahead and self.model.spec.causal and all(e.runs_ahead for e in d.extensions)
-            ahead = ahead and not d.request.sampling.penalises  # penalties do not know what is only drafted
+            ahead = ahead and not d.request.sampling.penalises  # penalties do not include drafted tokens
             drafted = self._draft(d.canvas, d.commit) if self.model.spec.causal else d.canvas.tokens[:0]
             for extension in d.extensions:
                 drafted = extension.draft(d.canvas, drafted, ahead=ahead)
@@ -148,17 +148,18 @@ class Passes:
         commit: Commit,
         drafted: np.ndarray | None = None,
     ) -> Pass:
-        """What to run for the open positions of the block, or of the canvas if ``commit`` looks at all of it.
+        """The pass that gives candidates for the open positions of the block, or of the canvas
+        (``commit.whole_canvas``).
 
-        The rows that predict them are run too. Where attention ends at a row, or at its block, what is right of
-        that is of no use yet. A policy that judges all of a block sees it at once, though a token of it comes from the
-        block before. ``drafted``: what is drafted for this pass; None = that is the policy's to do.
+        The rows that predict these positions are added to ``rows``. With causal or block-causal attention, rows to the
+        right of them are left out. Policies with ``whole_block`` get all of a block, even if its first token is
+        predicted by the block before. ``drafted``: the draft of this pass; None = ask the policy.
         """
         spec = self.model.spec
         end = None
         if spec.attention is Attention.BLOCK_CAUSAL:
             end = canvas.sight_end if commit.whole_block else canvas.run_end
-            rows = np.union1d(rows, np.arange(canvas.run_end, end))  # a part of a block is run with all that it sees
+            rows = np.union1d(rows, np.arange(canvas.run_end, end))  # a partial block runs with its whole context
             rows = rows[rows < end]
         if drafted is None:
             drafted = self._draft(canvas, commit) if spec.causal else canvas.tokens[:0]
@@ -168,7 +169,7 @@ class Passes:
         targets = canvas.all_masked() if commit.whole_canvas or len(drafted) else canvas.block_masked()
         if commit.whole_block:
             targets = canvas.block()
-            rows = np.union1d(rows, targets)  # all of the block is judged, whatever the cache policy
+            rows = np.union1d(rows, targets)  # the policy needs the whole block, whatever the recompute policy
         if len(drafted):
             places = torch.from_numpy(targets[: len(drafted)]).to(self.model.device)
             embeddings[places] = self.model.decoder.embed(torch.from_numpy(drafted).to(self.model.device))
@@ -187,7 +188,7 @@ class Passes:
         return Pass(canvas, pages, embeddings, rows, targets, wanted, visible)
 
     def _draft(self, canvas: Canvas, commit: Commit) -> np.ndarray:
-        """The policy's draft up to the first token that the model cannot generate, such as an image's placeholder."""
+        """The policy's draft up to the first token that the model cannot generate, such as an image placeholder."""
         drafted = commit.draft(canvas)
         if not len(drafted):
             return drafted
@@ -196,7 +197,7 @@ class Passes:
 
 
 def _within(positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Bool ``[n]``: which of ``positions`` are among ``rows``, which ascend."""
+    """Bool ``[n]``: which of ``positions`` are in ``rows`` (ascending)."""
     if not len(rows):
         return np.zeros(len(positions), dtype=bool)
     return rows[np.minimum(rows.searchsorted(positions), len(rows) - 1)] == positions

@@ -1,4 +1,4 @@
-"""What a request adds to and takes from logits before anything is chosen: biases and penalties."""
+"""Logit biases and penalties of a request."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas, among
 from mmserve.core.request import Sampling
 
-#: Penalised logits stay within this: far above the logits of any model, and far from the end of fp32.
+#: Penalised logits are clamped to this: far above the logits of any model, and far below the maximum of fp32.
 _LARGEST = 1e30
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """Those of one request at one step, for any of its rows."""
+    """The biases and penalties of one request in one step; the same for all its rows."""
 
-    added: tuple[Tensor, Tensor] | None  # tokens int64 ``[k]``, and what their logits gain, fp32 ``[k]``
+    added: tuple[Tensor, Tensor] | None  # tokens int64 ``[k]``, and their biases, fp32 ``[k]``
     held: Tensor | None  # int64 ``[m]``: tokens of the prompt and the answer
     repetition: float
 
@@ -33,9 +33,9 @@ class Penalties:
         device: torch.device,
         end_ids: Collection[int],
     ) -> Penalties | None:
-        """The penalties and biases of ``sampling`` for ``canvas`` as it is; None where there are none.
+        """The penalties and biases of ``sampling`` for the current ``canvas``; None if there are none.
 
-        ``end_ids`` are not counted in the answer: they fill a canvas after its end.
+        ``end_ids`` are not counted in the answer, because they pad a canvas after its end.
         """
         if not sampling.changes_logits:
             return None
@@ -59,9 +59,9 @@ class Penalties:
     def apply(self, logits: Tensor) -> None:
         """Change ``logits`` (fp32 ``[n, V]``) in place.
 
-        Biases are added, the presence penalty and, for each time that a token is in the answer, the frequency penalty
-        are taken away (OpenAI's API). Then logits of tokens in the prompt or answer are divided by the repetition
-        penalty where positive, else multiplied (CTRL, arXiv 1909.05858).
+        Biases are added; the presence penalty and, once for each occurrence in the answer, the frequency penalty are
+        subtracted (OpenAI's API). Then logits of tokens in the prompt or answer are divided by the repetition penalty
+        if positive, else multiplied (CTRL, arXiv 1909.05858).
         """
         if self.added is not None:
             tokens, gains = self.added
@@ -73,6 +73,6 @@ class Penalties:
 
 
 def _held(canvas: Canvas, start: int) -> np.ndarray:
-    """Final tokens from position ``start`` on, but for padding that passes do not read, either."""
+    """Final tokens from position ``start`` on, without padding."""
     read = slice(start, canvas.size - canvas.unread)
     return canvas.tokens[read][~canvas.masked[read]]

@@ -1,4 +1,4 @@
-"""A request's policies, made from what it asks for and what the model offers them."""
+"""Creates a request's policies from its options and from what the model offers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from mmserve.models.commit_filter import CommitFilter
 
 @dataclass(frozen=True)
 class Offered:
-    """What a model, and the server it is served by, offer to the policies that have a field of that name.
+    """Inputs that a model and its server offer to policies; each policy gets the fields that its constructor names.
 
-    ``spell`` gives the text of tokens: without it a policy that looks for text can be made, but not asked.
+    ``spell`` decodes tokens to text: without it a policy that searches text can be created, but not used.
     """
 
     spell: Callable[[np.ndarray], str] | None = None
@@ -37,19 +37,19 @@ class Offered:
 
     @classmethod
     def by(cls, model: Model, schedulers: Mapping[str, Discrete] = MappingProxyType({})) -> Self:
-        """What ``model`` offers, and those of the server's ``schedulers`` that are for its kind of canvas."""
+        """The inputs that ``model`` offers, with those of the server's ``schedulers`` that fit its kind of canvas."""
         renoises = model.spec.renoising is not None
         usable = {name: s for name, s in schedulers.items() if not model.spec.causal and s.serves(renoises=renoises)}
         return cls(speller(model.tokenizer), model.spec.end_ids, model.commit_filter, usable)
 
 
 def exists(name: str) -> bool:
-    """Whether there is a policy of that name, whatever it is for."""
+    """Whether a policy of any kind has that name."""
     return name in RECOMPUTE or name in COMMIT or name == "scheduler"
 
 
 def recompute_policy(request: Request) -> Recompute:
-    """The request's recompute policy; ``InvalidArgument`` for an unknown name or option."""
+    """The request's recompute policy. Raises ``InvalidArgument`` for an unknown name or option."""
     made: Recompute = _policy("diffusion", "recompute", RECOMPUTE, request.diffusion.recompute, request, Offered())
     return made
 
@@ -57,8 +57,8 @@ def recompute_policy(request: Request) -> Recompute:
 def commit_policy(request: Request, offered: Offered) -> Commit:
     """The request's commit policy.
 
-    ``InvalidArgument`` for an unknown name, option or scheduler, ``Unimplemented`` where the model does not offer what
-    it needs.
+    Raises ``InvalidArgument`` for an unknown name, option or scheduler, ``Unimplemented`` if the model does not offer a
+    required input.
     """
     known: dict[str, Callable[..., Commit]] = {**COMMIT, "scheduler": _scheduled}
     made: Commit = _policy("diffusion", "commit", known, request.diffusion.commit, request, offered)
@@ -84,7 +84,7 @@ def _policy(
     request: Request,
     offered: Offered,
 ) -> Any:
-    """The policy with its own numbers, what it asks for of request and model, and the policy it builds on."""
+    """The policy with its options, the inputs it needs of request and model, and the policy it builds on."""
     if policy.name not in known:
         raise InvalidArgument.of(f"{path}.{kind}", f"there is no policy {policy.name!r}; known are {sorted(known)}")
     path = f"{path}.{policy.name}"

@@ -28,17 +28,18 @@ from mmserve.models.decisions import questions_ids
 
 
 class Prefill:
-    """Prefill with the ``parts`` that decode has too; holds no state of any request."""
+    """Prefill with the ``parts`` shared with decode; holds no state of any request."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     @torch.inference_mode()
     def begin(self, request: Request, encoded: Encoded, pages: PageTable, session: Session | None = None) -> Prefilling:
-        """The prefill state of a request: ``encoded`` its prompt, ``pages`` its pages, of which the first may be filled
-        already: it begins after those. ``session``: its constraint, if it has one.
+        """The prefill state of a request.
 
-        A constraint comes last of the request's extensions: it chooses among what the others leave.
+        ``encoded``: its prompt; ``pages``: its pages, the first of which may be filled already (prefix cache): prefill
+        begins after those; ``session``: its constraint. The constraint is the request's last extension: it chooses
+        among what the others leave.
         """
         parts, model, spec = self._parts, self._parts.model, self._parts.model.spec
         if request.decisions:
@@ -89,9 +90,10 @@ class Prefill:
 
     @torch.inference_mode()
     def run(self, batch: list[tuple[Request, Prefilling]]) -> list[Prefilled | None]:
-        """One pass over all requests: canvas with pages and candidates out, None where some of the prompt is left.
+        """One pass over all requests. Returns each request's canvas with pages and candidates; None if part of its
+        prompt is left.
 
-        Requests are changed only when nothing can fail any more: after a failure the call can be repeated.
+        State is changed only after everything that can fail: after a failure the call can be repeated.
         """
         parts = self._parts
         passes = [self._first(begun) for _request, begun in batch]
@@ -134,7 +136,7 @@ class Prefill:
         return results
 
     def _written(self, batch: list[tuple[Request, Prefilling]], passes: list[Pass]) -> Callable[[int], None] | None:
-        """What reports the layers of a pass to those requests whose K/V go ahead of them; None where none do."""
+        """A callback that reports the layers of a pass to requests whose K/V are sent ahead; None if there are none."""
         going = [(begun, p) for (_request, begun), p in zip(batch, passes, strict=True) if begun.outgoing is not None]
         if not going:
             return None
@@ -146,13 +148,14 @@ class Prefill:
         return written
 
     def _final(self, begun: Prefilling, p: Pass, layers: int | None = None) -> None:
-        """The first ``layers`` (None = all) have the K/V of a pass: of a prompt of which some is left, whole pages."""
+        """Report that the first ``layers`` (None = all) have the K/V of a pass; of an incomplete prompt, full pages
+        only."""
         if begun.outgoing is not None:
             store = self._parts.store
             whole = p.visible if len(p.targets) else p.visible // store.page_size * store.page_size
             begun.outgoing.final(store.num_layers if layers is None else layers, whole)
 
     def _first(self, begun: Prefilling) -> Pass:
-        """What is run next; what extensions watch is the request's own sequence."""
+        """The next pass of a request; extensions observe only its own sequence."""
         p = self._parts.passes.first(begun)
         return p if begun.lacks_masks else watched(p, begun.extensions, first=True)

@@ -1,4 +1,4 @@
-"""From a pass's logits to a request's candidates: by the sampler, or by a commit policy that makes its own."""
+"""A request's candidates from a pass's logits: by the sampler, or by a commit policy that makes its own."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Extensions = tuple[RequestExtension, ...]
 
 
 class Proposer:
-    """Makes the candidates of one model's requests; ``scores`` does so in one pass over the logits where it can."""
+    """Makes the candidates of one model's requests; ``scores``: a kernel that does so in one pass over the logits."""
 
     def __init__(self, spec: ModelSpec, scores: Scores | None) -> None:
         self._spec, self.scores = spec, scores
 
     def share(self, members: Sequence[Member]) -> list[RowLogits | Shared]:
-        """The logits of a batch, some of whose requests share one call of the sampler (``decode/together.py``)."""
+        """The logits of a batch; some requests share one call of the sampler (``decode/together.py``)."""
         return share(members, self._spec, self.scores)
 
     def propose(
         self, request: Request, commit: Commit, extensions: Extensions, p: Pass, logits: RowLogits | Shared
     ) -> Candidates:
-        """The candidates of a pass, with alternatives on request; what observes its logits is shown them."""
+        """The candidates of a pass, with alternatives if requested; calls the observer of its logits."""
         spec, sampling = self._spec, request.sampling
         if isinstance(logits, Shared):
             return candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, end_ids=spec.end_ids)
@@ -95,7 +95,7 @@ class Proposer:
         p: Pass,
         logits: RowLogits,
     ) -> Candidates:
-        """The candidates that the policy looks at, and the others only where it would choose of them."""
+        """The candidates that a ``Partial`` policy needs; the others are made only if it could choose one of them."""
         needed, counted = commit.needed(p.canvas, p.targets), replace(p.canvas, step=p.canvas.step + 1)
 
         def of(which: np.ndarray, *, more: bool = False) -> Candidates:
@@ -112,5 +112,5 @@ class Proposer:
 def _observer(
     extensions: Extensions, canvas: Canvas, positions: np.ndarray, *, more: bool = False
 ) -> LogitsObserver | None:
-    """What observes the logits of ``positions``: that of the one extension that observes them, if there is one."""
+    """The observer of the logits of ``positions``: at most one extension has one."""
     return next((e.observe(canvas, positions, more=more) for e in extensions if e.observes), None)

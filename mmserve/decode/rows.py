@@ -13,10 +13,9 @@ from mmserve.decode.state import Decoding
 
 
 def rows_of(running: Sequence[Decoding], runner: Runner) -> list[np.ndarray]:
-    """Positions (int64, ascending) to run of each request; for policies that ask how far positions have moved, that is
-    found first.
+    """Positions (int64, ascending) that each request runs next; measures changes first for policies that need them.
 
-    They are kept until the request has its candidates: a pass that fails may have moved them already.
+    Stored until the request has its candidates: a failed pass may already have written K/V.
     """
     undecided = [d for d in running if d.rows is None]
     watching = [
@@ -36,7 +35,7 @@ def rows_of(running: Sequence[Decoding], runner: Runner) -> list[np.ndarray]:
 
 
 def count_next_rows(d: Decoding) -> int | None:
-    """How many positions the next pass runs, drafts not counted; None = that depends on how far they have moved."""
+    """The number of positions of the next pass, without drafts; None if it depends on changes not measured yet."""
     if is_watching(d.recompute):
         return None
     d.rows = d.recompute.rows(d.canvas)

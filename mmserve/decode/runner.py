@@ -1,4 +1,4 @@
-"""Forward passes of one model over one K/V store: guidance, sparse attention and recorded graphs included."""
+"""Forward passes of one model over one K/V store, with guidance, sparse attention and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Stage = Literal["prefill", "decode"]
 class Runner:
     """Runs the passes of a batch; holds no state of any request.
 
-    ``sparse`` chooses what passes attend to; None = everything. ``graphs`` run passes of decode where they can; None =
-    none do.
+    ``sparse`` selects what passes attend to; None = everything. ``graphs``: CUDA graphs of decode passes; None = no
+    graphs.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class Runner:
         stacks: Stacks | None = None,
     ) -> None:
         self.graphs = graphs
-        #: The number of rows, a multiple of which a pass runs (see ``row_floor``).
+        #: Passes run a multiple of this many rows (see ``row_floor``).
         self.floor = row_floor(model)
         self.ways: dict[str, Callable[[], None]] = {}
         self._model, self._store, self._sparse, self._stacks = model, store, sparse, stacks
         model.decoder.set_row_floor(self.floor)
 
     def took(self, pages: np.ndarray, positions: int) -> None:
-        """Take note of ``pages`` (int64) that no pass wrote: the first ``positions`` of them hold keys now."""
+        """Record that the first ``positions`` of ``pages`` (int64) hold keys that were not written by a pass."""
         if self._sparse is not None:
             self._sparse.took(pages, positions)
 
     def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
-        """Have passes of prefill and of decode call these in each layer: others may use the thread meanwhile."""
+        """Set callbacks that prefill and decode passes call in each layer, to let other passes use the thread."""
         self.ways = {"prefill": prefill, "decode": decode}
 
     def run(
@@ -59,8 +59,8 @@ class Runner:
         batch: list[tuple[Pass, Guidance | None]],
         written: Callable[[int], None] | None = None,
     ) -> tuple[list[RowLogits], float]:
-        """One forward pass of the ragged batch: each request's logits, and the processor time that the pass took
-        (seconds). ``written``: as of ``forward``."""
+        """One forward pass of the ragged batch: each request's logits, and the pass's CPU time (seconds). ``written``:
+        see ``forward``."""
         begun, given, way = time.thread_time(), 0.0, self.ways.get(stage)
 
         def between() -> None:
@@ -87,5 +87,5 @@ class Runner:
         return combined(batch, logits), time.thread_time() - begun - given
 
     def changes(self, batch: list[Watch]) -> list[np.ndarray]:
-        """How far watched positions have moved (``value_changes``)."""
+        """The changes of watched positions (``value_changes``)."""
         return value_changes(self._model, self._store, batch, self.floor, sparse=self._sparse, stacks=self._stacks)

@@ -1,4 +1,4 @@
-"""From logits to one candidate a position: greedy, or drawn with temperature, top-k, top-p and a seed."""
+"""From logits to one candidate for each position: greedy, or sampled with temperature, top-k, top-p and a seed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mmserve.decode.penalties import Penalties
 from mmserve.decode.scores import CountedNoise, Scores, scored
 from mmserve.models.base import ModelSpec
 
-#: Temperatures below this are greedy: dividing by them would leave the range of fp32.
+#: Temperatures below this are greedy: dividing by them would overflow fp32.
 GREEDY_BELOW = 1e-4
-#: Temperatures above this count as this, at which every token is as probable as any other: they may be past fp32.
+#: Higher temperatures are clamped to this, at which the distribution is uniform: they may overflow fp32.
 HOTTEST = 1e30
-#: Odd constants that spread (seed, step) over the generator's 64-bit seeds.
+#: Odd multipliers that map (seed, step) to the generator's 64-bit seeds.
 _SEED_MIX, _STEP_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
@@ -51,19 +51,17 @@ def candidates(
     """One token for each of ``positions`` (ascending), from the logits of those positions.
 
     The confidence is the chosen token's probability before temperature and filters; gap and entropy are of the same
-    distribution, and are made only if ``reads`` names them. ``mask_id``: a token of ``banned`` that is never chosen
-    and has its part in that distribution, as the mask has in the softmax of LLaDA's ``generate.py``; where it has the
-    highest logit, the gap is negative. With ``best`` the confidence leaves it out, and the probabilities that ``best``
-    notes do not. A drawn token depends on logits, seed, step and
-    position only: not on the batch, nor on which positions were recomputed or asked for. The rows are judged slice by
-    slice (``decode/logits.py``): no temporary is larger than one. ``best`` notes more of each row than its candidate,
-    and may rule tokens out.
+    distribution, and are computed only if ``reads`` names them. ``mask_id``: a token of ``banned`` that is never chosen
+    but counts in that distribution, like the mask in the softmax of LLaDA's ``generate.py``; where it has the highest
+    logit, the gap is negative. With ``best``, the confidence excludes it, and the probabilities that ``best`` records
+    include it. The confidence is 1 unless ``confident``.
 
-    The confidence is 1 where it is not asked for (``confident``). ``end_ids``: the model's, which penalties do not
-    count.
+    A drawn token depends only on logits, seed, step and position: not on the batch, nor on which other positions run or
+    have candidates. Rows are processed slice by slice (``decode/logits.py``), so that temporaries are bounded. ``best``
+    restricts and observes the logits of each row. ``end_ids``: the model's end tokens, which penalties do not count.
 
-    With ``scores``, rows that nothing is noted of, greedy or drawn without filters, are judged by it in one pass. All
-    noise is then counted, so that a seed draws from the same one with filters and without.
+    ``scores``: a kernel for rows that are not observed and are greedy or sampled without filters, in one pass. All
+    noise then comes from its counter-based generator, so that a seed gives the same noise with and without filters.
     """
     if isinstance(logits_nV, Shared):
         return logits_nV.candidates()
@@ -99,7 +97,7 @@ def candidates(
         else:
             tempered = _filter(logits / temperature, sampling)
             gumbel = noise.rows(offsets, logits.shape[-1], logits.device)
-            drawn = tempered.add_(gumbel) if best is None else tempered + gumbel  # Gumbel-max
+            drawn = tempered.add_(gumbel) if best is None else tempered + gumbel
             tokens = _largest(drawn)
         log_z = torch.logsumexp(logits, -1) if best is not None else None
         if best is not None and log_z is not None:
@@ -117,26 +115,26 @@ def candidates(
 
 
 def judged_mask(spec: ModelSpec) -> int | None:
-    """The ``mask_id`` of ``candidates``: a next-token model has no mask in its softmax."""
+    """The ``mask_id`` of ``candidates``; None for a next-token model, whose softmax has no mask."""
     return None if spec.causal else spec.mask_id
 
 
 def described(logits: Tensor, positions: np.ndarray, tokens: Tensor) -> Candidates:
-    """Candidates of ``tokens`` (int64 ``[n]``) for ``positions``, with their scores by ``logits`` (fp32 ``[n, V]``)."""
+    """Candidates of ``tokens`` (int64 ``[n]``) for ``positions``, scored by ``logits`` (fp32 ``[n, V]``)."""
     confidence, _gap, _entropy = _figures(logits, tokens, None, frozenset())
     assert confidence is not None
     return Candidates(positions, tokens.cpu().numpy(), confidence.cpu().numpy(), None, None)
 
 
 def step_generator(seed: int, step: int, device: torch.device) -> torch.Generator:
-    """The random numbers of one step (counted from 1) of one request, whatever else is served."""
+    """The random generator of one step (from 1) of one request, independent of other requests."""
     return torch.Generator(device).manual_seed((seed * _SEED_MIX + step * _STEP_MIX) % (1 << 63))
 
 
 def _largest(scores: Tensor) -> Tensor:
-    """The token (int64 ``[n]``) with the largest of ``scores [n, V]``, of equals the first.
+    """The token (int64 ``[n]``) with the largest of ``scores [n, V]``, the first one of ties.
 
-    NumPy finds it ten times as fast on a CPU: one row of 32,000 in 3 us, not 28.
+    On a CPU, NumPy's argmax is ten times as fast: 3 us instead of 28 for a row of 32,000.
     """
     if scores.device.type == "cpu":
         return torch.from_numpy(scores.numpy().argmax(-1))
@@ -144,7 +142,7 @@ def _largest(scores: Tensor) -> Tensor:
 
 
 def _whole(parts: Sequence[Tensor | None]) -> np.ndarray | None:
-    """One figure of all slices; None where it was not made."""
+    """One field of all slices, concatenated; None if it was not computed."""
     made = [part for part in parts if part is not None]
     if len(made) < len(parts) or not made:
         return None
@@ -155,10 +153,12 @@ def _whole(parts: Sequence[Tensor | None]) -> np.ndarray | None:
 def _figures(
     logits: Tensor, tokens: Tensor, log_z: Tensor | None, reads: frozenset[str], masks: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Confidence, gap and entropy ``[n]`` of ``tokens [n]`` under ``logits [n, V]``, whose exponentials sum to that of
-    ``log_z [n]`` where that is known. Gap and entropy are None unless ``reads`` names them.
+    """Confidence, gap and entropy ``[n]`` of ``tokens [n]`` under ``logits [n, V]``; the last two None unless in
+    ``reads``.
 
-    ``masks [n]``: the mask token's logits among those, which ``log_z`` is without."""
+    ``log_z [n]``: logsumexp of the logits, if known. ``masks [n]``: the mask token's logits, which ``log_z``
+    excludes.
+    """
     logs = logits.log_softmax(-1) if log_z is None else None
     chosen = (logits if logs is None else logs).gather(-1, tokens[:, None])[:, 0]
     confidence = (chosen if log_z is None else chosen - log_z).exp()
@@ -177,10 +177,10 @@ def _figures(
 
 
 class _Noise:
-    """The Gumbel noise of one step, a row for each position from the block's first on.
+    """The Gumbel noise of one step, one row for each position from the block's first on.
 
-    Rows not asked for are drawn all the same, so that a position's noise does not depend on them; they are drawn
-    one after another, so that none of it depends on how many are wanted at once.
+    Rows that are not needed are drawn too, one after another, so that a position's noise does not depend on which rows
+    are needed.
     """
 
     def __init__(self, canvas: Canvas, seed: int) -> None:
@@ -188,9 +188,9 @@ class _Noise:
         self._drawn = 0
 
     def rows(self, offsets: np.ndarray, vocabulary: int, device: torch.device) -> Tensor:
-        """Noise ``[n, vocabulary]``, on ``device``, of positions so far right of the block's first; larger than any
-        asked for before."""
-        exponential = torch.ones(len(offsets), vocabulary)  # none is drawn left of the block: nothing is chosen there
+        """Noise ``[n, vocabulary]`` on ``device``, for positions at ``offsets`` from the block's first; each larger
+        than those of earlier calls."""
+        exponential = torch.ones(len(offsets), vocabulary)
         for row, offset in zip(exponential, offsets.tolist(), strict=True):
             while self._drawn <= offset:
                 row.exponential_(generator=self._generator)
@@ -203,8 +203,8 @@ def _filters(sampling: Sampling) -> bool:
 
 
 def _filter(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Tokens outside the top k, outside the smallest set with probability ``top_p``, or less probable than ``min_p``
-    of the most probable one become impossible."""
+    """Set to -inf the logits of tokens outside the top k, outside the smallest set with probability ``top_p``, or with
+    less than ``min_p`` times the highest probability."""
     if sampling.top_k:
         kept = min(sampling.top_k, logits.shape[-1])
         lowest = logits.topk(kept, -1).values[:, -1:]
@@ -213,7 +213,7 @@ def _filter(logits: Tensor, sampling: Sampling) -> Tensor:
         ordered, order = logits.sort(stable=True, dim=-1, descending=True)
         probabilities = ordered.softmax(-1)
         outside = probabilities.cumsum(-1) - probabilities >= sampling.top_p
-        outside[:, 0] = False  # also where ``top_p`` is 0 in fp32
+        outside[:, 0] = False  # even if ``top_p`` underflows to 0 in fp32
         logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
     if sampling.min_p > 0:
         lowest = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)

@@ -1,9 +1,10 @@
-"""Discrete schedulers of diffusers, or others with their interface, as a configuration names them.
+"""Discrete schedulers of diffusers, or others with their interface, that a configuration names.
 
 The interface (huggingface/diffusers, ``BlockRefinementScheduler``, ``EntropyBoundScheduler``,
-``DiscreteDDIMScheduler``): ``set_timesteps(n)``, and ``step(model_output [B, L, V], timestep, sample [B, L], …)`` that
-returns ``prev_sample``, ``sampled_tokens`` and ``sampled_probs``, all ``[B, L]``. One that takes ``mask_token_id``
-fills masks; one that does not puts random tokens where it is not sure, and is for models that were trained on those.
+``DiscreteDDIMScheduler``): ``set_timesteps(n)``, and ``step(model_output [B, L, V], timestep, sample [B, L], …)``,
+which returns ``prev_sample``, ``sampled_tokens`` and ``sampled_probs``, all ``[B, L]``. A scheduler with
+``mask_token_id`` fills masks; one without puts random tokens at positions that it does not accept, and is for models
+trained on those.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from mmserve.core.request import Sampling
 from mmserve.decode.sampler import HOTTEST
 from mmserve.errors import ConfigError, FieldViolation, InvalidArgument
 
-#: What ``step`` may take of a request, and the value that asks for nothing.
+#: Sampling parameters that ``step`` may accept, with the values that have no effect.
 _SAMPLING: dict[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _STEP = frozenset({"model_output", "timestep", "sample", "generator"})
-#: The size of the step that a new scheduler is tried with.
+#: The canvas size of the trial step of a new scheduler.
 _TRIED_LENGTH, _TRIED_VOCABULARY = 4, 8
 
 
 @dataclass(frozen=True)
 class Discrete:
-    """A configured scheduler. Each step gets a new one, so that nothing of a request can reach another one.
+    """A configured scheduler. Each step uses a new instance, so that no state is shared between requests.
 
-    That also makes a step repeatable, and lets prefill and decode take theirs in different places.
+    A step can therefore be repeated, and prefill and decode can run steps in different processes.
     """
 
     name: str
@@ -42,15 +43,15 @@ class Discrete:
     numbers: Mapping[str, Any]
     takes: frozenset[str]  # parameters of ``step``
     edits: bool  # whether it replaces tokens that are committed
-    steps: int  # denoising steps a block, where a request does not set them
-    remembers: bool  # whether it keeps something between the steps of a canvas without masks
+    steps: int  # denoising steps of a block, if a request does not set them
+    remembers: bool  # whether it keeps state between the steps of a canvas without masks
 
     def serves(self, *, renoises: bool) -> bool:
-        """Whether it is for models whose open positions hold random tokens (``renoises``), or else masks."""
+        """Whether it is for models whose open positions hold random tokens (``renoises``) or, if False, masks."""
         return not self.remembers if renoises else "mask_token_id" in self.takes
 
     def check(self, sampling: Sampling) -> None:
-        """``InvalidArgument`` for what the request asks of sampling and the scheduler does not take."""
+        """Raises ``InvalidArgument`` for sampling parameters of the request that the scheduler does not accept."""
         wrong = [
             FieldViolation(f"sampling.{name}", f"the scheduler {self.name!r} does not take it")
             for name, nothing in _SAMPLING.items()
@@ -71,10 +72,10 @@ class Discrete:
         sampling: Sampling,
         generator: torch.Generator,
     ) -> Any:
-        """The scheduler's output (rows of ``[1, L]``) after step ``index`` of ``steps`` on one block.
+        """The scheduler's output (tensors ``[1, L]``) after step ``index`` of ``steps`` on one block.
 
-        ``block_length``: positions of a whole block, of which the sample may hold a part. ``mask_id`` None: there are
-        no masks. Past the last step the last one is repeated.
+        ``block_length``: positions of a whole block; the sample may be a part of it. ``mask_id`` None: there are no
+        masks. After the last step, that step is repeated.
         """
         scheduler = self.kind(**self.numbers)
         optional = {"block_length": block_length, "device": sample_L.device}
@@ -92,7 +93,7 @@ class Discrete:
 
 
 def load_schedulers(configs: Iterable[SchedulerConfig]) -> dict[str, Discrete]:
-    """The schedulers by name, each tried once; raises ``ConfigError`` for a wrong one."""
+    """The schedulers by name; each runs a trial step. Raises ``ConfigError`` for an invalid one."""
     return {config.name: _load(config) for config in configs}
 
 
@@ -116,13 +117,13 @@ def _load(config: SchedulerConfig) -> Discrete:
         remembers = _try(scheduler, **({"mask_token_id": None} if masks else {}))
     except ConfigError as error:
         raise ConfigError(f"{where}: {config.kind} {error}") from error
-    except Exception as error:  # its numbers are its own: it alone knows what is wrong with them
+    except Exception as error:  # a scheduler may raise anything for invalid options
         raise ConfigError(f"{where}: {config.kind} fails: {error}") from error
     return Discrete(config.name, kind, dict(config.numbers), frozenset(takes), edits, steps, remembers)
 
 
 def _find(name: str, where: str) -> type[Any]:
-    """The class named ``name``: one of diffusers, or with its module in front any other one."""
+    """The class named ``name``: a class of diffusers, or ``module.Class``."""
     module, _, kind = name.rpartition(".")
     try:
         found = getattr(import_module(module or "diffusers"), kind)
@@ -137,12 +138,13 @@ def _find(name: str, where: str) -> type[Any]:
 
 
 def _edits(scheduler: Any) -> bool:
-    """Whether committed tokens may be replaced: diffusers' schedulers mark that by a positive threshold."""
+    """Whether committed tokens may be replaced; diffusers' schedulers indicate that by a positive threshold."""
     return bool((getattr(scheduler.config, "editing_threshold", None) or 0) > 0)
 
 
 def _try(scheduler: Any, **mask: int | None) -> bool:
-    """Whether a first step changes the state of ``scheduler``; ``ConfigError`` if it is no step over tokens."""
+    """Runs a trial step. Returns whether it changed the state of ``scheduler``; raises ``ConfigError`` if ``step``
+    fails."""
     scheduler.set_timesteps(2)
     before = pickle.dumps(vars(scheduler))
     sample = torch.zeros(1, _TRIED_LENGTH, dtype=torch.long)

@@ -1,7 +1,8 @@
-"""``commit_scores`` for the sampler, where it runs as a kernel: no copy of the logits, and noise that is counted.
+"""The kernel ``commit_scores`` for the sampler: no copy of the logits, and counter-based noise.
 
-Its noise is of a seed and a token's id (``mmserve_kernels/commit_scores/noise.py``), so each row has a seed of its own,
-and nothing is drawn for rows that are not asked for. It is another than the CPU's sampler draws, one row after another.
+Its noise is a function of a seed and a token id (``mmserve_kernels/commit_scores/noise.py``), so each row has its own
+seed, and no noise is drawn for rows that are not needed. It differs from the noise of the CPU sampler, which is
+sequential.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from mmserve.decode.commit.base import ENTROPY, GAP
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 
-#: What runs ``commit_scores``: its reference or its kernel.
+#: Runs ``commit_scores``: its reference or its kernel.
 Scores = Callable[..., CommitScores]
-#: Odd constants that spread (seed, step, row) over 64 bits.
+#: Odd multipliers that map (seed, step, row) to 64-bit seeds.
 _SEED_MIX, _STEP_MIX, _ROW_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def scores_for(model: LoadedModel, store: KVStore) -> Scores | None:
-    """The kernel for logits of ``model``; None where there is none to run, and the sampler goes step by step.
+    """The kernel for logits of ``model``; None if there is none, and the sampler uses PyTorch operations.
 
-    ``store.kernels`` selects which.
+    ``store.kernels`` selects the implementation.
     """
     op = pick("commit_scores", store.device, model.dtype)
     store.kernels[op.op] = op.path
@@ -39,17 +40,17 @@ def scores_for(model: LoadedModel, store: KVStore) -> Scores | None:
 
 
 class CountedNoise:
-    """The Gumbel noise of one step, by seed, step, and how far right of the block's first position a row is."""
+    """The Gumbel noise of one step, a function of seed, step, and a row's offset from the block's first position."""
 
     def __init__(self, canvas: Canvas, seed: int) -> None:
         self._step = np.uint64((seed * _SEED_MIX + (canvas.step + 1) * _STEP_MIX) % (1 << 64))
 
     def draw(self, offsets: np.ndarray, temperature: float, device: torch.device) -> Draw:
-        """How rows so far right draw their tokens."""
+        """The seeds and temperature for drawing the tokens of rows at ``offsets``."""
         return Draw(self._seeds(offsets, device), torch.full((len(offsets),), temperature, device=device))
 
     def rows(self, offsets: np.ndarray, vocabulary: int, device: torch.device) -> Tensor:
-        """That noise, fp32 ``[n, vocabulary]``."""
+        """The noise of rows at ``offsets``, fp32 ``[n, vocabulary]``."""
         return gumbel(self._seeds(offsets, device), vocabulary)
 
     def _seeds(self, offsets: np.ndarray, device: torch.device) -> Tensor:
@@ -65,11 +66,10 @@ def scored(
     reads: frozenset[str],
     mask_id: int | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Tokens, confidence, gap and entropy ``[n]`` of the rows, greedy without a ``draw``; the last two are None unless
-    ``reads`` names them.
+    """Tokens, confidence, gap and entropy ``[n]`` of the rows, greedy without a ``draw``; the last two None unless in
+    ``reads``.
 
-    ``mask_id``: as of ``sampler.candidates``. Where no token has a number for a logit, it is token 0, which nothing
-    speaks for.
+    ``mask_id``: see ``sampler.candidates``. If all logits of a row are NaN, its token is 0, with no confidence.
     """
     found = scores(logits_nV, banned=_ids(banned, logits_nV.device), draw=draw)
     if mask_id is not None:
@@ -79,17 +79,16 @@ def scored(
 
 
 def _with_mask(found: CommitScores, logits_nV: Tensor, mask_id: int) -> CommitScores:
-    """``found``, whose figures leave out the banned token ``mask_id``, with figures that do not.
+    """Adds the banned token ``mask_id`` to the distribution of ``found``.
 
-    Adding one more outcome to a distribution takes its logit and the sum of exponentials so far: no second pass over
-    the vocabulary.
+    Adding an outcome needs only its logit and the logsumexp so far: no second pass over the vocabulary.
     """
     masks = logits_nV[:, mask_id].float().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     some = found.ids[:, 0] >= 0
     best = logits_nV.gather(-1, found.ids[:, :1].clamp_min(0))[:, 0].float()
     log_z = torch.where(some, best - found.log_probs[:, 0], -torch.inf)
     whole = torch.logaddexp(log_z, masks)
-    kept = torch.where(some, log_z - whole, 0.0)  # log of the probability of all others together
+    kept = torch.where(some, log_z - whole, 0.0)  # log of the total probability of the other tokens
     mask = torch.where(some, masks - whole, -torch.inf).exp()
     return replace(
         found,
@@ -101,5 +100,5 @@ def _with_mask(found: CommitScores, logits_nV: Tensor, mask_id: int) -> CommitSc
 
 @lru_cache(maxsize=16)
 def _ids(banned: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept on the device: a request asks for the same at every step."""
+    """``banned`` as a tensor, cached on the device because every step uses the same ids."""
     return torch.tensor(banned, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Canvases that begin with tokens of the request: which requests may have them, and how they are laid out."""
+"""Canvases that begin with tokens from the request: validation and layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _PATH = "diffusion.seed_canvas"
 
 
 def check_seed(request: Request, spec: ModelSpec, vocab_size: int) -> None:
-    """``InvalidArgument`` for a seed that is no canvas of the model with ``spec``, or cannot be had with the rest."""
+    """Raises ``InvalidArgument`` for a seed that is no canvas of the model with ``spec``, or conflicts with other
+    options."""
     seed = request.diffusion.seed_canvas
     if seed is None:
         return
@@ -54,7 +55,7 @@ def _wrong(seed: SeedCanvas, request: Request, spec: ModelSpec, vocab_size: int)
 
 
 def lay_out(canvas: Canvas, seed: SeedCanvas | None) -> None:
-    """Commit the pinned tokens of ``seed`` to a fresh ``canvas`` of masks."""
+    """Write the pinned tokens of ``seed`` to a fresh ``canvas`` of masks, as committed tokens."""
     if seed is None or not seed.pinned:
         return
     pinned = np.unique(np.array(seed.pinned, np.int64))

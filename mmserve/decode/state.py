@@ -1,4 +1,4 @@
-"""What passes between the stages for one request, and what decode keeps of it."""
+"""State of a request between the stages, and during decode."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ E = TypeVar("E", bound=RequestExtension)
 
 @dataclass(frozen=True)
 class Stepped:
-    """What one step gave for one request: new final text, the canvas if asked for, and why it ended, if it did."""
+    """The result of one step for one request: new final text, snapshots if requested, and the finish reason."""
 
     delta: str
     snapshot: Snapshot | None
-    reason: str | None  # None = goes on; "end", "stop" or "length"
-    pages: int | None = None  # how many it needs from now on; None = all that it has
-    rows: int | None = None  # positions of its next pass; None = not known before
+    reason: str | None  # finish reason; None = continues; "end", "stop" or "length"
+    pages: int | None = None  # pages that it needs from now on; None = no change
+    rows: int | None = None  # positions of its next pass; None = not known yet
     committed: int = 0  # positions that became final
-    step: Step | None = None  # of a request that is traced
-    draft: Draft | None = None  # what changed of the canvas, if asked for
+    step: Step | None = None  # only of a traced request
+    draft: Draft | None = None  # changes of the canvas, if requested
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a request that ended in decode; ``tokens`` only if it asked for them."""
+    """The answer of a request that ended in decode; ``tokens`` only if requested."""
 
     text: str
     completion_tokens: int
@@ -61,7 +61,7 @@ class Answer:
 
 
 class Live(Protocol):
-    """What decode keeps of a request, whatever the kind of its model."""
+    """The decode state of a request, for every kind of model."""
 
     @property
     def request(self) -> Request: ...
@@ -82,7 +82,7 @@ class Live(Protocol):
 
     @property
     def record(self) -> CanvasRecord | None:
-        """The latest candidates of each position; None where the request asks for none."""
+        """The latest candidates of each position; None if not requested."""
         ...
 
     @property
@@ -90,29 +90,29 @@ class Live(Protocol):
 
     @property
     def edits(self) -> int:
-        """Committed tokens that were replaced."""
+        """Number of committed tokens that were replaced."""
         ...
 
     @property
     def recomputed(self) -> int:
-        """Token positions run through the model so far."""
+        """Number of token positions run through the model so far."""
         ...
 
     @property
     def held(self) -> int:
-        """Positions with K/V."""
+        """Number of positions with K/V."""
         ...
 
 
 def extension_of(extensions: tuple[RequestExtension, ...], kind: type[E]) -> E | None:
-    """The extension of this kind; None where the request has none."""
+    """The extension of this class; None if the request has none."""
     return next((each for each in extensions if isinstance(each, kind)), None)
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """The sequence of a guided request whose prompt is masks (``decode/guidance.py``): where its K/V and what passes
-    read are."""
+    """The second sequence of a guided request, whose prompt is masks (``decode/guidance.py``): its pages and
+    embeddings."""
 
     scale: float
     pages: np.ndarray  # int64 page ids, in order of position
@@ -129,16 +129,17 @@ class Prefilling:
     commit: Commit
     extensions: tuple[RequestExtension, ...] = ()
     run: int = 0
-    reused: int = 0  # positions, counted from the left, that earlier requests ran
+    reused: int = 0  # leading positions whose K/V come from earlier requests
     deep: DeepStack | None = None
     guidance: Guidance | None = None
     adapter: Adapter | None = None
-    masks_run: int = 0  # positions of the guided sequence, whose prompt is masks, that have been run
-    outgoing: Outgoing | None = None  # its K/V on their way to another store
+    masks_run: int = 0  # positions of the guided second sequence that have been run
+    outgoing: Outgoing | None = None  # transfer of its K/V to another store, ahead of the handover
 
     @property
     def lacks_masks(self) -> bool:
-        """Whether the guided sequence has fewer positions in its pages than the request's own, which were shared."""
+        """Whether the guided second sequence has fewer positions in its pages than the request's own, because of
+        sharing."""
         return self.guidance is not None and self.masks_run < self.run
 
     @property
@@ -147,13 +148,13 @@ class Prefilling:
         return self.guidance is not None or any(each.rewrites_prompt for each in self.extensions)
 
     def extension(self, kind: type[E]) -> E | None:
-        """Its extension of this kind, if it has one."""
+        """Its extension of this class; None if it has none."""
         return extension_of(self.extensions, kind)
 
 
 @dataclass
 class Prefilled:
-    """Prefill → decode: the canvas, its K/V pages and embeddings, and the candidates of step 0."""
+    """Handover from prefill to decode: the canvas, its K/V pages and embeddings, and the candidates of step 0."""
 
     canvas: Canvas
     pages: np.ndarray  # int64 page ids, in order of position
@@ -165,12 +166,12 @@ class Prefilled:
     deep: DeepStack | None = None  # for policies that run the prompt again
     guidance: Guidance | None = None
     adapter: Adapter | None = None
-    ahead: int = 0  # chunks that its K/V went ahead in, all of them; 0 = they are here alone
+    ahead: int = 0  # number of chunks in which its K/V were sent ahead; 0 = not sent
 
 
 @dataclass
 class Decoding:
-    """A request in decode: what prefill handed over, its policies, and its text so far."""
+    """A request in decode: the handover from prefill, its policies, and its text so far."""
 
     request: Request
     prefilled: Prefilled
@@ -179,11 +180,11 @@ class Decoding:
     text: TextStream
     candidates: Candidates | None  # of step 0, until its tokens are chosen
     log_probabilities: np.ndarray  # float32 [N], of the committed tokens of the answer
-    rows: np.ndarray | None = None  # positions of the next pass, from when they are chosen until it is done
+    rows: np.ndarray | None = None  # positions of the next pass, from their selection until the pass is done
     forwards: int = 1
     edits: int = 0  # committed tokens that were replaced
     fresh: tuple[np.ndarray, np.ndarray] | None = None  # positions and tokens whose embeddings are not yet in place
-    record: CanvasRecord | None = None  # the latest candidates of each position, where the request asks for them
+    record: CanvasRecord | None = None  # the latest candidates of each position, if requested
 
     @property
     def canvas(self) -> Canvas:
@@ -195,25 +196,25 @@ class Decoding:
 
     @property
     def recomputed(self) -> int:
-        """Token positions run through the model so far."""
+        """Number of token positions run through the model so far."""
         return self.prefilled.recomputed
 
     @property
     def held(self) -> int:
-        """Positions with K/V."""
+        """Number of positions with K/V."""
         return self.prefilled.held
 
     @property
     def waits(self) -> int:
-        """Rows of what its extensions run before its next pass is due; 0 = it is due."""
+        """Number of rows that its extensions run before its next pass can run; 0 = it can run."""
         return sum(extension.waits for extension in self.extensions)
 
     def extension(self, kind: type[E]) -> E | None:
-        """Its extension of this kind, if it has one."""
+        """Its extension of this class; None if it has none."""
         return extension_of(self.extensions, kind)
 
     def count_pass(self, rows: int, held: int) -> None:
-        """Note a pass that ran so many ``rows``; ``held`` positions have K/V now."""
+        """Record a pass that ran ``rows`` rows, after which ``held`` positions have K/V."""
         self.rows = None
         self.canvas.count_forward()
         self.forwards += 1
@@ -221,7 +222,7 @@ class Decoding:
         self.prefilled.held = held
 
     def fill(self, positions: np.ndarray, tokens: np.ndarray, log_probabilities: np.ndarray) -> int:
-        """Fill masked positions, replace committed ones, and go on to the next block if this one is final.
+        """Fill masked positions, replace committed ones, and advance to the next block if this one is final.
 
         Returns how many tokens were replaced.
         """

@@ -1,7 +1,7 @@
 """One decode step of a batch, the same for every kind of model: masked diffusion, uniform-state diffusion, next token.
 
 draft → rows → forward → candidates, for all requests together (``propose``), then choose → commit → emit for each
-(``commit``). What either does is the decoder's; see ``decode/loop.py`` and ``decode/uniform_state/decoder.py``.
+(``commit``). Decoders implement both; see ``decode/loop.py`` and ``decode/uniform_state/decoder.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmserve.kv.table import PageTable
 from mmserve.observe import calls
 
 P = TypeVar("P")  # a request in prefill
-H = TypeVar("H")  # what prefill hands to decode
+H = TypeVar("H")  # the handover from prefill to decode
 D = TypeVar("D", bound=Live)  # a request in decode
 
 
@@ -27,24 +27,25 @@ class Decoder(Protocol[P, H, D]):
     """Prefill and decode of one model; holds no state of any request."""
 
     def begin(self, request: Request, encoded: Encoded, pages: PageTable, session: Session | None = None) -> P:
-        """The prefill state of a request: ``encoded`` its prompt, ``pages`` its pages, ``session`` its constraint."""
+        """The prefill state of a request; ``encoded``: its prompt, ``pages``: its pages, ``session``: its
+        constraint."""
         ...
 
     def ready(self, begun: P) -> bool:
-        """Go on with what comes before a request's first pass, by as much as a chunk; whether that pass is due."""
+        """Continue the work that precedes a request's first pass, up to a chunk. Returns whether that pass can run."""
         ...
 
     def prefill(self, batch: list[tuple[Request, P]]) -> list[H | None]:
-        """Run prompts: what each hands to decode, None where some of it is left to run. Can be repeated after a
-        failure."""
+        """Run prompts. Returns each request's handover to decode; None if part of its prompt is left. Can be repeated
+        after a failure."""
         ...
 
     def open(self, request: Request, prefilled: H) -> D:
-        """The decode state of a request that prefill handed over."""
+        """The decode state of a request after prefill."""
         ...
 
     def payload(self, state: H | D) -> PrefilledPayload | CanvasPayload:
-        """A request that goes on over another store, as plain data."""
+        """The payload of a request that continues in another store, as plain data."""
         ...
 
     def restored(
@@ -54,18 +55,18 @@ class Decoder(Protocol[P, H, D]):
         pages: PageTable,
         session: Session | None = None,
     ) -> D:
-        """A request that goes on here, over ``pages`` of this store; ``session``: its constraint.
+        """A request that continues here, in ``pages`` of this store; ``session``: its constraint.
 
-        Raises ``TransferError`` where what came does not fit this store, or this server.
+        Raises ``TransferError`` if the payload does not match this store or this server.
         """
         ...
 
     def propose(self, batch: list[D]) -> list[None]:
-        """Candidates for each request that has none, from one forward pass. Can be repeated after a failure."""
+        """Make candidates for each request that has none, from one forward pass. Can be repeated after a failure."""
         ...
 
     def commit(self, d: D) -> Stepped:
-        """Make the chosen candidates of one request final, and emit what that gives."""
+        """Make the chosen candidates of one request final, and return the resulting events."""
         ...
 
     def answer(self, d: D) -> Answer:
@@ -73,12 +74,12 @@ class Decoder(Protocol[P, H, D]):
         ...
 
     def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
-        """Have passes of prefill and of decode call these in each layer: others may use the thread meanwhile."""
+        """Set callbacks that prefill and decode passes call in each layer, to let other passes use the thread."""
         ...
 
 
 def step(decoder: Decoder[P, H, D], batch: list[D]) -> list[Stepped | BaseException]:
-    """One step of each request: what it gave, or the exception that this request alone met."""
+    """One step of each request: its result, or the exception raised for this request alone."""
     outcomes: list[Stepped | BaseException] = []
     for d, failure in zip(batch, run_isolated(decoder.propose, batch), strict=True):
         calls.working.request = d.request

@@ -1,4 +1,4 @@
-"""Final tokens to final text: whole characters only, stop strings held back until it is sure that they are none."""
+"""Final tokens to final text: complete characters only, and possible stop strings held back."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MASK_GLYPH = "▒"
 
 
 class TextStream:
-    """Turns a growing row of final tokens into text that is never taken back.
+    """Converts a growing sequence of final tokens to text; returned text is never retracted.
 
-    ``within``: whether a space before its first word is part of the text, as where it continues another one.
+    ``within``: whether the text continues another one, so that a space before its first word is kept.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], *, within: bool = False) -> None:
         self.tokenizer, self._stop, self._within = tokenizer, stop, within
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
-        self._starts: list[int] = []  # how much text there was before each of them
-        self._pending: list[int] = []  # the last of them, which are no whole characters yet
-        self._decoded = ""  # whole characters so far
+        self._starts: list[int] = []  # length of the text before each token
+        self._pending: list[int] = []  # last tokens, which do not form complete characters yet
+        self._decoded = ""  # complete characters so far
         self._sent = 0
-        self._begins = [0] * len(stop)  # where the longest end of the text begins that begins each stop string
+        self._begins = [0] * len(stop)  # for each stop string: start of the longest suffix that is a prefix of it
         self.stopped = False
         self.stop = ""  # the stop string that ended the text
 
@@ -42,35 +42,35 @@ class TextStream:
     def restored(
         cls, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], state: TextState, *, within: bool = False
     ) -> Self:
-        """A stream that goes on from ``state``."""
+        """A stream that continues from ``state``."""
         made = cls(tokenizer, stop, within=within)
-        for token in state.tokens:  # a character may be begun: its bytes are in the decoder
+        for token in state.tokens:  # the decoder may hold bytes of an incomplete character
             made._add(token)
         made._decoded = state.text
         made._sent, made.stopped = state.sent, state.stopped
         return made
 
     def state(self) -> TextState:
-        """What there is so far, as plain data."""
+        """The current state, as plain data."""
         return TextState(tuple(self._tokens), self._decoded, self._sent, self.stopped)
 
     @property
     def text(self) -> str:
-        """All text so far, cut before a stop string."""
+        """All text so far, truncated before a stop string."""
         return self._decoded
 
     @property
     def tokens(self) -> int:
-        """Tokens taken in so far."""
+        """Number of tokens added so far."""
         return len(self._tokens)
 
     @property
     def shown(self) -> int:
-        """How many of them the text goes to: the last one may go past it, where a stop string begins in it."""
+        """Number of tokens that the text covers; a stop string may begin within the last one."""
         return bisect_left(self._starts, len(self._decoded)) if self.stopped else len(self._tokens)
 
     def push(self, tokens: np.ndarray) -> str:
-        """Take in the tokens from the answer's start (those known before come first) and return the new final text."""
+        """Add the tokens that are new in ``tokens``, the answer from its start, and return the new final text."""
         for token in tokens[len(self._tokens) :].tolist():
             if self.stopped:
                 break
@@ -87,7 +87,7 @@ class TextStream:
 
     @property
     def _space(self) -> str:
-        """The space in front of the first word that the decoder drops."""
+        """The space before the first word, which the decoder drops."""
         if not self._within or not self._tokens:
             return ""
         [[spelled]] = token_bytes(self.tokenizer, np.array(self._tokens[:1])[None])
@@ -96,8 +96,9 @@ class TextStream:
     def _step(self, token: int) -> str:
         """The text that ``token`` completes.
 
-        A byte fallback decodes a run of bytes as one, and as replacement characters where it is no text: also a part of
-        it that is text, and was shown. That stays, and the run then begins after it.
+        A byte-fallback decoder decodes a run of bytes as a whole, and to replacement characters if it is not valid
+        UTF-8, even if a part of it was valid and already returned. That part is kept, and the run then begins after
+        it.
         """
         self._pending.append(token)
         try:
@@ -111,9 +112,9 @@ class TextStream:
         return text or ""
 
     def advance(self, answer: np.ndarray, complete: bool, budget: int) -> tuple[str, str | None]:
-        """New final text of ``answer``, its final tokens so far, and why it ended, if it did.
+        """New final text of ``answer``, its final tokens so far, and its finish reason, if it ended.
 
-        ``complete``: no token follows; it then ended by an end token where it has fewer than ``budget``.
+        ``complete``: no token follows; the answer then ended by an end token if it is shorter than ``budget``.
         """
         delta = self.push(answer)
         if not complete or self.stopped:
@@ -122,7 +123,7 @@ class TextStream:
         return delta, "stop" if self.stopped else "length" if len(answer) == budget else "end"
 
     def finish(self) -> str:
-        """The rest of the text: what was held back, and what of a broken character can be shown."""
+        """The rest of the text: held-back text, and incomplete characters as replacement characters."""
         if not self.stopped:
             whole = self._space + _decode(self.tokenizer, self._tokens)
             if whole.startswith(self._decoded):
@@ -139,9 +140,9 @@ class TextStream:
             self._decoded, self.stopped = self._decoded[:at], True
 
     def _held(self) -> int:
-        """Length of the longest end of the text that begins a stop string.
+        """Length of the longest suffix of the text that is a prefix of a stop string.
 
-        As the text grows, that end never begins further left: no place is looked at again.
+        As the text grows, that suffix never begins further left, so no character is compared twice.
         """
         if self.stopped or not self._stop:
             return 0
@@ -167,7 +168,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
 def listed(
     tokenizer: PreTrainedTokenizerBase, found: Alternatives, *, within: bool = False
 ) -> list[tuple[Alternative, ...]]:
-    """The alternatives of each position of an answer, with their texts and bytes; ``within``: as of ``TextStream``."""
+    """The alternatives of each position of an answer, with their texts and bytes; ``within``: see ``TextStream``."""
     spelled = token_bytes(tokenizer, found.tokens)
     tokens, likely = found.tokens.tolist(), found.log_probabilities.tolist()
     if tokens and not within:
@@ -183,7 +184,7 @@ def _shown(data: bytes) -> str:
 
 
 def speller(tokenizer: PreTrainedTokenizerBase) -> Callable[[np.ndarray], str]:
-    """What tokens (int64 ``[n]``) spell, special ones and every space included."""
+    """Decodes tokens (int64 ``[n]``) to text, including special tokens and all spaces."""
     return lambda tokens: str(tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False))
 
 
@@ -197,8 +198,8 @@ def committed_tokens(
     *,
     within: bool = False,
 ) -> tuple[CommittedToken, ...]:
-    """The answer's first ``count`` tokens as they were committed, without end tokens; ``log_probabilities`` is fp32
-    ``[N]``, and ``others`` are of the answer's positions. ``within``: as of ``TextStream``."""
+    """The answer's first ``count`` tokens as committed, without end tokens. ``log_probabilities`` is fp32 ``[N]``;
+    ``others``: alternatives of the answer's positions; ``within``: see ``TextStream``."""
     content = ~np.isin(canvas.tokens[canvas.prompt_length :], list(end_ids))
     first = canvas.prompt_length
     at = first + np.flatnonzero(content)[:count]
@@ -211,7 +212,7 @@ def committed_tokens(
 
 
 def canvas_text(canvas: Canvas, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> str:
-    """The answer's canvas as text, a glyph for each masked position; cut at the first end token, if one ends it."""
+    """The answer's canvas as text, with a glyph for each masked position; truncated at the first end token, if any."""
     tokens = canvas.tokens[canvas.prompt_length :]
     masked = canvas.committed_at[canvas.prompt_length :] == MASKED
     ends = np.flatnonzero(np.isin(tokens, list(end_ids)) & ~masked)

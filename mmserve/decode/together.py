@@ -1,4 +1,4 @@
-"""Greedy candidates of several requests at once: one pass over the logits of all, not one a request."""
+"""Greedy candidates of several requests in one call of the sampler."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mmserve.decode.scores import Scores
 from mmserve.decode.state import Decoding
 from mmserve.models.base import ModelSpec
 
-#: A request of a batch, its part of the pass, and the logits of that part.
+#: A request of a batch, its pass, and the logits of that pass.
 Member = tuple[Decoding, Pass, RowLogits]
 
 
 def is_plain(d: Decoding) -> bool:
-    """Whether a request's candidates depend on nothing but its logits: greedy, not penalised, not observed."""
+    """Whether a request's candidates depend only on its logits: greedy, not penalised, not observed."""
     sampling, streaming = d.request.sampling, d.request.streaming
     if streaming.records and streaming.alternatives:
         return False
@@ -31,17 +31,17 @@ def is_plain(d: Decoding) -> bool:
 
 
 def is_forced(d: Decoding, p: Pass, spec: ModelSpec) -> bool:
-    """Whether nothing reads the confidence of a pass's candidates: there is one, which the policy must choose, and the
-    client does not ask for log-probabilities."""
+    """Whether the confidence of a pass's candidates is unused: there is only one, which the policy must choose, and
+    log-probabilities are not requested."""
     asked = d.request.streaming.tokens or d.request.streaming.drafts
     return spec.causal and len(p.targets) == 1 and not is_verified(d.commit) and not asked
 
 
 def share(members: Sequence[Member], spec: ModelSpec, scores: Scores | None) -> list[RowLogits | Shared]:
-    """What ``candidates`` takes of each request: those that are plain share one call for all.
+    """The input of ``candidates`` for each request; requests that are plain share one call.
 
-    Candidates are the same either way, bit for bit, but for a confidence that nothing reads, which is then 1. Nothing
-    is computed before the first of a group is asked for: of the matrix products of a batch, one is held at a time.
+    Candidates are identical bit for bit either way, except that an unused confidence is 1. Nothing is computed before
+    the first request of a group is read: only one of a batch's matrix products is held at a time.
     """
     groups: dict[tuple[int, frozenset[str], bool], _Group] = {}
     made: list[RowLogits | Shared] = []
@@ -59,7 +59,7 @@ def share(members: Sequence[Member], spec: ModelSpec, scores: Scores | None) -> 
 
 
 class _Group:
-    """Requests whose logits are read together; their policies read the same figures."""
+    """Requests whose logits are read together; their policies read the same fields of candidates."""
 
     def __init__(self, spec: ModelSpec, scores: Scores | None, confident: bool) -> None:
         self.members: list[tuple[Decoding, Pass, Logits]] = []
@@ -67,14 +67,14 @@ class _Group:
         self._made: list[Candidates] | None = None
 
     def candidates(self, index: int) -> Candidates:
-        """Those of one of the members."""
+        """The candidates of member ``index``."""
         if self._made is None:
             positions = [p.targets for _d, p, _logits in self.members]
             first = self.members[0][0]
             found = candidates(
                 joined([logits for _d, _p, logits in self.members]),
                 np.concatenate(positions),
-                first.canvas,  # neither that nor the sampling is looked at where it is greedy and not penalised
+                first.canvas,  # canvas and sampling are unused if greedy and not penalised
                 first.request.sampling,
                 self._spec.banned_ids,
                 None,

@@ -11,7 +11,7 @@ from mmserve.models.spelling import Spelling
 
 
 class _Tokens:
-    """What is known of one tokenizer's tokens; kept, as the tokenizer takes tens of microseconds for one."""
+    """Cached bytes and texts of one tokenizer's tokens; decoding one takes tens of microseconds."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._spelling = Spelling.of(tokenizer.backend_tokenizer)
@@ -30,22 +30,22 @@ _KNOWN: WeakKeyDictionary[PreTrainedTokenizerBase, _Tokens] = WeakKeyDictionary(
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray) -> list[list[bytes]]:
-    """The bytes that each of ``tokens`` (int64 ``[n, k]``) adds to a text that it does not begin; of a special token,
-    its name."""
+    """The bytes that each of ``tokens`` (int64 ``[n, k]``) adds to a text, if it is not at the beginning; for a special
+    token, its name."""
     rows = tokens.tolist()
     known = _known(tokenizer, rows).bytes
     return [[known[token] for token in row] for row in rows]
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray) -> list[list[str]]:
-    """The same as text: what is no whole character shows as U+FFFD."""
+    """The text of each token; incomplete characters are U+FFFD. Arguments as in ``token_bytes``."""
     rows = tokens.tolist()
     known = _known(tokenizer, rows).texts
     return [[known[token] for token in row] for row in rows]
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase, token: int, spelled: bytes) -> bytes:
-    """What of ``spelled``, the bytes of ``token``, begins a text: SentencePiece's decoders drop a space there."""
+    """``spelled``, the bytes of ``token``, at the beginning of a text: SentencePiece's decoders drop a space there."""
     dropped = spelled.startswith(b" ") and _alone(tokenizer, token).encode() == spelled[1:]
     return spelled[1:] if dropped else spelled
 

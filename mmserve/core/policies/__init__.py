@@ -1,7 +1,7 @@
-"""The policies that a request can name: by a string, or by a class with parameters.
+"""The policies that a request can choose: by name, or as a class with parameters.
 
-The SDK exports these classes, the policies of the server inherit their parameters, and messages have the same fields.
-The name of a policy is that of its class in snake case: ``DkvDecode`` is ``dkv_decode``.
+The SDK exports these classes, the server's policies inherit their parameters, and messages have the same fields. The
+name of a policy is its class name in snake case: ``DkvDecode`` is ``dkv_decode``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mmserve.core.policies.image_reuse import *  # noqa: F403
 from mmserve.core.policies.kv_reduction import *  # noqa: F403
 from mmserve.core.policies.recompute import *  # noqa: F403
 
-#: What a request chooses a policy for, and how it may be named.
+#: The kinds of policies, with the types of their options.
 KINDS: dict[str, Any] = {
     "recompute": recompute.Recompute,
     "commit": commit.Commit,
@@ -26,13 +26,13 @@ KINDS: dict[str, Any] = {
 
 
 def policy_name(policy: Any) -> str:
-    """The name of ``policy``: a class with numbers, or an instance of one."""
+    """The name of ``policy``: a policy class, or an instance of one."""
     kind = policy if isinstance(policy, type) else type(policy)
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _members(kind: Any) -> list[Any]:
-    """The names and classes that a union or ``Literal`` is made of."""
+    """The members of a union or ``Literal``."""
     return [kind] if isinstance(kind, type | str) else [m for part in get_args(kind) for m in _members(part)]
 
 
@@ -41,7 +41,7 @@ def policy_names(kind: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(m if isinstance(m, str) else policy_name(m) for m in _members(KINDS[kind])))
 
 
-#: Policies with numbers, by name; no two of them share one.
+#: Policies with parameters, by name; names are unique over all kinds.
 CLASSES: dict[str, type[Any]] = {
     policy_name(m): m for kind in KINDS.values() for m in _members(kind) if isinstance(m, type)
 }

@@ -33,9 +33,9 @@ COMMIT: dict[str, Callable[..., Commit]] = {
     "guided": Guided,
     "draft_model": DraftModel,
 }
-#: ``scheduler`` (``scheduled.py``) is not in this table: it is made from what a server's configuration names
+#: ``scheduler`` (``scheduled.py``) is not in this table: it is created from the server's configuration
 #: (``decode/policies.py``).
-#: Policies that make sense for masked diffusion, and for next-token models; the first is the default.
+#: Commit policies for masked diffusion, and for next-token models; the first is the default.
 DIFFUSION_COMMIT = (
     "low_confidence",
     "random",
@@ -48,11 +48,11 @@ DIFFUSION_COMMIT = (
     "guided",
     "learned",
 )
-#: A next-token model commits one token a step, whatever its confidence, unless it has a draft to judge.
+#: A next-token model commits one token in each step, whatever its confidence, unless it verifies a draft.
 CAUSAL_COMMIT = ("low_confidence", "threshold", "ngram", "draft_model")
-#: Where open positions hold random tokens, each step accepts some and draws the rest again (``decode/uniform_state``).
+#: Where open positions hold random tokens, each step accepts some and redraws the rest (``decode/uniform_state``).
 RENOISING_COMMIT = ("entropy_bound",)
-#: Policies that ask a filter trained for the model: models without one do not have them.
+#: Policies that need a filter trained for the model; models without a filter do not offer them.
 FILTERED = frozenset({"learned"})
 
 __all__ = [

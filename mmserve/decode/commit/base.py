@@ -20,10 +20,10 @@ from mmserve.core.values import Checked
 
 
 class LogitsObserver(Protocol):
-    """Reads a request's logits row by row while the sampler makes candidates of them."""
+    """Reads a request's logits in row order while the sampler makes candidates from them."""
 
     def restrict(self, logits: Tensor) -> None:
-        """Rule out, in place, the tokens not allowed in the next rows ``logits [n, V]``."""
+        """Mask out, in place, the tokens that are not allowed in the next rows ``logits [n, V]``."""
         ...
 
     def take(
@@ -34,25 +34,25 @@ class LogitsObserver(Protocol):
         noised: Tensor | None,
         masks: Tensor | None = None,
     ) -> None:
-        """Read the rows that were just restricted.
+        """Read the rows that ``restrict`` was just called with.
 
-        ``log_z [n]``: log of the sum of their exponentials. ``tempered [n, V]``: filtered and tempered logits,
-        ``noised [n, V]``: these and Gumbel noise; None = greedy. ``masks [n]``: the mask token's logits, where it is
-        part of the distribution though it is not among ``logits``.
+        ``log_z [n]``: logsumexp of the logits. ``tempered [n, V]``: logits after filters and temperature; ``noised [n,
+        V]``: those plus Gumbel noise; None for greedy. ``masks [n]``: the mask token's logits, if it counts in the
+        distribution although ``logits`` excludes it.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A companion's scores for ``n`` drafted tokens at consecutive positions from the first masked one on.
+    """A verifier model's scores for ``n`` drafted tokens at consecutive positions, beginning at the first masked one.
 
-    ``own`` is its own choice at each of their positions and, if the block has one, at the position after them, each
-    given the draft left of it.
+    ``own``: the verifier's own choice at each of these positions and, if the block has one, at the next position, each
+    given the draft tokens to its left.
     """
 
     own: Candidates
-    rank: np.ndarray  # int64 [n], tokens that it finds more probable than the drafted one
+    rank: np.ndarray  # int64 [n], number of tokens that are more probable than the drafted one
     relative: np.ndarray  # float32 [n], probability of the drafted token over that of the most probable one
 
 
@@ -61,27 +61,27 @@ class Commit(Protocol):
 
     @property
     def whole_canvas(self) -> bool:
-        """Whether it wants candidates for every masked position, not only for those of the current block."""
+        """Whether candidates are needed for every masked position, not only for those of the current block."""
         ...
 
     @property
     def revises(self) -> bool:
-        """Whether committed tokens of the current block may be replaced: then it wants candidates for them too."""
+        """Whether committed tokens of the current block may be replaced; candidates are then made for them too."""
         ...
 
     @property
     def closes(self) -> bool:
-        """Whether an end of text that becomes final settles everything right of it, as padding."""
+        """Whether all positions after a final end-of-text token become padding immediately."""
         ...
 
     @property
     def whole_block(self) -> bool:
-        """Whether it wants candidates for every position of the current block, committed or not."""
+        """Whether candidates are needed for every position of the current block, committed or not."""
         ...
 
     @property
     def reads(self) -> frozenset[str]:
-        """Which of ``EVERY_FIGURE`` it reads of candidates."""
+        """The fields of ``Candidates`` (of ``EVERY_FIGURE``) that the policy reads."""
         ...
 
     def settled(self, canvas: Canvas, edited: int) -> bool:
@@ -89,48 +89,49 @@ class Commit(Protocol):
         ...
 
     def draft(self, canvas: Canvas) -> np.ndarray:
-        """Tokens (int64) to run at a next-token model's first masked positions, so that one pass may judge several.
+        """Tokens (int64) to run at a next-token model's first masked positions, so that one pass can verify several.
 
-        The same for the same canvas; empty for policies that draft nothing. The loop cuts a draft before a token that
-        cannot be generated.
+        Deterministic for a given canvas; empty for policies that draft nothing. The loop truncates a draft before a
+        token that the model cannot generate.
         """
         ...
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
-        """Bool ``[n]``: the candidates that become final, at least one of them.
+        """Bool ``[n]``: which candidates become final; at least one.
 
-        Positions that are final already are among the candidates only of policies that ask for them (``whole_block``,
-        ``Partial.regarded``). ``canvas.block_step`` counts the forward passes made for the block, the one that gave the
-        candidates included.
+        Final positions are among the candidates only if the policy asks for them (``whole_block``,
+        ``Partial.regarded``). ``canvas.block_step`` counts the forward passes of the block, including the one that gave
+        the candidates.
         """
         ...
 
 
 @runtime_checkable
 class Judged(Protocol):
-    """A commit policy whose candidates a companion judges before any is chosen."""
+    """A commit policy whose candidates are verified by a verifier model before any is chosen."""
 
     def verified(self, canvas: Canvas, candidates: Candidates, verdict: Verdict) -> Candidates:
-        """What is left of ``candidates``, and what replaces the rest, ascending and at least one."""
+        """``candidates`` after verification: accepted ones and replacements, in ascending order, at least one."""
         ...
 
 
 @runtime_checkable
 class Drafted(Protocol):
-    """A commit policy of a next-token model for which a companion drafts."""
+    """A commit policy of a next-token model that uses a draft model."""
 
     def wanted(self, canvas: Canvas) -> int:
-        """Tokens that the companion shall draft before the next pass."""
+        """The number of tokens to draft before the next pass."""
         ...
 
     def agreed(self, canvas: Canvas, candidates: Candidates, drafted: np.ndarray) -> Candidates:
-        """Those of ``candidates`` that ``drafted`` (int64, from the first masked position on) has not led astray."""
+        """The ``candidates`` whose preceding tokens in ``drafted`` (int64, from the first masked position) were all
+        accepted."""
         ...
 
 
 @runtime_checkable
 class Proposing(Protocol):
-    """A commit policy that makes its own candidates of the block's logits."""
+    """A commit policy that makes its candidates itself, from the block's logits."""
 
     def propose(
         self,
@@ -141,28 +142,29 @@ class Proposing(Protocol):
         banned: tuple[int, ...],
         best: LogitsObserver | None = None,
     ) -> Candidates:
-        """Candidates for positions of the current block, from the logits ``[block, V]`` of all of them.
+        """Candidates for positions of the current block, from its logits ``[block, V]``.
 
-        ``mask_id`` is at masked positions; tokens of ``banned`` are never proposed. ``best`` notes more of each
-        row, and may rule tokens out first. The same for the same request and canvas, whatever else is served.
+        Masked positions hold ``mask_id``; tokens of ``banned`` are never proposed. ``best``, if given, restricts and
+        observes each row. Deterministic for a given request and canvas, independent of other requests.
         """
         ...
 
 
 @runtime_checkable
 class Partial(Protocol):
-    """A commit policy of the whole canvas that mostly chooses from a part of it: the rest need not be scored before."""
+    """A whole-canvas policy that can usually choose from a part of the candidates, so that the rest need not be
+    computed."""
 
     def regarded(self, canvas: Canvas) -> np.ndarray:
-        """Final positions (int64, ascending) of which it wants candidates too, if their logits are computed anyway."""
+        """Final positions (int64, ascending) whose candidates are also used, if their logits are computed anyway."""
         ...
 
     def needed(self, canvas: Canvas, positions: np.ndarray) -> np.ndarray:
-        """Bool ``[n]``: which of ``positions``, masked or regarded, it looks at in any case."""
+        """Bool ``[n]``: which of ``positions``, masked or regarded, must always have candidates."""
         ...
 
     def enough(self, canvas: Canvas, candidates: Candidates) -> bool:
-        """Whether it chooses from these ``candidates`` of needed positions and would choose no other."""
+        """Whether the choice from these ``candidates`` of needed positions is the same as from all candidates."""
         ...
 
 
@@ -172,7 +174,7 @@ def _follows(kind: type, protocol: type) -> bool:
 
 
 def is_proposing(commit: Commit) -> TypeGuard[Proposing]:
-    """As ``isinstance``, which looks through a protocol's members at each call; this is asked at every step."""
+    """Cached replacement of ``isinstance``, which checks all protocol members at each call; called in every step."""
     return _follows(type(commit), Proposing)
 
 
@@ -182,53 +184,53 @@ def is_verified(commit: Commit) -> bool:
 
 
 def is_judged(commit: Commit) -> bool:
-    """Whether the policy is ``Judged``; as ``is_proposing``."""
+    """Whether the policy is ``Judged``; cached as in ``is_proposing``."""
     return _follows(type(commit), Judged)
 
 
 def is_partial(commit: Commit) -> TypeGuard[Partial]:
-    """As ``is_proposing``."""
+    """Whether the policy is ``Partial``; cached as in ``is_proposing``."""
     return _follows(type(commit), Partial)
 
 
 class Undrafted(Checked):
-    """Defaults of policies that draft nothing and, unless they override these, replace and close nothing."""
+    """Defaults of policies that draft nothing and, unless overridden, neither replace tokens nor close canvases."""
 
     @property
     def revises(self) -> bool:
-        """Never."""
+        """False."""
         return False
 
     @property
     def closes(self) -> bool:
-        """Never."""
+        """False."""
         return False
 
     @property
     def whole_block(self) -> bool:
-        """If tokens of it may be replaced."""
+        """The same as ``revises``."""
         return self.revises
 
     @property
     def reads(self) -> frozenset[str]:
-        """None: token and confidence are enough."""
+        """Empty: only token and confidence are read."""
         return frozenset()
 
     def settled(self, canvas: Canvas, edited: int) -> bool:
-        """At once."""
+        """True: a full block is final immediately."""
         return True
 
     def draft(self, canvas: Canvas) -> np.ndarray:
-        """Nothing."""
+        """Empty."""
         return canvas.tokens[:0]
 
 
 class BlockWise(Undrafted):
-    """What policies share that look at the current block only."""
+    """Base of policies that use only the current block."""
 
     @property
     def whole_canvas(self) -> bool:
-        """Never."""
+        """False."""
         return False
 
 
@@ -238,7 +240,7 @@ def most_confident(candidates: Candidates, count: int) -> np.ndarray:
 
 
 def first(values: np.ndarray, count: int) -> np.ndarray:
-    """Bool ``[n]``: where the ``count`` smallest of ``values [n]`` are; of equals, the leftmost."""
+    """Bool ``[n]``: True at the ``count`` smallest of ``values [n]``; ties go to the leftmost."""
     chosen = np.zeros(len(values), dtype=bool)
     chosen[np.argsort(values, kind="stable")[:count]] = True
     return chosen

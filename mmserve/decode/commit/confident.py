@@ -14,13 +14,13 @@ from mmserve.decode.pace import steps_of_block, tokens_to_grid
 
 @dataclass(frozen=True)
 class Confident(numbers.Confident, BlockWise):
-    """All candidates more probable than ``confidence``; where there is none, as many as reach the next point of the
-    schedule's time grid.
+    """Commits all candidates with probability above ``confidence``; if there are none, as many as reach the next point
+    of the schedule's time grid.
 
-    Judged on untempered probabilities, and for each request by itself (the reference decides for a batch as a whole).
-    The last step takes what is left, so that a block never takes more passes than the schedule gives it. The grid ends
-    at 0 masked positions; the reference's ends at ``eps`` (1e-3), which commits its last two tokens in one step where a
-    step is a token. The reference has no blocks: one block as long as the canvas is its schedule.
+    Uses untempered probabilities, and decides for each request separately (the reference decides for a whole batch).
+    The last step commits all that is left, so that a block never takes more passes than its schedule. The grid ends at
+    0 masked positions; the reference's ends at ``eps`` (1e-3), so that with one token a step its last two tokens are
+    committed in one step. The reference has no blocks: its schedule is that of one block as long as the canvas.
     """
 
     steps: int = 0

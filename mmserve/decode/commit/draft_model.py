@@ -1,10 +1,10 @@
 """Speculation with a draft model, for next-token models (arXiv 2211.17192, arXiv 2302.01318).
 
-A companion drafts a few tokens, one pass of the model runs them all, and those that it would have chosen itself are
-kept. Greedy, the answer is the one without a draft, in fewer passes, but for ties in the last bits of logits, as with
-``ngram``. Drawn, each token is still the model's own draw:
-the papers accept a draft at random so that the distribution is kept; here model and companion draw with the same noise,
-which keeps the distribution too and makes them agree more often than two draws would (arXiv 2408.07978).
+A draft model drafts a few tokens, one pass of the served model verifies them all, and the tokens that it would have
+chosen itself are kept. If greedy, the answer equals the one without a draft, except for ties in the last bits of logits
+(as with ``ngram``). If sampled, each token is still drawn from the served model's distribution: the papers use
+rejection sampling to keep the distribution; here both models draw with the same Gumbel noise, which also keeps it and
+makes them agree more often than independent draws would (arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mmserve.decode.commit.base import Candidates, Undrafted, leading
 
 @dataclass(frozen=True)
 class DraftModel(numbers.DraftModel, Undrafted):
-    """``length``: tokens of a draft."""
+    """``length``: number of drafted tokens."""
 
     @property
     def whole_canvas(self) -> bool:
-        """A draft reaches past the block of one token."""
+        """True: a draft extends past the current block of one token."""
         return True
 
     def wanted(self, canvas: Canvas) -> int:

@@ -1,18 +1,18 @@
 """Prophet's early commit (arXiv 2508.19982; pixeli99/Prophet, generate_earlyexit.py), over any other policy.
 
-When the model is sure enough of the answer, everything that is left is committed at once. Sure is measured by the mean
-gap between the two highest logits over all of the answer's positions, final ones included; how sure it must be falls as
-decoding goes on. The reference knows five answer positions, one request at a time and no cache. Here the answer region
-comes from the request, or is the current block, each request decides for itself, final positions that a recompute
-policy leaves out of a pass are not part of its mean, and nothing after an end of text is: that padding is sure long
-before the answer is, and there is more of it.
+Once the model is confident enough about the answer, all remaining tokens are committed at once. Confidence is measured
+by the mean gap between the two highest logits over all positions of the answer, including final ones; the required gap
+falls as decoding proceeds. The reference has a fixed answer region of five positions, one request at a time and no
+cache. Here the answer region comes from the request, or is the current block; each request decides separately; final
+positions that a recompute policy does not run are not part of the mean, and neither are positions after an end of text:
+that padding becomes confident long before the answer does, and would dominate the mean.
 
-A mean is high where most of an answer is plain and one figure of it is not, as in a sum: ``mistakes`` is a measure of
-our own that weighs the worst open positions most.
+A mean can be high although one token of the answer is uncertain, such as one digit of a sum: ``mistakes`` is an
+additional measure of this project that gives most weight to the least confident open positions.
 
-Where the answer begins the reference knows because it writes the words in front of it onto the canvas itself. Here they
-are looked for among the tokens that the model has made final; among candidates they might yet go away or move. They are
-looked for in what the tokens spell, so that it does not matter which tokens they became or what they share one with.
+The reference finds the start of the answer because it writes the preceding words onto the canvas itself. Here these
+words are searched among final tokens only, because candidates may still change or move. The search uses the decoded
+text, so it does not depend on the tokenisation of the words.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmserve.core.canvas import GIVEN, MASKED, Canvas
 from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import GAP, Candidates, Commit, Undrafted
 
-#: Shares of the steps at which the second and the third gap begin to count.
+#: Progress (0 to 1) from which ``middle`` and ``late`` apply.
 MIDDLE, LATE = 0.33, 0.67
 
 
@@ -35,17 +35,18 @@ MIDDLE, LATE = 0.33, 0.67
 class EarlyCommit(numbers.EarlyCommit, Undrafted):
     """Commit what is left once the answer's mean gap reaches ``early`` (then ``middle``, then ``late``); else ``base``.
 
-    ``answer_start`` and ``answer_length`` name the answer's positions, counted from the first generated one; then
-    everything masked is committed. With a length of 0 the answer is the current block, and the block is committed.
-    With ``answer_after``, the answer's positions are the ``answer_length`` after the first token by which final tokens
-    of the answer, next to one another, spell that text; with a length of 0, those of the current block after it. Until
-    it is found ``base`` goes on. ``spell``: what a row of tokens (int64 ``[n]``) reads.
-    The mean is over the answer's positions whose logits the pass has, all masked ones among them; an answer that is
-    final is sure only if their gaps are, and one that was there before the first pass never is.
-    ``ends``: tokens that end an answer; nothing after the first of them in it, final or proposed, counts.
-    ``mistakes``: where above 0, it is sure instead when no more of the masked positions than that are expected to be
-    wrong, at any time: a gap g between two candidates makes the other right with probability 1 / (1 + e^g).
-    ``steps``: denoising steps for the whole canvas, of which the progress is a share; 0 = one token a step.
+    ``answer_start`` and ``answer_length`` define the answer's positions, relative to the first generated one; if
+    confident, everything masked is committed. With a length of 0 the answer is the current block, and only the block is
+    committed. With ``answer_after``, the answer is the ``answer_length`` positions after the first token at which
+    consecutive final tokens spell that text; with a length of 0, the rest of the current block after it. Until the text
+    is found, ``base`` decides. ``spell`` decodes tokens (int64 ``[n]``) to text.
+
+    The mean is over the answer positions whose logits the pass has; all masked ones must be among them. An answer that
+    was complete before the first pass never triggers. ``ends``: tokens that end an answer; positions after the first of
+    them, final or proposed, are ignored. ``mistakes``: if above 0, replaces the mean: the answer is confident if at
+    most so many masked positions are expected to be wrong, where a gap g makes the second candidate right with
+    probability 1 / (1 + e^g). ``steps``: denoising steps for the whole canvas, used to compute progress; 0 = one token
+    a step.
     """
 
     base: Commit  # type: ignore[assignment]  # the policy itself, of which a request has the name
@@ -60,17 +61,17 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
 
     @property
     def whole_canvas(self) -> bool:
-        """With an answer region: it may lie in a later block, and what is left is more than the block."""
+        """True with an answer region: it may lie in a later block, and what is committed may exceed the block."""
         return self.answer_length > 0 or self.base.whole_canvas
 
     @property
     def closes(self) -> bool:
-        """Where the policy it builds on does."""
+        """The same as for ``base``."""
         return self.base.closes
 
     @property
     def reads(self) -> frozenset[str]:
-        """The gap, and what the policy it builds on reads."""
+        """The gap, and what ``base`` reads."""
         return self.base.reads | {GAP}
 
     def regarded(self, canvas: Canvas) -> np.ndarray:
@@ -101,8 +102,8 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
         start, end = self._region(canvas)
         end = self._ended(canvas, candidates.where(masked), start, end)
         region = (candidates.positions >= start) & (candidates.positions < end)
-        # A region past the canvas has no effect, nor does one that was complete from the start, nor one of which a
-        # recompute policy left a masked position out of this pass.
+        # A region past the end of the canvas has no effect, nor one that was complete from the start, nor one with a
+        # masked position that the recompute policy did not run in this pass.
         if not (canvas.committed_at[start:end] > GIVEN).any():
             return False
         if int((region & masked).sum()) < int(canvas.masked[start:end].sum()):
@@ -114,12 +115,12 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
 
     @staticmethod
     def _expected(gaps: np.ndarray) -> float:
-        """Tokens that are expected to be wrong among candidates with these ``gaps`` (float64 ``[n]``)."""
+        """The expected number of wrong tokens among candidates with these ``gaps`` (float64 ``[n]``)."""
         second = np.exp(-np.maximum(gaps, 0))
         return float((second / (1 + second)).sum())
 
     def _region(self, canvas: Canvas) -> tuple[int, int]:
-        """First position of the answer, and the first after it."""
+        """The answer's first position, and the one after its last."""
         start = self._found(canvas) if self.answer_after else canvas.prompt_length + self.answer_start
         if not self.answer_length:
             return max(start if self.answer_after else 0, canvas.block_start), canvas.block_end
@@ -127,14 +128,14 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
         return start, min(start + self.answer_length, canvas.size)
 
     def _ended(self, canvas: Canvas, candidates: Candidates, start: int, end: int) -> int:
-        """The first position after an end of text among those from ``start`` on, at most ``end``."""
+        """The position after the first end of text in ``start`` to ``end``; ``end`` if there is none."""
         tokens = canvas.tokens.copy()
         tokens[candidates.positions] = candidates.tokens
         over = np.flatnonzero(np.isin(tokens[start:end], list(self.ends)))
         return start + int(over[0]) + 1 if len(over) else end
 
     def _found(self, canvas: Canvas) -> int:
-        """First position after ``answer_after``, ``canvas.size`` where it is not found."""
+        """The first position after the text ``answer_after``; ``canvas.size`` if it is not found."""
         final = canvas.committed_at[canvas.prompt_length :] != MASKED
         edges = np.flatnonzero(np.diff(np.concatenate([[False], final, [False]]))) + canvas.prompt_length
         for start, end in edges.reshape(-1, 2).tolist():
@@ -144,7 +145,8 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
         return canvas.size
 
     def _until(self, tokens: np.ndarray) -> int | None:
-        """How many of ``tokens``, from the first on, it takes to spell ``answer_after``; None = all of them do not."""
+        """The length of the shortest prefix of ``tokens`` whose text contains ``answer_after``; None if there is
+        none."""
         spell = self.spell
         if spell is None:
             raise ValueError("a text can only be looked for with a tokenizer")

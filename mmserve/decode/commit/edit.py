@@ -1,7 +1,7 @@
 """LLaDA2.1's editing (inclusionAI/LLaDA2.1-mini; BlockRefinementScheduler in huggingface/diffusers).
 
-Masked positions are committed by confidence; committed ones of the same block are replaced where the model now prefers
-another token with enough confidence. A full block is run again until nothing is replaced any more.
+Masked positions are committed by confidence; committed ones of the same block are replaced if the model now prefers
+another token with enough confidence. A full block is run again until no token is replaced.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from mmserve.decode.commit.base import Candidates, Undrafted
 class Edit(numbers.Edit, Undrafted):
     """Commit above ``confidence`` (and always the best one), replace above ``edit_confidence`` (both ``>``).
 
-    ``passes``: most passes over a block after it is full.
+    ``passes``: maximum number of passes over a block after it is full.
     """
 
     @property
     def whole_canvas(self) -> bool:
-        """Never: blocks after the current one are final."""
+        """False: blocks after the current one are not candidates."""
         return False
 
     @property
     def revises(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         masked = canvas.committed_at[candidates.positions] == MASKED
-        # a number past fp32 would warn, and nothing passes 2 either
+        # a threshold beyond fp32 would warn; no score exceeds 2
         chosen = masked & (candidates.confidence > min(self.confidence, 2.0))
         if masked.any() and not chosen.any():
             chosen[np.argmax(np.where(masked, candidates.confidence, -1.0))] = True

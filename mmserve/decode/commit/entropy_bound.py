@@ -13,9 +13,11 @@ from mmserve.decode.commit.base import ENTROPY, BlockWise, Candidates, first
 
 @dataclass(frozen=True)
 class EntropyBound(numbers.EntropyBound, BlockWise):
-    """The most candidates of lowest entropy whose entropies, but for the largest, sum to at most ``bound`` (nats).
+    """Commits the most candidates of lowest entropy whose entropies, without the largest, sum to at most ``bound``
+    (nats).
 
-    That sum bounds how much is lost by taking them as independent; the one of lowest entropy is always taken.
+    The sum bounds the error of treating these candidates as independent. The candidate of lowest entropy is always
+    taken.
     """
 
     @property

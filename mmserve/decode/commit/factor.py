@@ -13,9 +13,10 @@ from mmserve.decode.commit.base import BlockWise, Candidates, most_confident
 
 @dataclass(frozen=True)
 class Factor(numbers.Factor, BlockWise):
-    """The n most confident candidates, n the largest with the n-th confidence at least ``1 - factor / (n + 1)``.
+    """Commits the n most confident candidates, with the largest n whose n-th confidence is at least ``1 - factor / (n +
+    1)``.
 
-    So the more are committed together, the surer each must be; one at least is.
+    The more tokens are committed together, the more confident each must be; at least one is committed.
     """
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""Guided Diffusion (arXiv 2505.21467): a diffusion model drafts the block, an autoregressive companion judges it.
+"""Guided Diffusion (arXiv 2505.21467): a diffusion model drafts the block, an autoregressive model verifies it.
 
-The draft is kept from the left as long as the companion agrees; where it first does not, its own token is taken, and
-all that follows is drafted again. Agreeing is either choosing the same token (the paper's ``deterministic``: the answer
-is then the companion's own, in fewer passes), or finding the drafted one likely enough beside it (``topk_relative``).
-The paper judges the canvas in chunks of 32; here a chunk is the block.
+The draft is kept up to the first token that the verifier rejects; there the verifier's own token is taken, and
+everything after it is drafted again. A token is accepted if it is the verifier's own choice (the paper's
+``deterministic``: the answer is then the verifier's own, in fewer passes), or if it is probable enough relative to that
+choice (``topk_relative``). The paper verifies the canvas in chunks of 32; here a chunk is the block.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mmserve.decode.commit.base import BlockWise, Candidates, Verdict, leading
 
 @dataclass(frozen=True)
 class Guided(numbers.Guided, BlockWise):
-    """Keep drafted tokens among the companion's ``top_k`` that are at least ``ratio`` (``>=``) times as probable as its
-    first choice; with ``top_k`` 0, those that it chose itself."""
+    """Accepts drafted tokens among the verifier's ``top_k`` that are at least ``ratio`` (``>=``) times as probable as
+    its first choice; with ``top_k`` 0, only the verifier's own choices."""
 
     def verified(self, canvas: Canvas, candidates: Candidates, verdict: Verdict) -> Candidates:
         judged = len(verdict.rank)

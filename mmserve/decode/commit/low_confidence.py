@@ -13,9 +13,10 @@ from mmserve.decode.pace import tokens_of_step
 
 @dataclass(frozen=True)
 class LowConfidence(BlockWise):
-    """Spread the block's tokens evenly over its steps, the remainder over the first; take the most confident.
+    """Distributes the block's tokens evenly over its steps, the remainder over the first ones; commits the most
+    confident.
 
-    ``steps``: denoising steps for the whole canvas; 0 = one token a step. Blocks share them by length.
+    ``steps``: denoising steps for the whole canvas, shared among blocks by length; 0 = one token a step.
     """
 
     steps: int = 0

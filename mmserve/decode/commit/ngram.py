@@ -1,9 +1,9 @@
 """Prompt-lookup speculation for next-token models (apoorvumang/prompt-lookup-decoding; vLLM's ``ngram``).
 
-The last tokens are looked up in the text before them; what followed there is the draft. One pass runs the whole
-draft, and the tokens that the model itself would have chosen are kept. Greedy, the answer is the one without a draft,
-in fewer passes, but for ties: a row beside a draft's sums in another order than alone, so where two tokens are equally
-likely but for the last bits of their logits, the other may be chosen. Drawn, it is another draw from the same
+The last tokens are searched in the preceding text; the tokens that followed there are the draft. One pass runs the
+whole draft, and the tokens that the model would have chosen itself are kept. If greedy, the answer equals the one
+without a draft, except for ties: a row that runs with a draft is summed in another order than alone, so of two tokens
+whose logits differ only in the last bits, the other may be chosen. If sampled, the answer is another draw from the same
 distribution.
 """
 
@@ -29,7 +29,7 @@ class Ngram(numbers.Ngram, Undrafted):
 
     @property
     def whole_canvas(self) -> bool:
-        """A draft reaches past the block of one token."""
+        """True: a draft extends past the current block of one token."""
         return True
 
     def draft(self, canvas: Canvas) -> np.ndarray:

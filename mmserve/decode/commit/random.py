@@ -13,7 +13,7 @@ from mmserve.decode.pace import next_in_order, random_order, tokens_of_step
 
 @dataclass(frozen=True)
 class Random(BlockWise):
-    """The order is drawn once a block from the request's ``seed``, as dKV-Cache-Greedy draws it."""
+    """The order is drawn once for each block from the request's ``seed``, as in dKV-Cache-Greedy."""
 
     steps: int = 0
     seed: int = 0
@@ -21,5 +21,5 @@ class Random(BlockWise):
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         count = tokens_of_step(canvas, self.steps, canvas.block_step - 1)
         order = random_order(canvas, self.seed)
-        order = order[np.isin(order, candidates.positions)]  # a pass may have candidates for a part of the block only
+        order = order[np.isin(order, candidates.positions)]  # a pass may have candidates for only part of the block
         return np.isin(candidates.positions, next_in_order(canvas, order, count))

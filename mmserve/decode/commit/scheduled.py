@@ -1,9 +1,9 @@
-"""A discrete scheduler of diffusers as a commit policy: it draws the tokens itself, and chooses which become final.
+"""A discrete scheduler of diffusers as a commit policy: it draws the tokens, and chooses which become final.
 
-Its steps are those of one whole block, as in diffusers' ``LLaDA2Pipeline``: a first block that begins within the
-prompt is filled as fast as any other. It sees the logits of the block's open part and nothing else.
-Where it is sure of no masked position, its most probable token is committed all the same. Its candidates are the tokens
-that it would commit or replace and no others; a constrained request commits its witness's tokens at their positions.
+Its steps are those of one whole block, as in diffusers' ``LLaDA2Pipeline``: a first block that begins within the prompt
+is filled at the same rate as any other. It reads only the logits of the block's open part. If it accepts no masked
+position, its most probable token is committed anyway. Its candidates are exactly the tokens that it commits or
+replaces; a constrained request commits its witness's tokens at these positions.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from mmserve.decode.pace import steps_of_whole_block
 from mmserve.decode.sampler import described, step_generator
 from mmserve.decode.schedulers import Discrete
 
-#: Most passes over a block that is full, where the scheduler edits (``max_post_steps`` of diffusers' LLaDA2Pipeline).
+#: Maximum number of passes over a full block, if the scheduler edits (``max_post_steps`` of diffusers' LLaDA2Pipeline).
 PASSES = 16
 
 
 @dataclass(frozen=True)
 class Scheduled(BlockWise):
-    """``steps``: the request's denoising steps for the whole canvas; 0 = as many a block as the scheduler's own."""
+    """``steps``: the request's denoising steps for the whole canvas; 0 = the scheduler's own number for each block."""
 
     scheduler: Discrete
     steps: int = 0
 
     @property
     def whole_block(self) -> bool:
-        """Always: a scheduler's sample is the block."""
+        """True: a scheduler's sample is the whole block."""
         return True
 
     @property
     def revises(self) -> bool:
-        """Where the scheduler is set to edit."""
+        """Whether the scheduler is configured to edit."""
         return self.scheduler.edits
 
     def settled(self, canvas: Canvas, edited: int) -> bool:
@@ -56,7 +56,7 @@ class Scheduled(BlockWise):
         banned: tuple[int, ...],
         best: LogitsObserver | None = None,
     ) -> Candidates:
-        """Where and by what the scheduler changes the block, from the logits of all of its positions."""
+        """The positions and tokens that the scheduler changes in the block, from the logits of all its positions."""
         logits = logits_nV.float().clone()
         logits[:, list(banned)] = -torch.inf
         if best is not None:

@@ -13,9 +13,10 @@ from mmserve.decode.commit.base import BlockWise, Candidates, most_confident
 
 @dataclass(frozen=True)
 class Threshold(numbers.Threshold, BlockWise):
-    """Every candidate of probability at least ``confidence`` (``>=``, as in Fast-dLLM), and always the best one.
+    """Commits every candidate of probability at least ``confidence`` (``>=``, as in Fast-dLLM), and always the best
+    one.
 
-    Above 1 only the best one is left: one token a step.
+    Above 1, only the best one is committed: one token a step.
     """
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:

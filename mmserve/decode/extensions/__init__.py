@@ -1,1 +1,1 @@
-"""What a request may have beside the plain decode step, a module or package each; ``base.py`` is the protocol."""
+"""Optional features of a request in decode, one module or package each; ``base.py`` is the protocol."""

@@ -1,12 +1,11 @@
-"""The protocol of extensions: what a request may have beside the plain decode step.
+"""The protocol of extensions: optional features of a request in the decode step.
 
 An ``Extension`` belongs to a model's decoder and holds no state of any request. It attaches a ``RequestExtension`` to
-each request that asks for it, which has that request's state and is called at the points of its steps. Hooks that a
-class does not override do nothing, so a request without extensions takes the plain path. Where several extensions of a
-request decide on the same value, they are called in the order of ``Decoding.extensions``, each with what the one
-before it returned.
+each request that uses the feature; that object has the request's state, and its hooks are called in each step. Hooks
+that a class does not override do nothing. If several extensions of a request return a replacement for the same value,
+they are called in the order of ``Decoding.extensions``, each with the previous one's result.
 
-Every hook before ``choose`` may be called again for the same pass: a pass that fails is repeated.
+Every hook before ``choose`` may be called again for the same pass, because a failed pass is repeated.
 """
 
 from __future__ import annotations
@@ -35,101 +34,105 @@ class RequestExtension:
 
     @property
     def observes(self) -> bool:
-        """Whether it looks at the logits of each pass. The first pass then has no draft."""
+        """Whether it reads the logits of each pass. The first pass then has no draft."""
         return False
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a pass may run several new positions, drafts of its constraint, without changing their results."""
+        """Whether a pass may run several new positions at once, drafted by its constraint, without changing the
+        result."""
         return True
 
     @property
     def reused(self) -> int:
-        """Positions of the prompt that no pass of prefill runs."""
+        """Number of prompt positions that prefill does not run."""
         return 0
 
     @property
     def evicted(self) -> int:
-        """Positions whose K/V were dropped."""
+        """Number of positions whose K/V were evicted."""
         return 0
 
     @property
     def rewrites_prompt(self) -> bool:
-        """Whether K/V that a pass of prefill has written may change before decode."""
+        """Whether K/V that prefill has written may change before decode."""
         return False
 
     @property
     def waits(self) -> int:
-        """How many rows ``before_rows`` runs at the next step, where it has more to do before the next pass is due; 0 =
-        that is due."""
+        """Number of rows that ``before_rows`` runs in the next step, if it needs more work before the next pass can
+        run; 0 = the pass can run."""
         return 0
 
     @property
     def seconds(self) -> float:
-        """Processor time that it took of the request's decode steps so far, where it measures that."""
+        """CPU time (seconds) that it took in the request's decode steps so far, if it measures that."""
         return 0.0
 
     @property
     def ends_whole(self) -> bool:
-        """Whether an answer that fills its budget has come to its end there, and is not cut."""
+        """Whether an answer that fills its budget is complete, rather than truncated."""
         return False
 
     def ready(self, most: int) -> bool:
-        """Go on with what comes before the first pass of prefill, by ``most`` positions times layers (0 = all of it);
-        whether that pass is due now."""
+        """Continue the work that precedes the first pass of prefill, up to ``most`` positions times layers (0 = all of
+        it). Returns whether that pass can run now."""
         return True
 
     def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:
-        """Tokens (int64) to run at the first masked positions in place of ``drafted``, the policy's draft.
+        """Tokens (int64) to run at the first masked positions, instead of ``drafted``, the policy's draft.
 
-        ``ahead``: whether a draft may be longer than what the policy commits a step (``runs_ahead`` of all extensions).
+        ``ahead``: whether a draft may be longer than what the policy commits in one step (``runs_ahead`` of all
+        extensions).
         """
         return drafted
 
     def rows(self, rows: np.ndarray, *, first: bool) -> np.ndarray:
-        """The positions (int64, ascending) that a pass runs in place of ``rows``; ``first``: a pass of prefill."""
+        """The positions (int64, ascending) that a pass runs, instead of ``rows``; ``first``: a pass of prefill."""
         return rows
 
     def watch(self, p: Pass, *, first: bool) -> Pass:
-        """``p`` with what is to be observed in it; ``first``: a pass of prefill."""
+        """``p`` with this extension's observation attached; ``first``: a pass of prefill."""
         return p
 
     def observe(self, canvas: Canvas, positions: np.ndarray, *, more: bool) -> LogitsObserver | None:
-        """What observes the logits of ``positions`` (int64, ascending) while they become candidates.
+        """The observer of the logits of ``positions`` (int64, ascending) while they become candidates; None = no
+        observer.
 
-        ``more``: others of the same pass were observed before.
+        ``more``: other positions of the same pass were observed before.
         """
         return None
 
     def after_forward(self, p: Pass, seconds: float) -> None:
-        """Take over what the pass showed, now that it has its candidates. ``seconds``: its processor time."""
+        """Store what the pass observed; its candidates exist now. ``seconds``: CPU time of the pass."""
 
     def verify(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Candidates:
-        """What is left of the candidates ``proposed``, and what replaces them."""
+        """The candidates ``proposed`` after verification: accepted ones and replacements."""
         return proposed
 
     def choose(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Chosen | None:
-        """What becomes final, in place of the policy's own choice; None = that choice."""
+        """The tokens that become final, instead of the policy's choice; None = the policy's choice."""
         return None
 
     def committed(self, d: Decoding, reason: str | None) -> None:
-        """Tokens became final; ``reason`` is why the answer ended, if it did. May raise what ends the request."""
+        """Called after tokens became final; ``reason``: the finish reason, if the answer ended. May raise an error that
+        ends the request."""
 
     def report(self, answer: Answer, d: Live) -> Answer:
         """``answer`` of a request that ended, with the extension's fields."""
         return answer
 
     def snapshot(self) -> object | None:
-        """Its state as plain data, a dataclass of numbers, arrays and tensors; None where there is none.
+        """Its state as plain data (a dataclass of numbers, arrays and tensors); None if it has no state.
 
-        It is the state itself, not a copy: it is read before the next step.
+        Returns the state itself, not a copy; it must be read before the next step.
         """
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class Opening:
-    """A request that begins, as extensions see it."""
+    """The state of a request that begins, as passed to extensions."""
 
     request: Request
     encoded: Encoded
@@ -143,25 +146,25 @@ class Extension:
     """One extension of a model's decoder; holds no state of any request."""
 
     def attach(self, opening: Opening) -> RequestExtension | None:
-        """The extension of a request that begins; None where the request does not ask for it."""
+        """The extension of a request that begins; None if the request does not use it."""
         raise NotImplementedError
 
     def restore(self, request: Request, canvas: Canvas, snapshot: object) -> RequestExtension | None:
-        """The extension of a request in decode from its ``snapshot``; None where that is of another kind."""
+        """The extension of a request in decode, from its ``snapshot``; None if the snapshot is another extension's."""
         raise NotImplementedError
 
     def after_prefill(self, batch: Sequence[tuple[Prefilling, np.ndarray]]) -> None:
-        """A pass of prefill ran these rows (int64, ascending) of each request."""
+        """Called after a pass of prefill ran these rows (int64, ascending) of each request."""
 
     def before_rows(self, batch: Sequence[Decoding]) -> None:
-        """The next pass of these requests is about to be made."""
+        """Called before the next pass of these requests is prepared."""
 
     def after_candidates(self, batch: Sequence[Decoding]) -> None:
-        """All requests of a step have candidates."""
+        """Called when all requests of a step have candidates."""
 
 
 def watched(p: Pass, extensions: Sequence[RequestExtension], *, first: bool = False) -> Pass:
-    """``p`` with what the ``extensions`` of its request observe in it."""
+    """``p`` with the observations of all ``extensions`` of its request attached."""
     for extension in extensions:
         p = extension.watch(p, first=first)
     return p

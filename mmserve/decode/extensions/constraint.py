@@ -1,4 +1,4 @@
-"""A request's constraint in the decode step: what its session is asked, and when."""
+"""A request's constraint in the decode step: calls its session at each hook."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Constraint(RequestExtension):
         return True
 
     def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:
-        """What must be there anyway, or else what was ``drafted``."""
+        """The tokens that the constraint forces; if there are none, ``drafted``."""
         return self.session.forced(canvas, drafted) if ahead else drafted
 
     def observe(self, canvas: Canvas, positions: np.ndarray, *, more: bool) -> LogitsObserver:
@@ -49,12 +49,13 @@ class Constraint(RequestExtension):
         return self.session.choose(canvas, proposed, commit, judged=is_judged(commit))
 
     def committed(self, d: Decoding, reason: str | None) -> None:
-        """Follow what became final; ``FailedPrecondition`` if the whole answer is not what the constraint asks for."""
+        """Update the session with the final tokens. Raises ``FailedPrecondition`` if a complete answer violates the
+        constraint."""
         self.session.sync(d.canvas, revises=d.commit.revises)
         self.check(d, reason)
 
     def check(self, d: Live, reason: str | None) -> None:
-        """Raise ``FailedPrecondition`` if an answer that ended by itself is not what the constraint asks for."""
+        """Raises ``FailedPrecondition`` if an answer that ended by itself violates the constraint."""
         if reason == "end":
             self.session.check(d.canvas, d.text.text)
 

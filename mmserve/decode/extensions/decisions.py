@@ -1,7 +1,7 @@
-"""Typed questions in the decode step: one pass over a canvas whose text is given but for the slot of each branch.
+"""Typed questions in the decode step: one pass over a canvas whose tokens are given, except for each branch's slot.
 
-Nothing is sampled: what is read of the pass are the log-probabilities of each slot's answers, and every slot becomes
-final at once. The tokens put there are the most probable answers.
+Nothing is sampled: the pass gives the log-probabilities of each slot's answers, and every slot becomes final at once,
+with its most probable answer.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from mmserve.models.decisions import answer_tokens
 
 @dataclass
 class SlotState:
-    """Log-probabilities of the answers of each slot, as far as they have been read: plain data."""
+    """Log-probabilities of each slot's answers, for the slots read so far; plain data."""
 
     log_probabilities: list[np.ndarray] = field(default_factory=list)  # float32 [answers] each
 
 
 class _Reader:
-    """Reads the slots' rows of a pass into a state; the slots come in the order of their questions."""
+    """Reads the slots' rows of a pass into a ``SlotState``; slots come in the order of their questions."""
 
     def __init__(self, candidates: Sequence[tuple[int, ...]], state: SlotState) -> None:
         self._candidates, self._state = candidates, state
         state.log_probabilities.clear()
 
     def restrict(self, logits: Tensor) -> None:
-        """Every token may be proposed: only those of the answers are read."""
+        """No restriction: only the logits of answer tokens are read."""
 
     def take(
         self,

@@ -1,10 +1,10 @@
-"""A draft or verifier model: a causal model with the served one's tokens, that runs over the same canvases with K/V of
-its own.
+"""A draft or verifier model: a causal model with the served model's tokenizer and its own K/V, run over the same
+canvases.
 
-It verifies what a diffusion model drafts, or drafts what a next-token model verifies (``commit/guided.py``,
-``commit/draft_model.py``). Its store has as many pages of the same size as the served model's, so that a request's page
-ids are good in both. What it has run is kept beside the tokens it was run from: where the canvas came out otherwise,
-its K/V is run again from there.
+It verifies the drafts of a diffusion model, or drafts for a next-token model (``commit/guided.py``,
+``commit/draft_model.py``). Its K/V store has as many pages, of the same size, as the served model's, so that a
+request's page ids are valid in both. The token that each position's K/V was computed from is recorded; from the first
+position at which the canvas differs, K/V is recomputed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from mmserve.models.base import LoadedModel
 
 @dataclass
 class DraftState:
-    """What a draft or verifier model has of one request, and what it gives the pass that is in progress: plain data."""
+    """The state of a draft or verifier model for one request, with its results for the current pass; plain data."""
 
-    embeddings: Tensor  # [N, D] of its own, current at the prompt's positions and at those it has run
-    seen: np.ndarray  # int64 [N], the token that the K/V of each position is of; -1 = none, or of another prefix
-    drafted: np.ndarray | None = None  # int64, from when it is drafted until candidates are verified by it
-    verdict: Verdict | None = None  # on the candidates, until they are chosen from
+    embeddings: Tensor  # [N, D] of this model, current at the prompt's positions and at those it has run
+    seen: np.ndarray  # int64 [N], token whose K/V each position holds; -1 = none, or computed after another prefix
+    drafted: np.ndarray | None = None  # int64, from drafting until the candidates are verified
+    verdict: Verdict | None = None  # on the candidates, until one of them is chosen
     forwards: int = 0  # passes made
-    deep: DeepStack | None = None  # its own, of the prompt's visual tokens
+    deep: DeepStack | None = None  # of this model, for the prompt's visual tokens
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class Speculation(RequestExtension):
         return drafted if self.state.drafted is None else self.state.drafted
 
     def verify(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Candidates:
-        """What the policy makes of the candidates, given the draft or the verdict; that is then used up."""
+        """The candidates after the policy's verification by the draft or the verdict, which are then cleared."""
         verdict, drafted = self.state.verdict, self.state.drafted
         self.state.verdict = self.state.drafted = None
         if isinstance(commit, Judged) and verdict is not None:
@@ -73,19 +73,19 @@ class Speculation(RequestExtension):
 
 @dataclass(frozen=True)
 class _Part:
-    """One request's part of a pass: the tokens known or drafted, and the positions whose next token is asked for."""
+    """One request's part of a pass: its known and drafted tokens, and the positions to predict."""
 
     canvas: Canvas
     pages: np.ndarray  # int64 page ids of the whole canvas
     state: DraftState
     tokens: np.ndarray  # int64 [n], of the positions 0 … n-1
-    asked: np.ndarray  # int64, ascending, one after another, the last at most n
+    asked: np.ndarray  # int64, ascending and consecutive, the last at most n: positions to predict
 
 
 class DraftModel(Extension):
-    """``model`` drafts for the ``served`` one, or verifies, for requests whose commit policy asks for it.
+    """``model`` drafts for the ``served`` model, or verifies its drafts, if the request's commit policy uses it.
 
-    Every call can be repeated after a failure: a request's state has only what was certain before its pass.
+    Every call can be repeated after a failure: state is changed only by results that are complete.
     """
 
     def __init__(self, model: LoadedModel, store: KVStore, served: LoadedModel) -> None:
@@ -99,7 +99,7 @@ class DraftModel(Extension):
         if opening.request.diffusion.commit.name not in ACCOMPANIED:
             return None
         tokens, encoded = opening.canvas.tokens.copy(), opening.encoded
-        tokens[encoded.image_rows] = self.model.spec.mask_id  # features take the place of whatever is there
+        tokens[encoded.image_rows] = self.model.spec.mask_id  # replaced by visual features
         embeddings = self._embed(tokens)
         deep = None
         if encoded.companion_features is not None:
@@ -107,12 +107,12 @@ class DraftModel(Extension):
         return Speculation(DraftState(embeddings, np.full(len(tokens), -1, np.int64), deep=deep))
 
     def restore(self, request: Request, canvas: Canvas, snapshot: object) -> Speculation | None:
-        """The K/V of its pages, in the model's own store, travel with those of the served model."""
+        """The K/V in this model's store is transferred with that of the served model."""
         return Speculation(snapshot) if isinstance(snapshot, DraftState) else None
 
     @torch.inference_mode()
     def after_prefill(self, batch: Sequence[tuple[Prefilling, np.ndarray]]) -> None:
-        """Run the prompt of each request, as far as the positions that prefill has just run."""
+        """Run the prompt of each request up to the last position that prefill has just run."""
         parts = []
         for begun, rows in batch:
             state = _state_of(begun)
@@ -123,10 +123,10 @@ class DraftModel(Extension):
 
     @torch.inference_mode()
     def before_rows(self, batch: Sequence[Decoding]) -> None:
-        """Draft for each request whose policy asks for it and which has no draft yet, a token of all of them a pass.
+        """Draft for each request whose policy uses a draft and that has none, one token of every request in each pass.
 
-        A draft ends early, after an end of text. Tokens are greedy, or drawn with the noise that the served model's own
-        tokens will be drawn with, so that the two agree as often as they can.
+        A draft ends after an end of text. Tokens are greedy, or sampled with the same noise as the served model's
+        tokens will be, which maximises agreement.
         """
         drafts = [
             (d, state, d.commit.wanted(d.canvas), list[int]())
@@ -151,10 +151,10 @@ class DraftModel(Extension):
 
     @torch.inference_mode()
     def after_candidates(self, batch: Sequence[Decoding]) -> None:
-        """A verdict on the candidates of each request whose policy asks for it and which has none yet.
+        """Verify the candidates of each request whose policy uses a verdict and that has none.
 
-        Verified are the candidates that follow one another from the first masked position on. The model's own tokens
-        are greedy, or drawn with the noise that the candidates were drawn with.
+        Only candidates at consecutive positions from the first masked one on are verified. The verifier's own tokens
+        are greedy, or sampled with the same noise as the candidates were.
         """
         waiting = [
             (d, state, _leading_tokens(d.candidates, d.canvas))
@@ -169,7 +169,7 @@ class DraftModel(Extension):
             parts.append(_after_known(d, state, drafted, asked))
         for (d, state, drafted), part, logits in zip(waiting, parts, self._forward(parts), strict=True):
             rank, relative = self._standing(logits, drafted)
-            before = replace(d.canvas, step=d.canvas.step - 1)  # as it was when the candidates were drawn
+            before = replace(d.canvas, step=d.canvas.step - 1)  # its state when the candidates were drawn
             state.verdict = Verdict(self._candidates(logits, part.asked, before, d), rank, relative)
 
     def _candidates(self, logits: Tensor, positions: np.ndarray, canvas: Canvas, d: Decoding) -> Candidates:
@@ -177,7 +177,8 @@ class DraftModel(Extension):
         return candidates(logits, positions, canvas, sampling, self._banned, None, self._scores, reads, end_ids=ends)
 
     def _standing(self, logits: Tensor, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each drafted token: how many tokens are more probable, and its probability over that of the first."""
+        """For each drafted token: the number of more probable tokens, and its probability relative to the most probable
+        one."""
         scores = logits[: len(drafted)].clone()
         scores[:, list(self._banned)] = -torch.inf
         mine = scores.gather(-1, torch.from_numpy(drafted).to(scores.device)[:, None])
@@ -186,12 +187,13 @@ class DraftModel(Extension):
         return rank.cpu().numpy(), relative.cpu().numpy()
 
     def _forward(self, parts: list[_Part]) -> list[Tensor]:
-        """Logits (fp32, as wide as the served model's) of the asked positions, from one pass over all ``parts``."""
+        """Logits (fp32, with the served model's vocabulary size) of the ``asked`` positions, from one pass over
+        ``parts``."""
         if not parts:
             return []
         passes = [self._pass(part) for part in parts]
         for part, p in zip(parts, passes, strict=True):
-            part.state.seen[p.rows[0] :] = -1  # until the pass is done; right of it, what was there is older
+            part.state.seen[p.rows[0] :] = -1  # invalid until the pass succeeds; right of it, outdated
             written = p.rows[p.rows >= part.canvas.prompt_length]
             places = torch.from_numpy(written).to(self.model.device)
             part.state.embeddings[places] = self._embed(part.tokens[written])
@@ -211,24 +213,24 @@ class DraftModel(Extension):
         return Pass(part.canvas, part.pages, state.embeddings, rows, part.asked, wanted, end, state.deep)
 
     def _embed(self, tokens: np.ndarray) -> Tensor:
-        """Embeddings ``[n, D]``; a token that only the served model has is taken as a mask."""
+        """Embeddings ``[n, D]``; a token that this model's vocabulary lacks is replaced by the mask token."""
         known = np.where(tokens < self.model.decoder.config.vocab_size, tokens, self.model.spec.mask_id)
         return self.model.decoder.embed(torch.from_numpy(known).to(self.model.device))
 
 
 def _valid(part: _Part) -> int:
-    """Positions, from the left, whose K/V is of the tokens that are there."""
+    """Length of the longest prefix whose K/V was computed from the current tokens."""
     return leading(part.state.seen[: len(part.tokens)] == part.tokens)
 
 
 def _leading_tokens(candidates: Candidates, canvas: Canvas) -> np.ndarray:
-    """Tokens (int64) of the candidates that follow one another from the first masked position on."""
+    """Tokens (int64) of the candidates at consecutive positions from the first masked one on."""
     positions = candidates.positions
     return candidates.tokens[: leading(positions == canvas.known() + np.arange(len(positions)))]
 
 
 def _after_known(d: Decoding, state: DraftState, drafted: np.ndarray, asked: np.ndarray) -> _Part:
-    """A request's part of a pass over what is known and, after it, ``drafted``."""
+    """A request's part of a pass over its known tokens, followed by ``drafted``; ``asked``: positions to predict."""
     tokens = np.concatenate([d.canvas.tokens[: d.canvas.known()], drafted])
     return _Part(d.canvas, d.prefilled.pages, state, tokens, asked)
 

@@ -1,4 +1,5 @@
-"""K/V eviction: after each step some K/V leave the store, and their pages go back (``kv/evictor.py``)."""
+"""K/V eviction: after each step, selected K/V are dropped from the store and their pages are freed
+(``kv/evictor.py``)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Eviction(RequestExtension):
 
     @property
     def runs_ahead(self) -> bool:
-        """Never: what a position of a draft shows of its pass would be noted, also where it is rejected."""
+        """False: the attention of drafted positions would be counted even if the draft is rejected."""
         return False
 
     @property
@@ -49,7 +50,7 @@ class Eviction(RequestExtension):
 
     @torch.inference_mode()
     def committed(self, d: Decoding, reason: str | None) -> None:
-        """Evict, and leave to the request the pages that it needs from now on."""
+        """Evict K/V, and shrink the request's page table to the pages that it still needs."""
         if reason is not None:
             return
         cached = d.prefilled

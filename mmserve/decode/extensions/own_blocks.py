@@ -1,10 +1,10 @@
-"""A next-token model that decodes in blocks of masks, whose K/V a causal pass makes once a block is final.
+"""Block decoding of a next-token model: blocks of masks are filled by diffusion, then a causal pass computes their K/V.
 
 The diffusion mode of Nemotron-Labs-Diffusion (arXiv 2607.05722; ``generate`` with ``causal_context`` of its
-``modeling_nemotron_labs_diffusion.py``). A block is the newest token and masks after it, all of which see all of the
-block; passes over it go on, one a step, until the commit policy has filled it. Then one pass token by token gives its
-K/V, and the token after it, with which the next block begins. Fast-dVLM (arXiv 2604.06832) does the same with masks
-that the row before them predicts, and fills a block's parts one after another.
+``modeling_nemotron_labs_diffusion.py``). A block is the newest token, followed by masks, with bidirectional attention
+within it; it is run once in each step until the commit policy has filled it. Then one causal pass computes its K/V and
+the next token, with which the next block begins. Fast-dVLM (arXiv 2604.06832) does the same, with masks that are
+predicted by the row before them, and fills the parts of a block one after another.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ FILLING = "threshold"
 
 @dataclass
 class FilledBlock:
-    """What a request has of its current block: plain data."""
+    """A request's state in its current block; plain data."""
 
-    filled: Candidates | None = None  # its tokens, from when it is full until they are committed
-    forwards: int = 0  # passes made to fill blocks
+    filled: Candidates | None = None  # its tokens, from when the block is full until they are committed
+    forwards: int = 0  # passes that filled blocks
 
 
 @dataclass(eq=False)
@@ -45,8 +45,8 @@ class BlockByBlock(RequestExtension):
     """A request that decodes in blocks."""
 
     state: FilledBlock
-    penalised: bool  # whether its logits are changed by which tokens are in the answer
-    filling: _Filling | None = None  # the block in progress; where the request goes on elsewhere, it begins again
+    penalised: bool  # whether penalties make its logits depend on the answer's tokens
+    filling: _Filling | None = None  # the block in progress; restarted if the request moves to another process
 
     @property
     def waits(self) -> int:
@@ -56,9 +56,10 @@ class BlockByBlock(RequestExtension):
         return drafted if self.state.filled is None else self.state.filled.tokens
 
     def choose(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Chosen | None:
-        """The block as it was filled, and the next token after it where there is room for one.
+        """The tokens of the filled block and, without penalties, the next token.
 
-        With penalties there is none: they would not count the block's tokens, which become final only now.
+        With penalties the next token is left out: its logits do not include the block's tokens, which become final only
+        now.
         """
         filled, self.state.filled = self.state.filled, None
         if filled is None or not len(filled.tokens):
@@ -76,8 +77,8 @@ class BlockByBlock(RequestExtension):
 
 @dataclass
 class _Filling:
-    """A block that is being filled: a copy of its request's canvas, whose blocks are the parts that are filled one by
-    one, and the confidence of what was filled in."""
+    """A block that is being filled: a copy of the request's canvas, whose blocks are the parts to be filled in order,
+    and the confidence of each filled position."""
 
     d: Decoding
     canvas: Canvas
@@ -88,7 +89,8 @@ class _Filling:
 
     @classmethod
     def of(cls, d: Decoding, state: FilledBlock, count: int, part: int) -> _Filling:
-        """The next ``count`` masks of ``d``, in parts of ``part`` positions, the newest token among them; 0 = one."""
+        """The next ``count`` masks of ``d``, in parts of ``part`` positions, including the newest token; 0 = one
+        part."""
         c, first = d.canvas, d.canvas.known()
         own = replace(
             c,
@@ -96,7 +98,7 @@ class _Filling:
             committed_at=c.committed_at.copy(),
             block_length=part or count + 1,
             block_start=first,
-            step=c.step + state.forwards,  # no two passes of a request draw with the same noise
+            step=c.step + state.forwards,  # all passes of a request draw with different noise
             block_step=0,
             origin=first - 1,
             logit_shift=0,
@@ -109,7 +111,7 @@ class _Filling:
         return np.arange(self.first - 1, self.first + len(self.confidence))
 
     def full(self, ends: frozenset[int]) -> bool:
-        """Whether no mask is left, or none before an end of text; ``tokens`` are then what it holds."""
+        """Whether no mask is left, at least before an end of text; ``tokens`` are then the block's tokens."""
         own = self.rows[1:]
         left = np.flatnonzero(self.canvas.committed_at[own] == MASKED)
         known = self.canvas.tokens[own][: left[0]] if len(left) else self.canvas.tokens[own]
@@ -119,10 +121,10 @@ class _Filling:
 
 
 class OwnBlocks(Extension):
-    """``model`` fills blocks with its own pages and weights, a request's adapter among them, for requests whose commit
-    policy is ``FILLING``; ``stacks``: as of ``Runner``.
+    """``model`` fills blocks with its own pages and weights, including a request's adapter, for requests whose commit
+    policy is ``FILLING``; ``stacks``: see ``Runner``.
 
-    Constrained requests, typed questions and requests whose K/V are reduced go token by token.
+    Constrained requests, typed questions and requests with K/V eviction decode token by token.
     """
 
     def __init__(self, model: LoadedModel, store: KVStore, stacks: Stacks) -> None:
@@ -143,7 +145,7 @@ class OwnBlocks(Extension):
 
     @torch.inference_mode()
     def before_rows(self, batch: Sequence[Decoding]) -> None:
-        """One pass over the next block of each request that has none: those that it does not fill wait."""
+        """Run one pass over the unfinished block of each request. Requests whose block it does not complete wait."""
         found = [(own, each) for d in batch if (own := d.extension(BlockByBlock)) and (each := self._block(d, own))]
         if not found:
             return
@@ -158,7 +160,7 @@ class OwnBlocks(Extension):
                 own.filling = None
 
     def _block(self, d: Decoding, own: BlockByBlock) -> _Filling | None:
-        """The block of ``d`` that is to be filled; None where it is full, or no mask is left."""
+        """The block of ``d`` to be filled; None if it is full, or if no mask is left."""
         count = min(self._model.spec.draft_block - 1, d.canvas.size - d.canvas.known())
         if own.filling is None and own.state.filled is None and count:
             own.filling = _Filling.of(d, own.state, count, self._model.spec.sub_block)

@@ -1,10 +1,10 @@
-"""A next-token model that drafts for itself, by a pass over masks in which a block sees all of itself.
+"""Self-speculation: a next-token model drafts with a pass over masks, with bidirectional attention in the block.
 
 The linear self-speculation of Nemotron-Labs-Diffusion (arXiv 2607.05722; ``linear_spec_generate`` of its
-``modeling_nemotron_labs_diffusion.py``, with the threshold of 0 that it has by default): the newest token and masks
-after it run together, each seeing everything up to the last mask, and a mask's row predicts its own position, or the
-row before it does (Fast-dVLM, arXiv 2604.06832). The pass that verifies the draft runs the same positions again, so
-that it leaves nothing of the draft's K/V.
+``modeling_nemotron_labs_diffusion.py``, with its default threshold of 0): the newest token and the masks after it run
+together, each attending to everything up to the last mask; a mask's row predicts its own position, or the row before it
+does (Fast-dVLM, arXiv 2604.06832). The pass that verifies the draft runs the same positions again, and so overwrites
+the draft's K/V.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from mmserve.models.lora import Stacks
 
 @dataclass
 class OwnDraft:
-    """What a request has of its model's drafts: plain data."""
+    """A request's state of drafting by its own model; plain data."""
 
-    drafted: np.ndarray | None = None  # int64, from when it is drafted until candidates are verified by it
-    forwards: int = 0  # passes made for drafts
+    drafted: np.ndarray | None = None  # int64, from drafting until the candidates are verified
+    forwards: int = 0  # passes that made drafts
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class SelfSpeculation(RequestExtension):
         return drafted if self.state.drafted is None else self.state.drafted
 
     def verify(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Candidates:
-        """What the policy makes of the candidates, given the draft, which is then used up."""
+        """The candidates after the policy's verification by the draft, which is then cleared."""
         drafted, self.state.drafted = self.state.drafted, None
         return (
             commit.agreed(canvas, proposed, drafted)
@@ -63,8 +63,8 @@ class SelfSpeculation(RequestExtension):
 
 
 class SelfDraft(Extension):
-    """``model`` drafts with its own pages and weights, a request's adapter among them, for requests whose commit policy
-    is ``draft_model``; ``stacks``: as of ``Runner``."""
+    """``model`` drafts with its own pages and weights, including a request's adapter, for requests whose commit policy
+    is ``draft_model``; ``stacks``: see ``Runner``."""
 
     def __init__(self, model: LoadedModel, store: KVStore, stacks: Stacks) -> None:
         assert model.spec.draft_mask is not None
@@ -80,10 +80,10 @@ class SelfDraft(Extension):
 
     @torch.inference_mode()
     def before_rows(self, batch: Sequence[Decoding]) -> None:
-        """Draft for each request whose policy asks for it and which has no draft yet, in one pass over all.
+        """Draft for each request whose policy uses a draft and that has none, in one pass over all of them.
 
-        A draft ends early, after an end of text. Tokens are greedy, or drawn with the noise that the model's own
-        tokens will be drawn with.
+        A draft ends after an end of text. Tokens are greedy, or sampled with the same noise as the model's tokens will
+        be.
         """
         waiting: list[tuple[Decoding, OwnDraft, Pass]] = []
         for d in batch:

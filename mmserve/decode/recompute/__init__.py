@@ -26,14 +26,14 @@ RECOMPUTE: dict[str, Callable[..., Recompute]] = {
     "last": Last,
     "block": Block,
 }
-#: Policies that make sense for masked diffusion, block diffusion, and next-token models; the first is the default.
+#: Recompute policies for masked diffusion, block diffusion, and next-token models; the first is the default.
 FULL_ATTENTION = ("none", "prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache", "adaptive")
 BLOCK_CAUSAL_ATTENTION = ("block", "none", "dual")
 CAUSAL_ATTENTION = ("last", "none")
-#: Policies that never run a finished block of the prompt again, where blocks bound attention: its pages may belong to
+#: Policies that never run a finished block of the prompt again if attention is block-causal: its pages can be shared by
 #: several requests.
 KEEPS_PROMPT = ("last", "block", "dual")
-#: Where open positions hold random tokens: the canvas, and the one before once more when it is final.
+#: With random tokens at open positions: the canvas, and the previous canvas once more when it is final.
 RENOISING = ("block",)
 
 __all__ = [

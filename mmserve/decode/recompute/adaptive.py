@@ -1,12 +1,12 @@
-"""dLLM-Cache (arXiv 2506.06295) with one choice of positions for all layers, where dLLM-Cache makes one in each layer.
+"""dLLM-Cache (arXiv 2506.06295), with one selection of positions for all layers, where dLLM-Cache has one for each.
 
-As in maomaocun/dLLM-cache (``dllm_cache/hooks/cache_hook_LLaDA.py``), the prompt is run every ``prompt_refresh`` steps
-and the response every ``response_refresh``; between, only the share of the response whose value vectors have the least
-cosine with the stored ones. The reference compares values at every layer after the first, each time with all of the
-response run through the layer before it, and keeps attention and MLP outputs; here values are compared once, at the
-second layer, the chosen positions are run through all layers, and keys and values are what is kept. Two kinds of
-positions are run besides: the block's masked ones, because only positions that are run can be committed, and those that
-were committed last.
+As in maomaocun/dLLM-cache (``dllm_cache/hooks/cache_hook_LLaDA.py``), the prompt runs every ``prompt_refresh`` steps
+and the response every ``response_refresh``; in other steps only the share of the response whose value vectors have the
+lowest cosine similarity with the stored ones. The reference compares values in each layer after the first, after
+running the whole response through the layer before, and caches attention and MLP outputs; here values are compared
+once, at the second layer, the selected positions run through all layers, and keys and values are cached. Two kinds of
+positions run in addition: the block's masked ones, because only positions that run can be committed, and those
+committed in the last step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmserve.core.values import Checked
 @dataclass(frozen=True)
 class Adaptive(numbers.Adaptive, Checked):
     """Intervals in steps (K_p 100 and K_r 7 in the reference's demo for LLaDA), and rho, the share of the response that
-    is run between."""
+    runs in other steps."""
 
     def watched(self, canvas: Canvas) -> np.ndarray:
         if canvas.step % self.response_refresh == 0:

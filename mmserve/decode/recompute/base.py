@@ -14,24 +14,24 @@ class Recompute(Protocol):
     """One policy with its numbers; it holds no state of a request."""
 
     def rows(self, canvas: Canvas) -> np.ndarray:
-        """Positions (int64, ascending) to run in the next forward pass, a masked one of the block at least.
+        """Positions (int64, ascending) to run in the next forward pass, at least one masked one of the block.
 
-        Only positions that are run can be committed afterwards, so those the schedule is due to commit are among them.
+        Only positions that run can be committed afterwards, so those that the schedule commits next are included.
         """
         ...
 
 
 @runtime_checkable
 class Watching(Protocol):
-    """A recompute policy that looks at how much positions have changed before it selects those to run."""
+    """A recompute policy that selects positions by how much their value vectors have changed."""
 
     def watched(self, canvas: Canvas) -> np.ndarray:
-        """Positions (int64, ascending) whose change it asks for before the next pass; empty if for none."""
+        """Positions (int64, ascending) whose change must be measured before the next pass; may be empty."""
         ...
 
     def rows(self, canvas: Canvas, changes: np.ndarray | None = None) -> np.ndarray:
-        """As ``Recompute.rows``; ``changes`` (float32) is for each watched position how far its value vector at the
-        second layer would move (1 - cosine) from the one in the store; None where none were asked for."""
+        """As ``Recompute.rows``; ``changes`` (float32): the change of each watched position's value vector at the
+        second layer from the stored one (1 - cosine); None if none is watched."""
         ...
 
 
@@ -41,13 +41,13 @@ def _watches(kind: type) -> bool:
 
 
 def is_watching(policy: Recompute) -> TypeGuard[Watching]:
-    """As ``isinstance``, which looks through a protocol's members at each call; this is asked at every step."""
+    """Cached replacement of ``isinstance``, which checks all protocol members at each call; called in every step."""
     return _watches(type(policy))
 
 
 def changed_blocks(canvas: Canvas) -> np.ndarray:
-    """Where attention is block-causal, from the first block in which a token became known at the latest step to the end
-    of what the current block sees: after a pass over them all K/V so far are those of the tokens that are there."""
+    """With block-causal attention: positions from the first block with a token committed in the latest step to the end
+    of the current block. After a pass over them, all K/V up to there are those of the current tokens."""
     changed = np.flatnonzero(canvas.committed_at == canvas.step)
     if canvas.step == 0:
         return np.arange(canvas.run_end)

@@ -1,9 +1,9 @@
 """dKV-Cache-Greedy (arXiv 2505.15781; horseee/dKV-Cache, generation_utils/llada_dkv_cache_greedy.py).
 
-The order in which a block's positions are decoded is drawn once. A step then runs the positions whose turn it is, those
-decoded at the step before, and a few masked neighbours of each position whose turn it is; everything else is read. The
-first step of a block and every ``refresh``-th run everything. Made for the commit policy ``random``, which takes the
-same order; any other policy chooses among the positions that were run.
+The order in which a block's positions are decoded is drawn once. A step runs the positions that are next in that order,
+those decoded in the previous step, and a few masked neighbours of each; all others are read from the cache. The first
+step of a block and every ``refresh``-th run everything. Intended for the commit policy ``random``, which uses the same
+order; any other policy chooses among the positions that were run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmserve.decode.recompute.base import every_position
 class DkvGreedy(numbers.DkvGreedy, Checked):
     """``refresh``: steps between full passes (2 in the paper's repository); ``window``: neighbours of each (4 there).
 
-    ``steps`` and ``seed`` are the request's: they make the schedule and the order.
+    ``steps`` and ``seed`` are the request's: they determine the schedule and the order.
     """
 
     steps: int = 0
@@ -43,7 +43,7 @@ class DkvGreedy(numbers.DkvGreedy, Checked):
 
 
 def _mark_neighbours(chosen: np.ndarray, masked: np.ndarray, position: int, window: int) -> None:
-    """Mark ``window`` masked positions around ``position`` that are not marked yet, by turns left and right."""
+    """Mark ``window`` unmarked masked positions around ``position``, alternating between left and right."""
     left, right, found, leftwards = position - 1, position + 1, 0, True
     while found < window and (left >= 0 or right < len(chosen)):
         at = left if leftwards else right

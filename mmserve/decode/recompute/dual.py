@@ -1,8 +1,8 @@
 """Fast-dLLM's dual cache (arXiv 2505.22618; NVlabs/Fast-dLLM, llada/generate.py: generate_with_dual_cache).
 
-The first pass of a block runs everything; the others run the block alone, between K/V of both sides as that first pass
-left it. In block diffusion, where everything is what a block of attention holds, that is Fast-dLLM v2's cache of
-sub-blocks (arXiv 2509.26328; ``use_block_cache`` of its ``generate``).
+The first pass of a block runs everything; the others run only the block, with the K/V of both sides from that first
+pass. In block diffusion, where everything means one attention block, this is Fast-dLLM v2's sub-block cache (arXiv
+2509.26328; ``use_block_cache`` of its ``generate``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Dual:
         return changed_blocks(canvas) if self._needs_others(canvas, first) else np.arange(first, canvas.block_end)
 
     def _needs_others(self, canvas: Canvas, first: int) -> bool:
-        """Whether the block has not been run since the one before it was filled, or its ``first`` position is predicted
-        from there and still open."""
+        """Whether the block has not run since the previous block was filled, or its ``first`` position is still open
+        and is predicted by that block."""
         if canvas.block_step == 0:
             return True
         begun = first == canvas.sight_of(first) and canvas.committed_at[first] == canvas.step

@@ -1,8 +1,8 @@
-"""FreeCache (arXiv 2505.21467): what is left of the block is never run again.
+"""FreeCache (arXiv 2505.21467): positions left of the current block are never run again.
 
-The very first pass runs everything and keeps the prompt's K/V; each later one runs from the block's start on. A
-finished block keeps the K/V of its last pass, in which the tokens committed after it were masks: with one token a step
-that is one position, with a block filled in one pass all of it.
+The first pass runs everything and stores the prompt's K/V; each later one runs from the block's start on. A finished
+block keeps the K/V of its last pass, in which tokens committed after it were still masks: one position with one token a
+step, the whole block if it is filled in one pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Next-token decoding: only what became known since the last pass; the K/V of everything before it is exact."""
+"""Next-token decoding: run only tokens committed since the last pass; the K/V of everything before is exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No cache: every position, every step. The baseline that other policies are judged by."""
+"""No cache: every position in every step; the baseline for other policies."""
 
 from __future__ import annotations
 

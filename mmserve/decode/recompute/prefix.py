@@ -1,7 +1,7 @@
 """Fast-dLLM's prefix cache (arXiv 2505.22618; NVlabs/Fast-dLLM, llada/generate.py: generate_with_prefix_cache).
 
-The first pass of a block runs everything; the others run the block and all that is right of it, and read the K/V of
-what is left of it as that first pass left it.
+The first pass of a block runs everything; the others run the block and everything right of it, and read the K/V of
+positions left of the block from that first pass.
 """
 
 from __future__ import annotations

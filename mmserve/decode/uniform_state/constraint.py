@@ -1,4 +1,4 @@
-"""The constraint of a request to a uniform-state diffusion model: only a finished canvas must obey it."""
+"""The constraint of a request to a uniform-state diffusion model, which applies to the finished canvas."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from mmserve.decode.uniform_state.samplers import Step
 
 
 class CanvasConstraint(Constraint):
-    """What a constraint does to canvases of random tokens."""
+    """A constraint over canvases of random tokens."""
 
     def begin_canvas(self, canvas: Canvas) -> bool:
-        """Put onto an open canvas of noise what is there from the start; whether that is all of it."""
+        """Write the given tokens to an open canvas of noise. Returns whether they fill it."""
         return self.session.prepare_block(canvas)
 
     def project(self, canvas: Canvas, logits_LV: torch.Tensor, step: Step) -> Step:
-        """``step`` under the constraint; ``logits_LV`` (fp32) are of the open canvas."""
+        """``step`` projected onto the constraint; ``logits_LV`` (fp32) are of the open canvas."""
         return projected(step, self.session.project(canvas, slices(logits_LV)))
 
     def sync(self, canvas: Canvas) -> None:
-        """Follow a canvas that became final."""
+        """Update the session with a canvas that became final."""
         self.session.sync_block(canvas)
 
 
 def projected(step: Step, found: Projected) -> Step:
-    """``step`` with the witness's tokens in place of the drawn and predicted ones: a constrained canvas shows them
-    wherever a step is sure, so that the model sees what its answer may become."""
+    """``step`` with the witness's tokens in place of drawn and predicted ones: a constrained canvas shows them at every
+    accepted position, so that the model conditions on a possible answer."""
     inside, after = slice(0, len(found.tokens)), slice(len(found.tokens), None)
     witness = torch.from_numpy(found.tokens).to(step.noise_L.device)
     noise, predicted, sure = step.noise_L.clone(), step.predicted_L.clone(), step.sure_L.clone()

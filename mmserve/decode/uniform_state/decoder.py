@@ -1,10 +1,10 @@
 """Uniform-state diffusion: decoding of models that denoise canvases of random tokens (DiffusionGemma,
 huggingface/transformers).
 
-A canvas has no masks: until it is final, all of it may change at every step. Then it is read like the prompt, and the
-next one begins. Each request is read by itself and draws from its own seed; the network denoises the canvases of all
-together, and none of them can change the answer of another.
-Shapes in names: L positions of a canvas, V tokens of the vocabulary.
+A canvas has no masks: until it is final, all of it may change in each step. Then it is prefilled like the prompt, and
+the next one begins. Each request is prefilled separately and draws from its own seed; the network denoises the canvases
+of all requests in one pass, without dependence between them. Shapes in names: L positions of a canvas, V tokens of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class UniformStateDecoder:
     def begin(
         self, request: Request, encoded: Encoded, pages: PageTable, session: Session | None = None
     ) -> CanvasPrefilled:
-        """The prefill state of a request; its pages bound how much is held, the network keeps it."""
+        """The prefill state of a request. Its pages only account for memory; the network has its own K/V cache."""
         length = self.model.spec.block_length()
         canvases = -(-request.sampling.max_new_tokens // length)
         canvas = Canvas.create(
@@ -69,15 +69,15 @@ class UniformStateDecoder:
         return CanvasPrefilled(canvas, encoded.features, constraint)
 
     def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
-        """Nothing: the model's own network runs its passes as a whole."""
+        """Does nothing: the model's own network runs each pass as a whole."""
 
     def ready(self, _begun: CanvasPrefilled) -> bool:
-        """Whether nothing is left to do before a prompt is read."""
+        """True: no work precedes the pass over a prompt."""
         return True
 
     @torch.inference_mode()
     def prefill(self, batch: list[tuple[Request, CanvasPrefilled]]) -> list[CanvasPrefilled | None]:
-        """Read each prompt, whole; after a failure the call can be repeated."""
+        """Run each prompt in one pass; after a failure the call can be repeated."""
         return [self._prefilled(begun) for _request, begun in batch]
 
     def _prefilled(self, begun: CanvasPrefilled) -> CanvasPrefilled:
@@ -86,7 +86,7 @@ class UniformStateDecoder:
         return replace(begun, past=past, run=size)
 
     def open(self, request: Request, prefilled: CanvasPrefilled) -> CanvasDecoding:
-        """The decode state of a request whose prompt is read: its first canvas is noise."""
+        """The decode state of a request after prefill; its first canvas is noise."""
         d = self._opened(request, prefilled)
         self._begin_canvas(d)
         return d
@@ -125,8 +125,9 @@ class UniformStateDecoder:
 
     @torch.inference_mode()
     def propose(self, batch: list[CanvasDecoding]) -> list[None]:
-        """rows → forward, of each request that has no logits: the whole of its open canvas, after what became final
-        since the last time. A request changes only once its logits are there, or when it is read again."""
+        """rows → forward, for each request without logits: the whole open canvas, after the positions that became final
+        since the last pass. A request's state is changed only when its logits are complete, or by prefill of final
+        canvases."""
         waiting = [d for d in batch if d.logits_LV is None]
         for d in waiting:
             self._read(d)
@@ -139,7 +140,7 @@ class UniformStateDecoder:
 
     @torch.inference_mode()
     def commit(self, d: CanvasDecoding) -> Stepped:
-        """candidates → choose → commit → emit: accept what is sure and redraw the rest, or make the canvas final."""
+        """candidates → choose → commit → emit: accept and redraw tokens of the canvas, or make it final."""
         logits, d.logits_LV = d.logits_LV, None
         if logits is None:
             raise ValueError("commit before propose")
@@ -149,7 +150,7 @@ class UniformStateDecoder:
             step = d.constraint.project(d.canvas, logits, step)
         if (seed := seed_of(d.request, d.canvas)) is not None:
             step = pinned(step, seed)
-        # kept as the next pass reads it: in bf16 half of what is the largest part of a request's memory
+        # in the dtype of the next pass: bf16 halves a request's largest tensor
         step = replace(step, shaped_LV=step.shaped_LV.to(self.model.dtype))
         ended, begun = d.came_to_rest(step), d.canvas.block_start
         proposed = None if d.record is None else self._candidates(d, logits, step)
@@ -172,14 +173,15 @@ class UniformStateDecoder:
         return answer_of(d, self.model)
 
     def _candidates(self, d: CanvasDecoding, logits_LV: Tensor, step: Step) -> Candidates:
-        """What the open canvas would be if it were final now, with alternatives."""
+        """The candidates if the open canvas were made final now, with alternatives."""
         logits = logits_LV.float()
         found = described(logits, d.canvas.block(), step.predicted_L)
         count = d.request.streaming.alternatives
         return replace(found, alternatives=Alternatives(*alternatives(logits, count, (), None))) if count else found
 
     def _sampler(self, request: Request) -> CanvasSampler:
-        """What makes the request's steps: the scheduler that it names, or the model's own rule, with its own bound."""
+        """The sampler of the request's steps: the scheduler that it names, or the model's own rule, with the model's
+        bound."""
         commit = commit_policy(request, self._offered)
         if isinstance(commit, Scheduled):
             steps = self._steps(request, commit.scheduler.steps)
@@ -189,7 +191,7 @@ class UniformStateDecoder:
         return EntropyBoundSampler(replace(self._renoising, bound=float(bound), steps=steps))
 
     def _steps(self, request: Request, own: int) -> int:
-        """Most steps a canvas: ``own``, the request's bound where that is lower, or a share of its steps for all."""
+        """Maximum steps of a canvas: ``own``, the request's limit if lower, or its share of the request's steps."""
         if request.diffusion.max_steps:
             return min(own, request.diffusion.max_steps)
         canvases = -(-request.sampling.max_new_tokens // self.model.spec.block_length())
@@ -201,11 +203,11 @@ class UniformStateDecoder:
             self._close_canvas(d, d.canvas.tokens[d.canvas.block()])
 
     def _begun_whole(self, d: CanvasDecoding) -> bool:
-        """Begin a canvas with noise or the request's seed, and put what of a template is there on it; whether
-        nothing of it is left to decode."""
+        """Begin a canvas with noise or the request's seed, and write the fixed tokens of a template. Returns whether
+        nothing is left to decode."""
         block = d.canvas.block()
         if len(block):
-            # Steps count up from 1, canvases down: no canvas begins with the numbers of a step.
+            # Steps are numbered from 1, canvases by negative positions, so that their random seeds never collide.
             generator = step_generator(d.request.sampling.seed, -int(block[0]), self.model.device)
             size, vocabulary = (len(block),), self.model.network.vocab_size
             noise = torch.randint(vocabulary, size, generator=generator, device=self.model.device)
@@ -232,9 +234,9 @@ class UniformStateDecoder:
         return OpenCanvas(d.noise.to(self.model.device), d.past, before)
 
     def _read(self, d: CanvasDecoding) -> None:
-        """Read what became final since the last time; if that fails half-way, the next time reads everything.
+        """Prefill the canvases that became final since the last call; after a failure, everything is prefilled again.
 
-        In the same pieces as before, prompt and canvas after canvas: in others, last bits would differ.
+        In the same pieces as before (the prompt, then each canvas): other pieces would change last bits.
         """
         past, d.past = d.past, None
         start = 0 if past is None else d.read

@@ -1,8 +1,8 @@
 """One step over a canvas of random tokens, by the model's own sampler or by a scheduler that a configuration names.
 
-The model's own is DiffusionGemma's (arXiv 2505.24857; huggingface/transformers, generation_diffusion_gemma.py): the
-positions of lowest entropy take a drawn token as long as the entropies, but for the largest, sum to at most the bound;
-every other position gets a random token again.
+The model's own rule is DiffusionGemma's (arXiv 2505.24857; huggingface/transformers, generation_diffusion_gemma.py):
+the positions of lowest entropy accept a drawn token as long as the entropies, without the largest, sum to at most the
+bound; every other position gets a new random token.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mmserve.models.base import Renoising
 
 @dataclass(frozen=True)
 class Step:
-    """What a step made of a canvas."""
+    """The result of a step over a canvas."""
 
-    noise_L: Tensor  # int64: the canvas to go on with, drawn tokens where it is sure and noise elsewhere
-    sure_L: Tensor  # bool: where ``noise_L`` holds what the step drew
-    predicted_L: Tensor  # int64: the most probable token of each position; final, if the canvas no longer changes
-    last_L: Tensor  # int64: what becomes final if there is no step left
-    shaped_LV: Tensor  # fp32, kept in the model's dtype: logits as the step drew from them; the next step is given them
+    noise_L: Tensor  # int64: the next canvas, drawn tokens at accepted positions and noise elsewhere
+    sure_L: Tensor  # bool: accepted positions of ``noise_L``
+    predicted_L: Tensor  # int64: the most probable tokens; final if the canvas no longer changes
+    last_L: Tensor  # int64: final tokens if this is the last step
+    shaped_LV: Tensor  # fp32, stored in the model's dtype: logits that the step drew from; input of the next step
     entropy: float  # nats, of the shaped logits, mean over positions
 
 
@@ -36,17 +36,17 @@ class CanvasSampler(Protocol):
 
     @property
     def steps(self) -> int:
-        """Most steps a canvas."""
+        """Maximum number of steps of a canvas."""
         ...
 
     def step(self, logits_LV: Tensor, noise_L: Tensor, index: int, generator: torch.Generator) -> Step:
-        """Step number ``index`` (from 0) over the canvas ``noise_L`` (int64), from its logits (fp32)."""
+        """Step ``index`` (from 0) over the canvas ``noise_L`` (int64), from its logits (fp32)."""
         ...
 
 
 @dataclass(frozen=True)
 class EntropyBoundSampler:
-    """The model's own rule; its temperature falls evenly from ``rule.t_max`` towards ``rule.t_min``."""
+    """The model's own rule; its temperature decreases linearly from ``rule.t_max`` to ``rule.t_min``."""
 
     rule: Renoising
 
@@ -73,8 +73,8 @@ class EntropyBoundSampler:
 class ScheduledSampler:
     """A discrete scheduler for models without masks, as in diffusers' ``DiffusionGemmaPipeline``.
 
-    Where its last step leaves a canvas with noise, the most probable token is final and not, as in the pipeline, the
-    noise.
+    If its last step leaves noise on the canvas, the most probable tokens become final, instead of the noise as in the
+    pipeline.
     """
 
     scheduler: Discrete
@@ -99,22 +99,23 @@ class ScheduledSampler:
 
 
 def quiet(step: Step, rule: Renoising) -> bool:
-    """Whether the step is sure enough of the whole canvas to be the last, if it also predicts what the last one did."""
+    """Whether the entropy of the canvas is low enough for the step to be the last, if its predictions equal the
+    previous ones."""
     return step.entropy < rule.confident
 
 
 def _entropy(shaped_LV: Tensor) -> Tensor:
-    """Nats, fp32 ``[L]``."""
+    """Entropy of each position in nats, fp32 ``[L]``."""
     return torch.special.entr(shaped_LV.log_softmax(-1).exp()).sum(-1)
 
 
 def seed_of(request: Request, canvas: Canvas) -> SeedCanvas | None:
-    """The seed of the open canvas: only the answer's first has one."""
+    """The seed of the open canvas; only the answer's first canvas has one."""
     return request.diffusion.seed_canvas if canvas.block_start == canvas.prompt_length else None
 
 
 def pinned(step: Step, seed: SeedCanvas) -> Step:
-    """``step`` with the pinned tokens of ``seed`` in place of what it drew, predicted and would end with."""
+    """``step`` with the pinned tokens of ``seed`` in its canvas, predictions and final tokens."""
     if not seed.pinned:
         return step
     at = torch.tensor(seed.pinned, device=step.noise_L.device)

@@ -1,4 +1,4 @@
-"""What a request to a uniform-state diffusion model has in prefill and in decode."""
+"""State of a request to a uniform-state diffusion model in prefill and in decode."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from mmserve.models.base import CanvasModel, Renoising
 
 @dataclass
 class CanvasPrefilled:
-    """A request whose prompt is read, and what the network keeps of it."""
+    """A request in prefill, with the network's K/V cache of the positions run so far."""
 
     canvas: Canvas
     features: Tensor | None  # visual tokens [n, D] of the prompt's images
     constraint: CanvasConstraint | None = None
     past: object | None = None
-    run: int = 0  # positions read
+    run: int = 0  # positions that the network has run
 
     @property
     def embeddings(self) -> None:
-        """None: the network embeds."""
+        """None: the network embeds tokens itself."""
 
 
 @dataclass
 class CanvasDecoding:
-    """A request in decode: its canvases, the noise that the open one holds, and the result of its last step."""
+    """A request in decode: its canvases, the noise of the open one, and the result of its last step."""
 
     request: Request
     canvas: Canvas
@@ -52,37 +52,37 @@ class CanvasDecoding:
     recomputed: int
     constraint: CanvasConstraint | None = None
     logits_LV: Tensor | None = None  # of the latest pass, until they are used
-    step: Step | None = None  # the latest of the open canvas; None = it is still all noise
-    still: int = 0  # steps in a row that predicted what the one before did
+    step: Step | None = None  # latest step on the open canvas; None = it is still all noise
+    still: int = 0  # consecutive steps with the same predictions
     forwards: int = 0
-    edits: int = 0  # never: what is final stays
-    record: CanvasRecord | None = None  # as of ``Decoding``
+    edits: int = 0  # always 0: final tokens do not change
+    record: CanvasRecord | None = None  # see ``Decoding``
 
     @property
     def extensions(self) -> tuple[RequestExtension, ...]:
-        """Its constraint, if it has one: its network keeps its K/V to itself, and nothing drafts canvases of noise."""
+        """Its constraint, if any: other extensions need K/V pages or masks."""
         return () if self.constraint is None else (self.constraint,)
 
     @property
     def held(self) -> int:
-        """Positions with K/V, which the network keeps itself."""
+        """Number of positions with K/V, which the network keeps itself."""
         return self.read
 
     @property
     def noise(self) -> Tensor:
-        """Int64 ``[L]``: the tokens of the open canvas."""
+        """The tokens of the open canvas, int64 ``[L]``."""
         return torch.from_numpy(self.canvas.tokens[self.canvas.block()])
 
     def came_to_rest(self, step: Step) -> bool:
-        """Take in the latest ``step``; whether the canvas is final by it: enough steps in a row predicted the same, and
-        this one is sure."""
+        """Record the latest ``step``. Returns whether it makes the canvas final: enough consecutive steps predicted the
+        same, and its entropy is low enough."""
         same = self.step is not None and bool(torch.equal(step.predicted_L, self.step.predicted_L))
         self.still = self.still + 1 if same else 0
         self.step = step
         return self.still >= self.renoising.stable and quiet(step, self.renoising)
 
     def shown(self) -> Canvas:
-        """The canvas as it would be if it were final now; what is right of it is masked."""
+        """The canvas as it would be if it were made final now; positions right of it are masked."""
         size = self.canvas.prompt_length + self.request.sampling.max_new_tokens
         tokens, final = self.canvas.tokens.copy(), self.canvas.committed_at.copy()
         if self.step is not None:
@@ -92,7 +92,8 @@ class CanvasDecoding:
 
 
 def payload_of(model: CanvasModel, state: CanvasPrefilled | CanvasDecoding) -> PrefilledPayload | CanvasPayload:
-    """A request that goes on in another process; the network's K/V are not in pages (``page_size`` 0)."""
+    """The payload of a request that continues in another process; the network's K/V are not in pages (``page_size``
+    0)."""
     if isinstance(state, CanvasPrefilled):
         return _prefilled(model, state, state.run, state.run)
     return CanvasPayload(
@@ -116,7 +117,7 @@ def _prefilled(
 
 
 def prefilled_of(model: CanvasModel, payload: PrefilledPayload, session: Session | None) -> CanvasPrefilled:
-    """The state of a request whose prompt is read; raises ``TransferError`` where its K/V do not fit ``model``."""
+    """The prefill state of a received request. Raises ``TransferError`` if its K/V do not match ``model``."""
     kv = payload.kv
     past = model.network.past_of(kv.tensors, kv.positions) if kv.tensors else None
     constraint = None if session is None else CanvasConstraint(session)
@@ -124,7 +125,7 @@ def prefilled_of(model: CanvasModel, payload: PrefilledPayload, session: Session
 
 
 def go_on(d: CanvasDecoding, payload: CanvasPayload) -> CanvasDecoding:
-    """``d``, whose prompt is read, where ``payload`` has it."""
+    """``d``, after prefill, with the decode state of ``payload``."""
     d.text = TextStream.restored(d.text.tokenizer, d.request.sampling.stop, payload.text, within=d.request.keeps_space)
     d.log_probabilities, d.forwards, d.still = payload.log_probabilities, payload.forwards, payload.still
     d.recomputed, d.record = payload.prefilled.recomputed, payload.record

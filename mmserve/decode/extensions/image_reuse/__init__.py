@@ -1,1 +1,1 @@
-"""Reuse of images' K/V that were computed where each image was alone, and selective recompute of some of them."""
+"""Reuse of image K/V that were computed for each image alone, with selective recompute of some positions."""

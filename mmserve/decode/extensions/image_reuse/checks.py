@@ -1,4 +1,4 @@
-"""What of a prompt can be reused, and which requests may ask for it."""
+"""Validation of image K/V reuse: which positions of a prompt are reusable, and for which models and requests."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mmserve.models.decoder_config import UNEVEN
 
 
 def reusable(encoded: Encoded) -> tuple[int, ...]:
-    """Positions of each image and clip whose K/V can be reused; the prompt's last is always run."""
+    """Number of positions of each image and clip whose K/V can be reused; the prompt's last position is always run."""
     return tuple(min(span.stop, len(encoded.ids) - 1) - span.start for span in encoded.spans)
 
 
 def reused(policy: Reuse | None, encoded: Encoded) -> int:
-    """How many positions of a prompt are not run under ``policy``."""
+    """Number of prompt positions that are not run under ``policy``."""
     sizes = reusable(encoded)
     return 0 if policy is None else sum(sizes) - policy.count(sizes)
 
 
 def no_reuse(model: Model, *, reads_pages: bool) -> str:
-    """Why no image's K/V can be reused for ``model``; empty where they can.
+    """The reason why image K/V cannot be reused for ``model``; empty if they can.
 
-    ``reads_pages``: passes read all pages as they are.
+    ``reads_pages``: passes read all K/V pages unmodified.
     """
     if model.vision is None:
         return "it takes no images"
@@ -39,10 +39,11 @@ def no_reuse(model: Model, *, reads_pages: bool) -> str:
 
 
 def check_reuse(request: Request, model: Model, *, reads_pages: bool) -> None:
-    """Refuse a reuse of images' K/V that ``model``, or what else is asked for, leaves no room for.
+    """Check that ``model`` and the request's other options allow reuse of image K/V.
 
-    ``Unimplemented`` where the model or the server lacks something, ``InvalidArgument`` where the request does not fit
-    together.
+    Raises:
+        Unimplemented: the model or the server lacks a required feature.
+        InvalidArgument: options of the request conflict.
     """
     policy = reuse_of(request)
     if policy is None:

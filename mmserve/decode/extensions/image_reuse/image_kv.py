@@ -24,28 +24,28 @@ from mmserve.models.chat import prompt_ids
 from mmserve.tiers.keys import digest
 from mmserve.tiers.memory import Entry, TensorCache
 
-#: Of an entry of the cache: both ``[N, L, G, K]``, keys before rotation.
+#: Layout of a cache entry: keys and values, both ``[N, L, G, K]``, keys before rotation.
 _NAMES = ("keys", "values")
 
 
 class ImageKV:
-    """Makes the K/V of images for one model; ``cache`` keeps them for later, for other models too."""
+    """Computes image K/V for one model; ``cache`` stores them, and may be shared with other models."""
 
     def __init__(self, model: LoadedModel, cache: TensorCache) -> None:
         self._model, self._cache = model, cache
         self._causal = model.spec.causal
-        # In memory K/V of different checkpoints differ only by the model object that computed them.
+        # In memory, entries of different checkpoints are distinguished only by the model object that computed them.
         self._own = secrets.token_bytes(32)
         self._contexts: dict[bool, np.ndarray] = {}
 
     def keys(self, encoded: Encoded, cache: str = "") -> tuple[bytes, ...]:
-        """SHA-256 of all that the K/V of each image and clip depend on: the very bits of its visual tokens, the text
-        among them, the place of each in it, what the chat format puts in front, and the model; and of ``cache``, the
-        part that the request's tenant uses."""
+        """The cache key of each image and clip: SHA-256 of everything that its K/V depend on (the exact bytes of its
+        visual tokens, the text tokens among them and their positions, the preceding tokens of the chat format, the
+        model) and of ``cache``, the tenant's cache partition."""
         return tuple(self._key(encoded, span, cache) for span in encoded.spans)
 
     def found(self, encoded: Encoded, sizes: Sequence[int]) -> Generator[int, None, list[Tensor]]:
-        """Keys and values ``[N, n, G, K]`` of the first so many positions of each image and clip, side by side."""
+        """Keys and values ``[N, n, G, K]`` of the first ``sizes[i]`` positions of each image and clip, concatenated."""
         parts: dict[int, Entry] = {}
         for key in dict.fromkeys(encoded.span_keys):
             which = [i for i, other in enumerate(encoded.span_keys) if other == key]
@@ -62,10 +62,10 @@ class ImageKV:
         return [torch.cat([parts[i][name][:, :n] for i, n in enumerate(sizes)], 1) for name in _NAMES]
 
     def _alone(self, key: bytes, encoded: Encoded, span: Span) -> Generator[int, None, Entry]:
-        """The K/V of an image or clip alone: those that are kept, or made a layer at a time.
+        """The K/V of an image or clip alone: cached, or computed one layer at a time.
 
-        Nobody else makes the same meanwhile: what prefill takes together it makes in one go, as all of it fits its
-        budget, and a prompt that does not fit is alone (``schedule``).
+        No other request computes the same entry concurrently: a prefill batch within the budget is computed in one go,
+        and a prompt that exceeds the budget is in a batch of its own (``schedule``).
         """
         kept = self._cache.peek(key)
         if kept is not None and self._fits(span, kept):
@@ -77,7 +77,7 @@ class ImageKV:
         return {name: torch.stack(of_each) for name, of_each in zip(_NAMES, zip(*made, strict=True), strict=True)}
 
     def _make(self, encoded: Encoded, span: Span) -> Iterator[tuple[Tensor, Tensor]]:
-        """K/V ``[L, G, K]`` of each layer of an image or clip alone, keys not yet rotated."""
+        """Yields K/V ``[L, G, K]`` of each layer, for an image or clip alone, keys before rotation."""
         context, model = self._context(span.clip), self._model
         ids = np.concatenate([context, encoded.ids[span.start : span.stop]])
         own = span.places_of(encoded) + len(context)
@@ -108,7 +108,7 @@ class ImageKV:
         return digest(self._own, cache.encode(), *parts)
 
     def _context(self, clip: bool) -> np.ndarray:
-        """Token ids (int64) before an image, or a clip, with which a chat begins."""
+        """Token ids (int64) that precede an image, or a clip, at the start of a chat."""
         if clip not in self._contexts:
             spec, kind = self._model.spec, "video" if clip else "image"
             chat = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "?"}]}]
@@ -119,7 +119,7 @@ class ImageKV:
                 ids = prompt_ids(self._model.tokenizer, chat, special_tokens=spec.special_tokens)
             except InvalidArgument as error:
                 raise FailedPrecondition(f"{unable}; ask without it") from error
-            if placeholder not in ids:  # those of the request were in its text
+            if placeholder not in ids:  # otherwise these placeholders are in the request's text
                 raise FailedPrecondition(f"{unable}; ask without it")
             self._contexts[clip] = np.asarray(ids[: ids.index(placeholder)], dtype=np.int64)
         return self._contexts[clip]

@@ -1,7 +1,7 @@
 """Reused K/V: images' K/V are put into a request's pages, and a rule selects the positions to run again (``kv/reuse``).
 
-What is reused is defined, not found (``image_kv.py``): the first request with an image computes it,
-so that no answer depends on what is kept.
+The reused K/V are a function of the image (``image_kv.py``): the first request with an image computes them, so that no
+answer depends on the contents of the cache.
 Shapes in names: N layers, L positions, D hidden, G key/value heads, K head size.
 """
 
@@ -38,24 +38,24 @@ from mmserve.tiers.memory import TensorCache
 class ReusedKV:
     """Which positions of a request have reused K/V: plain data."""
 
-    positions: np.ndarray  # bool [canvas]: those whose K/V stay as they were put there; no policy runs them
-    selective: SelectiveRecompute | None = None  # where some of them are run again while the answer is decoded
+    positions: np.ndarray  # bool [canvas]: positions whose reused K/V are kept; no policy runs them
+    selective: SelectiveRecompute | None = None  # if some of them are recomputed during decode
 
     def absorb(self, seen: AskingRows) -> None:
-        """Take over what a pass showed, now that it is done; what it ran is the prompt's own from here on."""
+        """Apply the result of a pass: the positions that it ran are no longer reused."""
         if self.selective is None:
             raise ValueError("nothing was to be noted of this pass")
         self.selective.absorb(seen)
         self.positions[seen.rows] = False
 
 
-#: K/V on their way into a request's pages: how many positions each piece of that work has run through a layer, and in
-#: the end its result.
+#: Incremental work that writes K/V into a request's pages: yields positions times layers of each increment, and returns
+#: the result.
 Making = Generator[int, None, ReusedKV]
 
 
 def in_one_go(making: Making) -> ReusedKV:
-    """The result of ``making``, with nothing else done in between."""
+    """Run ``making`` to completion and return its result."""
     while True:
         try:
             next(making)
@@ -69,7 +69,7 @@ class ReusedImages(RequestExtension):
     """The reused K/V of one request."""
 
     watcher: RowWatcher
-    prefix: bool  # whether the prompt does not see what follows it
+    prefix: bool  # whether the prompt does not attend to later positions
     making: Making | None = None  # until the K/V are in the request's pages
     kv: ReusedKV | None = None  # from then on
     _reused: int = field(default=0, init=False)
@@ -88,12 +88,12 @@ class ReusedImages(RequestExtension):
 
     @property
     def runs_ahead(self) -> bool:
-        """Not beside selective recompute: how many positions it runs goes by passes."""
+        """False with selective recompute: the number of positions that it runs depends on the number of passes."""
         return self.kv is None or self.kv.selective is None
 
     def ready(self, most: int) -> bool:
-        """Go on with the making; the first pass is not due before the next call where there was anything to run and
-        ``most`` is set."""
+        """Continue ``making``. If any work was left and ``most`` is set, the first pass is due only at the next
+        call."""
         ran = 0
         while self.making is not None and (ran < most or not most):
             try:
@@ -104,7 +104,7 @@ class ReusedImages(RequestExtension):
         return self.making is None and not (most and ran)
 
     def rows(self, rows: np.ndarray, *, first: bool) -> np.ndarray:
-        """Without those that are reused, but for those that are to be run again."""
+        """``rows`` without reused positions, except for those that are selected for recompute."""
         if self.kv is None:
             return rows
         rows = rows[~self.kv.positions[rows]]
@@ -128,15 +128,16 @@ class ReusedImages(RequestExtension):
 
 @dataclass(frozen=True)
 class _Look:
-    """What the first layers show of the positions that are reused: float32 ``[n]`` each."""
+    """Measurements of reused positions in the first layers: float32 ``[n]`` each."""
 
-    deviation: np.ndarray  # what the rule chooses by
-    moved: np.ndarray  # how far the values of the last layer are off, where it weighs them
-    attended: np.ndarray  # by attention there
+    deviation: np.ndarray  # the deviation by which the rule selects positions
+    moved: np.ndarray  # deviation of the last layer's values, if the rule uses it
+    attended: np.ndarray  # attention that they receive there
 
 
 class ImageKVReuse(Extension):
-    """Reuses images' K/V in one model's store, for requests with ``image_reuse`` and for questions of video streams."""
+    """Reuses image K/V in one model's store, for requests with ``image_reuse`` and for questions about video
+    streams."""
 
     def __init__(self, model: LoadedModel, store: KVStore, cache: TensorCache) -> None:
         self._model, self._store, self.images = model, store, ImageKV(model, cache)
@@ -171,10 +172,11 @@ class ImageKVReuse(Extension):
         deep: DeepStack | None,
         pages: np.ndarray,
     ) -> Making:
-        """Write the K/V of the prompt's images into its ``pages``; which positions of the canvas prefill need not run.
+        """Write the K/V of the prompt's images into ``pages``. Returns which positions of the canvas prefill need not
+        run.
 
-        A piece of that work is a layer of an image alone, or of the prompt that is looked at. ``encoded``
-        has the ``keys`` of its spans; ``embeddings [canvas, D]`` and ``deep`` are the request's own.
+        One increment of that work is one layer of an image alone, or of the part of the prompt that is measured.
+        ``encoded`` has the ``keys`` of its spans; ``embeddings [canvas, D]`` and ``deep`` are the request's.
         """
         kept = np.zeros(canvas.size, dtype=bool)
         sizes = reusable(encoded)
@@ -197,14 +199,14 @@ class ImageKVReuse(Extension):
         return ReusedKV(kept, SelectiveRecompute(policy.each_step, layer, *left))
 
     def place(self, past: Past, canvas: Canvas, pages: np.ndarray) -> ReusedKV:
-        """Write the K/V of ``past`` into a request's ``pages``; no pass runs its rows."""
+        """Write the K/V of ``past`` into a request's ``pages``; its positions are not run by any pass."""
         self._write([past.keys, past.values], past.rows, canvas, pages)
         kept = np.zeros(canvas.size, dtype=bool)
         kept[past.rows] = True
         return ReusedKV(kept)
 
     def _looked_at(self, policy: Reuse, rows: np.ndarray, canvas: Canvas) -> int:
-        """How much of the canvas, from the left, the K/V of ``rows`` depend on, or the policy's weights."""
+        """Length of the canvas prefix on which the K/V of ``rows``, or the policy's weights, depend."""
         if self._model.spec.attention is Attention.FULL:
             return canvas.size
         if policy.weighed or self._model.spec.attention is Attention.PREFIX:
@@ -220,10 +222,10 @@ class ImageKVReuse(Extension):
         x_LD: Tensor,
         deep: DeepStack | None,
     ) -> Generator[int, None, _Look]:
-        """How far the K/V of ``rows`` at the last of the policy's layers are from what they are in this prompt.
+        """The deviation of the K/V of ``rows``, at the last of the policy's layers, from their values in this prompt.
 
-        ``x_LD``: its embeddings, up to where the policy looks. To know that, the K/V of all these layers were computed:
-        they replace the reused ones.
+        ``x_LD``: embeddings of the canvas prefix that is measured. The K/V of all layers up to there are computed for
+        that: they replace the reused ones.
         """
         decoder, device = self._model.decoder, self._model.device
         layers = min(policy.layers, len(decoder.layers))
@@ -243,7 +245,7 @@ class ImageKVReuse(Extension):
             for reused_LGK, found in zip(reused_NLGK, of_layer, strict=True):
                 own = found[at]
                 if layer == layers - 1:
-                    moved = (own.float() - reused_LGK[layer].float()).flatten(1)  # of keys, and in the end of values
+                    moved = (own.float() - reused_LGK[layer].float()).flatten(1)  # of keys, finally of values
                     squared += moved.square().sum(1)
                 reused_LGK[layer] = own
             yield len(before)
@@ -261,7 +263,7 @@ class ImageKVReuse(Extension):
             values.flatten(0, 1)[slots] = values_NLGK[layer]
 
     def _positions(self, canvas: Canvas, rows: np.ndarray) -> Tensor:
-        """Rotary positions of ``rows``, on each of the model's axes."""
+        """Rotary positions of ``rows``, on each of the model's position axes."""
         places, axes = canvas.rotary_positions(rows), self._model.position_axes
         if axes > 1:
             places = np.broadcast_to(places, (axes, places.shape[-1])).copy()

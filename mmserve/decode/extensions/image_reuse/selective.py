@@ -1,6 +1,6 @@
-"""Selective recompute: positions of images with reused K/V, run in passes of decode (see ``kv/reuse/kv_share.py``).
+"""Selective recompute: positions of images with reused K/V that decode passes run again (see ``kv/reuse/kv_share.py``).
 
-Shapes in names: R rows of a pass, A of them that ask, L positions held, H query heads, K head size.
+Shapes in names: R rows of a pass, A predicting rows among them, L positions with K/V, H query heads, K head size.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from mmserve.kv.store import KVStore
 
 @dataclass
 class SelectiveRecompute:
-    """The positions of one request that are left to run, and the attention that they get: plain data."""
+    """The positions of one request that are still to be recomputed, with the attention that they receive; plain
+    data."""
 
-    each_step: int  # positions run beside what a pass decodes
-    layer: int  # whose attention and values decide, counted from 0
-    positions: np.ndarray  # int64 [n], ascending: not run in this prompt yet
-    moved: np.ndarray  # float32 [n], how far their values are from this prompt's
-    attended: np.ndarray  # float32 [n], until the first pass of decode what all of the prompt gives them
+    each_step: int  # positions that a pass recomputes in addition to those it decodes
+    layer: int  # layer (from 0) whose attention and values select positions
+    positions: np.ndarray  # int64 [n], ascending: not recomputed in this prompt yet
+    moved: np.ndarray  # float32 [n], deviation of their values from this prompt's
+    attended: np.ndarray  # float32 [n]; until the first decode pass, the attention of all prompt positions to them
 
     def rows(self) -> np.ndarray:
         """Positions (int64, ascending) to run in the next pass of decode."""
         return self.positions[largest(self.moved * self.attended, self.each_step)]
 
     def absorb(self, seen: AskingRows) -> None:
-        """Take over what a pass showed, now that it is done; what it ran is the prompt's own."""
+        """Apply the result of a completed pass: the positions that it ran are no longer candidates for recompute."""
         if seen.attention_L is None:
             raise ValueError("a pass is absorbed before it was run")
         left = ~np.isin(self.positions, seen.rows)
@@ -44,23 +45,24 @@ class SelectiveRecompute:
 
 @dataclass
 class AskingRows:
-    """The attention of those rows of one pass of one request that predict the next tokens. It is kept
-    separate until the pass is done."""
+    """The attention of the predicting rows of one request in one pass. It is applied to the request's state only when
+    the pass has succeeded."""
 
-    rows: np.ndarray  # int64, all that the pass runs
-    asking_A: Tensor  # int64, which of them predict
+    rows: np.ndarray  # int64, all rows of the pass
+    asking_A: Tensor  # int64, indices of the rows that predict tokens
     layer: int
-    attention: Callable[[Tensor], Tensor]  # of rotated rows [A, H, K], whose keys are in the store: fp32 [L]
+    attention: Callable[[Tensor], Tensor]  # from rotated queries [A, H, K] to weights, fp32 [L]
     attention_L: Tensor | None = None
 
     def see(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
-        """The request's own rows in ``layer``, before and after rotation; their keys are in the store."""
+        """Record the attention of the request's rows in ``layer``; ``q_RHK`` is before rotation. Their keys are in the
+        store."""
         if layer == self.layer:
             self.attention_L = self.attention(rotated_RHK[self.asking_A])
 
 
 class RowWatcher:
-    """Watches passes for the requests of one store; holds no state of any."""
+    """Creates ``AskingRows`` for the requests of one store; holds no state of any request."""
 
     def __init__(self, store: KVStore, dtype: torch.dtype) -> None:
         self._store = store
@@ -71,8 +73,8 @@ class RowWatcher:
     def watch(
         self, state: SelectiveRecompute, rows: np.ndarray, wanted: np.ndarray, seen: np.ndarray, pages: np.ndarray
     ) -> AskingRows | None:
-        """The asking rows of a pass over ``rows`` (int64, ascending): the ``wanted`` ones predict the next tokens, and
-        attend to the first ``seen`` positions each. None where nothing is left to run again."""
+        """The observation of a pass over ``rows`` (int64, ascending): the ``wanted`` rows predict tokens, and each
+        attends to the first ``seen`` positions. None if no positions are left to recompute."""
         if not len(state.positions):
             return None
         visible = int(seen.max())

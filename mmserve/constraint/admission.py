@@ -1,7 +1,7 @@
 """Admission of constrained requests: a grammar, compiled and probed in a child process, and a session for each sample.
 
-Runs on workers of its own, two at once: a grammar takes milliseconds, a bad one two seconds of a processor, and no
-other request waits for it.
+Runs on two threads of its own: compiling a grammar takes milliseconds, a pathological one two seconds of CPU time, and
+no other request waits for it.
 """
 
 from __future__ import annotations
@@ -43,33 +43,34 @@ from mmserve.models.base import EncoderModel
 
 logger = logging.getLogger("mmserve.decode")
 
-#: The constraint of a hole without one.
+#: The constraint of a hole that has none.
 ANYTHING = Regex(r"[\s\S]*")
 
-#: Bytes of grammars up to which each sample of a request has parsers of its own: compiling more takes too long, and as
-#: searches have a parser of their own, samples that share one use little of its limits.
+#: Total grammar size (bytes) up to which each sample of a request gets its own parsers. Compiling more takes too long;
+#: and as searches have a separate parser, samples that share one use little of its limits.
 _APART = 100_000
 
 
 @dataclass(frozen=True)
 class _Language:
-    """What the constraints of one model share; built with the first of them."""
+    """Objects that the constraints of one model share; created for the first constraint."""
 
     vocabulary: Vocabulary
     lexicon: Lexicon
     states: SharedParserStates
     grammars: Grammars
     tokenizer: Tokenizer
-    large: threading.Lock  # held while a large grammar is compiled: one at a time, so that a processor stays free
-    ends: tuple[int, int]  # the token that ends an answer, and the padding token after it
-    cache: str = ""  # the tenants' part of the caches
+    large: threading.Lock  # held while a large grammar is compiled, so that a core stays free
+    ends: tuple[int, int]  # the end token, and the padding token after it
+    cache: str = ""  # the tenants' cache partition
 
     def opened(
         self, spec: ConstraintSpec, budget: int, field: str, room: Callable[[int], None] = lambda size: None
     ) -> OpenedHole:
-        """The grammar of ``spec`` and its first witness of ``budget`` positions; ``field`` names the budget.
+        """The grammar of ``spec`` and its first witness of ``budget`` positions; ``field``: the field that sets the
+        budget.
 
-        ``room`` is called with the grammar's bytes before it is compiled here, and may refuse them.
+        ``room`` is called with the grammar's size in bytes before it is compiled here, and may raise.
         """
         grammar, found = self.grammars.first(spec, budget, self.cache)
         room(len(grammar.text))
@@ -100,7 +101,7 @@ class _Language:
 
 @contextmanager
 def failures(why: str, field: str) -> Iterator[None]:
-    """Turn failures of a grammar that passed the probe into the request's error.
+    """Converts failures of a grammar that passed the probe to the request's error.
 
     ``why``: a format string with two fields, the number of tokens needed and what needs them.
     """
@@ -123,30 +124,30 @@ def failures(why: str, field: str) -> Iterator[None]:
 
 
 class Admission:
-    """Admits constrained requests to one model; may be called from any thread, and blocks it."""
+    """Admits constrained requests to one model; thread-safe and blocking."""
 
     def __init__(self, model: EncoderModel) -> None:
         self._model = model
         self._language: _Language | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self._validator = Validator()  # of answers that clients ask to be checked
+        self._validator = Validator()  # for answers to be checked (``check``)
 
     def admit(
         self, spec: ConstraintSpec, budget: int, samples: int = 1, cache: str = "", *, speculates: bool = True
     ) -> list[Session]:
-        """A session for each of ``samples`` answers of ``budget`` tokens that obey ``spec``.
+        """A session for each of ``samples`` answers of ``budget`` tokens under ``spec``.
 
         Args:
-            cache: what is kept of ``spec`` serves requests of these tenants only (``core.tenant.Tenant.cache``).
-            speculates: whether forced text may be run as a draft where tokens are drawn true to the model. A repetition
-                penalty counts tokens of the canvas, and a draft is not there yet.
+            cache: the cache partition of the request's tenant (``core.tenant.Tenant.cache``).
+            speculates: whether forced text may be run as a draft when tokens are sampled by rejection. False with a
+                repetition penalty, which counts tokens of the canvas but not of a draft.
 
         Raises:
-            InvalidArgument: there is no grammar for ``spec`` (every reason is given), or ``budget`` is too small (the
-                number needed is given).
-            Unimplemented: the model's tokens cannot be constrained, or the search for an answer gave up, so that it is
-                not known whether there is one.
+            InvalidArgument: there is no grammar for ``spec`` (with all reasons), or ``budget`` is too small (with the
+                number needed).
+            Unimplemented: the model's tokens cannot be constrained, or the search for a first answer exceeded its
+                limits.
         """
         first = self._first(spec, budget, cache, speculates=speculates)
         apart = first.weight * (samples - 1) <= _APART
@@ -190,18 +191,19 @@ class Admission:
     def _reach(self, opened: OpenedHole, size: int) -> int:
         """How many of ``size`` positions of a canvas an answer can reach; the rest is padding from the first step on.
 
-        No tokenization of a valid answer is longer, so no answer is lost. Next-token models have no canvas after the
-        frontier, and canvases of random tokens have their own padding."""
+        No tokenisation of a valid answer is longer, so no answer is excluded. Next-token models have no canvas after
+        the frontier, and canvases of random tokens have their own padding.
+        """
         spec = self._model.spec
         if opened.longest is None or spec.causal or spec.renoising is not None:
             return size
         return min(size, max(opened.longest, opened.witness.length, 1))
 
     def check(self, spec: ConstraintSpec, budget: int, cache: str = "", answer: str | None = None) -> CheckedConstraint:
-        """Check that answers of ``budget`` tokens can obey ``spec``, and ``answer`` against its JSON schema.
+        """Check that answers of ``budget`` tokens can obey ``spec``, and validate ``answer`` against its JSON schema.
 
-        ``cache``: as of ``admit``. Raises as ``admit``, and ``InvalidArgument`` for an ``answer`` where ``spec`` is no
-        JSON schema.
+        ``cache``: see ``admit``. Raises the errors of ``admit``, and ``InvalidArgument`` for an ``answer`` if ``spec``
+        is not a JSON schema.
         """
         [session] = self.admit(spec, budget, cache=cache)
         wrong: FailedPrecondition | None = None
@@ -215,12 +217,12 @@ class Admission:
         return CheckedConstraint(session.warnings, wrong)
 
     def warm(self) -> None:
-        """Build now what the first constraint would wait for; does nothing for a model without constraints."""
-        with contextlib.suppress(Unimplemented, Unavailable):  # the request that needs it gets the error
+        """Create the objects that the first constraint needs; does nothing for a model without constraints."""
+        with contextlib.suppress(Unimplemented, Unavailable):  # raised again for the request that needs it
             self._made()
 
     def close(self) -> None:
-        """End the compiling processes; every later call of ``admit`` raises ``Unavailable``."""
+        """Stop the compiling processes; later calls of ``admit`` raise ``Unavailable``."""
         with self._lock:
             self._closed = True
             if self._language is not None:
@@ -237,7 +239,7 @@ class Admission:
 
 
 def spelled_vocabulary(model: EncoderModel) -> Vocabulary:
-    """The vocabulary of ``model`` for its constraints. Raises ``Unimplemented`` where the bytes of tokens are
+    """The vocabulary of ``model`` for its constraints. Raises ``Unimplemented`` if the bytes of its tokens are
     unknown."""
     tokenizer, spec = model.tokenizer.backend_tokenizer, model.spec
     size = model.vocab_size

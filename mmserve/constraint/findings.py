@@ -10,7 +10,8 @@ from mmserve.errors import FieldViolation, InvalidArgument
 
 @dataclass(frozen=True)
 class Finding:
-    """One place of a constraint: a JSON Pointer (RFC 6901; "" = the whole), the keyword there, and a reason."""
+    """A finding at one point of a constraint: a JSON Pointer (RFC 6901; "" = the whole), the keyword there, and a
+    reason."""
 
     pointer: str
     keyword: str
@@ -21,7 +22,7 @@ class Finding:
 
 
 class Refused(Exception):
-    """A constraint that was refused; ``findings`` are the reasons, one at least."""
+    """A constraint that was refused; ``findings``: the reasons, at least one."""
 
     def __init__(self, *findings: Finding) -> None:
         super().__init__("; ".join(map(str, findings)))
@@ -39,7 +40,7 @@ def child(pointer: str, *steps: str | int) -> str:
 
 
 def as_error(kind: str, findings: Iterable[Finding]) -> InvalidArgument:
-    """The error of a request whose ``constraint.<kind>`` was refused: one violation a finding."""
+    """The error of a request whose ``constraint.<kind>`` was refused, with one violation for each finding."""
     where = f"constraint.{kind}"
     return InvalidArgument(
         *(FieldViolation(f"{where}#{f.pointer}" if f.pointer else where, f"{f.keyword}: {f.reason}") for f in findings)
@@ -54,11 +55,11 @@ class Notes:
     warnings: list[Finding] = field(default_factory=list)  # enforced, or without effect; reported to the client
 
     def cannot(self, pointer: str, keyword: str, reason: str) -> None:
-        """``keyword`` of the schema at ``pointer`` is left out of the grammar."""
+        """Record that ``keyword`` of the schema at ``pointer`` is left out of the grammar."""
         _add(self.loose, Finding(child(pointer, keyword), keyword, reason))
 
     def warn(self, pointer: str, keyword: str, reason: str) -> None:
-        """``keyword`` of the schema at ``pointer`` has no effect, or not the one that may be meant."""
+        """Record that ``keyword`` of the schema at ``pointer`` has no effect, or possibly not the intended one."""
         _add(self.warnings, Finding(child(pointer, keyword), keyword, reason))
 
 

@@ -1,4 +1,4 @@
-"""Sessions of constrained requests as plain data and back: grammars are compiled again, their matchers advanced."""
+"""Conversion of constraint sessions to plain data and back: grammars are compiled again, and matchers advanced."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from mmserve.models.base import EncoderModel
 def session_state(session: Session) -> ConstraintState:
     """``session`` as plain data.
 
-    Raises ``Unimplemented`` for ``asap`` sampling, whose samples learn from each other in one process.
+    Raises ``Unimplemented`` for ``asap`` sampling, whose samples share state within one process.
     """
     ranked = session.observed()
     state = _answer_state(session.answer)
@@ -50,7 +50,7 @@ def session_state(session: Session) -> ConstraintState:
 
 
 class Restorer:
-    """Makes constrained requests of one model from plain data; may be called from any thread."""
+    """Restores constrained requests of one model from plain data; thread-safe."""
 
     def __init__(self, model: EncoderModel) -> None:
         self._model = model
@@ -58,7 +58,7 @@ class Restorer:
         self._made: tuple[Vocabulary, Lexicon, SharedParserStates] | None = None
 
     def restored(self, request: Request, state: ConstraintState) -> Session:
-        """The request's session at ``state``, with parsers of its own; takes as long as compiling."""
+        """The request's session at ``state``, with its own parsers; takes as long as compiling."""
         assert request.constraint is not None
         with self._lock:
             if self._made is None:
@@ -81,7 +81,7 @@ class _Restoring:
     def answer(
         self, state: ConstraintState, spec: ConstraintSpec | None, meter: Meter | None = None
     ) -> ConstrainedAnswer:
-        """``spec``: None = of a hole, whose judge is the whole answer's."""
+        """``spec``: None for a hole, whose validator is that of the whole answer."""
         meter = meter or _meter(state.meter)
         judges: Sequence[Judge | None] = ()
         if spec is not None and isinstance(spec.kind, Template) and state.judged_holes:
@@ -114,7 +114,7 @@ class _Restoring:
         )
 
     def witness(self, state: WitnessState, *, broken: bool = False) -> Witness:
-        """The witness; the matcher of a parser that has failed (``broken``) is not advanced, since it is not used."""
+        """The witness; if its parser has failed (``broken``), its matcher is not advanced, because it is not used."""
         language, shared = self.language(state.language)
         matcher = language.start()
         if not broken:
@@ -133,7 +133,7 @@ class _Restoring:
         )
 
     def language(self, state: LanguageState) -> tuple[Constraint, Grammar | None]:
-        """The language, and the grammar under which searches share what they have learned, if it is one."""
+        """The language, and its grammar, if it is a single one: searches under it share cached states."""
         limits = LLParserLimits(**PARSER_LIMITS)
         grammars = [Grammar(text, self.vocabulary, limits) for text in state.grammars]
         if not state.texts:
@@ -142,7 +142,7 @@ class _Restoring:
         return Concatenation(state.texts, holes, self.vocabulary), None
 
     def ranked(self, state: RankedState | RunState, witness: Witness, *, broken: bool = False) -> Ranked | SampledRun:
-        """The observation of the current pass, whose tokens are not yet final; ``broken`` as of ``witness``."""
+        """The observation of the current pass, whose tokens are not final yet; ``broken``: see ``witness``."""
         if isinstance(state, RankedState):
             top = TopK(state.positions, state.tokens, state.log_probabilities)
             return Ranked(top, state.plain, state.own, state.kept)

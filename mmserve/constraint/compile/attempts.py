@@ -1,7 +1,7 @@
-"""Grammars for one JSON schema, in the order in which they are tried: exact ones, then wider and wider ones.
+"""Grammars for one JSON schema, in the order in which they are tried: exact ones, then increasingly wide ones.
 
-Wider ones are for schemas that the grammar engine cannot compile; each accepts all values of the one before. Every
-keyword that ``compile.schema`` writes narrows, so a subschema may be replaced by a wider one anywhere.
+Wider ones are for schemas that the grammar engine cannot compile; each accepts a superset of the previous one. Every
+keyword that ``compile.schema`` writes is a restriction, so any subschema may be replaced by a wider one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEPTHS = (8, 5, 3, 2, 1)
 
 
 def widened(schema: Any) -> Iterator[tuple[Any, str]]:
-    """Schemas that accept all that ``schema`` does, the narrowest first, and what each leaves out; any JSON is last."""
+    """Supersets of ``schema``, the narrowest first, with a description of what each leaves out; any JSON is last."""
     single = _everywhere(schema, _first_of_all)
     yield single, "where several schemas apply together, only the first is enforced"
     plain = _everywhere(single, _without_text)
@@ -38,14 +38,14 @@ def widened(schema: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _everywhere(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """``schema`` with ``change`` made to it and to all within it."""
+    """``schema`` with ``change`` applied to it and to all its subschemas."""
     if not isinstance(schema, dict):
         return schema
     return with_children(change(schema), lambda inner: _everywhere(inner, change))
 
 
 def _first_of_all(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` by its own keywords; by its first ``anyOf``, reference or part of ``allOf`` where it has none."""
+    """``schema`` with only its own keywords; if it has none, its first ``anyOf``, reference or part of ``allOf``."""
     own = {name: value for name, value in schema.items() if name not in ("allOf", "anyOf", "$ref", "$defs")}
     kept = {name: schema[name] for name in ("$defs",) if name in schema}
     if own:
@@ -68,12 +68,12 @@ def _without_text(schema: dict[str, Any]) -> dict[str, Any]:
     made = {name: value for name, value in schema.items() if name not in ("pattern", "minLength", "maxLength")}
     if "patternProperties" in made:
         del made["patternProperties"]
-        made.pop("additionalProperties", None)  # it is about other names than before
+        made.pop("additionalProperties", None)  # it would apply to other names than before
     return made
 
 
 def _cut(schema: Any, depth: int) -> Any:
-    """``schema`` to a depth; references are not followed any more where it is cut."""
+    """``schema`` truncated to a depth; references are not followed below it."""
     if not isinstance(schema, dict):
         return schema
     if depth == 0:
@@ -82,8 +82,9 @@ def _cut(schema: Any, depth: int) -> Any:
     return with_children(kept, lambda inner: _cut(inner, depth - 1))  # distinct items need their values
 
 
-#: How documents are spaced: one space after a comma or a colon, or none; unbounded white space would allow endless
-#: answers. Escapes leave \\u out: with it, llguidance allows a property twice, the second time with its name escaped.
+#: White space in documents: one space after a comma or a colon, or none; unbounded white space would allow endless
+#: answers. ``\\u`` escapes are excluded: with them, llguidance allows a property twice, the second time with an escaped
+#: name.
 JSON_LAYOUT: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -92,7 +93,7 @@ JSON_LAYOUT: dict[str, Any] = {
 }
 
 
-#: White space between any two parts, as much as a document needs that is indented by a few levels.
+#: White space between any two tokens of a document, enough for a few levels of indentation.
 _WHITE_SPACE = "[ \\t\\n\\r]{0,32}"
 
 
@@ -112,7 +113,7 @@ class Layout:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The layout as llguidance takes it."""
+        """The layout as llguidance's ``x-guidance`` options."""
         if not self.white_space:
             return JSON_LAYOUT
         escapes = JSON_LAYOUT["json_allowed_escapes"]
@@ -125,17 +126,18 @@ _DONE = {
 }
 
 
-#: Keywords that cannot be enforced directly, but maybe in the canonical form. What readers differ about, such as
-#: references and patterns, is not among them: that form would decide it in one way.
+#: Keywords that cannot be enforced directly, but maybe in the canonical form. Keywords that implementations interpret
+#: differently, such as references and patterns, are left out, because the canonical form would choose one
+#: interpretation.
 _CANONICALIZED = frozenset({"not", "oneOf", "if", "contains", "maxContains", "uniqueItems", "propertyNames"})
 _CANONICALIZED |= {"minProperties", "maxProperties", "minimum", "maximum", "multipleOf"}
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A shortest sentence, word by word; None where a word's text has to be looked for.
+    """A shortest sentence as a list of words; None for a word whose text must be searched.
 
-    ``gap``: a shortest text of what is skipped between words; None where nothing is.
+    ``gap``: a shortest text that is skipped between words; None if nothing is skipped.
     """
 
     words: tuple[str | None, ...]
@@ -144,11 +146,11 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Grammar:
-    """``text`` is what llguidance's ``LLMatcher`` takes, under ``limits.PARSER_LIMITS``.
+    """``text``: the grammar for llguidance's ``LLMatcher``, with ``limits.PARSER_LIMITS``.
 
-    ``exact`` is False where finished answers must still be validated against the constraint itself: in the mode
-    ``validate``, and in ``lenient``, which leaves them unchecked. ``longest`` and ``shortest`` bound the bytes of every
-    sentence; None = unbounded. ``sketch``: a sentence of a context-free grammar. ``warnings`` are for the client.
+    ``exact`` is False if the grammar is wider than the constraint: in the mode ``validate``, finished answers are then
+    validated; in ``lenient`` they are not. ``longest`` and ``shortest``: bounds of a sentence in bytes; None =
+    unbounded. ``sketch``: a sentence of a context-free grammar. ``warnings`` are for the client.
     """
 
     text: str
@@ -160,9 +162,9 @@ class Grammar:
 
 
 def attempts(kind: JsonSchema, mode: ConstraintMode) -> Iterator[Grammar]:
-    """Grammars of ``kind`` to be compiled until one is taken, or ``Refused``, for the first reason.
+    """Grammars of ``kind`` to be compiled until one succeeds; raises ``Refused`` with the first reason.
 
-    In the mode ``strict`` each is exact. In the others, wider ones follow, so that the last one is always taken.
+    In the mode ``strict`` all are exact. In the others, wider ones follow, the last of which always succeeds.
     """
     root, warnings = read(kind)
     for grammar in _attempts(root, mode, Layout.of(kind.options)):
@@ -196,7 +198,7 @@ def _attempts(root: Any, mode: ConstraintMode, layout: Layout) -> Iterator[Gramm
 
 
 def widest(kind: JsonSchema, mode: ConstraintMode, failed: int) -> Iterator[Grammar]:
-    """Grammars of ``kind`` after compiling others of it has ended ``failed`` processes; only for modes that widen."""
+    """Grammars of ``kind`` after compiling others ended ``failed`` processes; only for modes that allow wider ones."""
     if failed == 1:
         yield from list(_wider(read(kind)[0], mode, None, Layout.of(kind.options)))[1:]
     else:
@@ -235,7 +237,7 @@ def _well_formed(root: Any) -> bool:
     try:
         return jsonschema_rs.meta.is_valid(root)
     except (ValueError, jsonschema_rs.ReferencingError):
-        return True  # of an unknown dialect
+        return True  # unknown dialect
 
 
 def _lines(findings: Iterable[Finding], where: str = "") -> list[str]:
@@ -268,7 +270,7 @@ def _grammar(layout: Layout, schema: Any, warnings: list[str], *, exact: bool = 
     if layout.any_order or unordered.distinct_within(schema):
         text, kept = unordered.written(schema, layout.engine, any_order=layout.any_order)
         warnings = [*warnings, *(f": members of objects {why} come in the order of the schema" for why in kept)]
-        part = {"lark_grammar": text, "documents": documents}  # which ``prefix_equivalence`` reads
+        part = {"lark_grammar": text, "documents": documents}  # read by ``prefix_equivalence``
     most = inf if layout.white_space else longest_document(schema)
     return Grammar(
         json.dumps({"grammars": [part]}, ensure_ascii=False),

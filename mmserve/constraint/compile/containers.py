@@ -1,7 +1,7 @@
-"""Keywords of arrays and objects: what llguidance enforces exactly, and the rest written in terms of it.
+"""Keywords of arrays and objects: those that llguidance enforces exactly, and others rewritten in terms of them.
 
-``uniqueItems`` is enforced where items differ anyway or come from a small set; ``contains`` becomes one alternative per
-position; ``propertyNames`` becomes ``patternProperties`` and ``properties``.
+``uniqueItems`` is enforced if items always differ or come from a small set; ``contains`` becomes one alternative for
+each position; ``propertyNames`` becomes ``patternProperties`` and ``properties``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from mmserve.constraint.compile.scalars import anchored
 from mmserve.constraint.findings import Notes, child
 from mmserve.constraint.limits import MAX_REPEAT
 
-#: Most arrays that ``uniqueItems`` is written out as, and most values of an item.
+#: Maximum number of arrays that ``uniqueItems`` is expanded to, and of values of an item.
 _MOST_ARRAYS, _MOST_VALUES = 1_000, 1_000
 _DEPTH = 8  # references and alternatives followed
-#: Positions at which the item that ``contains`` asks for may be, in an array without a smaller ``maxItems``.
+#: Maximum number of positions for the item of ``contains``, in an array without a smaller ``maxItems``.
 _MOST_PLACES = 8
 _MOST_CASES = 64  # alternatives made of optional properties
 _MOST_STATES = 200  # of two patterns together
@@ -43,7 +43,7 @@ _MOST_REFERENCES = 8  # followed from ``propertyNames``
 
 
 def _longest(node: dict[str, Any]) -> int | None:
-    """Most items of an array of ``node``, where its array keywords bound them."""
+    """Maximum number of items of an array of ``node``; None if its array keywords do not bound it."""
     longest: int | None = node.get("maxItems")
     if node.get("items") is False:
         longest = min(len(node.get("prefixItems", ())), longest if longest is not None else 1 << 30)
@@ -51,7 +51,7 @@ def _longest(node: dict[str, Any]) -> int | None:
 
 
 def items_differ(node: dict[str, Any], scope: Scope) -> bool:
-    """Whether the items of an array of ``node`` always differ, by the types or values of their positions."""
+    """Whether the items of an array of ``node`` always differ, because of the types or values at their positions."""
     first, longest = node.get("prefixItems", []), _longest(node)
     if longest is None or longest > max(len(first), 1):
         return False
@@ -67,9 +67,9 @@ def items_differ(node: dict[str, Any], scope: Scope) -> bool:
 
 
 def values_of(schema: Any, scope: Scope, depth: int = _DEPTH) -> list[Any] | None:
-    """All values that ``schema`` allows, through references and alternatives; None where they are not few, or unknown.
+    """All values that ``schema`` allows, with references and alternatives expanded; None if there are many, or unknown.
 
-    Never fewer than it allows: ``oneOf`` counts as ``anyOf`` only where no two branches share a value.
+    May return a superset, never fewer: ``oneOf`` counts as ``anyOf`` only if no two branches share a value.
     """
     if not isinstance(schema, dict) or not depth:
         return None
@@ -95,7 +95,7 @@ def values_of(schema: Any, scope: Scope, depth: int = _DEPTH) -> list[Any] | Non
 
 
 def _integers(body: dict[str, Any]) -> list[Any] | None:
-    """The integers between two bounds."""
+    """The integers within the bounds of ``body``; None if unbounded or too many."""
     if body.get("type") != "integer" or body.keys() != {"type", "minimum", "maximum"}:
         return None
     low, high = body["minimum"], body["maximum"]
@@ -105,14 +105,14 @@ def _integers(body: dict[str, Any]) -> list[Any] | None:
 
 
 def item_values(node: dict[str, Any], scope: Scope) -> list[Any] | None:
-    """The values of which each item of an array of ``node`` is one; None where they are not few, or not all alike."""
+    """The possible values of each item of an array of ``node``; None if they are many, or differ between items."""
     if "prefixItems" in node or "contains" in node or "items" not in node:
         return None
     return values_of(node["items"], scope)
 
 
 def all_arrays(node: dict[str, Any], values: list[Any]) -> list[list[Any]] | None:
-    """Every array with distinct items out of ``values`` that ``node`` allows; None where they are too many."""
+    """All arrays with distinct items from ``values`` that ``node`` allows; None if there are too many."""
     low, high = node.get("minItems", 0), min(node.get("maxItems", len(values)), len(values))
     count = 0
     for length in range(low, high + 1):
@@ -123,7 +123,7 @@ def all_arrays(node: dict[str, Any], values: list[Any]) -> list[list[Any]] | Non
 
 
 def contains_cases(node: Schema, scope: Scope, pointer: str, notes: Notes) -> list[Schema]:
-    """``contains`` of ``node``, with its bounds, as alternatives for arrays; none where it has no effect."""
+    """``contains`` of ``node``, with its bounds, as alternatives for arrays; empty if it has no effect."""
     least, most = node.get("minContains", 1), node.get("maxContains")
     if "contains" not in node or (not least and most is None):
         return []
@@ -142,7 +142,7 @@ def contains_cases(node: Schema, scope: Scope, pointer: str, notes: Notes) -> li
         longest = _MOST_PLACES
     places = range(max(longest, 1))
     row = "prefixItems" if scope.draft >= 2020 else "items"
-    anything: dict[str, Any] = {}  # true is no schema of draft 4
+    anything: dict[str, Any] = {}  # draft 4 has no schema true
     return [{row: [*[anything] * place, node["contains"]], "minItems": place + 1} for place in places]
 
 
@@ -172,7 +172,7 @@ def property_names(node: Schema, pointer: str, notes: Notes, resolve: Callable[[
 
 
 def _names(names: Any, resolve: Callable[[str], Any]) -> Any:
-    """``propertyNames`` without annotations and ``type: string``, references followed."""
+    """``propertyNames`` without annotations and ``type: string``, with references resolved."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(names, dict):
             return names
@@ -187,7 +187,7 @@ def _names(names: Any, resolve: Callable[[str], Any]) -> Any:
 
 
 def _pattern_of(names: Schema) -> str | None:
-    """An expression that is found in just the names that obey ``names``."""
+    """An expression that is found in exactly the names that obey ``names``; None if there is none."""
     if any(misshapen(names, "")):
         return None
     if names.keys() == {"pattern"}:
@@ -205,7 +205,7 @@ def _pattern_of(names: Schema) -> str | None:
 
 
 def _without(pattern: str) -> str | None:
-    """A pattern that is found where ``pattern`` is not; None where there is none."""
+    """A pattern that is found in exactly the strings where ``pattern`` is not; None if there is none."""
     try:
         return derivatives.complement(searched(pattern))
     except BadPattern:
@@ -213,7 +213,7 @@ def _without(pattern: str) -> str | None:
 
 
 def _among(patterns: Iterable[str], pattern: str) -> bool:
-    """True only if ``pattern`` is found wherever one of ``patterns`` is."""
+    """True only if every string that contains ``pattern`` is matched by one of ``patterns``."""
     try:
         if is_everything(searched(pattern)):
             return True
@@ -232,7 +232,7 @@ def _are_separable(patterns: Iterable[str]) -> bool:
 
 
 def _matching(node: Schema, pattern: str) -> Schema | None:
-    """``node`` where ``pattern`` is found in all names; None where no keywords express that."""
+    """``node`` restricted to names in which ``pattern`` is found; None if no keywords express that."""
     rest, properties = node.get("additionalProperties", True), node.get("properties", {})
     patterns = node.get("patternProperties")
     if isinstance(patterns, dict) and patterns and not properties and all(_among([pattern], each) for each in patterns):
@@ -246,12 +246,12 @@ def _matching(node: Schema, pattern: str) -> Schema | None:
     if isinstance(patterns, dict) and _among(patterns, pattern):
         return made if rest is False or any(_among([pattern], each) for each in patterns) else None
     if patterns or not (rest is True or rest is False or not properties):
-        return None  # a property would come under both its own schema and that of the pattern
+        return None  # its own schema and that of the pattern would both apply
     return made if rest is False else {**made, "patternProperties": {pattern: rest}}
 
 
 def _only(node: Schema, names: list[str]) -> Schema | None:
-    """``node`` where there are no names but ``names``; None where its patterns cannot be read."""
+    """``node`` restricted to the ``names``; None if its patterns cannot be parsed."""
     rest = node.get("additionalProperties", True)
     properties, patterns = node.get("properties", {}), node.get("patternProperties") or {}
     kept = {name: schema for name, schema in properties.items() if name in names}
@@ -261,15 +261,15 @@ def _only(node: Schema, names: list[str]) -> Schema | None:
     except (BadPattern, TypeError):
         return None
     if any(under[name] for name in kept):
-        return None  # under the schemas of several keywords
+        return None  # several keywords' schemas would apply
     added = {name: both(*under[name]) if under[name] else rest for name in names if name not in kept}
     made = {keyword: value for keyword, value in node.items() if keyword != "patternProperties"}
     return {**made, "properties": {**kept, **added, **forbidden}, "additionalProperties": False}
 
 
 def pattern_keys(patterns: dict[str, Any], pointer: str, notes: Notes) -> dict[str, list[Any]] | None:
-    """The schemas of ``patternProperties`` by expressions that whole names match, where possible one at most; None if a
-    pattern is not supported."""
+    """The schemas of ``patternProperties`` by expressions that match whole names, if possible without overlap; None if
+    a pattern is not supported."""
     found: dict[str, list[Any]] = {}
     for pattern, schema in patterns.items():
         try:
@@ -285,9 +285,10 @@ def pattern_keys(patterns: dict[str, Any], pointer: str, notes: Notes) -> dict[s
 
 
 def property_counts(node: Schema, pointer: str, notes: Notes) -> tuple[Schema, list[Schema]]:
-    """``minProperties`` and ``maxProperties`` of ``node``: what llguidance may be given, and cases that all hold.
+    """``minProperties`` and ``maxProperties`` of ``node``, as far as llguidance can enforce them, and schemas for the
+    rest.
 
-    llguidance counts members that repeat a name, so it is never asked for more than one unnamed member.
+    llguidance counts members with repeated names, so it is never given a minimum of more than one unnamed member.
     """
     required = list(dict.fromkeys(node.get("required", ())))
     least, most = node.get("minProperties", 0), node.get("maxProperties")
@@ -318,7 +319,7 @@ def property_counts(node: Schema, pointer: str, notes: Notes) -> tuple[Schema, l
 def _cases(
     required: list[str], optional: list[str], least: int, most: int | None, pointer: str, notes: Notes
 ) -> list[Schema]:
-    """At least so many of the optional names are there, and at least so many are not."""
+    """Schemas that require at least ``least`` members and at most ``most``, as alternatives of optional names."""
     cases, wanted = list[Schema](), [("minProperties", least - len(required))] if least else []
     if most is not None:
         wanted.append(("maxProperties", len(optional) - (most - len(required))))

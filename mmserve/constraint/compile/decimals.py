@@ -1,7 +1,7 @@
-"""Numbers that llguidance leaves out below a bound that has decimals.
+"""Numbers that llguidance wrongly excludes near a bound with decimals.
 
-After the first decimals of such a bound it asks for more decimals: of the numbers up to 0.25 it takes 0.20 and not 0.2,
-and below 1, which is up to 0.999999999999999, not 0.9 or 0.99. Those are added as constants.
+After the first decimals of the bound it requires more decimals: of the numbers up to 0.25 it accepts 0.20 but not 0.2,
+and below 1, which is up to 0.999999999999999, not 0.9 or 0.99. These numbers are added as constants.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OTHERS = frozenset({"enum", "anyOf", "allOf", "$ref"})
 
 
 def with_short_decimals(schema: Any) -> Any:
-    """``schema`` (of ``compile.schema``) with the numbers that llguidance leaves out, if they are not too many."""
+    """``schema`` (of ``compile.schema``) with the numbers that llguidance excludes, unless they are too many."""
     added = 0
 
     def of(node: Any) -> Any:
@@ -37,7 +37,7 @@ def with_short_decimals(schema: Any) -> Any:
 
 
 def _left_out(node: Schema) -> list[float]:
-    """The numbers valid under ``node`` that have the first decimals of a bound and no others."""
+    """The numbers valid under ``node`` whose decimals are a proper prefix of a bound's."""
     if node.keys() & _OTHERS or "number" not in types_of(node):
         return []
     low, high = node.get("minimum", -inf), node.get("maximum", inf)

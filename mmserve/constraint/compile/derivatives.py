@@ -1,8 +1,8 @@
 """Automata of regular expressions, by partial derivatives (Antimirov 1996), and complements of expressions.
 
-Two texts with the same derivative have the same continuations. The complement is the automaton with its final
-states exchanged, written as an expression by the elimination of states (J. A. Brzozowski and E. J. McCluskey, "Signal
-flow graph techniques for sequential circuit state diagrams", 1963).
+Two texts with the same derivative have the same continuations. The complement is the automaton with accepting and other
+states exchanged, converted to an expression by state elimination (J. A. Brzozowski and E. J. McCluskey, "Signal flow
+graph techniques for sequential circuit state diagrams", 1963).
 """
 
 from __future__ import annotations
@@ -29,45 +29,46 @@ from mmserve.constraint.compile.expression import (
 )
 from mmserve.constraint.compile.pattern import parsed
 
-#: Items that are still to be matched, one after another.
+#: Items that are still to be matched, in sequence.
 Row = tuple[Item, ...]
 
 _MOST_ROWS = 64
 _MOST_DERIVED = 4096
 _WAYS = "has too many ways through it"
 
-#: The state after which nothing matches, and a number for characters after which there are too many ways.
+#: The dead state, and the number that replaces it for characters with too many derivatives.
 DEAD, _TOO_MANY = -1, -2
 #: The number of the row without items.
 _NOTHING = 0
 
 
 class Automaton:
-    """States of an expression, an output of ``pattern`` without anchors, made as they are asked for; 0 is the first.
+    """States of an expression, an output of ``pattern`` without anchors, computed on demand; 0 is the start state.
 
-    A state is the set of rows of which one must still match. Rows are numbered, by their first item and the row after
-    it, so that the derivatives of each row are computed once.
+    A state is a set of rows, one of which must still match. A row is numbered by its first item and the row after it,
+    so that its derivatives are computed once.
 
-    ``bounds``: code points, ascending; characters between two of them are followed by the same. Raises ``BadPattern``.
+    ``bounds``: code points, ascending; all characters between two of them have the same transitions. Raises
+    ``BadPattern``.
     """
 
     def __init__(self, expression: str) -> None:
         whole = parsed(expression)
         sets = [item.ranges for item in items_of(whole) if isinstance(item, Chars)]
         self.bounds = sorted({bound for ranges in sets for low, high in ranges for bound in (low, high + 1)})
-        self._rows: list[tuple[Item, int]] = [(whole, _NOTHING)]  # the first is never looked at
-        self._nullable = [True]  # whether each row may match nothing
-        self._left: list[dict[int, frozenset[int]]] = [{}]  # derivatives of each row, by kind of character
+        self._rows: list[tuple[Item, int]] = [(whole, _NOTHING)]  # row 0 is never used
+        self._nullable = [True]  # whether each row matches the empty string
+        self._left: list[dict[int, frozenset[int]]] = [{}]  # derivatives of each row, by character class
         self._number: dict[tuple[Item, int], int] = {}
-        self._begun: dict[tuple[Item, int], tuple[Row, ...]] = {}  # what may be left of an item, by kinds of characters
+        self._begun: dict[tuple[Item, int], tuple[Row, ...]] = {}  # derivatives of an item, by character class
         self._states = [frozenset({self._row((whole,), _NOTHING)})]
         self._state = {self._states[0]: 0}
         self._moves: list[dict[int, int]] = [{}]
 
     def after(self, state: int, char: str) -> int:
-        """The state after ``char``; ``DEAD`` where nothing matches any more.
+        """The state after ``char``; ``DEAD`` if nothing matches.
 
-        Raises ``BadPattern`` where that is too much to follow.
+        Raises ``BadPattern`` if the automaton gets too large.
         """
         if state == DEAD:
             return DEAD
@@ -100,7 +101,7 @@ class Automaton:
         return found
 
     def _row(self, items: Row, rest: int) -> int:
-        """The number of the row of ``items`` followed by the row of number ``rest``."""
+        """The number of the row that consists of ``items`` followed by row ``rest``."""
         for item in reversed(items):
             key = item, rest
             found = self._number.get(key)
@@ -113,7 +114,7 @@ class Automaton:
         return rest
 
     def _derived(self, row: int, kind: int, code: int) -> frozenset[int]:
-        """The rows left of one after the character ``code``."""
+        """The derivatives of ``row`` by the character ``code``: a set of rows."""
         found = self._left[row].get(kind)
         if found is None:
             left, at = set[int](), row
@@ -127,7 +128,7 @@ class Automaton:
         return found
 
     def _ways(self, item: Item, kind: int, code: int) -> tuple[Row, ...]:
-        """The derivatives of ``item`` by the character ``code``: rows still to be matched."""
+        """The derivatives of ``item`` by the character ``code``: rows that remain to be matched."""
         if isinstance(item, Chars):
             return ((),) if any(low <= code <= high for low, high in item.ranges) else ()
         found = self._begun.get((item, kind))
@@ -168,7 +169,7 @@ def disjoint(one: str, other: str, states: int) -> bool:
 
 
 def overlap(one: str, other: str, states: int) -> bool | None:
-    """Whether some string matches both expressions; None where ``states`` of the two together do not show it.
+    """Whether some string matches both expressions; None if that is not decided within ``states`` states.
 
     Raises ``BadPattern``.
     """
@@ -204,15 +205,14 @@ def _nullable(item: Item) -> bool:
 
 _MOST_STATES = 48
 _LONGEST = 6_000  # characters of the result, and of every expression on the way to it
-_FIRST, _LAST = -10, -11  # states that are added: one before the beginning, and one after every end
+_FIRST, _LAST = -10, -11  # added states: a new start, and a single accepting one
 _ANYTHING = "[\\s\\S]"
 
 
 def complement(expression: str) -> str | None:
-    """A ``pattern``, anchored, of the strings that ``expression`` (of ``compile.pattern``) does not match.
+    """An anchored ``pattern`` of the strings that ``expression`` (of ``compile.pattern``) does not match.
 
-    None where there are none, or where it would be too large. Raises ``BadPattern`` where ``expression`` is too much to
-    follow.
+    None if there are none, or if it would be too large. Raises ``BadPattern`` if the automaton gets too large.
     """
     automaton = Automaton(expression)
     ways = edges(automaton)
@@ -223,8 +223,8 @@ def complement(expression: str) -> str | None:
 
 
 def as_expression(ways: dict[tuple[int, int], Ranges], ends: set[int]) -> str | None:
-    """The expression of the automaton with ``ways`` from state to state, of which 0 is the first; None where nothing
-    leads to one of the ``ends``, or where it would be too large."""
+    """The expression of the automaton with the transitions ``ways`` between states, of which 0 is the start state; None
+    if no state of ``ends`` is reachable, or if it would be too large."""
     texts = {pair: _ANYTHING if ranges == EVERY else class_text(ranges) for pair, ranges in ways.items()}
     states = {0, *(state for pair in ways for state in pair)}
     texts[_FIRST, 0] = ""
@@ -238,7 +238,7 @@ def as_expression(ways: dict[tuple[int, int], Ranges], ends: set[int]) -> str | 
 
 
 class States(Protocol):
-    """The states of an automaton, as of ``Automaton``."""
+    """The states of an automaton (see ``Automaton``)."""
 
     bounds: list[int]
 
@@ -250,7 +250,8 @@ class States(Protocol):
 
 
 def edges(automaton: States) -> dict[tuple[int, int], Ranges] | None:
-    """The characters that lead from each state to each other one, ``DEAD`` among them; None for too many states."""
+    """The characters of the transitions between each two states, including ``DEAD``; None if there are too many
+    states."""
     starts = sorted({0, *(bound for bound in automaton.bounds if bound <= 0x10FFFF)})
     spans = list(zip(starts, [*(start - 1 for start in starts[1:]), 0x10FFFF], strict=True))
     found: dict[tuple[int, int], Ranges] = {(DEAD, DEAD): EVERY}
@@ -287,7 +288,7 @@ def _cost(texts: dict[tuple[int, int], str], state: int) -> int:
 
 
 def _eliminate(texts: dict[tuple[int, int], str], state: int) -> bool:
-    """Eliminate ``state``: its paths become edges between its neighbours; False where one becomes too long."""
+    """Eliminate ``state``: its paths become edges between its neighbours. Returns False if one becomes too long."""
     loop = texts.pop((state, state), None)
     into = [(source, text) for (source, target), text in texts.items() if target == state]
     out = [(target, text) for (source, target), text in texts.items() if source == state]
@@ -308,16 +309,16 @@ def _eliminate(texts: dict[tuple[int, int], str], state: int) -> bool:
 
 
 def all_but(words: Iterable[str]) -> str:
-    r"""A ``pattern``, anchored at both ends, of every string that is not one of ``words``.
+    r"""An anchored ``pattern`` of every string that is not one of ``words``.
 
-    The words' prefix tree, inverted: at each node a string may end unless a word does, may leave the tree by any other
-    character and continue with any text, or may follow the tree.
+    The inverted trie of the words: at each node a string may end unless a word does, may leave the trie by any other
+    character and continue with any text, or may follow the trie.
     """
     return f"^{_node(sorted(set(words)), 0)}$"
 
 
 def _node(words: list[str], depth: int) -> str:
-    """``words`` share their first ``depth`` characters; what may follow those."""
+    """The expression of what may follow the first ``depth`` characters, which all ``words`` share."""
     ends = any(len(word) == depth for word in words)
     branches: dict[str, list[str]] = {}
     for word in words:

@@ -25,7 +25,7 @@ from mmserve.constraint.limits import MAX_DEPTH, MAX_ENUM_BYTES, MAX_ENUM_VALUES
 from mmserve.core.constraint import JsonSchema, SchemaOption
 
 _MOST_NAMED = 5  # pointers that a warning lists
-#: Keywords whose schemas apply to the same object as the schema around them: closing one of those would forbid the
+#: Keywords whose schemas apply to the same object as the surrounding schema: closing one of them would forbid the
 #: properties that the other declares.
 _JOINED = frozenset({"allOf", "not", "if", "then", "else", "dependentSchemas", "dependencies"})
 _ALTERNATIVES = frozenset({"anyOf", "oneOf"})
@@ -35,8 +35,8 @@ _LONGEST_NUMBER = 40  # characters; the largest float in full has 17 significant
 def read_schema(text: str) -> Any:
     """The value of the JSON ``text``: a dict or a bool.
 
-    Raises ``Refused`` for text that is no JSON, names an object's member twice, holds a lone surrogate, NaN, an
-    infinity or a number too long to be exact, or passes a limit of ``mmserve.constraint.limits``.
+    Raises ``Refused`` for invalid JSON, duplicate member names, lone surrogates, NaN, infinities, numbers too long to
+    be exact, and texts beyond a limit of ``mmserve.constraint.limits``.
     """
     if len(text) > MAX_SCHEMA_BYTES or len(text.encode(errors="replace")) > MAX_SCHEMA_BYTES:
         raise Refused.at("", "schema", f"must be at most {MAX_SCHEMA_BYTES} bytes")
@@ -105,8 +105,8 @@ def _int(text: str) -> int:
     return int(text)
 
 
-#: Names and indices that lead to a value. Pointers are made of them in errors only: with long names, those of all
-#: values would take gigabytes.
+#: Names and indices that lead to a value. They are joined to a pointer only in errors: with long names, the pointers of
+#: all values would take gigabytes.
 _Steps = tuple[str | int, ...]
 
 
@@ -162,10 +162,10 @@ def _check_counts(root: Any) -> None:
 
 
 def canonical(root: Any) -> Any | None:
-    """The canonical form of ``root`` (of ``read_schema``), its properties in the order of ``root``.
+    """The canonical form of ``root`` (of ``read_schema``), with properties in the order of ``root``.
 
-    None where jsonschema-rs has none that is exact, or where it is too large. Runs native code whose time grows with
-    the cases of the schema: for the child process only.
+    None if jsonschema-rs has no exact one, or if it is too large. Runs native code whose time grows with the cases of
+    the schema: only for the child process.
     """
     try:
         found = jsonschema_rs.canonicalize(root, validate_formats=True, offline=True)
@@ -180,7 +180,7 @@ def canonical(root: Any) -> Any | None:
 
 
 def _number(value: Any) -> float:
-    """A number that jsonschema-rs gives as a ``Decimal``; raises ``ValueError`` where no double is it."""
+    """Converts a ``Decimal`` of jsonschema-rs to a number; raises ``ValueError`` if no double equals it."""
     if not isinstance(value, Decimal):
         raise TypeError(f"no JSON: {value!r}")
     near = int(value) if value == value.to_integral_value() else float(value)
@@ -190,7 +190,7 @@ def _number(value: Any) -> float:
 
 
 class Orders:
-    """The orders in which the schemas of a document list properties."""
+    """The orders in which the schemas of a document declare properties."""
 
     def __init__(self, root: Any) -> None:
         found = (each.get("properties") for each in objects_within(root))
@@ -198,7 +198,7 @@ class Orders:
         self._place = {name: i for i, name in enumerate(dict.fromkeys(n for names in self._lists for n in names))}
 
     def sorted(self, names: list[str]) -> list[str]:
-        """``names`` in the order of the list that has most of them, and then of all lists together."""
+        """``names`` in the order of the list that has most of them, then in that of all lists together."""
         wanted = set(names)
         best = max(self._lists, key=lambda each: len(wanted & set(each)), default=())
         place = {name: i for i, name in enumerate(best)}
@@ -218,7 +218,7 @@ def _ordered(value: Any, orders: Orders) -> Any:
 
 
 def read(kind: JsonSchema) -> tuple[Any, list[str]]:
-    """The schema that ``kind`` means, and warnings. Raises ``Refused`` as ``document.read_schema``."""
+    """The schema of ``kind`` with its options applied, and warnings. Raises ``Refused`` as ``document.read_schema``."""
     root, warnings = read_schema(kind.text), list[str]()
     if SchemaOption.UNKNOWN_FORMATS in kind.options:
         root, places = _changed(root, _without_unknown_format)
@@ -237,7 +237,7 @@ def read(kind: JsonSchema) -> tuple[Any, list[str]]:
 
 
 def meant(kind: JsonSchema) -> str:
-    """The text of the schema that ``kind`` means."""
+    """The text of the schema of ``kind`` with its options applied."""
     return json.dumps(read(kind)[0]) if kind.options else kind.text
 
 
@@ -252,7 +252,8 @@ def _warning(keyword: str, what: str, places: list[str]) -> list[str]:
 def _changed(
     root: Any, change: Callable[[Schema], Schema | None], only: Collection[str] | None = None
 ) -> tuple[Any, list[str]]:
-    """``root`` with ``change`` made to its schemas, or to ``only`` some; and the pointers of those that it changed."""
+    """``root`` with ``change`` applied to its schemas, or only to those at ``only``, and the pointers of changed
+    ones."""
     places: list[str] = []
 
     def of(node: Any, pointer: str) -> Any:
@@ -284,20 +285,20 @@ def _without_unknown_format(node: Schema) -> Schema | None:
 
 
 def _any_of(node: Schema) -> Schema | None:
-    """``oneOf`` as ``anyOf``; beside an ``anyOf`` it stays, as both must hold."""
+    """``oneOf`` as ``anyOf``; unchanged next to an ``anyOf``, because both must hold."""
     if not isinstance(node.get("oneOf"), list) or "anyOf" in node:
         return None
     return {"anyOf" if keyword == "oneOf" else keyword: value for keyword, value in node.items()}
 
 
 def _with_members(node: Schema) -> Schema | None:
-    """``node`` where it names properties that may come before or after others."""
+    """``node`` if it declares properties whose order may vary."""
     named = node.get("properties")
     return dict(node) if isinstance(named, dict) and (len(named) > 1 or "additionalProperties" not in node) else None
 
 
 def _open_objects(node: Any, pointer: str, joined: Collection[str], *, closable: bool) -> Iterator[str]:
-    """The pointers of schemas that declare properties and leave others open, beside no other schema of the object."""
+    """The pointers of schemas that declare properties and allow others, with no other schema for the same object."""
     if not isinstance(node, dict):
         return
     closable = closable and pointer not in joined
@@ -316,9 +317,9 @@ def _open_objects(node: Any, pointer: str, joined: Collection[str], *, closable:
 
 
 def _joined_references(root: Any) -> frozenset[str]:
-    """The pointers of what is referred to by a schema that judges the same object as others do, directly or not."""
+    """The pointers of schemas referenced, directly or not, by a schema that shares its object with other schemas."""
     joined: list[str] = []
-    same: dict[str, list[str]] = {}  # by a schema's pointer: others that it has judge the same object
+    same: dict[str, list[str]] = {}  # by a schema's pointer: schemas that it applies to the same object
 
     def of(node: Any, pointer: str, alone: bool) -> None:
         if not isinstance(node, dict):

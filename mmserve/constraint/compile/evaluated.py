@@ -1,7 +1,8 @@
-"""The properties or items of a value that a schema evaluates (JSON Schema 2020-12, core 11), by the schemas that hold.
+"""The properties or items of a value that a schema evaluates (JSON Schema 2020-12, core 11), depending on which
+subschemas hold.
 
-Branches of ``anyOf`` and ``oneOf``, conditions and dependent schemas evaluate only what they hold for. The more of them
-hold, the more is evaluated, so a way through them lists schemas that hold, and says nothing about the others.
+Branches of ``anyOf`` and ``oneOf``, conditions and dependent schemas evaluate only if they hold. More of them holding
+means that more is evaluated, so a way lists subschemas that hold, and leaves others open.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _MOST_READ = 1_000  # schemas, each as often as it is referred to
 
 @dataclass(frozen=True)
 class Condition:
-    """A schema that holds, and its place in the document; ``made_for``: the keyword for which it was written, if it is
-    not in the document."""
+    """A schema that holds, and its pointer; ``made_for``: the keyword for which it was generated, if it is not in the
+    document."""
 
     pointer: str
     schema: Any = field(compare=False)
@@ -34,8 +35,8 @@ class Condition:
 
 
 class Token(NamedTuple):
-    """What is evaluated: a name of ``properties``, a pattern, a place of a row, the items that ``contains`` selects, or
-    everything."""
+    """What is evaluated: a name of ``properties``, a pattern, an index of ``prefixItems``, the items of ``contains``,
+    or everything."""
 
     kind: str
     what: str | int = ""
@@ -46,52 +47,52 @@ EVERY = Token("every")
 
 @dataclass(frozen=True)
 class Way:
-    """Where all ``conditions`` hold, ``tokens`` are evaluated."""
+    """If all ``conditions`` hold, ``tokens`` are evaluated."""
 
     conditions: tuple[Condition, ...] = ()
     tokens: frozenset[Token] = frozenset()
 
     def joined(self, other: Way) -> Way:
-        """Both ways together."""
+        """The way with the conditions and tokens of both."""
         return Way(tuple(dict.fromkeys((*self.conditions, *other.conditions))), self.tokens | other.tokens)
 
     def without(self, known: frozenset[Token]) -> Way:
-        """This way where ``known`` is evaluated in any case."""
+        """This way without tokens that are always evaluated (``known``)."""
         return Way(self.conditions, self.tokens - known)
 
     def serves_for(self, other: Way) -> bool:
-        """Whether this way has no more conditions than ``other``, and evaluates as much."""
+        """Whether this way has no conditions beyond those of ``other``, and evaluates at least as much."""
         enough = EVERY in self.tokens or self.tokens >= other.tokens
         return enough and set(self.conditions) <= set(other.conditions)
 
 
 class Unknown(Exception):
-    """Why it is not known what is evaluated."""
+    """The reason why it is not known what a schema evaluates."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The ways through a schema. ``implied``: applicators of which each way has a choice that holds."""
+    """The ways through a schema. ``implied``: applicators that hold in every way."""
 
     ways: tuple[Way, ...]
     implied: frozenset[str]
-    found: dict[Token, Any]  # all tokens in the order of the document, those of ``contains`` with its schema
+    found: dict[Token, Any]  # all tokens in document order, those of ``contains`` with its schema
 
     def of(self, way: Way, kind: str) -> list[Token]:
-        """The tokens of one kind that ``way`` evaluates, in the order of the document."""
+        """The tokens of one kind that ``way`` evaluates, in document order."""
         return [each for each in self.found if each.kind == kind and each in way.tokens]
 
 
 def evaluation(node: Schema, pointer: str, keyword: str, scope: Scope, effort: Effort) -> Evaluation:
-    """The ways through ``node``, of well-formed keywords and without ``keyword``, ``unevaluatedProperties`` or
-    ``unevaluatedItems``. Raises ``Unknown``, and ``Refused`` where a schema in it is malformed."""
+    """The ways through ``node``, which has well-formed keywords and lacks ``keyword`` (``unevaluatedProperties`` or
+    ``unevaluatedItems``). Raises ``Unknown``, and ``Refused`` if a schema in it is malformed."""
     reader = _Reader(keyword, scope, effort)
     ways, implied = reader.of(node, pointer, _DEPTH)
     return Evaluation(tuple(ways), frozenset(implied), reader.found)
 
 
 class _Options(NamedTuple):
-    """Ways through what a keyword applies. ``chosen``: one of them holds in any case; ``enough``: any of them implies
+    """Ways through the subschemas of a keyword. ``chosen``: one of them always holds; ``enough``: any of them implies
     the keyword."""
 
     ways: list[Way]
@@ -135,7 +136,7 @@ class _Reader:
         return self.of(body, pointer, depth)[0]
 
     def _own(self, body: Schema, pointer: str) -> frozenset[Token]:
-        """What the keywords of ``body`` itself evaluate."""
+        """The tokens that the keywords of ``body`` itself evaluate."""
         own: dict[Token, Any] = {}
         if self._keyword == "unevaluatedProperties":
             if body.keys() & {"additionalProperties", "unevaluatedProperties"}:
@@ -152,7 +153,7 @@ class _Reader:
         return frozenset(own)
 
     def _always(self, body: Schema, pointer: str) -> Iterator[tuple[Any, str]]:
-        """Schemas that hold wherever ``body`` does, with their places."""
+        """Subschemas that hold whenever ``body`` does, with their pointers."""
         for i, part in enumerate(body.get("allOf", ())):
             yield part, child(pointer, "allOf", i)
         if "$ref" in body:
@@ -194,7 +195,7 @@ class _Reader:
                     yield _Options(through(schema, child(at, name), there), False, False)
 
     def _apart(self, branches: dict[str, Any], within: frozenset[str]) -> set[frozenset[str]]:
-        """The pairs of ``branches`` that exclude each other among values of the types ``within``."""
+        """The pairs of ``branches`` that are disjoint for values of the types ``within``."""
         if len(branches) > _MOST_BRANCHES:
             raise Unknown(f"at most {_MOST_BRANCHES} alternatives are followed")
         of = {place: typed(branch, self._scope, within) for place, branch in branches.items()}
@@ -203,12 +204,12 @@ class _Reader:
 
 
 def _all(first: Iterable[Way], second: list[Way]) -> list[Way]:
-    """Ways through the schemas of both."""
+    """The combinations of one way of each."""
     return _fewest([one.joined(other) for one in first for other in second])
 
 
 def _some(options: dict[str, list[Way]], apart: set[frozenset[str]]) -> list[Way]:
-    """Ways through one or several of ``options``, of which those in ``apart`` never hold together."""
+    """Ways through one or several of ``options``; pairs in ``apart`` never hold together."""
     found = list[Way]()
     for place, ways in options.items():
         beside = [w for w in found if not any(frozenset({each.pointer, place}) in apart for each in w.conditions)]
@@ -217,7 +218,7 @@ def _some(options: dict[str, list[Way]], apart: set[frozenset[str]]) -> list[Way
 
 
 def _fewest(ways: list[Way]) -> list[Way]:
-    """``ways`` without those for which another one serves. Raises ``Unknown`` where they are too many."""
+    """``ways`` without those that another way covers. Raises ``Unknown`` if there are too many."""
     found = list[Way]()
     for way in sorted(dict.fromkeys(ways), key=lambda each: len(each.conditions)):
         if not any(each.serves_for(way) for each in found):

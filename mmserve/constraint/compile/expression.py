@@ -78,8 +78,8 @@ def _escaped(code: int) -> str:
 @cache
 def with_property(name: str) -> Ranges:
     """The characters with the Unicode property ``name``: a category such as ``Lu``, a script such as ``Greek``, or
-    ``PROPERTY=VALUE``. Raises ``ValueError`` where there is no such property."""
-    import regex  # as it is needed seldom, and only where constraints are read
+    ``PROPERTY=VALUE``. Raises ``ValueError`` for an unknown property."""
+    import regex  # seldom needed, and only in processes that read constraints
 
     try:
         having = regex.compile(rf"\p{{{name}}}+")
@@ -94,7 +94,7 @@ def _all_characters() -> str:
 
 
 def folded(ranges: Ranges) -> Ranges:
-    """``ranges`` and all characters that differ from theirs in case only."""
+    """``ranges`` and all characters that differ from them only in case."""
     orbits = _orbits()
     others = [other for low, high in ranges for code, other in orbits if low <= code <= high]
     return union(ranges, tuple((code, code) for code in others))
@@ -108,13 +108,13 @@ def _orbits() -> tuple[tuple[int, int], ...]:
         for code in range(low, high + 1):
             char = chr(code)
             key = char.casefold()
-            if len(key) != 1:  # a full folding; the simple one is to the lower case, if that is one character
+            if len(key) != 1:  # full folding; the simple one is the lower case, if that is one character
                 key = char.lower() if len(char.lower()) == 1 else char
             alike.setdefault(key, []).append(code)
     return tuple((a, b) for codes in alike.values() if len(codes) > 1 for a in codes for b in codes if a != b)
 
 
-#: Where letters with two cases are: none is in the blocks of Han and Hangul between them, or after them.
+#: Code point ranges with cased letters: there are none in the blocks of Han and Hangul between them, or after them.
 _CASED: Ranges = ((0x41, 0x33FF), (0xA000, 0xABFF), (0xF900, 0xFFFF), (0x10000, 0x1EFFF))
 
 DIGIT: Ranges = ((0x30, 0x39),)
@@ -124,7 +124,7 @@ SPACE: Ranges = union(
     ((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
     ((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
-#: What ``.`` does not match.
+#: Characters that ``.`` does not match.
 LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 CLASSES: dict[str, Ranges] = {
     "d": DIGIT,
@@ -134,9 +134,9 @@ CLASSES: dict[str, Ranges] = {
     "s": SPACE,
     "S": inverse(SPACE),
 }
-#: Characters that are taken first where an expression has a choice of them.
+#: Characters that are preferred if an expression has a choice.
 _PLAIN = "a1A0bxnzX2-_. "
-#: Characters that a JSON string has with an escape: controls, the quote and the backslash.
+#: Characters that need an escape in a JSON string: controls, the quote and the backslash.
 _ESCAPED = ((0x00, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")))
 
 
@@ -145,7 +145,7 @@ class BadPattern(ValueError):
 
 
 def _hashed(item: Item) -> int:
-    """The hash of a frozen dataclass, computed once: derivatives of an expression mostly share its parts."""
+    """The cached hash of a frozen dataclass: derivatives of an expression share most of its parts."""
     parts = vars(item)
     found: int | None = parts.get("hash")
     if found is None:
@@ -182,7 +182,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Repeat:
-    """``item`` from ``low`` to ``high`` times; None = unbounded. ``lazy`` matters to lexers only."""
+    """``item`` from ``low`` to ``high`` times; None = unbounded. ``lazy`` matters only in lexers."""
 
     item: Item
     low: int
@@ -196,7 +196,7 @@ Item = Chars | Anchor | Group | Repeat
 
 
 def items_of(item: Item) -> Iterator[Item]:
-    """``item`` and all within it."""
+    """``item`` and all items nested in it."""
     yield item
     match item:
         case Group(branches):
@@ -212,7 +212,7 @@ def literal(text: str) -> str:
 
 
 def literal_of(text: str, *, either_case: bool = False) -> Group:
-    """The parts of the expression that matches ``text``, or ``text`` in ``either_case``."""
+    """The items of the expression that matches ``text``, or ``text`` in ``either_case``."""
     sets = (single(ord(char)) for char in text)
     return Group((tuple(Chars(folded(each) if either_case else each) for each in sets),))
 
@@ -230,7 +230,7 @@ def text_of(item: Item) -> str:
 
 
 def size_of(item: Item) -> int:
-    """Characters of ``item`` with its repetitions expanded."""
+    """Length of ``item`` in characters with its repetitions expanded."""
     match item:
         case Group(branches):
             return sum(size_of(inner) for branch in branches for inner in branch)
@@ -240,7 +240,7 @@ def size_of(item: Item) -> int:
 
 
 def longest_match(item: Item, *, quoted: bool = False) -> float:
-    """Most bytes of a text that ``item`` matches; ``quoted``: as it is written in a JSON string."""
+    """Maximum length in bytes of a text that ``item`` matches; ``quoted``: as written in a JSON string."""
     match item:
         case Chars(ranges):
             return max((_width(low, high, quoted=quoted) for low, high in ranges), default=0)
@@ -253,7 +253,7 @@ def longest_match(item: Item, *, quoted: bool = False) -> float:
 
 
 def _width(low: int, high: int, *, quoted: bool) -> int:
-    """Most bytes of a character from ``low`` to ``high``."""
+    """Maximum length in bytes of a character from ``low`` to ``high``."""
     escaped = quoted and any(low <= last and first <= high for first, last in _ESCAPED)
     return max(_bytes(high), 2 if escaped else 1)
 
@@ -263,7 +263,7 @@ def _bytes(code: int) -> int:
 
 
 def least_of(item: Item) -> float:
-    """Fewest bytes of a text that ``item`` matches; infinite where it matches none."""
+    """Minimum length in bytes of a text that ``item`` matches; infinite if it matches none."""
     match item:
         case Chars(ranges):
             return _bytes(ranges[0][0]) if ranges else inf
@@ -275,7 +275,7 @@ def least_of(item: Item) -> float:
 
 
 def shortest_of(item: Item) -> str:
-    """A shortest text that ``item``, which matches some, does."""
+    """A shortest text that ``item`` matches; it must match some text."""
     match item:
         case Chars(ranges):
             return _character(ranges)

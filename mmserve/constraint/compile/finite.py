@@ -1,7 +1,7 @@
-"""The last passes over a rewritten schema (of ``compile.schema``): every value is finite, and so is every number.
+"""The last passes over a rewritten schema (of ``compile.schema``): values and numbers are made finite.
 
-``without_endless`` removes references to definitions that every value would enter without end. ``with_finite_numbers``
-bounds the numbers of values that the schema leaves open, such as ``1e999``, which readers take for an infinity.
+``without_endless`` removes references to definitions that have no finite value. ``with_finite_numbers`` bounds the
+numbers of values that the schema leaves open, such as ``1e999``, which parsers read as infinity.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MOST_CASES = 64  # of several anyOf that all hold
 
 
 def without_endless(schema: Any, definitions: dict[str, Any]) -> Any:
-    """``schema`` with ``definitions`` as its ``$defs``, every reference to one without a finite value made false.
+    """``schema`` with ``definitions`` as its ``$defs``; references to definitions without a finite value become false.
 
-    Both are as ``mmserve.constraint.compile.schema`` writes them. Raises ``Refused`` where nothing is left.
+    Both are outputs of ``mmserve.constraint.compile.schema``. Raises ``Refused`` if no value is left.
     """
     ending = grown_to_all(definitions, lambda name, found: _ends(definitions[name], found))
     if not _ends(schema, ending):
@@ -39,9 +39,9 @@ def without_endless(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 def grown_to_all(names: Collection[str], belongs: Callable[[str, set[str]], bool]) -> set[str]:
-    """The least set of ``names`` with each one that ``belongs`` to it, given the set so far.
+    """The least fixpoint: the set of those ``names`` for which ``belongs`` holds, given the set so far.
 
-    One that depends on others mostly comes before them: a chain of them takes one pass.
+    Names usually come after those that depend on them: a chain of dependencies then takes one pass.
     """
     found, before = set[str](), -1
     while len(found) > before:
@@ -92,18 +92,18 @@ def _array_ends(schema: dict[str, Any], ending: set[str]) -> bool:
 
 
 def _pruned(schema: Any, ending: set[str]) -> Any:
-    """``schema`` with references to other definitions than those ``ending`` made false."""
+    """``schema`` with references to definitions not in ``ending`` replaced by false."""
     if isinstance(schema, bool) or ("$ref" in schema and target(schema) not in ending):
         return schema is True
     return with_children(schema, lambda inner: _pruned(inner, ending))
 
 
 def with_finite_numbers(schema: Any, notes: Notes, *, apart: bool = False) -> Any:
-    """``schema``, of ``without_endless``, whose open values have numbers within ±``LARGEST``.
+    """``schema`` (of ``without_endless``) with the numbers of open values limited to ±``LARGEST``.
 
-    Where schemas are joined, the whole is joined with a schema of these bounds. llguidance cannot join two
-    definitions that refer to themselves: in a schema with such, each place is narrowed where it is left open. So it is,
-    if it can be, where schemas are better kept ``apart``. Raises ``Refused`` where nothing is left.
+    If schemas are joined, the whole schema is joined with a schema of these bounds. llguidance cannot join two
+    recursive definitions: a schema that has them is narrowed at each open value instead. The same is done, if possible,
+    if ``apart``. Raises ``Refused`` if no value is left.
     """
     definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
     root = {name: value for name, value in schema.items() if name != "$defs"} if isinstance(schema, dict) else schema
@@ -136,11 +136,11 @@ def _joins(node: Schema) -> bool:
 
 
 class _Narrower:
-    """Narrows what schemas leave open; ``plain``: the definitions that are not recursive."""
+    """Narrows open values of schemas; ``plain``: the definitions that are not recursive."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
         self._plain = plain
-        self.gave_up = False  # whether something is left open
+        self.gave_up = False  # whether an open value remains
 
     def of(self, node: Any) -> Any:
         """``node`` with numbers within bounds wherever it leaves them open."""
@@ -153,7 +153,7 @@ class _Narrower:
         if _joins(node):
             return self._together(list(self._parts(node)))
         kinds, made = types_of(node), dict(node)
-        if "integer" in kinds:  # which comes with "number", too
+        if "integer" in kinds:  # ``type_of`` always gives "number" with it
             made = {**FINITE, **made}
         for keyword in ("properties", "patternProperties"):
             if keyword in made:
@@ -167,9 +167,9 @@ class _Narrower:
         return made
 
     def _parts(self, node: Any, seen: set[str] | None = None) -> Iterator[Any]:
-        """Schemas that all hold where ``node`` does: each a reference to one that recurs, ``anyOf``, or plain.
+        """Schemas that all hold if ``node`` does: each is a reference to a recursive definition, ``anyOf``, or plain.
 
-        ``seen``: definitions that are among them already; a definition counts once, however often it is referred to.
+        ``seen``: definitions that were returned already; each is returned once.
         """
         seen = set() if seen is None else seen
         if not isinstance(node, dict):
@@ -190,8 +190,8 @@ class _Narrower:
             yield {"$ref": node["$ref"]}
 
     def _together(self, parts: list[Any]) -> Any:
-        """``parts``, which all hold, narrowed: at each place by one of them only, since two recursive
-        schemas cannot be joined."""
+        """``parts``, which all hold, narrowed: each value by one of them only, because two recursive schemas cannot be
+        joined."""
         groups = [part["anyOf"] for part in parts if isinstance(part, dict) and "anyOf" in part]
         plain = [part for part in parts if not isinstance(part, dict) or "anyOf" not in part]
         if groups and prod(map(len, groups)) > _MOST_CASES:
@@ -228,7 +228,7 @@ class _Narrower:
         return [part for part in parts if part] + [rest]
 
     def _only(self, parts: list[Schema], keyword: str) -> Any:
-        """The value of ``keyword``, narrowed, from the one of ``parts`` that has it; else the schema of open values."""
+        """The narrowed value of ``keyword`` from the one of ``parts`` that has it; else the schema of open values."""
         found = [part for part in parts if part.get(keyword, True) is not True]
         if not found:
             return _REFERENCE

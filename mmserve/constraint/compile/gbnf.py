@@ -1,6 +1,6 @@
 """llama.cpp's GBNF, read into ``syntax``.
 
-The language is that of llama.cpp's ``grammars/README.md`` and ``src/llama-grammar.cpp`` but for its tokens (``<…>``),
+The language is that of llama.cpp's ``grammars/README.md`` and ``src/llama-grammar.cpp``, without its tokens (``<…>``),
 and with alternatives that begin on a new line. Repetitions may be repeated.
 """
 
@@ -49,7 +49,7 @@ class GbnfReader(Reader):
 
     def _bounds(self) -> tuple[int, int | None] | None:
         begin = self.next
-        if self._word.text == "{":  # within a bound a new line is space
+        if self._word.text == "{":  # a newline is white space within bounds
             while self._word.kind != "end" and self._word.text != "}":
                 self.next += 1
             self.found[begin : self.next] = [word for word in self.found[begin : self.next] if word.kind != "newline"]

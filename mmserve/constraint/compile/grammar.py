@@ -1,9 +1,9 @@
 """A constraint as the text of a grammar that llguidance compiles.
 
-Lark and GBNF grammars of users are read, checked, and searched for their shortest sentence: the fewest bytes of every
-rule are a fixpoint over all rules, found by Knuth's generalisation of Dijkstra's algorithm (D. E. Knuth, "A
-generalization of Dijkstra's algorithm", Information Processing Letters 6(1), 1977). The cheapest rule of those whose
-cost is known is final, and costs of rules that refer to it are found anew. A rule that is never final has no sentence.
+Lark and GBNF grammars of users are parsed, checked, and searched for their shortest sentence: the minimum bytes of
+every rule are a fixpoint over all rules, computed by Knuth's generalisation of Dijkstra's algorithm (D. E. Knuth, "A
+generalization of Dijkstra's algorithm", Information Processing Letters 6(1), 1977). The cheapest rule with a known cost
+is final, and the costs of rules that refer to it are updated. A rule that never becomes final has no sentence.
 """
 
 from __future__ import annotations
@@ -62,16 +62,18 @@ from mmserve.core.constraint import CallsOrJson, Choice, ConstraintMode, Constra
 def grammar_of(spec: ConstraintSpec) -> Grammar:
     """The grammar of ``spec``. Raises ``Refused``.
 
-    Time and memory grow with the constraint; run it in a child process (``search.worker``). Nothing is cached between
-    constraints: the time of one would leak to a tenant what another has asked for.
+    Time and memory grow with the constraint: run it in a child process (``search.worker``). Nothing is cached between
+    constraints, because timing would leak a tenant's constraints to others.
     """
     return next(grammars_of(spec))
 
 
 def grammars_of(spec: ConstraintSpec, failed: int = 0) -> Iterator[Grammar]:
-    """Grammars of ``spec``, to be compiled until one is taken; several only of a JSON schema. Raises as ``grammar_of``.
+    """Grammars of ``spec``, to be compiled until one succeeds; several only for a JSON schema. Raises as
+    ``grammar_of``.
 
-    ``failed``: the processes that compiling others of it has ended; only a JSON schema that may be widened has more.
+    ``failed``: number of processes that compiling others of these ended; only widenable JSON schemas have more
+    grammars.
     """
     try:
         match spec.kind:
@@ -92,7 +94,7 @@ def _documents(kind: JsonSchema, mode: ConstraintMode, failed: int) -> Iterator[
 
 
 def _either(calls: Grammar, openings: Iterable[str], document: Grammar) -> Grammar:
-    """The grammar of what one of the two accepts; ``openings``: how calls begin, and no document may."""
+    """The union of both grammars; ``openings``: prefixes of calls, with which no document may begin."""
     if (alike := first_begun(document.text, [each for each in openings if each.startswith("{")])) is not None:
         raise Refused.at("", "json_schema", f"has documents that begin as a call of a tool does, {alike!r}")
     grammars: list[Any] = [{"lark_grammar": "start: @calls | @document\n"}]
@@ -140,7 +142,7 @@ def kind_of(spec: ConstraintSpec) -> str:
 
 
 def _inline(text: str, mode: ConstraintMode) -> tuple[Json, tuple[Finding, ...]]:
-    """A schema within a grammar: as it is only a part of the answer, nothing of it can be checked afterwards."""
+    """A schema within a grammar. It is only a part of the answer, so nothing of it can be validated afterwards."""
     rewritten = rewrite(read_schema(text), strict=mode is not ConstraintMode.LENIENT)
     if rewritten.loose and mode is not ConstraintMode.LENIENT:
         raise Refused(*rewritten.loose)
@@ -156,7 +158,7 @@ def _of_expression(expression: Item, least: int, sketch: Sketch | None, warnings
 
 
 def _of_word(text: str) -> str:
-    """A grammar of one expression; ``/`` is written out in ``text``, so that it ends nothing."""
+    """A grammar of one expression; ``/`` must be escaped in ``text``."""
     return json.dumps({"grammars": [{"lark_grammar": f"start: TEXT\nTEXT: /{text}/\n"}]})
 
 
@@ -174,14 +176,14 @@ def _checked(options: tuple[str, ...]) -> Iterable[str]:
     return dict.fromkeys(options)
 
 
-#: Words and bytes of a shortest sentence, above which it is not written out.
+#: Maximum words and bytes of a shortest sentence that is written out.
 _PIECES, _BYTES = 4_000, 32_768
-#: Nodes of a derivation that are looked at for each of its words.
+#: Maximum derivation nodes visited for each of its words.
 _STEPS = 50
 
 
 def _of_text(text: str, kind: str, reader: Callable[[str], Reader]) -> Grammar:
-    """The context-free grammar ``text``. Raises ``Refused``; whether llguidance compiles it is not looked at."""
+    """The context-free grammar ``text``. Raises ``Refused``; does not check whether llguidance compiles it."""
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise Refused.at("", kind, f"must be at most {MAX_GRAMMAR_BYTES} bytes")
     if has_surrogate(text):
@@ -204,7 +206,7 @@ def _of_text(text: str, kind: str, reader: Callable[[str], Reader]) -> Grammar:
 
 
 def _text_of(syntax: Syntax, words: dict[str, Item], sketch: Sketch | None) -> str:
-    """The text of ``syntax`` under which the engine takes ``sketch``, if there is one."""
+    """The text of ``syntax`` for which the engine accepts ``sketch``, if there is one."""
     text = written(syntax, words)
     sentence = None if sketch is None or syntax.skipped or None in sketch.words else "".join(map(str, sketch.words))
     if sentence is None or len(text) > LARGE_BYTES or takes(text, sentence):
@@ -250,7 +252,7 @@ def takes(text: str, sentence: str) -> bool:
 
 
 def first_begun(text: str, beginnings: Iterable[str]) -> str | None:
-    """The first of ``beginnings`` with which a sentence of the grammar ``text`` may begin."""
+    """The first of ``beginnings`` that is a prefix of a sentence of the grammar ``text``; None if none is."""
     matcher = None
     for each in beginnings:
         matcher = matcher or LLMatcher(_bytewise(), text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
@@ -265,10 +267,10 @@ def _bytewise() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-#: Bytes and rules of a derivation. With the rules counted, a rule costs more than any rule within its derivation.
+#: Bytes and rules of a derivation. Counting rules makes each rule cost more than any rule within its derivation.
 Cost = tuple[float, int]
 _NOTHING: Cost = (0, 0)
-_NEVER: Cost = (inf, 0)  # of what has no sentence
+_NEVER: Cost = (inf, 0)  # cost without a sentence
 
 
 @dataclass(frozen=True)
@@ -280,18 +282,18 @@ class Derivations:
 
     @property
     def least(self) -> int | None:
-        """Fewest bytes of a sentence of the grammar; None where it has none."""
+        """Minimum bytes of a sentence of the grammar; None if it has none."""
         found = self.costs.get(self.syntax.start)
         return None if found is None else int(found[0])
 
     def endless(self) -> list[str]:
-        """Rules without a sentence that the grammar's first rule refers to, directly or not."""
+        """Rules without a sentence that the start rule refers to, directly or not."""
         reached = self.syntax.reached(Ref(self.syntax.start))
         return [name for name in self.syntax.names if name in reached and name not in self.costs]
 
     def pieces(self, most: int) -> list[str | None] | None:
-        """The words of a shortest sentence, as of ``Sketch``, without what is skipped between them; None where there
-        are more than ``most`` of them, or no sentence."""
+        """The words of a shortest sentence (see ``Sketch``), without skipped text; None if there are more than
+        ``most``, or no sentence."""
         if self.syntax.start not in self.costs:
             return None
         found = list[str | None]()
@@ -322,7 +324,7 @@ class Derivations:
         return cost_of(node, self.costs)
 
     def text(self, node: Node) -> str | None:
-        """A shortest text of a word; None where it has to be looked for."""
+        """A shortest text of a word; None if it must be searched."""
         match node:
             case Literal(text):
                 return text
@@ -342,7 +344,7 @@ class Derivations:
 
 
 def derivations(syntax: Syntax) -> Derivations:
-    """The cheapest derivations of ``syntax``, all of whose references are to names that it has."""
+    """The cheapest derivations of ``syntax``, in which all references are defined."""
     names = syntax.names
     users = defaultdict[str, set[str]](set)
     for name, definition in names.items():
@@ -371,7 +373,7 @@ def derivations(syntax: Syntax) -> Derivations:
 
 
 def cost_of(node: Node, costs: dict[str, Cost]) -> Cost:
-    """The least cost of ``node``, given those of names; infinite where it has no sentence by them."""
+    """The least cost of ``node``, given the costs of names; infinite if it has no sentence with these."""
     match node:
         case Literal(text):
             return len(text.encode()), 0

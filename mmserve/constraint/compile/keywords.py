@@ -1,7 +1,7 @@
-"""Keywords of JSON Schema: the draft and the value type of each; and JSON values: types, equality, finite sets of them.
+"""Keywords of JSON Schema (the draft and value type of each), and JSON values (types, equality, finite sets).
 
-``misshapen`` follows JSON Schema's meta-schema as far as values are used here; ``modern`` writes the keywords of older
-drafts as draft 2020-12 has them.
+``misshapen`` follows JSON Schema's meta-schema as far as values are used here; ``modern`` converts keywords of older
+drafts to draft 2020-12.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ANNOTATIONS = frozenset(
         "writeOnly",
     }
 )
-#: In-place applicators: keywords whose subschemas apply to the same instance as the schema around them.
+#: In-place applicators: keywords whose subschemas apply to the same instance as the surrounding schema.
 IN_PLACE = frozenset(
     {"$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "not", "oneOf", "then"}
 )
@@ -52,7 +52,7 @@ DIALECTS = {
     "json-schema.org/draft/2019-09/schema": 2019,
     "json-schema.org/draft/2020-12/schema": 2020,
 }
-#: The first draft that has each keyword; an older draft would ignore the keyword, so it is refused there.
+#: The first draft that has each keyword. In an older draft the keyword has no effect, so it is refused.
 _SINCE = {
     "const": 6,
     "contains": 6,
@@ -128,7 +128,7 @@ _schemas = _must(
 _schema_map = _must(
     lambda value: isinstance(value, dict) and all(map(is_schema, value.values())), "an object of schemas"
 )
-#: A size that need not be reached: nothing comes near the larger ones.
+#: A size limit that no answer reaches.
 _most = _must(_is_size, "an integer of at least 0")
 _number = _bounded(lambda value: abs(value) <= MAX_INTEGER, f"lie within ±{MAX_INTEGER}")
 _lower = _bounded(lambda value: value <= MAX_INTEGER, f"be at most {MAX_INTEGER}")
@@ -152,7 +152,7 @@ def _values(value: Any) -> str | None:
 
 
 def _value(value: Any) -> str | None:
-    """A constant: every number in it must be one that a grammar can write exactly."""
+    """Checks a constant: a grammar must be able to write every number in it exactly."""
     return next(filter(None, map(_exact, filter(is_number, values_within(value)))), None)
 
 
@@ -188,7 +188,7 @@ KNOWN = frozenset(_CHECKS) | ANNOTATIONS
 
 
 def misshapen(node: Mapping[str, Any], pointer: str) -> Iterator[Finding]:
-    """The keywords of one schema whose values are not what they must be."""
+    """The keywords of one schema whose values are malformed."""
     for keyword, check in _CHECKS.items():
         if keyword in node and (reason := check(node[keyword])):
             yield Finding(child(pointer, keyword), keyword, reason)
@@ -219,7 +219,7 @@ def type_of(value: Any) -> str:
 
 
 def key(value: Any) -> str:
-    """A text that two values share just when they are equal as JSON (``read_schema`` left no float 1.0)."""
+    """A text that is equal for two values exactly if they are equal as JSON (``read_schema`` leaves no float 1.0)."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -229,7 +229,7 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def types_of(node: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a schema's ``type`` and its constants leave; "number" comes with "integer"."""
+    """The types that a schema's ``type`` and constants allow; "number" implies "integer"."""
     allowed = ALL
     if "type" in node:
         given = node["type"] if isinstance(node["type"], list) else [node["type"]]
@@ -242,7 +242,7 @@ def types_of(node: Mapping[str, Any]) -> frozenset[str]:
 
 
 def finite(node: Any) -> list[Any] | None:
-    """All values a schema can have, if its own keywords ``const``, ``enum`` and ``type`` name them; else None."""
+    """All values of a schema, if its keywords ``const``, ``enum`` and ``type`` list them; else None."""
     if not isinstance(node, dict):
         return None
     kinds = types_of(node)
@@ -255,12 +255,12 @@ def finite(node: Any) -> list[Any] | None:
 
 
 def names_of(kinds: Iterable[str]) -> list[str]:
-    """``kinds`` as a value of ``type``: in order, and without "integer" beside "number"."""
+    """``kinds`` as a value of ``type``: sorted, and without "integer" if "number" is there."""
     chosen = set(kinds)
     return [name for name in TYPES if name in chosen and not (name == "integer" and "number" in chosen)]
 
 
-#: Keywords with schemas, in schemas as ``compile.schema`` writes them: by name, in a row, and one each.
+#: Keywords with subschemas in schemas of ``compile.schema``: by name, in a list, and single.
 _MAPS, _ROWS, _ONES = (
     ("properties", "patternProperties", "$defs"),
     ("anyOf", "allOf", "prefixItems"),
@@ -276,7 +276,7 @@ def children(node: Schema) -> list[Any]:
 
 
 def nodes(schema: Any) -> Iterator[Schema]:
-    """``schema`` (of ``compile.schema``) and all within it, but for true and false."""
+    """``schema`` (of ``compile.schema``) and all nested schemas, except for true and false."""
     stack = [schema]
     while stack:
         node = stack.pop()
@@ -286,7 +286,7 @@ def nodes(schema: Any) -> Iterator[Schema]:
 
 
 def with_children(node: Schema, change: Callable[[Any], Any]) -> Schema:
-    """``node`` (of ``compile.schema``) with ``change`` made to the schemas directly in it."""
+    """``node`` (of ``compile.schema``) with ``change`` applied to its direct subschemas."""
     made = dict(node)
     for keyword in made.keys() & _MAPS:
         made[keyword] = {name: change(each) for name, each in made[keyword].items()}
@@ -304,13 +304,13 @@ def target(node: Schema) -> str:
 
 
 def writable(value: Any) -> bool:
-    """Whether every string of ``value`` can be written with the escapes that a grammar has: not ``\\u``."""
+    """Whether every string of ``value`` can be written with the escapes that grammars allow, without ``\\u``."""
     texts = (text for text in values_within(value) if isinstance(text, str))
     return all((char >= " " and char != "\x7f") or char in "\b\t\n\f\r" for text in texts for char in text)
 
 
 def dialect(root: Any) -> int:
-    """The draft that ``root`` is written in; the newest where it names none. Raises ``Refused`` for an unknown one."""
+    """The draft of ``root``; the newest if it declares none. Raises ``Refused`` for an unknown one."""
     if not isinstance(root, dict) or "$schema" not in root:
         return 2020
     name = root["$schema"]
@@ -321,13 +321,13 @@ def dialect(root: Any) -> int:
 
 
 def modern(node: dict[str, Any], draft: int, pointer: str) -> dict[str, Any]:
-    """``node`` in the words of draft 2020-12. Raises ``Refused`` where a keyword is of a later draft than ``draft``."""
+    """``node`` converted to draft 2020-12. Raises ``Refused`` if a keyword is of a later draft than ``draft``."""
     for keyword, since in _SINCE.items():
         if keyword in node and draft < since:
             raise Refused.at(
                 child(pointer, keyword), keyword, f"is no keyword of the draft that $schema names ({draft})"
             )
-    if "$ref" in node and draft <= 7:  # siblings of a reference are ignored there
+    if "$ref" in node and draft <= 7:  # these drafts ignore siblings of a reference
         return {"$ref": node["$ref"]}
     if draft not in _CONTENT_DRAFTS:
         node = {name: value for name, value in node.items() if name not in _CONTENT}
@@ -369,7 +369,7 @@ def _dependencies(node: dict[str, Any], pointer: str) -> dict[str, Any]:
 
 
 def _exclusive(node: dict[str, Any]) -> dict[str, Any]:
-    """Draft 4's ``exclusiveMinimum: true`` beside ``minimum``."""
+    """Draft 4's ``exclusiveMinimum: true`` with ``minimum``."""
     node = dict(node)
     for flag, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(node.get(flag), bool) and node.pop(flag) and is_number(node.get(bound)):

@@ -37,13 +37,13 @@ from mmserve.constraint.limits import MAX_DEPTH, MAX_REPEAT
 
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 
-#: How a schema in a grammar is read: its JSON text to its node. Raises ``Refused``.
+#: Compiles the JSON text of a schema in a grammar to its node. Raises ``Refused``.
 Schemas = Callable[[str], tuple[Json, tuple[Finding, ...]]]
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a grammar's text."""
+    """A token of a grammar's text."""
 
     kind: str  # a group of the reader's ``words``, "json", or "end"
     text: str
@@ -51,11 +51,11 @@ class Word:
 
 
 class Reader:
-    """A recursive-descent reader: what dialects of grammars have in common.
+    """A recursive-descent parser: the common part of grammar dialects.
 
-    ``dialect`` names one in refusals, ``root`` is its first rule. ``words``: what a text consists of; the first group
-    that matches is taken. ``escapes``: of strings, besides codes. ``named``: what precedes the name of a definition in
-    reasons.
+    ``dialect`` names the dialect in errors, ``root`` is its start rule. ``words``: the tokens of a text; the first
+    matching group is taken. ``escapes``: string escapes other than codes. ``named``: the prefix of definition names in
+    error messages.
     """
 
     dialect: str
@@ -65,14 +65,14 @@ class Reader:
     named = ""
 
     def __init__(self, text: str) -> None:
-        self.text, self.name = text, ""  # the name of what is being defined
+        self.text, self.name = text, ""  # name of the current definition
         self.lines = [i for i, char in enumerate(text) if char == "\n"]
         self.rules, self.terminals = dict[str, Definition](), dict[str, Definition]()
         self.skipped, self.warnings = list[Node](), list[str]()
         self.found, self.next = self._split(), 0
 
     def grammar(self) -> Syntax:
-        """The whole grammar. Raises ``Refused``, with the line of what is wrong."""
+        """The whole grammar. Raises ``Refused``, with the line of the error."""
         self._newlines()
         while self._word.kind != "end":
             self.name = ""
@@ -89,11 +89,11 @@ class Reader:
         raise NotImplementedError
 
     def _atom(self, depth: int) -> Node:
-        """The next part of a sequence, without its repetition."""
+        """The next element of a sequence, without its repetition."""
         raise NotImplementedError
 
     def _begins_an_item(self) -> bool:
-        """Whether what is on the next line that is not empty cannot be part of an alternative."""
+        """Whether the next non-empty line cannot continue an alternative."""
         return False
 
     def _split(self) -> list[Word]:
@@ -134,14 +134,14 @@ class Reader:
         return options[0] if len(options) == 1 else Either(tuple(options))
 
     def _bar(self, depth: int) -> bool:
-        """Take ``|``, also from the beginning of the next line."""
+        """Consume ``|``, also at the beginning of the next line."""
         before = self.next
         self._newlines()
         if self._is("|"):
             if depth or not self._begins_an_item():
                 self._newlines()
             return True
-        if not depth:  # within parentheses a new line is space
+        if not depth:  # newlines are white space within parentheses
             self.next = before
         return False
 
@@ -150,7 +150,7 @@ class Reader:
         while self._is("&"):
             parts.append(self._row(depth))
         if self._is("->"):
-            self._take()  # the name of an alternative in parse trees
+            self._take()  # an alternative's name in parse trees
         return parts[0] if len(parts) == 1 else Both(tuple(parts))
 
     def _row(self, depth: int) -> Node:
@@ -200,13 +200,13 @@ class Reader:
         return node
 
     def _range(self, word: Word, low: str, high: str) -> Ranges:
-        """The characters from ``low`` to ``high``, of ``word``."""
+        """The characters from ``low`` to ``high``; ``word`` is used in errors."""
         if len(low) != 1 or len(high) != 1 or high < low:
             raise self._bad(word.at, "a range must go from one character up to another")
         return union(((ord(low), ord(high)),))
 
     def _unescaped(self, word: Word, text: str) -> str:
-        """``text``, a part of ``word``, with its escapes read."""
+        """``text``, a part of ``word``, with its escapes decoded."""
 
         def char(found: re.Match[str]) -> str:
             code = found[1] or found[2] or found[3]
@@ -304,7 +304,7 @@ class LarkReader(Reader):
         if self._word.text == "{":
             raise self._bad(word.at, "templates are not supported", "{…}")
         if self._is("."):
-            self._number()  # a priority chooses between parse trees
+            self._number()  # priorities choose between parse trees
         if not self._is(":"):
             raise self._unexpected("':' must follow the name of a rule")
         self._define(self.name, self._either(0), word.at, self.rules if word.kind == "rule" else self.terminals)
@@ -336,7 +336,7 @@ class LarkReader(Reader):
             self._define(alias or name, Matching(terminal(COMMON[name])), statement.at, self.terminals)
 
     def _begins_an_item(self) -> bool:
-        """Whether a definition or a statement is on the next line that is not empty."""
+        """Whether the next non-empty line is a definition or a statement."""
         at = self.next
         while self.found[at].kind == "newline":
             at += 1

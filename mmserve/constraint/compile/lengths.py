@@ -1,8 +1,7 @@
-"""Bounds in bytes of the documents under a schema.
+"""Bounds of the documents under a schema, in bytes.
 
-A token has at least one byte, so the upper bound also bounds the tokens of an answer; it has at most a known number of
-bytes, so the lower bound gives a least number of tokens: where that is far above a request's budget, no answer is
-searched.
+A token has at least one byte, so the upper bound also bounds the tokens of an answer. A token's bytes are bounded, so
+the lower bound gives a minimum number of tokens: if that is far above a request's budget, no answer is searched.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from mmserve.constraint.compile.expression import BadPattern, longest_match
 from mmserve.constraint.compile.keywords import Schema, target
 from mmserve.constraint.compile.pattern import parsed
 
-#: Bytes of ``, `` and of ``: ``, as a document may be spaced (``attempts.JSON_LAYOUT``).
+#: Bytes of ``, `` and of ``: ``, the longest separators of a document (``attempts.JSON_LAYOUT``).
 _SPACED = 2
 _QUOTES = _BRACKETS = 2
-#: Bytes that a character has at most, in UTF-8.
+#: Maximum bytes of a character in UTF-8.
 _WIDEST = 4
 _LITERALS = {"null": len("null"), "boolean": len("false")}
-#: Characters of patterns that are read of one schema: 3 ms a thousand.
+#: Maximum total length of patterns that are analysed in one schema: 3 ms per thousand characters.
 _READ = 20_000
 
 
@@ -39,7 +38,7 @@ def shortest_document(schema: Any) -> int:
 
 
 class _Bounds:
-    """Bounds of documents: ``all_of`` joins those of keywords that all hold, ``any_of`` those of alternatives."""
+    """Bounds of documents: ``all_of`` combines those of keywords that all hold, ``any_of`` those of alternatives."""
 
     all_of: Callable[..., float]
     any_of: Callable[..., float]
@@ -53,7 +52,7 @@ class _Bounds:
         self._left = _READ
         try:
             self.root = self._of(schema)
-        except RecursionError:  # definitions that refer to one another in a long row
+        except RecursionError:  # a long chain of references
             self.root = self.unknown
 
     def _of(self, schema: Any) -> float:
@@ -71,12 +70,12 @@ class _Bounds:
 
     def _referred(self, name: str) -> float:
         if name not in self._known:
-            self._known[name] = self.unknown  # until it is known: a definition may be recursive
+            self._known[name] = self.unknown  # default for recursive definitions
             self._known[name] = self._of(self._definitions[name])
         return self._known[name]
 
     def _typed(self, schema: Schema) -> float:
-        """The bound by the keywords of each type."""
+        """The bound from the keywords of each type."""
         if "type" not in schema:
             return self.unknown
         kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -84,12 +83,12 @@ class _Bounds:
 
 
 def _listed(count: int, inner: float) -> float:
-    """Bytes of ``count`` parts between brackets, themselves of ``inner`` bytes."""
+    """Bytes of an array or object of ``count`` parts with ``inner`` bytes in total."""
     return _BRACKETS + inner + _SPACED * max(0, count - 1)
 
 
 def _longest_value(value: Any) -> int:
-    """Most bytes of ``value`` written out; numbers never have an exponent."""
+    """Maximum bytes of ``value`` as text; numbers have no exponent."""
     match value:
         case float():
             return len(format(Decimal(repr(value)), "f"))
@@ -112,7 +111,7 @@ class _Longest(_Bounds):
             case "integer":
                 if not {"minimum", "maximum"} <= schema.keys():
                     return inf
-                bounds = schema["minimum"], schema["maximum"]  # without an exponent, and without zeros in front
+                bounds = schema["minimum"], schema["maximum"]  # without exponent and leading zeros
                 return max(len(str(int(abs(bound)))) for bound in bounds) + (bounds[0] < 0)
             case "string":
                 return self._strings(schema)
@@ -124,14 +123,14 @@ class _Longest(_Bounds):
                 there = [name for name, each in schema.get("properties", {}).items() if each is not False]
                 inner = (_longest_value(name) + _SPACED + self._of(schema["properties"][name]) for name in there)
                 return _listed(len(there), sum(inner))
-        return inf  # a number has any number of decimals
+        return inf  # numbers have any number of decimals
 
     def _strings(self, schema: Schema) -> float:
-        """Most bytes of a string, whose ``pattern`` is anchored."""
+        """Maximum bytes of a string, whose ``pattern`` is anchored."""
         most, pattern = _WIDEST * schema.get("maxLength", inf), schema.get("pattern", "")
         self._left -= len(pattern)
         if pattern and self._left >= 0:
-            with suppress(BadPattern):  # written out, it may be larger than any that is read
+            with suppress(BadPattern):  # expanded, it may be too large
                 most = min(most, longest_match(parsed(pattern.removeprefix("^").removesuffix("$")), quoted=True))
         return _QUOTES + most
 
@@ -150,7 +149,7 @@ class _Shortest(_Bounds):
 
     @staticmethod
     def value(value: Any) -> int:
-        """No more than the fewest bytes of ``value`` written out."""
+        """A lower bound of the bytes of ``value`` as text."""
         return 1 if isinstance(value, float) else len(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
     def _of_type(self, kind: str, schema: Schema) -> float:

@@ -1,6 +1,6 @@
-"""The schema of everything that another schema refuses, where one can be written without ``not``.
+"""The complement of a schema, if it can be written without ``not``.
 
-``not``, the negative side of ``if`` and the exclusiveness of ``oneOf`` all use it.
+Used for ``not``, the negative side of ``if``, and the exclusiveness of ``oneOf``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEPTH = 8  # references looked through
 
 
 class Negation(NamedTuple):
-    """``schema``: valid for nothing that the negated one is valid for; where ``exact``, for everything else."""
+    """``schema`` accepts nothing that the negated one accepts; if ``exact``, it accepts everything else."""
 
     schema: Any
     exact: bool
@@ -72,12 +72,12 @@ def negation(node: Any, scope: Scope, pointer: str, within: frozenset[str] = ALL
 
 
 def either(*schemas: Any) -> Any:
-    """``anyOf`` of ``schemas``, shorter where it can be; false for none."""
+    """``anyOf`` of ``schemas``, simplified if possible; false for none."""
     return _of_several("anyOf", schemas, True)
 
 
 def both(*schemas: Any) -> Any:
-    """``allOf`` of ``schemas``, shorter where it can be; true for none."""
+    """``allOf`` of ``schemas``, simplified if possible; true for none."""
     return _of_several("allOf", schemas, False)
 
 
@@ -122,7 +122,7 @@ def _of_keyword(keyword: str, value: Any, scope: Scope, pointer: str, within: fr
         case "propertyNames":
             return _known(_other_name(value, scope, pointer, depth))
         case "oneOf":
-            return Negation(_joined(both, map(of, value)).schema, False)  # two of them may hold as well
+            return Negation(_joined(both, map(of, value)).schema, False)  # two of them may hold
         case "$ref":
             return of(scope.resolve(value))
     return _known(_of_bound(keyword, value))
@@ -133,7 +133,7 @@ def _known(schema: Any | None) -> Negation:
 
 
 def _other_property(name: str, schema: Any, scope: Scope, pointer: str, depth: int) -> Negation:
-    """Objects that have the property with a value that its schema refuses."""
+    """Objects in which the property ``name`` has a value that ``schema`` rejects."""
     other, exact = negation(schema, scope, pointer, ALL, depth - 1)
     if other is False:
         return Negation(False, exact)
@@ -159,7 +159,7 @@ def _other_name(names: Any, scope: Scope, pointer: str, depth: int) -> Any | Non
 
 
 def _all_values(schema: Any, scope: Scope, pointer: str) -> list[Any] | None:
-    """The values under ``schema``, where ``type`` and either ``enum`` or ``const`` are all that it has."""
+    """The values under ``schema``, if it has only ``type`` and either ``enum`` or ``const``."""
     body = modern(schema, scope.draft, pointer) if isinstance(schema, dict) else {}
     if any(misshapen(body, pointer)) or body.keys() - ANNOTATIONS - {"type"} not in (set(), {"enum"}, {"const"}):
         return None
@@ -177,7 +177,7 @@ _SIZED = {"Length": "string", "Items": "array", "Properties": "object"}
 
 def _of_bound(keyword: str, value: Any) -> Any | None:
     if is_number(value) and abs(value) > (MAX_INTEGER if "imum" in keyword else MAX_REPEAT - 1):
-        return None  # beyond such a bound numbers are not exact, and no answer is so long
+        return None  # numbers are not exact beyond such a bound, and no answer is that long
     if keyword in _OPPOSITE and is_number(value):
         return {"type": "number", _OPPOSITE[keyword]: value}
     side, kind = keyword[:3], _SIZED.get(keyword[3:])

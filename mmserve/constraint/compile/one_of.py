@@ -1,6 +1,6 @@
-"""``oneOf``: a proof that two schemas exclude each other, or each branch without the values of the others.
+"""``oneOf``: a proof that two schemas are disjoint, or each branch without the values of the others.
 
-``oneOf`` of schemas that exclude each other is ``anyOf``.
+``oneOf`` of disjoint schemas is ``anyOf``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mmserve.constraint.compile.negation import Scope, either, negation
 from mmserve.constraint.compile.pattern import searched
 
 _DEPTH = 8  # nested schemas and references looked through
-_MOST_TEXTS = 64  # strings that are looked at one by one
-_MOST_STATES = 100  # of two expressions together; each costs a character of every class
+_MOST_TEXTS = 64  # strings that are compared one by one
+_MOST_STATES = 100  # of two expressions; each tries one character of every class
 _MOST_READ = 60_000  # characters of expressions and strings, in all proofs for a document
 
 
@@ -40,7 +40,7 @@ class Effort:
     left: int = _MOST_READ
 
     def spent(self, cost: int) -> bool:
-        """Spend ``cost``; False, with nothing spent, where less is left."""
+        """Spend ``cost``. Returns False, without spending, if less is left."""
         if cost > self.left:
             return False
         self.left -= cost
@@ -108,7 +108,7 @@ def _by_type(one: Any, other: Any, means: _Means, depth: int) -> bool:
 
 
 def _by_property(one: Any, other: Any, means: _Means, depth: int) -> bool:
-    """Whether a property that ``one`` requires is, in both, impossible to agree on."""
+    """Whether ``one`` requires a property whose schemas in both are disjoint."""
     for name in one.get("required", ()):
         mine = one.get("properties", {}).get(name, True)
         theirs = other.get("properties", {}).get(name, not _closed(other))
@@ -118,13 +118,13 @@ def _by_property(one: Any, other: Any, means: _Means, depth: int) -> bool:
 
 
 def _sized(one: Any, other: Any, what: str) -> bool:
-    """Whether one asks for more than the other allows."""
+    """Whether the minimum of one exceeds the maximum of the other."""
     pairs = ((one, other), (other, one))
     return any(a.get(f"min{what}", 0) > b.get(f"max{what}", a.get(f"min{what}", 0)) for a, b in pairs)
 
 
 def _by_text(one: Any, other: Any, effort: Effort) -> bool:
-    """Whether no string is of both; what formats allow may be more than what is known of them."""
+    """Whether no string matches both. Formats count only as far as their language is known."""
     for first, second in ((one, other), (other, one)):
         texts = finite(first)
         if texts is not None and len(texts) <= _MOST_TEXTS:
@@ -175,7 +175,7 @@ def forget() -> None:
 
 
 def _below(one: Any, other: Any) -> bool:
-    """Whether every number of ``one`` is below every number of ``other``."""
+    """Whether all numbers of ``one`` are below all numbers of ``other``."""
     high, low = one.get("maximum"), other.get("minimum")
     open_high, open_low = one.get("exclusiveMaximum"), other.get("exclusiveMinimum")
     if is_number(high) and is_number(low) and high < low:
@@ -186,31 +186,31 @@ def _below(one: Any, other: Any) -> bool:
 
 
 _MOST_SPLIT = 4  # branches that are separated by all cases in which the others do not hold
-_MOST_CASES = 64  # of a branch so separated
+_MOST_CASES = 64  # cases of one such branch
 _MOST_BRANCHES = 40
-_NEGATED_DEPTH = 4  # schemas within schemas that are negated
-_MOST_PARTS = 16  # alternatives to another branch that are looked at
-_LARGEST = 64  # objects and arrays that one of those is made of
-_MOST_TEXT = 128 << 10  # characters in the alternatives to all branches together
+_NEGATED_DEPTH = 4  # nesting depth of negated schemas
+_MOST_PARTS = 16  # alternatives to another branch that are tried
+_LARGEST = 64  # objects and arrays in one alternative
+_MOST_TEXT = 128 << 10  # total characters of the alternatives to all branches
 
 
 @dataclass(frozen=True)
 class Apart:
-    """For each branch, schemas that hold for nothing another branch holds for; ``exact``: and for all else."""
+    """For each branch, schemas that exclude everything that another branch accepts; ``exact``: and nothing else."""
 
     parts: list[list[Any]]
     exact: bool
 
 
 class Together(NamedTuple):
-    """The numbers of two branches that may both hold."""
+    """The indices of two branches that may both hold."""
 
     first: int
     second: int
 
 
 def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: frozenset[str] = ALL) -> Apart | Together:
-    """Schemas that separate each of ``branches`` from the others, or two branches that nothing known separates.
+    """Schemas that separate each of ``branches`` from the others, or two branches that cannot be separated.
 
     Only values of the types ``within`` (of ``types_of``) count. ``effort``: the budget of the document's proofs.
     """
@@ -240,7 +240,7 @@ def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: fr
 
 
 def typed(branch: Any, scope: Scope, within: frozenset[str]) -> Any:
-    """``branch`` with the types ``within`` where it has no ``type``."""
+    """``branch`` restricted to the types ``within``, if it has no ``type``."""
     branch = {} if branch is True else branch
     if not isinstance(branch, dict) or "type" in branch or ("$ref" in branch and scope.draft <= 7) or within == ALL:
         return branch
@@ -250,7 +250,7 @@ def typed(branch: Any, scope: Scope, within: frozenset[str]) -> Any:
 def _without(
     mine: Any, other: Any, scope: Scope, at: str, effort: Effort, within: frozenset[str]
 ) -> tuple[list[Any], bool]:
-    """Alternatives that nothing valid under ``other`` is valid under, and that something of ``mine`` may be."""
+    """Alternatives that exclude everything valid under ``other``, and that may accept something of ``mine``."""
     within = types_of(mine) & within if isinstance(mine, dict) else within
     found = negation(other, scope, at, within, _NEGATED_DEPTH)
     if found.schema is True:
@@ -268,14 +268,15 @@ def _without(
 
 
 def _parts(schema: Any) -> list[Any]:
-    """The alternatives that ``schema`` is made of."""
+    """The alternatives of ``schema``."""
     if isinstance(schema, dict) and schema.keys() == {"anyOf"}:
         return [part for each in schema["anyOf"] for part in _parts(each)]
     return [schema]
 
 
 def _best(parts: list[Any], mine: Any) -> Any:
-    """The one of ``parts`` that restricts ``mine`` least: first the absence of a property that it does not name."""
+    """The one of ``parts`` that restricts ``mine`` least: preferably the absence of a property that it does not
+    declare."""
     named = mine.get("properties", {}) if isinstance(mine, dict) else {}
     required = mine.get("required", ()) if isinstance(mine, dict) else ()
 
@@ -283,7 +284,7 @@ def _best(parts: list[Any], mine: Any) -> Any:
         if part.get("properties", {}).keys() and "required" not in part:  # a property is absent
             name = next(iter(part["properties"]))
             return 2 if name in named else 0
-        if part.get("required"):  # it is there, or there with another value
+        if part.get("required"):  # present, or present with another value
             return 1 if part["required"][0] in required else 3
         return 1
 

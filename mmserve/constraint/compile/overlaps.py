@@ -1,8 +1,8 @@
-"""``patternProperties`` with patterns of which no two match the same name, as llguidance needs them.
+"""``patternProperties`` with patterns that do not overlap, as llguidance requires.
 
-Automata of all patterns run side by side. Each set of patterns that some name matches, and no others, has an expression
-of its own, under which the schemas of all of the set hold. Patterns of different schemas that apply to the same object
-are separated in the same way (``separated_within``).
+The product automaton of all patterns is built. Each set of patterns that some name matches, and no others, gets its own
+expression, for which all schemas of the set hold. Patterns of different schemas that apply to the same object are
+separated in the same way (``separated_within``).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mmserve.constraint.compile.negation import both
 from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.compile.scalars import anchored
 
-_MOST_STATES = 200  # of two patterns together, to find a name that they share
+_MOST_STATES = 200  # of two patterns together, to find a common name
 _MOST_PATTERNS = 8
 _MOST_COMPARED = 24  # patterns of a document
 _TOO_LARGE = "some names match several patterns, which are too large to be separated; write patterns that share no name"
 
 
 def separated(schemas: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """``schemas`` by expressions (of ``pattern.searched``) of which no two match one string, as far as is known.
+    """``schemas`` by expressions (of ``pattern.searched``) that do not overlap, as far as is known.
 
-    Raises ``BadPattern`` where some do, and expressions that do not would be too large.
+    Raises ``BadPattern`` if some overlap, and disjoint expressions would be too large.
     """
     if not any(_overlap(one, other) for one, other in combinations(schemas, 2)):
         return schemas
@@ -52,9 +52,9 @@ def separated(schemas: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def separated_within(schema: Any) -> Any | None:
-    """``schema`` (of ``compile.schema``) with the patterns of all of its schemas separated from one another.
+    """``schema`` (of ``compile.schema``) with the patterns of all its schemas made disjoint.
 
-    None where no two patterns of different schemas share a name, or where they are too many or too large.
+    None if no patterns of different schemas overlap, or if they are too many or too large.
     """
     patterns = {pattern for node in nodes(schema) for pattern in node.get("patternProperties", ())}
     if not 1 < len(patterns) <= _MOST_COMPARED:
@@ -73,7 +73,7 @@ def separated_within(schema: Any) -> Any | None:
 
 
 def _sharing(patterns: list[str]) -> list[set[str]]:
-    """Groups of several ``patterns`` that share names, with one another or through others of the group."""
+    """Groups of ``patterns`` that overlap, directly or through others of the group."""
     groups = [{pattern} for pattern in patterns]
     for one, other in combinations(patterns, 2):
         mine, theirs = (next(group for group in groups if each in group) for each in (one, other))
@@ -84,7 +84,7 @@ def _sharing(patterns: list[str]) -> list[set[str]]:
 
 
 def _bare(pattern: str) -> str:
-    """The expression that ``scalars.anchored`` has made ``pattern`` of."""
+    """The expression from which ``scalars.anchored`` made ``pattern``."""
     return pattern.removeprefix("^").removesuffix("$")
 
 
@@ -102,10 +102,10 @@ def _with_parts(schema: Any, parts: dict[str, list[str]]) -> Any:
 
 
 def minimal(ways: dict[tuple[int, int], Ranges], label: Callable[[int], Hashable]) -> dict[tuple[int, int], Ranges]:
-    """``ways`` of the smallest automaton with the same labels after the same texts, by refinement of partitions (E. F.
-    Moore, "Gedanken-experiments on sequential machines", 1956).
+    """The transitions of the minimal automaton with the same labels, by partition refinement (E. F. Moore,
+    "Gedanken-experiments on sequential machines", 1956).
 
-    Of equivalent states, 0 is kept, then ``DEAD``, then the one that was found first.
+    Of equivalent states, 0 is kept, then ``DEAD``, then the one found first.
     """
     states = sorted({0, DEAD, *(state for pair in ways for state in pair)}, key=lambda state: (state != 0, state))
     leading = defaultdict[int, dict[int, Ranges]](dict)
@@ -129,7 +129,7 @@ def minimal(ways: dict[tuple[int, int], Ranges], label: Callable[[int], Hashable
 
 
 def _by_class(leading: dict[int, Ranges], of: dict[int, Hashable]) -> frozenset[tuple[Hashable, Ranges]]:
-    """The characters that lead to each class of states."""
+    """The characters of the transitions to each class of states."""
     found = defaultdict[Hashable, Ranges](tuple)
     for target, ranges in leading.items():
         found[of[target]] = union(found[of[target]], ranges)
@@ -144,7 +144,7 @@ def _overlap(one: str, other: str) -> bool:
 
 
 class _SideBySide:
-    """The automata of several expressions, as one; 0 is the first state."""
+    """The product automaton of several expressions; 0 is the start state."""
 
     def __init__(self, expressions: list[str]) -> None:
         self._automata = {expression: Automaton(expression) for expression in expressions}
@@ -153,7 +153,7 @@ class _SideBySide:
         self._number = {self._states[0]: 0, (DEAD,) * len(expressions): DEAD}
 
     def after(self, state: int, char: str) -> int:
-        """The state after ``char``. Raises ``BadPattern`` where that is too much to follow."""
+        """The state after ``char``. Raises ``BadPattern`` if the automaton gets too large."""
         pairs = zip(self._automata.values(), self._states[state], strict=True)
         states = tuple(automaton.after(each, char) for automaton, each in pairs)
         found = self._number.setdefault(states, len(self._states))
@@ -162,7 +162,7 @@ class _SideBySide:
         return found
 
     def matching(self, state: int) -> tuple[str, ...]:
-        """The expressions that match the strings that lead to ``state``."""
+        """The expressions that accept in ``state``."""
         if state == DEAD:
             return ()
         pairs = zip(self._automata.items(), self._states[state], strict=True)

@@ -1,11 +1,11 @@
-"""Regular expressions of users, read as ECMAScript and written again in the part of Rust's syntax that has one meaning.
+"""Users' regular expressions, parsed as ECMAScript and written in the unambiguous subset of Rust's syntax.
 
 The two dialects differ in what ``\\d``, ``\\w``, ``\\s``, ``.`` and ``$`` match, and llguidance searches or matches
-depending on the keyword of a pattern. So every class is written out as ranges, and anchors are removed: the result is
-always matched against the whole string. Look-around and back-references are not regular and are refused.
-Beside ECMAScript's syntax, that of Python and Rust is read where it can mean nothing else: ``(?P<name>…)``,
-``\\p{…}``, and the flags ``i`` (letters in either case), ``s`` (``.`` is any character) and ``u`` (no effect), as
-``(?i)`` up to the end of a group or as ``(?i:…)``.
+depending on the keyword of a pattern. So every class is expanded to ranges, and anchors are removed: the result always
+matches the whole string. Look-around and back-references are not regular, and are refused. In addition to ECMAScript's
+syntax, that of Python and Rust is accepted if unambiguous: ``(?P<name>…)``, ``\\p{…}``, and the flags ``i`` (letters in
+either case), ``s`` (``.`` is any character) and ``u`` (no effect), as ``(?i)`` up to the end of a group or as
+``(?i:…)``.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ _ANY = r"(?s:.)*"
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
 _FLAGGED = re.compile(r"([a-zA-Z]*)(?:-([a-zA-Z]+))?([:)])")
 _MOST_ROWS = 10_000  # alternatives; anchors in groups multiply them
-_PROPERTY = 60  # characters of the name of a Unicode property, at most
+_PROPERTY = 60  # maximum length of the name of a Unicode property
 _SYNTAX = frozenset("^$\\.*+?()[]{}|/-")
 _NAMED = frozenset(CLASSES.values())
 
 
 def whole(pattern: str) -> str:
-    """The expression that matches what ``pattern`` matches whole; ``^`` and ``$`` at its ends change nothing.
+    """The expression that matches exactly the strings that ``pattern`` fully matches; ``^`` and ``$`` at its ends have
+    no effect.
 
     Raises ``BadPattern``.
     """
@@ -53,14 +54,14 @@ def whole(pattern: str) -> str:
 
 
 def matched(pattern: str) -> Group:
-    """The parts of ``whole``: there are no anchors among them. Raises ``BadPattern``."""
+    """The parsed form of ``whole``, without anchors. Raises ``BadPattern``."""
     found = _unanchored(parsed(pattern))
-    text_of(found)  # anchors that are left are refused
+    text_of(found)  # refuses remaining anchors
     return found
 
 
 def terminal(pattern: str, flags: str = "") -> Group:
-    """The parts of an expression with Python's ``flags`` that matches within a text: anchors are refused as well.
+    """The parsed form of an expression with Python's ``flags`` that matches within a text: anchors are refused as well.
 
     Raises ``BadPattern``.
     """
@@ -75,7 +76,7 @@ def searched(pattern: str) -> str:
 
 
 def parsed(pattern: str, flags: frozenset[str] = frozenset()) -> Group:
-    """The expression's parts. Raises ``BadPattern``."""
+    """The parsed expression. Raises ``BadPattern``."""
     if len(pattern.encode()) > MAX_REGEX_BYTES:
         raise BadPattern(f"must be at most {MAX_REGEX_BYTES} bytes")
     group = (parser := _Parser(pattern, flags)).group(0)
@@ -87,12 +88,12 @@ def parsed(pattern: str, flags: frozenset[str] = frozenset()) -> Group:
 
 
 def _unanchored(group: Group) -> Group:
-    """``group`` without the anchors at the ends of its alternatives, which every text that is matched whole has."""
+    """``group`` without anchors at the ends of its alternatives, which have no effect in a full match."""
     return Group(tuple(map(_row, _rows(group))))
 
 
 def _rows(group: Group) -> list[tuple[Item, ...]]:
-    """The alternatives of ``group``, spread. Raises ``BadPattern``."""
+    """The alternatives of ``group``, expanded. Raises ``BadPattern``."""
     found = list(islice((row for branch in group.branches for row in _spread(branch)), _MOST_ROWS + 1))
     if len(found) > _MOST_ROWS:
         raise BadPattern(f"more than {_MOST_ROWS} alternatives with and without '^' and '$'")
@@ -100,7 +101,7 @@ def _rows(group: Group) -> list[tuple[Item, ...]]:
 
 
 def _spread(branch: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
-    """``branch``; several where a group at its end has alternatives with an anchor there: a row for each of them."""
+    """``branch``; one row for each alternative if a group at its end has alternatives with an anchor there."""
     for at, sign in ((0, "^"), (len(branch) - 1, "$")):
         if branch and isinstance(group := branch[at], Group):
             rows = _rows(group)
@@ -112,7 +113,7 @@ def _spread(branch: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
 
 
 def _ends(branch: tuple[Item, ...]) -> tuple[bool, tuple[Item, ...], bool]:
-    """Whether ``branch`` has an anchor at its beginning, what is between, and whether it has one at its end."""
+    """Whether ``branch`` begins with an anchor, the items between, and whether it ends with an anchor."""
     started = branch[:1] == (Anchor("^"),)
     ended = branch[started:][-1:] == (Anchor("$"),)
     return started, branch[started : len(branch) - ended], ended
@@ -130,7 +131,7 @@ def _alternatives(group: Group, *, search: bool) -> str:
 
 
 def _branch(branch: tuple[Item, ...], *, search: bool) -> str:
-    """One top-level alternative, free of anchors; a group that is all of it may hold anchors itself."""
+    """One top-level alternative without anchors; if it is a single group, that may contain anchors."""
     if len(branch) == 1 and isinstance(branch[0], Group):
         return _alternatives(branch[0], search=search)
     started, inner, ended = _ends(branch)
@@ -140,7 +141,7 @@ def _branch(branch: tuple[Item, ...], *, search: bool) -> str:
     return f"{'' if started or not search else _ANY}{body}{'' if ended or not search else _ANY}"
 
 
-#: Flags that are supported, and those that have no effect on what is matched.
+#: Supported flags, and those without effect on matches.
 _FLAGS = frozenset("isu")
 
 
@@ -166,7 +167,7 @@ class _Parser:
         return Group((*branches, tuple(row)))
 
     def _atom(self, depth: int) -> Item | None:
-        """The next atom; None where flags are set."""
+        """The next atom; None if it only sets flags."""
         char = self._next()
         match char:
             case "(":
@@ -189,7 +190,7 @@ class _Parser:
             if (self._take("P<") or self._take("<")) and self.text[self.at : self.at + 1] not in ("=", "!"):
                 self.at = self.text.find(">", self.at) + 1 or len(self.text)
             elif self._flagged():
-                return None  # up to the end of the group that this one is in
+                return None  # applies up to the end of the surrounding group
         inner = self.group(depth + 1)
         self.flags = outer
         if not self._take(")"):
@@ -197,7 +198,7 @@ class _Parser:
         return inner
 
     def _flagged(self) -> bool:
-        """Read flags; whether they are for what follows their parentheses, rather than for what is in them."""
+        """Read flags. Returns whether they apply to what follows the parentheses, rather than to their contents."""
         found = _FLAGGED.match(self.text, self.at)
         if found is None:
             raise self._bad("look-around, back-references and atomic groups are not supported")
@@ -212,7 +213,7 @@ class _Parser:
         return flags
 
     def _folded(self, ranges: Ranges) -> Ranges:
-        """``ranges`` in either case where the flag ``i`` is set; ``\\w`` and ``\\W`` have both cases anyway."""
+        """``ranges`` in either case if the flag ``i`` is set; ``\\w`` and ``\\W`` have both cases anyway."""
         return folded(ranges) if "i" in self.flags and ranges not in _NAMED else ranges
 
     def _repeated(self, item: Item) -> Item:

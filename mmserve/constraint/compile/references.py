@@ -1,8 +1,8 @@
-"""References of a schema document, all rewritten as JSON Pointers into it, and their targets.
+"""References of a schema document, rewritten as JSON Pointers into it, and their targets.
 
-JSON Schema 2020-12, sections 8.2 and 9.2: ``$id`` makes a schema a resource with a URI of its own, against which its
+JSON Schema 2020-12, sections 8.2 and 9.2: ``$id`` makes a schema a resource with its own URI, against which its
 references are resolved; ``$anchor`` names a schema within its resource. Older drafts use ``id`` and ``$id: "#name"``.
-URIs are resolved and normalised (RFC 3986, 5.2 and 6.2), so that equal texts are equal URIs. ``located`` rewrites
+URIs are resolved and normalised (RFC 3986, 5.2 and 6.2), so that equal URIs are equal texts. ``located`` rewrites
 references by URI, anchor or dynamic anchor; ``References`` looks up the targets of JSON Pointers.
 """
 
@@ -17,7 +17,7 @@ from mmserve.constraint.compile.keywords import Schema, dialect, is_schema, obje
 from mmserve.constraint.findings import Refused, child
 
 _MOST_REFERENCES = 2_000
-#: The URI of a document without one of its own.
+#: The base URI of a document without its own.
 NOWHERE = "json-schema:///"
 _CHARACTERS = re.compile(r"(?:[A-Za-z0-9._~:/?@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 _PARTS = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):)?(?://([^/?]*))?([^?]*)(\?.*)?")
@@ -28,18 +28,19 @@ ONE = frozenset({"additionalItems", "additionalProperties", "contains", "content
 ONE |= {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
 ROW = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
-#: The first draft of those keywords that draft 4 lacks.
+#: The first draft of those keywords that draft 4 does not have.
 _SINCE = {"if": 7, "then": 7, "else": 7, "$defs": 2019, "contentSchema": 2019, "dependentSchemas": 2019}
 _SINCE |= {"unevaluatedItems": 2019, "unevaluatedProperties": 2019, "prefixItems": 2020}
-#: URIs of meta-schemas, which no document may claim.
+#: URIs of meta-schemas, which documents may not use as their own.
 _META = re.compile(r"https?://json-schema\.org/draft[-/]")
 
 
 def resolved(base: str | None, reference: str) -> str | None:
-    """The URI that ``reference``, which has no fragment, means at ``base`` (a result of this, or ``NOWHERE``).
+    """The URI of ``reference``, which has no fragment, relative to ``base`` (a result of this function, or
+    ``NOWHERE``).
 
-    None where there is none: ``reference`` is no URI reference (addresses in brackets are not read either), or it is
-    relative to what has no hierarchy, such as a URN, or to None.
+    None if there is none: ``reference`` is not a URI reference (or has an IP literal, which is not supported), or it is
+    relative to a base without hierarchy, such as a URN, or to None.
     """
     if not _CHARACTERS.fullmatch(reference) or (found := _PARTS.fullmatch(reference)) is None:
         return None
@@ -69,7 +70,7 @@ def _host(scheme: str, text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """``text`` without escapes that are not needed, and others in upper case."""
+    """``text`` without unnecessary percent-encoding, and with the rest in upper case."""
 
     def one(escape: re.Match[str]) -> str:
         char = chr(int(escape[1], 16))
@@ -94,16 +95,16 @@ def _without_dots(path: str) -> str:
 class _Place(NamedTuple):
     node: dict[str, Any]
     pointer: str
-    base: str | None  # the URI of its resource, if that is one
+    base: str | None  # the URI of its resource, if it has one
     root: str  # the pointer of its resource
 
 
 def located(root: Any) -> Any:
-    """``root`` (of ``read_schema``) with every reference that leads to a schema in it as a JSON Pointer.
+    """``root`` (of ``read_schema``) with every reference to a schema in it as a JSON Pointer.
 
-    Others stay as they are, and so does whatever would mean something else in the place of a schema that is referred
-    to: what has a dialect of its own, and dynamic references that several anchors may answer. Raises ``Refused`` for an
-    unknown dialect, and for a reference that depends on a URI that two schemas claim.
+    Other references are unchanged, and so are those whose target would change its meaning: schemas with their own
+    dialect, and dynamic references with several possible anchors. Raises ``Refused`` for an unknown dialect, and for a
+    reference that depends on a URI that two schemas claim.
     """
     draft = dialect(root)
     places = list(_places(root, draft))
@@ -114,9 +115,10 @@ def located(root: Any) -> Any:
 
 
 def obscure(root: Any) -> frozenset[str]:
-    """The pointers of objects at which no keyword has schemas, and that have a URI of their own or lie below one.
+    """The pointers of objects that are not schemas of any keyword, and that have their own URI or are below such an
+    object.
 
-    Readers differ about the base of references there, so none may lead there.
+    Implementations differ about the base URI of references there, so no reference may lead there.
     """
     draft = dialect(root)
     return frozenset(_obscure(root, draft, {place.pointer: place.root for place in _places(root, draft)}, "", False))
@@ -144,7 +146,7 @@ def _is_named(node: dict[str, Any], draft: int) -> bool:
 
 
 def _needs_rewriting(place: _Place, draft: int) -> bool:
-    """Whether a schema refers to something other than by a JSON Pointer into the root, or has a name."""
+    """Whether a schema has a name, or a reference other than a JSON Pointer into the root."""
     node = place.node
     reference = node.get("$ref", "#")
     pointed = not isinstance(reference, str) or reference == "#" or reference.startswith("#/")
@@ -153,12 +155,12 @@ def _needs_rewriting(place: _Place, draft: int) -> bool:
 
 
 class _Names:
-    """The schemas of a document by URI and anchor; None where several schemas claim one."""
+    """The schemas of a document by URI and anchor; None if several schemas claim one."""
 
     def __init__(self, places: list[_Place], draft: int) -> None:
         self._draft, self._dialect = draft, places[0].node.get("$schema")
         self._resources: dict[str, str] = {}
-        self._claimed: dict[str, Refused] = {}  # URIs of several schemas: no reference may depend on which one is meant
+        self._claimed: dict[str, Refused] = {}  # URIs of several schemas: ambiguous, so references to them are refused
         self._anchors: dict[tuple[str, str], str | None] = {}
         self._dynamic: dict[str, list[str]] = {}
         self._recursive = any(place.node.get("$recursiveAnchor") is True for place in places)
@@ -180,7 +182,7 @@ class _Names:
             self._claimed.setdefault(uri, refusal)
 
     def own(self, place: _Place) -> dict[str, Any]:
-        """Members of ``place`` that become others; None for one that goes."""
+        """Members of ``place`` that are replaced; None for one that is removed."""
         node, made = place.node, dict[str, Any]()
         reference = node.get("$ref")
         if isinstance(reference, str) and (target := self._target(reference, place)) is not None:
@@ -193,7 +195,7 @@ class _Names:
         return made
 
     def _static(self, place: _Place) -> tuple[str, str] | None:
-        """A dynamic reference of ``place`` that only one schema can answer, and the pointer of that."""
+        """A dynamic reference of ``place`` with only one possible target, and the pointer of that."""
         if self._draft == 2020 and isinstance(reference := place.node.get("$dynamicRef"), str):
             target = self._target(reference, place)
             name = unquote(reference.partition("#")[2])
@@ -205,7 +207,7 @@ class _Names:
         return None
 
     def _target(self, reference: str, place: _Place) -> str | None:
-        """The pointer that ``reference`` means in ``place``, if it leads to somewhere in the document."""
+        """The pointer of the target of ``reference`` in ``place``, if it is in the document."""
         uri, _, fragment = reference.partition("#")
         name = unquote(fragment)
         at = resolved(place.base, uri) if uri else place.base
@@ -220,7 +222,7 @@ class _Names:
 
 
 def _places(node: Any, draft: int, pointer: str = "", base: str | None = NOWHERE, root: str = "") -> Iterator[_Place]:
-    """``node`` and the schemas in it, where keywords have them."""
+    """``node`` and the schemas in it, as far as keywords contain them."""
     if not isinstance(node, dict):
         return
     identity = node.get(_identity(draft))
@@ -235,7 +237,7 @@ def _places(node: Any, draft: int, pointer: str = "", base: str | None = NOWHERE
 
 
 def _is_read(keyword: str, value: Any, draft: int, root: str) -> bool:
-    """Whether ``draft`` has the schemas of ``keyword``, or readers need not differ about them; ``root`` of the
+    """Whether ``draft`` has the schemas of ``keyword``, or implementations agree about them; ``root``: root of the
     resource."""
     if draft < _SINCE.get(keyword, 0) and (root or any(_is_named(each, draft) for each in objects_within(value))):
         return False
@@ -255,7 +257,7 @@ def subschemas(node: Schema, pointer: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def _anchors(node: dict[str, Any], draft: int) -> Iterator[str]:
-    """The names that ``node`` has within its resource."""
+    """The names of ``node`` within its resource."""
     if draft <= 7:
         identity = node.get(_identity(draft))
         if isinstance(identity, str) and identity.startswith("#") and "$ref" not in node:
@@ -271,7 +273,7 @@ def _quoted(pointer: str) -> str:
 
 
 def _rewritten(node: Any, changes: dict[str, dict[str, Any]], pointer: str) -> Any:
-    """``node`` with ``changes`` to its members, by the pointers of schemas."""
+    """``node`` with ``changes`` to its members, which are given by pointer."""
     if isinstance(node, list):
         return [_rewritten(inner, changes, child(pointer, i)) for i, inner in enumerate(node)]
     if not isinstance(node, dict):
@@ -283,7 +285,7 @@ def _rewritten(node: Any, changes: dict[str, dict[str, Any]], pointer: str) -> A
 
 
 class References:
-    """The targets of references; each gets one name, and is rewritten when it is first referred to.
+    """The targets of references; each gets a unique name, and is rewritten when it is first used.
 
     ``barred`` are JSON Pointers that no reference may lead to (``obscure``).
     """
@@ -293,7 +295,7 @@ class References:
         self._names: dict[str, str] = {}
 
     def name(self, reference: str, pointer: str) -> str:
-        """A name for the target of ``reference``, found at ``pointer``. Raises ``Refused``."""
+        """A name for the target of ``reference``, which is at ``pointer``. Raises ``Refused``."""
         target = self.target(reference, pointer)
         self._checked(target, reference, pointer)
         if len(self._names) >= _MOST_REFERENCES:
@@ -301,7 +303,7 @@ class References:
         return self._names.setdefault(target, f"r{len(self._names)}")
 
     def target(self, reference: str, pointer: str) -> str:
-        """The JSON Pointer that ``reference`` is. Raises ``Refused`` for one that leaves the document."""
+        """The JSON Pointer of ``reference``. Raises ``Refused`` if it leaves the document."""
         path = reference.removeprefix("#")
         if path == reference or (path and not path.startswith("/")):
             reason = "must lead to a schema in this document, like #/$defs/name: nothing is fetched"
@@ -309,11 +311,11 @@ class References:
         return unquote(path)
 
     def schema(self, reference: str, pointer: str) -> Any:
-        """The schema that ``reference`` names. Raises ``Refused`` where there is none."""
+        """The target of ``reference``. Raises ``Refused`` if there is none."""
         return self._checked(self.target(reference, pointer), reference, pointer)
 
     def at(self, target: str) -> Any:
-        """The schema at ``target``, a JSON Pointer. Raises ``Refused`` where there is none."""
+        """The schema at the JSON Pointer ``target``. Raises ``Refused`` if there is none."""
         return self._checked(target, "#" + target, "")
 
     def named(self) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ _IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
 _MONTHS_30 = "(?:0[469]|11)"
 _MONTHS_31 = "(?:0[13578]|1[02])"
 _DAYS_28 = "(?:0[1-9]|1[0-9]|2[0-8])"
-#: Years divisible by four but not by a hundred, or by four hundred; a judge may know no year 0.
+#: Years divisible by four but not by a hundred, or by four hundred; without year 0, which some validators reject.
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _DATE = (
@@ -37,13 +37,13 @@ _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+\-](
 
 _DURATION_TIME = "T(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}S)?|[0-9]{1,9}S)"
 _DURATION_DATE = (
-    "(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}D)?|[0-9]{1,9}D)"  # a month has no hours
+    "(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}D)?|[0-9]{1,9}D)"  # months have no hours
 )
 _DURATION = f"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|[0-9]{{1,9}}W)"
 
 #: The repeated part comes first, so that masks are unions of slices of the vocabulary (``search.vocabulary``).
 _WORD = "[A-Za-z]{0,19}[A-Za-z]"
-#: Never "--": those labels are Unicode in disguise, with rules of its own. At most 62 characters, 63 are allowed.
+#: Without "--", which marks Unicode labels with other rules. At most 62 characters; 63 are allowed.
 _LABEL = f"{_WORD}(?:(?:[0-9]|-[A-Za-z0-9])(?:-?[A-Za-z0-9]){{0,20}})?"
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 _ATOM = "[A-Za-z0-9_+\\-]{1,20}"
@@ -55,7 +55,7 @@ _PATH = f"(?:/{_PCHAR}*)*"
 _TAIL = rf"(?:\?(?:{_PCHAR}|[/?])*)?(?:\#(?:{_PCHAR}|[/?])*)?"
 _AUTHORITY = rf"//(?:{_HOSTNAME}|{_IPV4})(?::[0-9]{{1,4}})?"
 _URI = rf"{_WORD}(?:[0-9+.\-][A-Za-z0-9+.\-]{{0,19}})?:(?:{_AUTHORITY}{_PATH}|{_PCHAR}+{_PATH}){_TAIL}"
-_FIRST = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=@]|%[0-9A-Fa-f]{2})"  # no colon: what is before one is a scheme
+_FIRST = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=@]|%[0-9A-Fa-f]{2})"  # no colon: it would end a scheme
 _REFERENCE = rf"{_URI}|(?:{_AUTHORITY}{_PATH}|/(?:{_PCHAR}+{_PATH})?|(?:{_FIRST}+{_PATH})?){_TAIL}"
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]{0,20}(?::[1-9][0-9]{0,3}|\*)?"
 _TEMPLATE = rf"(?:[A-Za-z0-9/:.?=&_~\-]|%[0-9A-Fa-f]{{2}}|\{{[+\#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
@@ -71,7 +71,7 @@ _GROUP = "[0-9A-Fa-f]{1,4}"
 
 
 def _ipv6() -> str:
-    """Eight groups, or fewer around one ``::`` in place of at least one."""
+    """The expression of eight groups, or of fewer with one ``::`` for at least one."""
     forms = [f"{_GROUP}(?::{_GROUP}){{7}}"]
     for before in range(8):
         left = f"{_GROUP}(?::{_GROUP}){{{before - 1}}}" if before else ""
@@ -90,10 +90,10 @@ def _whole(digits: int) -> str:
 
 
 _DIGIT64 = "[A-Za-z0-9+/]"
-#: RFC 4648, section 4: padded, and with zeros in the bits that padding leaves over.
+#: RFC 4648, section 4: with padding, and with zeros in the unused bits.
 BASE64 = f"(?:{_DIGIT64}{{4}})*(?:{_DIGIT64}[AQgw]==|{_DIGIT64}{{2}}[AEIMQUYcgkosw048]=)?"
 
-#: The expression of each format, matched whole; in the dialect of ``mmserve.constraint.compile.pattern``.
+#: The expression of each format, which matches whole strings; in the dialect of ``mmserve.constraint.compile.pattern``.
 FORMATS: dict[str, str] = {
     "date": _DATE,
     "time": _TIME,
@@ -131,14 +131,14 @@ NUMBERS: dict[str, tuple[int, int] | None] = {
     "double": None,
     "utc-millisec": None,
 }
-#: Formats that only concern the display of a text.
+#: Formats that only affect the display of a text.
 HINTS = frozenset({"password"})
 
 
-#: Classes and their ranges, as ``class_text`` writes them.
+#: Character classes and their ranges, as ``class_text`` writes them.
 _CLASS = re.compile(r"\[((?:\\u\{[0-9a-f]+\}|[0-9A-Za-z]|-)+)\]")
 _RANGE = re.compile(r"(\\u\{[0-9a-f]+\}|[0-9A-Za-z])(?:-(\\u\{[0-9a-f]+\}|[0-9A-Za-z]))?")
-#: What a string of an answer can hold: controls only with an escape of one letter.
+#: The characters that a string of an answer may have: control characters only with a single-letter escape.
 _WRITABLE = union(((0x08, 0x0A), (0x0C, 0x0D)), ((0x20, 0x10FFFF),))
 
 
@@ -168,10 +168,10 @@ def string_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
 
 
 def anchored(expression: str) -> str:
-    """The ``pattern`` that llguidance matches against whole strings.
+    """The ``pattern`` with which llguidance matches whole strings.
 
-    Its classes lose the control characters that no answer can write. Where a class has all of them, llguidance also
-    lets through an escaped quote and an escaped backslash, whether or not the class has those.
+    Control characters that no answer can write are removed from its classes. If a class has all of them, llguidance
+    would also accept an escaped quote and an escaped backslash, whether or not they are in the class.
     """
     return f"^{_CLASS.sub(_writable, expression)}$"
 
@@ -189,13 +189,13 @@ def _code(text: str) -> int:
 def number_part(node: Schema, pointer: str, notes: Notes, *, exponents: bool = False) -> Schema:
     """The number keywords of ``node``, with inclusive bounds of few digits only.
 
-    llguidance accepts 1 where ``exclusiveMinimum`` is 1 and ``maximum`` 1.25; 0.10000000000000001 where
-    ``exclusiveMinimum`` is 0.1, which every reader takes for 0.1; and reads bounds of more than 15 digits as their
-    neighbours. The next number of 15 digits as an inclusive bound has none of that: reading keeps the order.
+    llguidance accepts 1 for ``exclusiveMinimum`` 1 and ``maximum`` 1.25; it accepts 0.10000000000000001 for
+    ``exclusiveMinimum`` 0.1, which parsers read as 0.1; and it misreads bounds of more than 15 digits. An inclusive
+    bound at the next number of 15 digits avoids all of these, because parsing preserves order.
 
-    Without bounds, llguidance writes numbers with exponents, such as 1e999, and with any number of digits: many readers
-    make an infinity of those. So numbers, multiples too, end at ±``LARGEST``, and have no exponents; those without
-    bounds may have some where ``exponents`` are asked for.
+    Without bounds, llguidance writes numbers with exponents, such as 1e999, and with any number of digits, which many
+    parsers read as infinity. So numbers, and multiples, are limited to ±``LARGEST``, without exponents; those without
+    bounds may have exponents if ``exponents``.
     """
     part: Schema = {}
     for keyword, bound, strictly in (
@@ -223,7 +223,7 @@ def number_part(node: Schema, pointer: str, notes: Notes, *, exponents: bool = F
         part = {"minimum": -LARGEST, "maximum": LARGEST, **part}
     if "multipleOf" in node and (reason := _uncountable(node["multipleOf"])):
         notes.cannot(pointer, "multipleOf", reason)
-    elif "multipleOf" in node:  # integers that are multiples of n/m are those of n
+    elif "multipleOf" in node:  # integers that are multiples of n/m are multiples of n
         step = node["multipleOf"]
         part["multipleOf"] = step if bounds is None else Fraction(repr(step)).numerator
     elif bounds is not None and "number" in types_of(given):
@@ -232,7 +232,7 @@ def number_part(node: Schema, pointer: str, notes: Notes, *, exponents: bool = F
 
 
 def _exact(bounds: Schema, pointer: str, notes: Notes) -> Schema:
-    """``bounds`` of numbers that need not be integers: llguidance treats two that are one double as equal."""
+    """``bounds`` of numbers that may be fractions; two bounds that are the same double are equal for llguidance."""
     found = dict(bounds)
     for bound, sign in (("minimum", -1), ("maximum", 1)):
         if abs(found.get(bound, 0)) > MAX_INTEGER:
@@ -270,8 +270,8 @@ def _double_inward(number: int, *, up: bool) -> int:
 
 
 def _uncountable(number: float) -> str | None:
-    """Why no automaton counts multiples of ``number``, if none does."""
-    exact = Fraction(repr(number))  # the decimal that was written, not the double it is read as
+    """The reason why no automaton can enforce multiples of ``number``; None if one can."""
+    exact = Fraction(repr(number))  # the decimal as written, not the double
     if exact < SMALLEST:
         return f"must be at least {SMALLEST}"
     steps, places = exact.numerator, exact.denominator
@@ -286,7 +286,8 @@ def _uncountable(number: float) -> str | None:
 
 
 def overflows(numbers: Iterable[float]) -> bool:
-    """Whether llguidance may pass 32 bits on its way to a common multiple of ``numbers``: it would not notice."""
+    """Whether llguidance may overflow 32 bits while computing a common multiple of ``numbers``, which it does not
+    detect."""
     exact = [Decimal(repr(number)) for number in numbers]
     places = max(0, *(-int(part.normalize().as_tuple().exponent) for part in exact))  # digits after the point
     steps = [int(part.scaleb(places)) for part in exact]

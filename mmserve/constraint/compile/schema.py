@@ -1,8 +1,8 @@
-"""A user's JSON schema as one that llguidance enforces exactly, and what had to be left out of it.
+"""Converts a user's JSON schema to one that llguidance enforces exactly, and lists what had to be left out.
 
-The result uses few keywords, each in the one way that was found to be sound: types, bounds, anchored patterns,
-properties in order, ``anyOf``, ``allOf`` and references to definitions of its own. All of the user's schema
-passes through here, so neither llguidance's ``x-guidance`` options nor keywords that it skips can loosen a grammar.
+The result uses few keywords, each in a form that was found to be sound: types, bounds, anchored patterns, ordered
+properties, ``anyOf``, ``allOf`` and references to its own definitions. All of the user's schema passes through here, so
+neither llguidance's ``x-guidance`` options nor keywords that it ignores can widen a grammar.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WHOLE = frozenset({"anyOf", "allOf", "$ref", "enum", "const", "type"})  # const
 
 @dataclass(frozen=True)
 class Rewritten:
-    """``schema`` for llguidance; ``loose`` is what it does not enforce, ``warnings`` what has no effect."""
+    """``schema`` for llguidance; ``loose``: parts that it does not enforce, ``warnings``: parts without effect."""
 
     schema: Any
     loose: tuple[Finding, ...]
@@ -51,13 +51,13 @@ class Rewritten:
 def rewrite(
     root: Any, *, strict: bool = True, exponents: bool = False, apart: bool = False, distinct: bool = False
 ) -> Rewritten:
-    """The schema that accepts what ``root`` (of ``read_schema``) does, or, with findings in ``loose``, more than that.
+    """The schema that accepts what ``root`` (of ``read_schema``) does, or, with findings in ``loose``, a superset.
 
-    Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value. Unless it is
-    ``strict``, a subschema that would be refused is left open, with the reason in ``loose``; the whole must have passed
-    its meta-schema. ``exponents``: whether numbers without bounds may have some, and so be of any size. ``apart``:
-    whether schemas are better not joined with others. ``distinct``: whether arrays may have the keyword
-    ``unordered.DISTINCT``, which llguidance's schemas have not.
+    Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value. If not
+    ``strict``, a subschema that would be refused is left open, with the reason in ``loose``; ``root`` must be valid
+    under its meta-schema. ``exponents``: whether numbers without bounds may have exponents, and so be of any size.
+    ``apart``: whether schemas should preferably not be joined with others. ``distinct``: whether arrays may have the
+    keyword ``unordered.DISTINCT``, which is not a keyword of llguidance's schemas.
     """
     try:
         writer = _Rewriter(root, strict=strict, exponents=exponents, apart=apart, distinct=distinct)
@@ -94,7 +94,7 @@ class _Rewriter:
         return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
 
     def _schema(self, node: Any, pointer: str) -> Any:
-        """``node`` for llguidance; true, unless all must be enforced, where it would be refused."""
+        """``node`` for llguidance; if it would be refused and is not required to be enforced, true."""
         try:
             return self._of(node, pointer)
         except Refused as refusal:
@@ -141,7 +141,7 @@ class _Rewriter:
             if keyword in node:
                 self._notes.cannot(pointer, keyword, "more than one schema may answer it, or none; use $ref")
 
-    # Each maker yields the meaning of some keywords of a node as schemas that all hold.
+    # Each method yields the meaning of some keywords of a node as schemas that all hold.
 
     def _constants(self, node: Schema, pointer: str) -> Iterator[Any]:
         for keyword in {"enum", "const"} & set(node):
@@ -177,7 +177,7 @@ class _Rewriter:
         yield part
 
     def _unique(self, node: Schema, part: Schema, pointer: str) -> Iterator[Any]:
-        """``uniqueItems``: nothing, all arrays that there are, or items that come once in ``part``."""
+        """``uniqueItems``: no effect, all possible arrays, or ``part`` with distinct items."""
         scope = self._scope(pointer)
         if containers.items_differ(node, scope):
             return
@@ -288,7 +288,7 @@ class _Rewriter:
         return Scope(self._draft, lambda reference: self._references.schema(reference, pointer))
 
     def _if_type(self, kind: str, node: Schema, schema: Any) -> Any:
-        """``schema`` for values of type ``kind`` only, always separated from the keywords beside it."""
+        """``schema`` for values of type ``kind`` only, kept separate from sibling keywords."""
         others = types_of({"type": node["type"]}) - {kind} if "type" in node else ALL - {kind}
         if others:
             return either(schema, {"type": names_of(others)})
@@ -296,10 +296,10 @@ class _Rewriter:
 
 
 def _joined(kinds: frozenset[str] | None, own: list[Any], applied: list[Any]) -> Any:
-    """One schema of its ``own`` keywords and what is ``applied`` beside them.
+    """One schema of its ``own`` keywords and those that are ``applied`` to the same value.
 
-    What is applied stays in ``allOf``: ``items`` and ``additionalProperties`` mean something else beside keywords that
-    were in another schema.
+    Applied schemas stay in ``allOf``: the meaning of ``items`` and ``additionalProperties`` depends on sibling
+    keywords.
     """
     if any(part is False for part in (*own, *applied)) or kinds == frozenset():
         return False

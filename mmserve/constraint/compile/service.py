@@ -1,4 +1,4 @@
-"""Grammars for requests: compiled and probed in a pool of child processes, and kept in LRU caches."""
+"""Compiles grammars for requests in a pool of child processes, with LRU caches."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ from mmserve.errors import Unavailable
 logger = logging.getLogger("mmserve.constraint")
 
 
-#: Children tried for one constraint, where the one before was killed.
+#: Children that are tried for one constraint if they are killed from outside.
 _ASKED = 3
-#: Questions about one schema that may be widened, where compiling it ends the child that is asked.
+#: Attempts to compile one widenable schema if compiling it ends the child.
 _WIDER = 3
 
 
 class Compiler:
-    """Child processes over one vocabulary, each with one constraint at a time; may be called from any thread.
+    """Child processes for one vocabulary, each with one constraint at a time; thread-safe.
 
-    A constraint that needs more than ``seconds`` of processor time, or that ends its child, is refused; the child is
-    replaced in the background. A question to a child that was killed from outside goes to the next one. A child that
-    sends nothing for ``patience`` seconds of wall time is ended as well, without a refusal of its constraint.
+    A constraint that needs more than ``seconds`` of CPU time, or that ends its child, is refused; the child is replaced
+    in the background. If a child is killed from outside, the next one is tried. A child that sends nothing for
+    ``patience`` seconds of wall time is killed as well, without refusing its constraint.
     """
 
     def __init__(self, vocabulary: TokenTable, seconds: float, patience: float = ANSWER_SECONDS) -> None:
         self._vocabulary = vocabulary
-        self._slow = threading.BoundedSemaphore(max(1, CHILDREN - 1))  # slow constraints leave one child to others
+        self._slow = threading.BoundedSemaphore(max(1, CHILDREN - 1))  # slow constraints leave one child for others
         self._seconds, self._patience = seconds, patience
-        self._changed = threading.Condition()  # guards the fields below; never held long
-        self._idle: list[Child] = []  # have read the vocabulary and are free; the last one is used next
-        self._all: set[Child] = set()  # those, and those that start or are asked
-        self._wanted = 0  # how many there should be
+        self._changed = threading.Condition()  # guards the fields below; held briefly
+        self._idle: list[Child] = []  # ready and free; the last one is used next
+        self._all: set[Child] = set()  # all children, including those starting or in use
+        self._wanted = 0  # target number of children
         self._starting = False
-        self._failed = 0  # starts
+        self._failed = 0  # number of failed starts
         self._closed = False
 
     def compile(self, spec: ConstraintSpec, budget: int | None = None) -> CompileReply:
-        """The grammar of ``spec`` or the refusal; with ``budget``, the first answers of at most so many tokens.
+        """The grammar of ``spec`` or the refusal; with ``budget``, also the first answers of at most so many tokens.
 
-        Slow constraints are compiled after fast ones. Raises ``Unavailable`` where no child can be
-        started, where each is killed from outside or one makes no progress, or after ``close``.
+        Slow constraints are compiled after fast ones. Raises ``Unavailable`` if no child can be started, if each is
+        killed from outside, if one makes no progress, or after ``close``.
         """
         widens = isinstance(spec.kind, JsonSchema | CallsOrJson) and spec.mode is not ConstraintMode.STRICT
         for failed in range(_WIDER if widens else 1):
@@ -76,13 +76,13 @@ class Compiler:
         return reply if isinstance(reply, CompileReply) else wire.to_reply(reply)
 
     def _asked(self, spec: ConstraintSpec, message: dict[str, Any]) -> dict[str, Any] | CompileReply:
-        """A child's reply to ``message`` about ``spec``, or the refusal where it ends the child."""
+        """A child's reply to ``message`` about ``spec``, or the refusal if it ends the child."""
         for _ in range(_ASKED):
             child = self._taken()
             keep = False
             try:
                 reply: dict[str, Any] = child.ask(message, self._patience)
-                keep = not reply["last"]  # else it ends by itself, but maybe not before the next constraint
+                keep = not reply["last"]  # otherwise it exits by itself, maybe after the next constraint arrives
                 return reply
             except TimeoutError as error:
                 why = f"the process that compiles grammars sent nothing for {self._patience:g} s"
@@ -100,12 +100,12 @@ class Compiler:
         )
 
     def warm(self) -> None:
-        """Start a child now, in the background: it takes a second, and longer with a large vocabulary."""
+        """Start a child in the background: it takes a second, and longer with a large vocabulary."""
         with self._changed:
             self._fill(1)
 
     def close(self) -> None:
-        """End the children and their work; nothing is compiled afterwards. May be called twice."""
+        """Stop the children and their work; later calls raise ``Unavailable``. May be called twice."""
         with self._changed:
             self._closed = True
             for child in self._all:
@@ -119,7 +119,7 @@ class Compiler:
             self._idle.clear()
 
     def _taken(self) -> Child:
-        """An idle child, for the caller alone; waits for one. Raises ``Unavailable``."""
+        """An idle child for exclusive use; waits for one. Raises ``Unavailable``."""
         with self._changed:
             failed = self._failed
             while True:
@@ -138,7 +138,7 @@ class Compiler:
                 self._changed.wait()
 
     def _give_back(self, child: Child, *, keep: bool) -> None:
-        """Let others ask ``child``, or end it and start another one in its place."""
+        """Return ``child`` to the pool or, if not ``keep``, stop it and start a replacement."""
         if not keep:
             child.end()
         with self._changed:
@@ -161,7 +161,7 @@ class Compiler:
             self._ended(error)
 
     def _start(self) -> None:
-        """Start what is missing, one after another: each child takes a core until it has started."""
+        """Start missing children one after another: each uses a core until it has started."""
         while True:
             child = None
             try:
@@ -182,7 +182,7 @@ class Compiler:
                 self._changed.notify_all()
 
     def _ended(self, error: Exception | None = None, child: Child | None = None) -> None:
-        """Record that no child is starting, because of ``error`` if there was one."""
+        """Record that a start finished, with ``error`` if it failed."""
         with self._changed:
             self._starting = False
             if child is not None:
@@ -193,7 +193,7 @@ class Compiler:
             self._changed.notify_all()
 
     def _why(self, child: Child, ended: ChildExited | ReplyTooLong) -> str:
-        """Why the constraint ended ``child``, which has ended; empty where it was killed from outside."""
+        """The reason why the constraint ended ``child``; empty if it was killed from outside."""
         if isinstance(ended, ReplyTooLong):
             return f"becomes an answer of more than {REPLY_BYTES} bytes"
         if child.overtime:
@@ -205,26 +205,26 @@ class Compiler:
             raise Unavailable("the server is stopping")
 
 
-_OVERHEAD, _TOKEN = 1_000, 36  # bytes that an entry costs beside its text, and that each token of its answers does
+_OVERHEAD, _TOKEN = 1_000, 36  # bytes of an entry besides its text, and of each token of its answers
 
 
 def key_of(spec: ConstraintSpec, fingerprint: str, cache: str = "") -> bytes:
-    """The SHA-256 of a constraint, its mode and a vocabulary's fingerprint, on which its outcome depends, and of the
-    tenants' part of the caches (``core.tenant.Tenant.cache``)."""
+    """The cache key of a constraint: SHA-256 of the constraint, its mode, the vocabulary's fingerprint, and the
+    tenants' cache partition (``core.tenant.Tenant.cache``)."""
     return hashlib.sha256(json.dumps([wire.from_spec(spec), fingerprint, cache]).encode()).digest()
 
 
 class Replies:
-    """An LRU cache of replies by ``key_of``; may be called from any thread."""
+    """An LRU cache of replies by ``key_of``; thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self.used = 0  # bytes, counted as the texts' sizes, the answers' tokens and a constant an entry
-        self._entries: OrderedDict[bytes, tuple[CompileReply, int, float]] = OrderedDict()  # with size and end
+        self.used = 0  # bytes: sizes of texts and answers' tokens, and a constant for each entry
+        self._entries: OrderedDict[bytes, tuple[CompileReply, int, float]] = OrderedDict()  # with size and expiry
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> CompileReply | None:
-        """The reply of ``key``; None where it is not cached."""
+        """The reply of ``key``; None if it is not cached."""
         with self._lock:
             reply, _size, until = self._entries.get(key, (None, 0, inf))
             if reply is None or time.monotonic() > until:
@@ -233,9 +233,9 @@ class Replies:
             return reply
 
     def put(self, key: bytes, reply: CompileReply) -> None:
-        """Cache ``reply``, in place of an earlier one; one larger than the whole cache is not cached.
+        """Cache ``reply``, replacing an earlier one; one larger than the whole cache is not cached.
 
-        One that is not reproducible is cached for ``LATE_SECONDS``.
+        A reply that is not reproducible is cached for ``LATE_SECONDS``.
         """
         first = reply.first or FirstAnswers()
         tokens = sum(len(way.tokens) for way in (first.near, first.patient) if way is not None)
@@ -250,7 +250,7 @@ class Replies:
 
 
 class Grammars:
-    """Turns constraints into grammars for one vocabulary; may be called from any thread, and blocks it."""
+    """Compiles constraints to grammars for one vocabulary; thread-safe and blocking."""
 
     def __init__(self, vocabulary: TokenTable, *, seconds: float = COMPILE_SECONDS) -> None:
         self._fingerprint = vocabulary.fingerprint()
@@ -259,12 +259,12 @@ class Grammars:
         self._compiler.warm()
 
     def first(self, spec: ConstraintSpec, budget: int, cache: str = "") -> tuple[Grammar, FirstAnswers]:
-        """The grammar of ``spec``, which a matcher may run under ``limits.PARSER_LIMITS``, and the shortest answers
-        found under it where there is room for ``budget`` tokens.
+        """The grammar of ``spec``, for matchers with ``limits.PARSER_LIMITS``, and the shortest answers found within
+        ``budget`` tokens.
 
-        Takes microseconds when a tenant of ``cache`` asked for it before, else milliseconds, at worst some seconds of
-        processor time and a wait for those before it. Raises ``InvalidArgument`` with a violation for every reason
-        why there is no grammar, ``Unavailable`` where nothing can be compiled.
+        Takes microseconds if a tenant of ``cache`` has used it before, else milliseconds; at worst some seconds of CPU
+        time and a wait for earlier constraints. Raises ``InvalidArgument`` with a violation for each reason why there
+        is no grammar, ``Unavailable`` if nothing can be compiled.
         """
         key = key_of(spec, self._fingerprint, cache)
         reply = self._replies.get(key)
@@ -274,9 +274,9 @@ class Grammars:
                 self._replies.put(key, reply)
         if isinstance(reply.outcome, Refused):
             raise as_error(kind_of(spec), reply.outcome.findings)
-        assert reply.first is not None  # every grammar that a child gives comes with one
+        assert reply.first is not None  # every grammar of a child comes with first answers
         return reply.outcome, reply.first
 
     def close(self) -> None:
-        """End the child processes."""
+        """Stop the child processes."""
         self._compiler.close()

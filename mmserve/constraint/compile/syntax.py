@@ -1,9 +1,9 @@
-"""Context-free grammars as data, which Lark and GBNF texts are read into, and as text for llguidance.
+"""Context-free grammars as data, parsed from Lark and GBNF texts, and written as text for llguidance.
 
-llguidance splits a text into words, the longest possible one each time, before it parses: a word that takes what the
-next one needs leads nowhere. So what is regular becomes one word where nothing may be skipped within it, and a grammar
-that is regular as a whole becomes one expression. Where that is not enough, every character becomes a word: there is
-no longest one then, and masks take longer.
+llguidance's lexer splits a text into the longest possible lexemes before parsing: a lexeme that consumes the beginning
+of the next one leads to a dead end. So everything regular becomes one lexeme if nothing may be skipped within it, and a
+grammar that is regular as a whole becomes one expression. Where that is not enough, every character becomes a lexeme:
+then no longest match is needed, but masks take longer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Literal:
 
 @dataclass(frozen=True)
 class Matching:
-    """A text that an expression without anchors matches whole."""
+    """A text that fully matches an expression without anchors."""
 
     item: Item
 
 
 @dataclass(frozen=True)
 class Ref:
-    """The definition of the rule or terminal ``name``; ``line`` is where it is referred to."""
+    """A reference to the rule or terminal ``name``; ``line``: its line."""
 
     name: str
     line: int = field(default=0, compare=False)
@@ -41,21 +41,21 @@ class Ref:
 
 @dataclass(frozen=True)
 class Row:
-    """One part after another."""
+    """A sequence of parts."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Either:
-    """One of several; there is at least one."""
+    """Alternatives; at least one."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Times:
-    """``part`` from ``low`` to ``high`` times; None = without end."""
+    """``part`` from ``low`` to ``high`` times; None = unbounded."""
 
     part: Node
     low: int
@@ -64,21 +64,22 @@ class Times:
 
 @dataclass(frozen=True)
 class Both:
-    """What every one of ``parts`` matches; within terminals only."""
+    """The intersection of ``parts``; only in terminals."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Not:
-    """What ``part`` does not match; within terminals only."""
+    """The complement of ``part``; only in terminals."""
 
     part: Node
 
 
 @dataclass(frozen=True)
 class Json:
-    """A document under a JSON schema: ``text`` is the grammar engine's own form of it, ``least`` its fewest bytes."""
+    """A document under a JSON schema: ``text`` is the schema for the grammar engine, ``least`` its minimum length in
+    bytes."""
 
     text: str
     least: int
@@ -99,9 +100,9 @@ class Definition:
 
 @dataclass(frozen=True)
 class Syntax:
-    """A grammar. Names of ``terminals`` are those of single words of a lexer: nothing is skipped within them.
+    """A grammar. ``terminals`` are single lexemes: nothing is skipped within them.
 
-    ``skipped``: what is ignored between the words of a text.
+    ``skipped``: text that is ignored between lexemes.
     """
 
     start: str
@@ -137,7 +138,7 @@ def parts_of(node: Node) -> tuple[Node, ...]:
 
 
 def rebuilt(node: Node, change: Callable[[Node], Node]) -> Node:
-    """``node`` with ``change`` made to the nodes directly in it."""
+    """``node`` with ``change`` applied to its direct children."""
     match node:
         case Row(parts) | Both(parts) | Either(parts):
             return replace(node, parts=tuple(map(change, parts)))
@@ -157,8 +158,8 @@ def refs_of(node: Node) -> Iterator[Ref]:
 
 
 def item_of(node: Node, known: dict[str, Any]) -> Item:
-    """``node`` as one expression. ``known``: expressions of the names that it refers to. ``ValueError`` where it has a
-    part that no expression of this package has."""
+    """``node`` as one expression. ``known``: expressions of the names that it refers to. Raises ``ValueError`` if a
+    part has no expression."""
     match node:
         case Literal(text):
             return Group((tuple(Chars(single(ord(char))) for char in text),))
@@ -177,13 +178,13 @@ def item_of(node: Node, known: dict[str, Any]) -> Item:
     raise ValueError(type(node).__name__)
 
 
-#: Characters of an expression, repetitions written out, and its nested parts, up to which what is regular becomes one
-#: word. Rules that refer to one another in a row nest, too.
+#: Maximum length of an expression with repetitions expanded, and maximum nesting depth, up to which a regular rule
+#: becomes one lexeme. Chains of rules count as nesting.
 _WORD, _NESTED = 4_000, 100
 
 
 def regular(syntax: Syntax) -> dict[str, Item]:
-    """Rules and terminals as expressions, where they are regular, short enough, and nothing is skipped in them."""
+    """Rules and terminals as expressions, if they are regular, short enough, and nothing is skipped in them."""
     names = syntax.terminals if syntax.skipped else syntax.names
     found, sizes, depths = dict[str, Item](), dict[str, int](), dict[str, int]()
     for name in _inner_first(names):
@@ -196,14 +197,14 @@ def regular(syntax: Syntax) -> dict[str, Item]:
 
 
 def _depth(node: Node, depths: dict[str, int]) -> int:
-    """How deep the parts of ``node`` are nested, with those of the names that it refers to."""
+    """The nesting depth of ``node``, including the names that it refers to."""
     if isinstance(node, Ref):
         return depths.get(node.name, 0)
     return 1 + max((_depth(part, depths) for part in parts_of(node)), default=0)
 
 
 def _size(node: Node, sizes: dict[str, int]) -> int:
-    """Characters of ``node`` as an expression, repetitions written out. Raises ``ValueError`` where it is none."""
+    """Length of ``node`` as an expression with repetitions expanded. Raises ``ValueError`` if it is not regular."""
     match node:
         case Literal(text):
             return len(text)
@@ -219,7 +220,7 @@ def _size(node: Node, sizes: dict[str, int]) -> int:
 
 
 def _inner_first(names: dict[str, Definition]) -> list[str]:
-    """All names, those that a name refers to before it; a name that refers to itself is anywhere."""
+    """All names in dependency order; recursive names come in any order."""
     order, seen = list[str](), set[str]()
     for root in names:
         stack = [(root, False)]
@@ -234,15 +235,15 @@ def _inner_first(names: dict[str, Definition]) -> list[str]:
     return order
 
 
-#: llguidance skips ignored text only where a word may follow, and before the first word only with this option. So what
-#: is ignored may also come last, a word that no text has may follow the last one.
+#: llguidance skips ignored text only where a lexeme may follow, and before the first lexeme only with this option. A
+#: lexeme that matches no text may therefore follow the last one, so that ignored text may also come last.
 _SKIP_FIRST = '%llguidance {"allow_initial_skip": true}'
 
 
 def written(syntax: Syntax, words: dict[str, Item], *, finely: bool = False) -> str:
     """The text of ``syntax`` for llguidance.
 
-    ``words``: the expressions that are one word (of ``regular``). ``finely``: every character is a word, except in
+    ``words``: the expressions that are one lexeme (of ``regular``). ``finely``: every character is a lexeme, except in
     terminals with ``&`` or ``~``.
     """
     whole = {name for name, each in syntax.terminals.items() if not finely or _opaque(each.node)}
@@ -263,7 +264,7 @@ def written(syntax: Syntax, words: dict[str, Item], *, finely: bool = False) -> 
 
 
 def _opaque(node: Node) -> bool:
-    """Whether ``node`` is a word because of what it is made of."""
+    """Whether ``node`` can only be a single lexeme."""
     return isinstance(node, Both | Not) or any(map(_opaque, parts_of(node)))
 
 
@@ -290,7 +291,7 @@ def _text(node: Node, names: dict[str, str], finely: bool) -> str:
 
 
 def _item(item: Item) -> str:
-    """``item`` in words of one character."""
+    """``item`` as lexemes of one character."""
     match item:
         case Group(branches):
             rows = (" ".join(map(_item, branch)) if branch else _quoted("") for branch in branches)

@@ -1,8 +1,9 @@
-"""Terminals of Lark grammars: those that ``%import common`` gives, and lazy repetitions rewritten without laziness.
+"""Terminals of Lark grammars: those of ``%import common``, and lazy repetitions rewritten without laziness.
 
-A whole match is the same, lazy or not. But a lexer ends a token of ``/".*?"/`` at the first end there is, so that no
-token is ``"a"b"``: its tokens are the matches of which no proper prefix is a match, i.e. the expression's automaton
-without the transitions out of accepting states. A terminal whose end would depend on the text after it is refused.
+A full match is the same, lazy or not. But a lexer ends a token of ``/".*?"/`` at the first possible end, so that
+``"a"b"`` is not a token: its tokens are the matches without a proper prefix that is a match, i.e. the expression's
+automaton without transitions out of accepting states. A terminal whose end would depend on the following text is
+refused.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _FLOAT = f"(?:{_INT}{_EXP}|{_DECIMAL}(?:{_EXP})?)"
 _NUMBER = f"(?:{_FLOAT}|{_INT})"
 
 #: The terminals of ``%import common`` as expressions by name. Their languages are those of Lark's
-#: ``lark/grammars/common.lark`` (lark-parser/lark, 9bae961); its lazy repetitions are written without laziness: the
-#: repeated part excludes the end.
+#: ``lark/grammars/common.lark`` (lark-parser/lark, 9bae961); lazy repetitions are replaced by repeated parts that
+#: exclude the end.
 COMMON: dict[str, str] = {
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[a-fA-F0-9]",
@@ -55,7 +56,7 @@ COMMON: dict[str, str] = {
 
 
 def settled(syntax: Syntax, kind: str) -> Syntax:
-    """``syntax``, whose names are all defined, without lazy repetitions. Raises ``Refused`` with the line."""
+    """``syntax``, in which all names are defined, without lazy repetitions. Raises ``Refused`` with the line."""
     own = {name for name, each in syntax.terminals.items() if _is_lazy(each.node)}
     lazy = own | {n for n, each in syntax.terminals.items() if own and own & syntax.reached(each.node).keys()}
     if not lazy and not any(_is_lazy(each.node) for each in syntax.rules.values()):
@@ -83,7 +84,7 @@ def _repeats_lazily(item: Item) -> bool:
 
 
 def _token(name: str, syntax: Syntax, kind: str) -> Node:
-    """The terminal ``name`` as one expression, with all that it refers to."""
+    """The terminal ``name`` as one expression, with its references expanded."""
     line = syntax.terminals[name].line
     known: dict[str, Item] = {}
     try:
@@ -104,7 +105,7 @@ def _whole(name: str, syntax: Syntax, known: dict[str, Item]) -> Item:
 
 
 def _in_rule(node: Node, name: str, line: int, kind: str) -> Node:
-    """``node`` of a rule: each expression in it is a token of its own."""
+    """``node`` of a rule: each expression in it is a separate token."""
 
     if isinstance(node, Matching) and _repeats_lazily(node.item):
         try:
@@ -128,7 +129,7 @@ def _first_ends(item: Item) -> Item:
 
 
 def _flat(row: tuple[Item, ...]) -> tuple[Item, ...]:
-    """``row`` with the parts of groups that have one alternative in their place."""
+    """``row`` with groups that have a single alternative replaced by their items."""
     found: list[Item] = []
     for item in row:
         if isinstance(item, Group) and len(item.branches) == 1:
@@ -139,7 +140,7 @@ def _flat(row: tuple[Item, ...]) -> tuple[Item, ...]:
 
 
 def _row(row: tuple[Item, ...]) -> tuple[Item, ...]:
-    """One part after another without lazy repetitions."""
+    """A sequence without lazy repetitions."""
     for at, item in enumerate(row):
         if isinstance(item, Repeat) and item.lazy:
             before = tuple(_inner(each) for each in row[:at])
@@ -148,7 +149,7 @@ def _row(row: tuple[Item, ...]) -> tuple[Item, ...]:
 
 
 def _inner(item: Item) -> Item:
-    """A part that is no lazy repetition, without any in it: they end within it, whatever follows."""
+    """A part that is not a lazy repetition, with the lazy repetitions in it rewritten: they end within it."""
     if not _repeats_lazily(item):
         return item
     if isinstance(item, Repeat):
@@ -164,9 +165,9 @@ def _inner(item: Item) -> Item:
 
 
 def _repeated(item: Repeat, rest: tuple[Item, ...]) -> tuple[Item, ...]:
-    """The lazy ``item`` and the ``rest`` of its row."""
+    """The lazy ``item`` followed by the ``rest`` of its sequence."""
     plain = Repeat(_inner(item.item), item.low, item.high)
-    if not rest:  # it is repeated no more often than it must be
+    if not rest:  # only the required repetitions
         return (Repeat(plain.item, item.low, item.low),) if item.low else ()
     if isinstance(rest[0], Repeat) and rest[0].lazy:
         raise BadPattern("a lazy repetition right after another one is not supported")
@@ -187,7 +188,7 @@ def _repeated(item: Repeat, rest: tuple[Item, ...]) -> tuple[Item, ...]:
 
 
 def _unrolled(item: Item) -> tuple[Item, ...]:
-    """``item``, what it must be repeated apart from what it may be."""
+    """``item`` split into its required and optional repetitions."""
     if not isinstance(item, Repeat) or item.lazy or not item.low or item.low == item.high:
         return (item,)
     high = None if item.high is None else item.high - item.low
@@ -195,21 +196,21 @@ def _unrolled(item: Item) -> tuple[Item, ...]:
 
 
 def _bare(item: Item) -> Item:
-    """``item`` out of the groups around it."""
+    """``item`` without groups around it."""
     while isinstance(item, Group) and len(item.branches) == 1 and len(item.branches[0]) == 1:
         item = item.branches[0][0]
     return item
 
 
 def _is_fixed(item: Item) -> bool:
-    """Whether ``item`` matches so many characters and no others."""
+    """Whether ``item`` only matches texts of one length."""
     if isinstance(item, Repeat):
         return item.low == item.high and isinstance(_bare(item.item), Chars)
     return isinstance(_bare(item), Chars)
 
 
 def _shortest(row: tuple[Item, ...]) -> Item:
-    """The texts that ``row`` matches, and no beginning of which it does."""
+    """The texts that ``row`` matches and that have no proper prefix that it matches."""
     automaton = Automaton(text_of(Group((row,))))
     found = edges(automaton)
     if found is None:
@@ -223,7 +224,7 @@ def _shortest(row: tuple[Item, ...]) -> Item:
 
 
 def _prefix_free(row: tuple[Item, ...]) -> bool:
-    """Whether no text that ``row`` matches is the beginning of another one."""
+    """Whether no text that ``row`` matches is a proper prefix of another one."""
     automaton = Automaton(text_of(Group((row,))))
     found = edges(automaton)
     return found is not None and all(target == DEAD for source, target in found if automaton.ends(source))

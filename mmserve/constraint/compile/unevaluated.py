@@ -1,7 +1,7 @@
 """``unevaluatedProperties`` and ``unevaluatedItems`` as ``additionalProperties`` and ``items``.
 
 A value is valid if, for one of the ways through the schemas that apply to it (``compile.evaluated``), the keyword's
-schema holds for all properties or items that this way does not evaluate.
+schema holds for all properties or items that the way does not evaluate.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _INSTEAD = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems":
 
 @dataclass(frozen=True)
 class Case:
-    """``conditions`` and ``closed`` together, where ``rest`` and the schemas in ``matching`` are alternatives for what
-    ``closed`` forbids by its keyword ``additionalProperties`` or ``items``."""
+    """``conditions`` and ``closed`` together; ``rest`` and the schemas in ``matching`` are alternatives for the members
+    or items that ``additionalProperties`` or ``items`` of ``closed`` forbids."""
 
     conditions: tuple[Condition, ...]
     closed: Any
@@ -30,7 +30,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Cases:
-    """What ``keyword``, whose value is ``rest``, means: one of ``cases``."""
+    """The meaning of ``keyword`` with the value ``rest``: one of ``cases``."""
 
     keyword: str
     rest: Any
@@ -38,17 +38,17 @@ class Cases:
 
     @property
     def instead(self) -> str:
-        """The keyword that ``rest`` is given in each case."""
+        """The keyword that has ``rest`` in each case."""
         return _INSTEAD[self.keyword]
 
 
 def without_unevaluated(
     node: Schema, pointer: str, notes: Notes, scope: Scope, effort: Effort
 ) -> tuple[Schema, list[Cases]]:
-    """``node``, of well-formed keywords, without ``unevaluatedProperties`` and ``unevaluatedItems``; and cases that all
-    hold beside it.
+    """``node``, with well-formed keywords, without ``unevaluatedProperties`` and ``unevaluatedItems``; and cases, all
+    of which must hold.
 
-    Where it is not known what they are about, they are left out.
+    The keywords are left out if it is not known which members or items they apply to.
     """
     if not node.keys() & _INSTEAD.keys():
         return node, []
@@ -60,7 +60,7 @@ def without_unevaluated(
             continue
         try:
             found = evaluation(whole, pointer, keyword, scope, effort)
-        except (Unknown, Refused) as reason:  # what is refused is refused again when that schema is rewritten
+        except (Unknown, Refused) as reason:  # refused again when that schema is rewritten
             notes.cannot(pointer, keyword, f"use {instead}: {reason}")
             continue
         if not any(way.conditions for way in found.ways):
@@ -73,7 +73,7 @@ def without_unevaluated(
 
 
 def _merged(node: Schema, rest: Any, way: Way, found: Evaluation, instead: str) -> Schema:
-    """The keywords of ``node`` that change where ``rest`` is for what ``way`` does not evaluate."""
+    """The keywords of ``node`` with ``rest`` for everything that ``way`` does not evaluate."""
     if instead == "items":
         row = list(node.get("prefixItems", ()))
         row += [{}] * (len(found.of(way, "place")) - len(row))
@@ -96,12 +96,12 @@ def _case(way: Way, found: Evaluation, instead: str, draft: int) -> Case:
 
 
 def _names(way: Way, found: Evaluation) -> Schema:
-    """Names and patterns as keywords that allow them."""
+    """Keywords that allow the names and patterns of ``way``."""
     kinds = {"properties": "name", "patternProperties": "pattern"}
     made: Schema = {keyword: {each.what: {} for each in found.of(way, kind)} for keyword, kind in kinds.items()}
     return {keyword: names for keyword, names in made.items() if names}
 
 
 def _matching(way: Way, found: Evaluation) -> tuple[Condition, ...]:
-    """The schemas of ``contains`` that hold for items that are evaluated."""
+    """The schemas of ``contains`` whose items are evaluated."""
     return tuple(Condition(str(each.what), found.found[each]) for each in found.of(way, "matching"))

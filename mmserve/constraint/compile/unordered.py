@@ -1,7 +1,8 @@
-"""Documents whose members come in any order, and arrays whose items come once, as a Lark grammar for llguidance.
+"""Documents with members in any order, and arrays of distinct items, as a Lark grammar for llguidance.
 
-llguidance reads a schema's members in one order. Its parametric grammars (``docs/parametric.md`` there) have a number
-of 64 bits for each rule: here a bit for each member or item that was there. Whatever has no such part stays a schema.
+llguidance enforces one order of a schema's members. Its parametric grammars (``docs/parametric.md`` there) have a
+64-bit parameter for each rule: here one bit for each member or item seen. Parts of a schema without these features stay
+schemas.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from mmserve.constraint.compile.keywords import Schema, children, names_of, node
 from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.compile.scalars import anchored
 
-#: Bits of a rule's number that are used: members in any order, and different items of an array.
+#: Bits of a rule's parameter that are used: members in any order, or distinct items of an array.
 MOST = 63
-#: Keyword of arrays in schemas as ``compile.schema`` writes them: each of the values that ``items`` names by ``enum``
-#: comes at most once.
+#: Keyword of arrays in schemas of ``compile.schema``: each value that ``items`` lists by ``enum`` occurs at most once.
 DISTINCT = "distinct"
 
 
 class Unplaced(Exception):
-    """An array of distinct items that cannot be written, such as one with other schemas of the same array."""
+    """An array of distinct items that cannot be expressed, for example because other schemas apply to it."""
 
 
 def distinct_within(schema: Any) -> bool:
@@ -33,9 +33,9 @@ def distinct_within(schema: Any) -> bool:
 
 
 def written(schema: Any, engine: Schema, *, any_order: bool) -> tuple[str, list[str]]:
-    """A Lark grammar of the documents under ``schema``, and why members of some objects keep the schema's order.
+    """A Lark grammar of the documents under ``schema``, and the reasons why some objects keep the schema's order.
 
-    ``engine``: the layout, as llguidance takes it. Raises ``Unplaced``.
+    ``engine``: the layout as ``x-guidance`` options. Raises ``Unplaced``.
     """
     writer = _Writer(schema, engine, any_order=any_order)
     return writer.text(), list(writer.kept)
@@ -48,8 +48,8 @@ class _Writer:
         self._engine, self._any_order = engine, any_order
         self.kept: dict[str, None] = {}
         self._lines: list[str] = []
-        self._rules: dict[str, str] = {}  # by what they are of
-        #: Definitions that are more than a schema.
+        self._rules: dict[str, str] = {}  # by the schema that they are for
+        #: Definitions that need rules of their own.
         self._special = grown_to_all(self._definitions, self._becomes_special)
 
     def text(self) -> str:
@@ -67,7 +67,7 @@ class _Writer:
         return self._is_more(self._definitions[name])
 
     def _is_more(self, schema: Any) -> bool:
-        """Whether llguidance's own schemas cannot express all of ``schema``."""
+        """Whether llguidance's schemas cannot express all of ``schema``."""
         if not isinstance(schema, dict) or "enum" in schema:
             return False
         if schema.get(DISTINCT) or (self._any_order and self._varies(schema)):
@@ -77,7 +77,7 @@ class _Writer:
         return any(map(self._is_more, children(schema)))
 
     def _varies(self, node: Schema) -> bool:
-        """Whether the members of an object may be in another order than the schema's."""
+        """Whether the members of an object may have another order than the schema's."""
         if "object" not in types_of(node):
             return False
         properties = node.get("properties", {})
@@ -96,7 +96,7 @@ class _Writer:
         return self._rules[key]
 
     def _ways(self, schema: Schema) -> list[str]:
-        """The alternatives of ``schema``, which is more than a schema."""
+        """The alternatives of ``schema``, which llguidance's schemas cannot express."""
         if schema.keys() <= {"$ref"}:
             return [self._value(self._definitions[target(schema)])]
         if schema.keys() <= {"anyOf"}:
@@ -111,7 +111,7 @@ class _Writer:
         return [*ways, self._leaf({**schema, "type": names_of(kinds)})] if kinds else ways
 
     def _given_up(self, schema: Schema, why: str) -> str:
-        """``schema`` as llguidance has it."""
+        """``schema`` without these features, as a schema."""
         if any(self._has_distinct(node) for node in nodes(schema)):
             raise Unplaced
         self.kept[why] = None
@@ -187,8 +187,8 @@ class _Writer:
         return f"{self._leaf({'type': 'string', 'pattern': pattern})} colon {self._value(schema)}"
 
     def _in_any_order(self, named: Schema, required: list[str]) -> tuple[list[tuple[str, str, str]], str, str]:
-        """Members, each with what the number becomes and when it may come; when the object may end; and when there are
-        members left. Bits of required ones are the lowest."""
+        """Members, each with its update of the parameter and the condition under which it may come; the condition under
+        which the object may end; and that under which members are left. Required members have the lowest bits."""
         order = [*dict.fromkeys(required), *(name for name in named if name not in required)]
         members = [(name, f"set_bit({bit})", f"bit_clear({bit})") for bit, name in enumerate(order)]
         needed = len(set(required))
@@ -196,7 +196,8 @@ class _Writer:
         return members, f"is_ones([0:{needed}])" if needed else "true", left
 
     def _in_order(self, named: Schema, required: list[str]) -> tuple[list[tuple[str, str, str]], str, str]:
-        """As ``_in_any_order``, for members in the order of ``named``; the number is the first member still allowed."""
+        """As ``_in_any_order``, for members in the order of ``named``; the parameter is the first member still
+        allowed."""
         members, least = list[tuple[str, str, str]](), 0
         for place, name in enumerate(named):
             members.append((name, str(place + 1), f"and(ge(_, {least}), le(_, {place}))"))
@@ -229,7 +230,7 @@ class _Writer:
         return name
 
     def _distinct(self, node: Schema) -> str:
-        """An array of different values. ``Unplaced`` where what its items are was changed."""
+        """An array of distinct values. Raises ``Unplaced`` if its items are not a plain ``enum``."""
         items = node.get("items")
         values = items.get("enum", []) if isinstance(items, dict) and items.keys() <= {"enum", "type"} else []
         if not 0 < len(values) <= MOST:

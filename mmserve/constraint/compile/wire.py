@@ -1,6 +1,6 @@
-"""The protocol between the server and its child processes: JSON after its length, over pipes.
+"""The protocol between the server and its child processes: length-prefixed JSON over pipes.
 
-A reply has a constraint's grammar and the shortest answers that were found under it.
+A reply has a constraint's grammar and the shortest answers found under it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mmserve.core.constraint import CallsOrJson, Choice, ConstraintMode, Constra
 class TokenTable:
     """A model's tokens as plain data."""
 
-    tokens: tuple[bytes, ...]  # of each id; empty for ids without text
-    ends: tuple[int, ...]  # ids that end an answer, ascending; one at least
+    tokens: tuple[bytes, ...]  # by id; empty for ids without text
+    ends: tuple[int, ...]  # ids of end tokens, ascending; at least one
 
     def fingerprint(self) -> str:
         """SHA-256 of all fields, in hexadecimal."""
@@ -49,15 +49,15 @@ class Completion:
 class FirstAnswers:
     """The shortest answers found under a grammar.
 
-    ``near``: by the search that every budget has. ``patient``: by the longer one, for budgets that ``near`` does not
-    fit; None as long as ``asked`` is false, or where none was found. ``least``: tokens that every answer has at least.
+    ``near``: by the search for every budget. ``patient``: by the longer search, for budgets that ``near`` exceeds; None
+    if ``asked`` is false, or if none was found. ``least``: minimum number of tokens of every answer.
     """
 
     near: Completion | None = None
     patient: Completion | None = None
     asked: bool = False
     least: int = 0
-    late: bool = False  # a search was ended before it was over
+    late: bool = False  # a search hit its time limit
 
     def covers(self, budget: int) -> bool:
         """Whether this result decides if an answer fits ``budget`` tokens."""
@@ -65,11 +65,11 @@ class FirstAnswers:
         return fits or self.asked or self.hopeless(budget)
 
     def hopeless(self, budget: int) -> bool:
-        """Whether no answer of ``budget`` tokens was looked for: all are known to be far longer."""
+        """Whether no answer of ``budget`` tokens was searched, because all are known to be far longer."""
         return self.near is None and not self.asked and self.least > budget
 
     def close(self, budget: int) -> Completion | None:
-        """The shortest answer found with room for ``budget`` tokens, be it longer."""
+        """The shortest answer found by the searches for ``budget`` tokens; it may be longer."""
         near = self.near
         if near is not None and (near.exact or len(near.tokens) <= budget or self.patient is None):
             return near
@@ -77,7 +77,7 @@ class FirstAnswers:
 
 
 class CompileReply(NamedTuple):
-    """A grammar or a refusal; whether the outcome is reproducible; and the first answers, where a budget was given."""
+    """A grammar or a refusal; whether the outcome is reproducible; and the first answers, if a budget was given."""
 
     outcome: Grammar | Refused
     lasting: bool = True
@@ -85,12 +85,12 @@ class CompileReply(NamedTuple):
 
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (JsonSchema, Regex, Choice, Lark, Gbnf, CallsOrJson)}
-MOST_FINDINGS = 100  # of a constraint, that a reply has
-HEADER = 8  # bytes of a message's length, big-endian
+MOST_FINDINGS = 100  # maximum findings in a reply
+HEADER = 8  # bytes of a message's length prefix, big-endian
 
 
 def packed(message: Any) -> bytes:
-    """``message`` after its length; lone surrogates are kept, since the child refuses them."""
+    """``message`` with its length prefix; lone surrogates are kept, because the child must refuse them."""
     body = json.dumps(message).encode()
     return len(body).to_bytes(HEADER, "big") + body
 
@@ -107,7 +107,7 @@ def from_vocabulary(vocabulary: TokenTable) -> Any:
 
 
 def to_vocabulary(message: Any) -> TokenTable:
-    """The vocabulary that ``message`` holds."""
+    """The vocabulary in ``message``."""
     return TokenTable(tuple(token.encode("latin-1") for token in message["tokens"]), tuple(message["ends"]))
 
 
@@ -117,7 +117,7 @@ def from_spec(spec: ConstraintSpec) -> Any:
 
 
 def to_spec(message: Any) -> ConstraintSpec:
-    """The constraint that ``message`` holds."""
+    """The constraint in ``message``."""
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in message["fields"].items()}
     return ConstraintSpec(_KINDS[message["kind"]](**fields), ConstraintMode(message["mode"]))
 
@@ -130,7 +130,7 @@ def from_outcome(outcome: Grammar | Refused) -> dict[str, Any]:
 
 
 def to_outcome(message: Any) -> Grammar | Refused:
-    """The grammar or refusal that ``message`` holds."""
+    """The grammar or refusal in ``message``."""
     if "refused" in message:
         return Refused(*(Finding(*finding) for finding in message["refused"]))
     fields = message["grammar"]
@@ -140,7 +140,7 @@ def to_outcome(message: Any) -> Grammar | Refused:
 
 
 def to_reply(message: Any) -> CompileReply:
-    """A child's answer: a grammar or refusal, and the first answers, ``asdict`` of them, if there are any."""
+    """A child's reply: a grammar or refusal, and the first answers (as from ``asdict``), if any."""
     outcome, found = to_outcome(message), message.get("first")
     if found is None:
         return CompileReply(outcome)
@@ -159,17 +159,17 @@ PROGRAM = "mmserve.constraint.search.worker"
 
 
 class ReplyTooLong(Exception):
-    """A reply of more bytes than the limit."""
+    """A reply larger than the limit."""
 
 
 class JsonChild(ChildProcess):
-    """A process that answers a JSON message with another one."""
+    """A process that answers each JSON message with a JSON message."""
 
     def ask(self, message: Any, seconds: float) -> Any:
-        """The reply to ``message``; a child that raises is not usable any more.
+        """The reply to ``message``; after an exception the child cannot be used again.
 
-        Raises ``TimeoutError`` after ``seconds`` of wall time, ``ChildExited`` where the child ends,
-        ``ReplyTooLong`` for a reply above the limit.
+        Raises ``TimeoutError`` after ``seconds`` of wall time, ``ChildExited`` if the child exits, ``ReplyTooLong`` for
+        a reply above the limit.
         """
         deadline = time.monotonic() + seconds
 
@@ -187,7 +187,7 @@ class JsonChild(ChildProcess):
 class Child(JsonChild):
     """A process that compiles and searches (``search.worker``).
 
-    A question may take ``seconds`` of processor time. Without its owner, the process ends after at most twice
+    A question may take ``seconds`` of CPU time. If its owner is gone, the process exits after at most twice
     ``patience`` seconds of wall time.
     """
 

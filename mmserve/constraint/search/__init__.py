@@ -1,1 +1,1 @@
-"""Valid paths through a canvas: tokens as bytes, ways to the end of a text, and the search for the best path."""
+"""Search for valid paths through a canvas: the vocabulary, completions, and the search for the best path."""

@@ -1,11 +1,11 @@
 """Beam search over parser states: the best valid path through part of a canvas, from the first masked position on.
 
 Committed positions are forced; a masked one tries the model's candidates, the old witness's token and the end of text.
-The old witness is a whole path from the start, so a fork is dropped if it could not score more with the model's first
-choices everywhere after it. Forks are ranked by how many of those first choices are allowed after them, not by score
-alone; before committed tokens a fork counts only if they are allowed. Of equivalent forks one is kept. Each may join
-the old witness again, at the same position or a few to either side. Where few tokens are left, the lookahead bound
-drops forks. Where all forks have died, the options not tried and then the deepest forks are tried again.
+The old witness is a whole path from the start, so a fork is dropped if it could not score higher even with the model's
+most probable tokens everywhere after it. Forks are ranked not only by score, but also by how many of these tokens are
+allowed after them; before committed tokens, a fork counts only if they are allowed. Of equivalent forks one is kept.
+Each may rejoin the old witness, at the same position or a few to either side. If few tokens are left, the lookahead
+bound drops forks. If all forks have died, untried options and then the deepest forks are tried again.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from mmserve.constraint.search.feasibility import SPARE, Closing, LookaheadBound
 from mmserve.constraint.search.lattice import TokenLattice
 from mmserve.constraint.search.parser_states import ParserState, ParserStateCache
 
-Timer = Callable[[], bool]  # whether the step has time left
+Timer = Callable[[], bool]  # returns whether the step has time left
 
 
 @dataclass(frozen=True)
 class Beam:
-    """Numbers of the search."""
+    """Parameters of the search."""
 
     width: int = 4
-    ahead: int = 5  # the model's first choices that are tried after a token
+    ahead: int = 5  # most probable tokens that are tried after a token
     broken: float = 4.0  # penalty in nats when none of them is allowed
     decay: float = 0.75  # factor of the penalty for each one that is
-    clear: float = 4.5  # nats below an option after which all first choices are allowed: other options are not tried
-    again: int = 60  # options tried again where no other path was found
+    clear: float = 4.5  # nats below an option with all these tokens allowed, beyond which others are not tried
+    again: int = 60  # options tried again if no other path was found
     salvaged: int = 12  # dead forks for which a completion is searched
-    spare: int = SPARE  # tokens left besides the old witness's, up to which the lookahead bound is used
+    spare: int = SPARE  # tokens left besides the old witness's up to which the lookahead bound is used
 
 
 @dataclass(frozen=True)
 class Path:
-    """Tokens of the answer from the first masked position on, without end tokens, and what they score."""
+    """Tokens of the answer from the first masked position on, without end tokens, and their score."""
 
     tokens: list[int]
     score: float  # sum of log-probabilities up to the horizon
@@ -63,15 +63,16 @@ class _Fork:
         return found[::-1]
 
 
-#: A fork grown by one token: rank, score, the fork before, the token, and its index among the options.
+#: A fork extended by one token: rank, score, the previous fork, the token, and its index among the options.
 _Grown = tuple[float, float, _Fork, int, int]
 
 
 @dataclass(slots=True)
 class _Left:
-    """An option not tried: from ``fork``, at ``p``, by an option of that position or by those after it, too."""
+    """An option not tried: from ``fork``, at position ``p``, by one option of that position or also by those after
+    it."""
 
-    most: float  # that any path by it can score
+    most: float  # upper bound of the score of its paths
     p: int
     fork: _Fork
     option: int
@@ -81,15 +82,15 @@ class _Left:
 def best_path(
     root: ParserState, cache: ParserStateCache, lattice: TokenLattice, closing: Closing, beam: Beam, in_time: Timer
 ) -> Path | None:
-    """The best path found through ``lattice`` and on to the end of the text, the old witness if there is no better way.
+    """The best path found through ``lattice`` to the end of the text; the old witness if no path is better.
 
-    None where only the old witness was found, and there may be a better path: forks that might have been better were
-    begun, and no completion was found for any of them.
+    None if only the old witness was found although a better path may exist: better forks were begun, but no completion
+    was found for any of them.
 
     ``root`` is the state before the lattice's first position.
 
     Raises:
-        SearchTimeout: ``in_time`` returned false; called once a position.
+        SearchTimeout: ``in_time`` returned false; it is called once for each position.
     """
     if lattice.stayed[0] >= lattice.most[0]:
         return Path(lattice.old_content, lattice.stayed[0])
@@ -104,7 +105,7 @@ def best_path(
 
 
 def _straight(root: ParserState, cache: ParserStateCache, lattice: TokenLattice, closing: Closing) -> Path | None:
-    """The path of the first choices everywhere, if it is one."""
+    """The path of the most probable token at each position, if it is valid."""
     tokens = lattice.first[: lattice.first_end]
     if lattice.first_end < lattice.size and not lattice.ends_first:
         return None
@@ -121,15 +122,15 @@ def _straight(root: ParserState, cache: ParserStateCache, lattice: TokenLattice,
 
 @dataclass(slots=True)
 class _Search:
-    """A running search: the best whole path so far, and the options not tried."""
+    """A running search: the best complete path so far, and the options not tried."""
 
     cache: ParserStateCache
     lattice: TokenLattice
     closing: Closing
     beam: Beam
-    room: LookaheadBound | None  # where there is little left
+    room: LookaheadBound | None  # only if few tokens are left
     best: Path
-    others: bool = False  # whether any whole path was found besides the old witness
+    others: bool = False  # whether a complete path besides the old witness was found
     along: dict[ParserState, list[int]] = field(default_factory=dict)  # the old witness's states, and tokens before
     left: list[_Left] = field(default_factory=list)
 
@@ -139,7 +140,7 @@ class _Search:
         self.along[root] = [0]
         for q, token in enumerate(lattice.old_content[: lattice.size], 1):
             state = self.cache.after(at, token)
-            if state is None:  # the parser's limits
+            if state is None:  # beyond the parser's limits
                 break
             at = state
             self.along.setdefault(at, []).append(q)
@@ -159,22 +160,23 @@ class _Search:
         if not self.others and self._open():
             self._look_again()
         if self.best.score == lattice.stayed[0] and not (self.others and forks):
-            self.closing.cut = self.closing.cramped  # completions from here on are shorter
+            self.closing.cut = self.closing.cramped  # later completions are shorter
             self._salvage(trail)
         return self.best if self.others or not self._open() else None
 
     def _open(self) -> bool:
-        """Whether an option that was not tried might be better than the best path."""
+        """Whether an untried option might be better than the best path."""
         return any(left.most > self.best.score for left in self.left)
 
     def _found(self, fork: _Fork, tail: Sequence[int], score: float) -> None:
-        """Record a whole path."""
+        """Record a complete path."""
         self.others = True
         if score > self.best.score:
             self.best = Path([*fork.tokens(), *tail], score)
 
     def _through(self, forks: list[_Fork], p: int, run: list[int]) -> list[_Fork]:
-        """The forks after a run of committed tokens from ``p`` on that may follow them and does not end them."""
+        """The forks after a run of committed tokens from ``p`` on, without those that it ends or that do not allow
+        it."""
         content, kept = self.lattice.content(run), dict[ParserState, _Fork]()
         for fork in forks:  # the best first
             next_state = self.cache.after_all(fork.state, content) if content else fork.state
@@ -217,14 +219,14 @@ class _Search:
         return False
 
     def _grown(self, forks: list[_Fork], p: int) -> list[_Grown]:
-        """``forks`` grown by the options of a masked position, best first."""
+        """``forks`` extended by the options of a masked position, best first."""
         lattice, beam, cache, closing, room = self.lattice, self.beam, self.cache, self.closing, self.room
         following = lattice.content(lattice.run[p + 1]) if p + 1 < lattice.size else []
         ahead = lattice.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(lattice.first_end, p + 1))]
         expected = ahead or following
         reach, least = len(expected), len(following)
         grown: list[_Grown] = []
-        ranks: list[float] = []  # a heap of the best so far, as many as forks are kept
+        ranks: list[float] = []  # a heap of the best ranks so far, as many as forks are kept
         most, options, floor, old = lattice.most[p + 1], lattice.options[p], lattice.floor[p], lattice.old[p]
 
         def add(penalty: float, score: float, fork: _Fork, token: int, option: int) -> None:
@@ -238,7 +240,7 @@ class _Search:
         for fork in forks:
             self._ended(fork, p)
             begun, bound = len(grown), self.best.score - most - fork.score
-            enough = -math.inf  # below this no option is tried any more
+            enough = -math.inf  # lower bound for options to be tried
             followed = not fork.on_witness or old in lattice.ends
             left = False
             known = fork.state.next
@@ -307,7 +309,7 @@ class _Search:
         lattice, serial = self.lattice, len(self.left)
         heap = [(-left.most, i, left) for i, left in enumerate(self.left)]
         heapq.heapify(heap)
-        stuck: list[_Left] = []  # by tokens that are no options, or to no end that was found
+        stuck: list[_Left] = []  # options whose token is not allowed, or from which no end was found
         for _ in range(self.beam.again):
             if self.others or not heap or -heap[0][0] <= self.best.score:
                 break
@@ -344,7 +346,7 @@ class _Search:
         self.left = [*stuck, *(left for _most, _serial, left in heap)]
 
     def _close(self, forks: list[_Fork]) -> None:
-        """Complete the best fork at the horizon for which that succeeds, if it is better than the best path."""
+        """Complete the best fork at the horizon that can be completed, if it is better than the best path."""
         for fork in forks:
             if fork.on_witness:
                 continue
@@ -371,6 +373,6 @@ class _Search:
                 if tail is not None:
                     self._found(fork, tail, fork.score + lattice.score(p, tail))
                 elif (way := self.closing.shortest(fork.state)) is not None:
-                    deepest = min(deepest, room - len(way))  # ways that are longer have no room either
+                    deepest = min(deepest, room - len(way))  # longer completions do not fit either
                 if tried == self.beam.salvaged:
                     return

@@ -1,8 +1,9 @@
 """Completions of a text: greedy walks and best-first search over bytes, and the exact search over tokens.
 
 ``walk`` takes the first byte that closes a JSON value at each state. ``cheapest`` is a best-first search, for texts
-that no walk completes. Both work on bytes, since most allowed bytes are equivalent; ``Lexicon.cover`` spells the result
-in the fewest tokens. ``exact_completion`` is a breadth-first search over tokens: its result has the least length.
+that no walk completes. Both work on bytes, because most allowed bytes are equivalent; ``Lexicon.cover`` tokenises the
+result with the fewest tokens. ``exact_completion`` is a breadth-first search over tokens: its result has minimum
+length.
 
 With prefix classes, a walk also leaves strings that no closer ends, such as those that must contain a given word: the
 nearest end is searched over ASCII characters, with one state per prefix class (``prefix_equivalence``).
@@ -21,66 +22,68 @@ from mmserve.constraint.search.matcher import Matcher, after, completes
 from mmserve.constraint.search.prefix_equivalence import PrefixClasses
 from mmserve.constraint.search.vocabulary import Lexicon
 
-#: What a search costs, in tokens that a parser reads (about 0.3 microseconds each): a copy of a parser, a mask of all
-#: tokens, and a byte of a text that is spelled in the fewest tokens. Measured, and rounded up.
+#: Costs of a search in tokens that a parser reads (about 0.3 microseconds each): copying a parser, a mask of all
+#: tokens, and each byte of a text that is tokenised with the fewest tokens. Measured, and rounded up.
 FORK, MASK, BYTE = 16, 100, 8
 
 
 @dataclass
 class Work:
-    """The work that is left to a search; it does not depend on the clock, so that results are reproducible.
+    """The remaining work of a search; independent of the clock, so that results are reproducible.
 
-    A limit on parser states alone bounds no time: at a single state of a long text, all the rest may be validated.
+    Limiting only parser states would not bound the time: at a single state of a long text, all the rest may be
+    validated.
     """
 
     states: int
-    reads: int = 4_000_000  # tokens that parsers read, and what takes as long
+    reads: int = 4_000_000  # tokens that parsers read, and operations that take as long
 
     def spend(self, reads: int = 0) -> bool:
-        """Spend one state and ``reads``; False when nothing is left."""
+        """Spend one state and ``reads``. Returns False if nothing is left."""
         self.states -= 1
         self.reads -= reads
         return self.left
 
     def read(self, reads: int) -> None:
-        """Spend ``reads`` at a state already counted."""
+        """Spend ``reads`` at a state that is counted already."""
         self.reads -= reads
 
     @property
     def left(self) -> bool:
-        """Whether anything may still be done."""
+        """Whether any work is left."""
         return self.states >= 0 and self.reads >= 0
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A completion and the states on its way where there was a choice."""
+    """A completion, and the states on it with several options."""
 
     tokens: tuple[int, ...]
-    choices: tuple[int, ...] = field(repr=False)  # tokens before the state; a parser for each would take megabytes
+    choices: tuple[int, ...] = field(repr=False)  # number of tokens before each state
 
 
-#: Longest completion, in tokens, that a walk looks for.
+#: Maximum length of a walk's completion, in tokens.
 _LONGEST = 32_768
-#: Times in a row that a walk may take the same closer.
+#: Maximum consecutive times that a walk takes the same closer.
 _TIRED = 8
-#: Number of closers that are validated one by one before a mask is computed.
+#: Number of closers that are validated individually before a mask is computed.
 _LIKELY = 8
 
 
 def walk(matcher: Matcher, lexicon: Lexicon, work: Work, classes: PrefixClasses | None = None) -> Walk | None:
     """The greedy completion: at each state the bytes known to lead to the end, or else the first allowed closer.
 
-    None if it reaches no end. Where one closer has been taken several times in a row without an end, as zeros after
-    ``0.`` are, the next one is taken.
+    None if it does not reach an end. If one closer has been taken several times in a row without an end, such as zeros
+    after ``0.``, the next one is taken.
 
     Args:
-        classes: of texts from the one of ``matcher`` on; with them, each string is left by the fewest characters.
+        classes: prefix classes of texts from that of ``matcher`` on; with them, each string is completed by the fewest
+            characters.
 
     Raises:
         ValueError: the class of the completion so far is unknown.
     """
-    at, tokens = matcher.fork(), list[int]()  # one copy that advances: a copy at each step would make long answers slow
+    at, tokens = matcher.fork(), list[int]()  # one copy, which advances: copying in each step would be slow
     choices, prefix_class = list[int](), None if classes is None else classes.start()
     while work.spend(MASK) and len(tokens) < _LONGEST:
         if at.accepting:
@@ -103,16 +106,17 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work, classes: PrefixClasses 
 
 
 def onward(at: Matcher, lexicon: Lexicon, tokens: Sequence[int]) -> tuple[list[int], bool]:
-    """The next tokens of a walk after ``tokens``, and whether there was a choice; none where nothing may follow."""
+    """The next tokens of a walk after ``tokens``, and whether there were several options; empty if nothing may
+    follow."""
     known = lexicon.cover(at.ahead())
     return (known, False) if known else (_first(at, lexicon, list(tokens[-_TIRED:])), True)
 
 
 def _first(at: Matcher, lexicon: Lexicon, latest: list[int]) -> list[int]:
-    """The first closer that may follow, but for one that is all of the ``latest`` tokens, if there is another.
+    """The first closer that is allowed, except one that equals all of the ``latest`` tokens, if there is another.
 
-    The likely ones are asked for one by one: that takes a tenth of the time of a mask, and mostly one of them may
-    follow.
+    Likely closers are validated individually first: that takes a tenth of the time of a mask, and one of them is
+    usually allowed.
     """
     tired = latest[:1] if len(latest) == _TIRED and len(set(latest)) == 1 else []
     for token in lexicon.closers[:_LIKELY].tolist():
@@ -126,10 +130,10 @@ def _first(at: Matcher, lexicon: Lexicon, latest: list[int]) -> list[int]:
 
 
 def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, similar: int) -> list[int] | None:
-    """A completion of few bytes by search; None if the work was not enough.
+    """A completion of few bytes by search; None if ``work`` was exhausted.
 
-    At a state at most ``choices`` closers are tried, and of the states at one length where the same bytes may follow
-    ``similar`` are looked at.
+    At most ``choices`` closers are tried at each state, and ``similar`` states of equal length with the same allowed
+    bytes are expanded.
     """
     serial = 0
     queue: list[tuple[int, int, bytes, Matcher]] = [(0, 0, b"", matcher)]
@@ -154,7 +158,7 @@ def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, si
                 fork = after(at, step)
                 if fork is None:
                     continue
-                serial -= 1  # of equal length the newest first: depth-first is mostly fastest
+                serial -= 1  # newest first at equal length: depth-first is usually fastest
                 heapq.heappush(queue, (length + len(step), serial, grown, fork))
     return None
 
@@ -165,7 +169,7 @@ _CHARACTERS = frozenset(bytes([code]) for code in range(0x20, 0x7F) if code != o
 def _out_of_string(
     matcher: Matcher, prefix_class: Hashable, lexicon: Lexicon, classes: PrefixClasses, work: Work
 ) -> list[int]:
-    """The fewest characters to the end of the string or of the text; none where that is too far."""
+    """The fewest characters to the end of the string or text; empty if that is too far."""
     plain = np.array([token for token in lexicon.closers.tolist() if lexicon.text([token]) in _CHARACTERS], np.int64)
     queue: deque[tuple[Hashable, Matcher, tuple[int, ...]]] = deque([(prefix_class, matcher, ())])
     seen = {prefix_class}
@@ -199,10 +203,10 @@ def exact_completion(
     *,
     within: int | None = None,
 ) -> tuple[tuple[int, ...] | None, int]:
-    """A completion of the least length, or None and a length below which there is none.
+    """A completion of minimum length, or None and a lower bound of the length.
 
-    ``most`` tokens are tried, at ``states``; none farther on than would be shorter than the completion ``bound``, and
-    none longer than ``within`` tokens.
+    Tries at most ``most`` tokens, at ``states`` states; only completions shorter than ``bound`` and no longer than
+    ``within`` tokens are searched.
     """
     if matcher.accepting:
         return (), 0
@@ -217,7 +221,7 @@ def exact_completion(
         reached = list[tuple[Hashable, Matcher, tuple[int, ...], list[int]]]()
         for prefix_class, before, tokens in level:
             at = after(before, tokens[-1:])
-            if at is None:  # the parser's limits: nothing is known beyond
+            if at is None:  # beyond the parser's limits
                 return None, depth
             allowed = at.allowed()
             most -= len(allowed)

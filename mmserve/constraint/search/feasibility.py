@@ -1,9 +1,10 @@
 """Whether a parser state can still end within the token budget: a lower bound of the tokens needed, and completions.
 
-``LookaheadBound`` gives the least number of tokens from a state to the end of the text; states that need more than the
-budget has left are dropped. It is found by breadth-first search over all allowed tokens from the root of a search. The
-content of a string or number makes no difference after its end (``prefix_equivalence``), so one state represents all
-states within it that may end it, and may end with any bytes that a token of the vocabulary has after such an end.
+``LookaheadBound`` gives the minimum number of tokens from a state to the end of the text; states that need more than
+the remaining budget are dropped. It is computed by breadth-first search over all allowed tokens from the root of a
+search. The content of a string or number has no effect after its end (``prefix_equivalence``), so one state represents
+all states within it that may end it, with any bytes that a token of the vocabulary has after such an end.
+
 ``Closing`` holds the completions of one search.
 """
 
@@ -30,23 +31,23 @@ from mmserve.constraint.search.prefix_equivalence import Scalar
 from mmserve.constraint.search.shortest_completion import find_completion
 from mmserve.constraint.search.vocabulary import Lexicon, few_tokens_of, tokens_of
 
-#: Allowed tokens of a state above which its successors are not expanded.
+#: Number of allowed tokens above which a state's successors are not expanded.
 _WIDE = 64
-#: States expanded from the root of a search.
+#: Maximum number of states expanded from the root of a search.
 _STATES = 300
 
 
-#: Tokens in the budget beyond those of the old witness, up to which a search uses the bound.
+#: Tokens left in the budget besides those of the old witness, up to which a search uses the bound.
 SPARE = 4
-#: States of which one search asks for a representative. The most seen was 1,431; the bound is the same on every
-#: machine, whatever earlier searches have learned.
+#: States for which one search computes a representative. The maximum observed was 1,431; the limit is the same on every
+#: machine, whatever earlier searches have cached.
 _ASKED = 2_000
-#: Seconds of wall time for ``look_ahead``; searches compute what it leaves out.
+#: Maximum wall time (seconds) of ``look_ahead``; searches compute what it leaves out.
 _SECONDS = 0.1
 
 
 class SearchTimeout(Exception):
-    """A search took more work, or more time, than a decode step gives it."""
+    """A search exceeded the work or time limit of a decode step."""
 
 
 class LookaheadBound:
@@ -59,15 +60,16 @@ class LookaheadBound:
         self._least = self._measured(root)
 
     def least(self, state: ParserState) -> int:
-        """The bound of ``state``: no fewer tokens lead to its end."""
+        """The bound of ``state``: at least so many tokens are needed to its end."""
         return 0 if state.accepting else self._least.get(self._representative_of(state).key, 1)
 
     def fits(self, state: ParserState, position: int) -> bool:
-        """Whether the bound of ``state``, after ``position`` tokens, is within the size."""
+        """Whether the bound of ``state``, reached after ``position`` tokens, fits in the size."""
         return position + self.least(state) <= self.size
 
     def ways(self, state: ParserState, position: int, most: int) -> list[int]:
-        """Up to ``most`` tokens allowed at ``state`` whose bounds are within the size, the smallest bounds first."""
+        """Up to ``most`` tokens allowed at ``state`` whose bounds fit in the size, in ascending order of their
+        bounds."""
         found = []
         for token in self._representative_of(state).tokens:
             next_state = self._states.after(state, token)
@@ -87,7 +89,7 @@ class LookaheadBound:
             if state.accepting:
                 least[key] = 0
             elif representative.next is None or level[key] >= self.size or len(level) >= _STATES:
-                least[key] = 1  # it is not the end; nothing more is known
+                least[key] = 1  # not an end; nothing else is known
             else:
                 farther = level[key] + 1
                 for next_state in representative.next:
@@ -140,7 +142,7 @@ class LookaheadBound:
         return words
 
     def _leads(self, state: ParserState, token: int, scalar: Scalar) -> bool:
-        """Whether ``token`` leads from ``state`` into a ``scalar`` whose states have one representative."""
+        """Whether ``token`` enters, from ``state``, a ``scalar`` whose states have one representative."""
         next_state = self._states.after(state, token)
         inside = None if next_state is None else self._states.inside(next_state)
         if next_state is None or inside is None or inside[0] is not scalar:
@@ -148,7 +150,7 @@ class LookaheadBound:
         return self._within(next_state, inside) is not None
 
     def _within(self, state: ParserState, inside: tuple[Scalar, Hashable]) -> Representative | None:
-        """The representative of all states within the same string or number; None if it may not end at ``state``."""
+        """The representative of all states within the same string or number; None if it cannot end at ``state``."""
         known = self._states.representatives.get(inside)
         if inside[0] is Scalar.NUMBER:
             if known is not None:
@@ -178,14 +180,14 @@ class LookaheadBound:
         )
 
     def _tails(self, state: ParserState, tails: Sequence[bytes], begins: list[int]) -> list[ParserState | None] | None:
-        """The states after those of ``tails`` that begin as one of the tokens ``begins`` does; None if not known."""
+        """The states after those ``tails`` that are prefixed by one of the tokens ``begins``; None if unknown."""
         first = {self._lexicon.spelled[token][0] for token in begins}
         spelled = [self._lexicon.cover(tail) for tail in tails if tail[0] in first]
         return None if None in spelled else [self._states.after_all(state, tokens) for tokens in spelled if tokens]
 
 
 def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, states: ParserStateCache) -> None:
-    """Fill the cache with the states that searches for answers of up to ``size`` tokens need, ahead of the first step.
+    """Fill the cache, before the first step, with states that searches for answers of up to ``size`` tokens need.
 
     ``follows``: tokens allowed at the start. Done once for a grammar; results of searches do not depend on it.
     """
@@ -195,7 +197,7 @@ def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, states
             return
         mine.ahead = True
         if not mine.known:
-            mine.own_matcher(())  # compiled here rather than in a request's step
+            mine.own_matcher(())  # compile here rather than in a decode step
         else:
             root = mine.locate((), lambda: mine.own_matcher(()) or constraint.start(), follows)
             LookaheadBound(root, size, mine, lambda: time.perf_counter() < deadline)
@@ -207,30 +209,30 @@ def _distinct(found: Sequence[ParserState | None]) -> tuple[ParserState, ...]:
 
 @dataclass
 class Closing:
-    """The completions of one search: of the old witness, of earlier searches, and new short ones."""
+    """The completions of one search: from the old witness, from earlier searches, and new short ones."""
 
     witness: Sequence[int]  # the old witness up to its end
     size: int  # positions of the answer
     lexicon: Lexicon
     remembered: tuple[tuple[int, ...], ...] = ()
     states: int = 60  # visited for a new completion
-    shift: int = 6  # positions that the old witness's end may be moved
+    shift: int = 6  # positions by which the old witness's end may be shifted
     searches: int = 6  # states from which a new completion is searched
-    thorough: int = 1  # of these, with more effort: where the first closers lead nowhere, as in `a+b`
-    patient: bool = False  # whether another completion is searched where a known one is too long
-    #: A longer search over cached states; None = with the parser alone.
+    thorough: int = 1  # of these, with more effort: if the first closers lead to dead ends, as in `a+b`
+    patient: bool = False  # whether another completion is searched if a known one is too long
+    #: A longer search over cached states; None = search with the parser alone.
     far: Callable[[ParserState], tuple[int, ...] | None] | None = None
     found: list[tuple[int, ...]] = field(default_factory=list)
-    asked: set[ParserState] = field(default_factory=set)  # from where new completions were searched
-    cramped: bool = False  # a completion was found that is too long
-    cut: bool = False  # a better path than the one taken was too long
+    asked: set[ParserState] = field(default_factory=set)  # states from which new completions were searched
+    cramped: bool = False  # a completion that is too long was found
+    cut: bool = False  # a better path than the chosen one was too long
 
     def tail(
         self, state: ParserState, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
     ) -> tuple[int, ...] | None:
-        """Tokens that lead from ``state``, at ``position`` of the answer, to its end within the budget; None if none.
+        """Tokens from ``state``, at ``position`` of the answer, to its end within the budget; None if none is found.
 
-        ``agrees``: whether such tokens agree with what is committed.
+        ``agrees``: whether tokens are consistent with committed ones.
         """
         if state.accepting and agrees(()):
             return ()
@@ -242,7 +244,7 @@ class Closing:
             elif agrees(way) and matcher.ends(way):
                 return way
         self.cramped |= cramped
-        if not self._may_ask(state) or (cramped and not self.patient):  # a way to the end is known, and too long
+        if not self._may_ask(state) or (cramped and not self.patient):  # a completion is known, but is too long
             return None
         new = self.shortest(state)
         if (new is None or (self.patient and len(new) > room)) and self.thorough:
@@ -266,8 +268,8 @@ class Closing:
         return state.completion(self.lexicon, self.states)
 
     def _may_ask(self, state: ParserState) -> bool:
-        """Whether a completion from ``state`` may be searched. Known ones count as well, so that no result depends on
-        other searches."""
+        """Whether a completion from ``state`` may be searched. Known ones count as well, so that results do not depend
+        on other searches."""
         return state in self.asked or len(self.asked) < self.searches
 
     def next_tokens(self, state: ParserState) -> list[int]:
@@ -280,7 +282,8 @@ class Closing:
         return state.few
 
     def _known(self, position: int) -> Iterator[tuple[int, ...]]:
-        """The old witness's end from here, then from a few positions to either side, then earlier completions."""
+        """The old witness's end from this position, then from a few positions to either side, then earlier
+        completions."""
         for distance in range(self.shift + 1):
             for begin in {position + distance, position - distance}:
                 if 0 <= begin < len(self.witness):

@@ -12,7 +12,7 @@ import numpy as np
 
 from mmserve.constraint.search.vocabulary import Lexicon
 
-Rows = slice | np.ndarray  # of numbers, or of flags
+Rows = slice | np.ndarray  # numeric indices, or a bool mask
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class TopK:
     log_probabilities: np.ndarray  # float32 [n, K]
 
     def rows(self, rows: Rows) -> TopK:
-        """Those of ``rows``."""
+        """Those in ``rows``."""
         return TopK(self.positions[rows], self.tokens[rows], self.log_probabilities[rows])
 
 
 #: Log-probability of a token at a position without a row of logits.
 UNASKED = -20.0
-#: Nats by which a token that is no candidate is assumed less likely than the last candidate.
+#: Nats by which a token that is not a candidate is assumed to be less probable than the last candidate.
 _UNLISTED = 1.0
-#: Candidates this much less likely than the best one, in nats, are not tried.
+#: Candidates that are less probable than the best one by this many nats are not tried.
 _WINDOW = 9.0
 
 
@@ -61,20 +61,21 @@ class TokenLattice:
     lexicon: Lexicon
 
     def content(self, run: list[int]) -> list[int]:
-        """A run up to its first end token."""
+        """``run`` up to its first end token."""
         for i, token in enumerate(run):
             if token in self.ends:
                 return run[:i]
         return run
 
     def room(self, size: int) -> int:
-        """Positions from ``start`` to the first committed end token, or to the end of an answer of ``size``."""
+        """Number of positions from ``start`` to the first committed end token, or to the end of an answer of
+        ``size``."""
         return next((p for p in range(self.size) if self.fixed[p] in self.ends), size - self.start)
 
     def agrees(self, begin: int, tokens: Sequence[int], since: int = 0) -> bool:
-        """Whether ``tokens[since:]`` from ``begin`` on, and the end of text after them, agree with what is committed.
+        """Whether ``tokens[since:]`` at ``begin``, followed by the end of text, are consistent with committed tokens.
 
-        A search asks this for many ``since`` of one long row: nothing is copied.
+        A search calls this for many ``since`` of one long list, so nothing is copied.
         """
         shift = since - begin
         for p in self.fixed_at[bisect_left(self.fixed_at, begin) :]:
@@ -86,7 +87,7 @@ class TokenLattice:
     def score(self, begin: int, tokens: Sequence[int]) -> float:
         """Sum of log-probabilities of ``tokens`` and the end of text after them, from ``begin`` to the lattice's end.
 
-        They agree with the committed tokens.
+        They must be consistent with committed tokens.
         """
         last = min(begin + len(tokens), self.size)
         total, fixed, floor, scores = self.ended[last], self.fixed, self.floor, self._scores

@@ -1,7 +1,8 @@
-"""The language of a constraint: token rows that are read from left to right and forked at will.
+"""The language of a constraint: token sequences that are consumed from left to right and can be forked.
 
-``Constraint`` and ``Matcher`` are all that the search needs; ``Grammar`` is the implementation by llguidance's parser,
-``Concatenation`` a template as one language, for next-token models: fixed texts with other languages between them.
+``Constraint`` and ``Matcher`` are the interface for the search; ``Grammar`` implements it by llguidance's parser,
+``Concatenation`` for a template as one language, for next-token models: fixed texts with other languages between
+them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from mmserve.constraint.search.vocabulary import Vocabulary, add_tokens, in_mask
 
 
 class Matcher(Protocol):
-    """A state in a constraint's language: the tokens consumed so far, and what may follow them.
+    """A state in a constraint's language: the tokens consumed so far, and which may follow them.
 
-    It covers tokens with bytes only. The end of text is no token of the language: it is allowed where the matcher is
+    Only for tokens with bytes. The end of text is not a token of the language: it is allowed if the matcher is
     ``accepting``, and only end tokens may follow it.
     """
 
@@ -30,7 +31,7 @@ class Matcher(Protocol):
         """An independent copy of the matcher."""
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens``, from the first on, are allowed one after another; consumes nothing."""
+        """Length of the longest valid prefix of ``tokens``; consumes nothing."""
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Whether ``tokens`` are allowed here and the text may end after them; consumes nothing."""
@@ -38,24 +39,25 @@ class Matcher(Protocol):
         return fork is not None and fork.accepting
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Consume ``tokens``; ``ValueError`` if they are not allowed here, after which the matcher is of no use."""
+        """Consume ``tokens``; raises ``ValueError`` if they are not allowed here, after which the matcher is
+        unusable."""
 
     def allowed(self) -> np.ndarray:
         """Ids (int64, ascending) of all tokens allowed here."""
         return tokens_of(self.mask())
 
     def mask(self) -> np.ndarray:
-        """The tokens allowed here, as a bitmask; the caller's own."""
+        """The tokens allowed here, as a new bitmask."""
 
     def among(self, tokens: np.ndarray) -> np.ndarray:
-        """Bool, of the shape of ``tokens`` (int64): which of them are allowed here."""
+        """Bool, in the shape of ``tokens`` (int64): which of them are allowed here."""
         return in_mask(self.mask(), tokens)
 
     def forced(self) -> bytes:
-        """The bytes that must follow here; empty where there is a choice, or where the text may end."""
+        """The bytes that must follow here; empty if there are several options, or if the text may end."""
 
     def ahead(self) -> bytes:
-        """Bytes that are known to lead on towards the end: those of ``forced``, or of a choice that is made for it."""
+        """Bytes that are known to lead towards the end: those of ``forced``, or a fixed choice of several options."""
         return self.forced()
 
     @property
@@ -67,7 +69,7 @@ M = TypeVar("M", bound=Matcher)
 
 
 def after(matcher: M, tokens: Sequence[int]) -> M | None:
-    """A matcher after ``tokens``; None if they may not follow, or exceed the parser's limits."""
+    """A matcher after ``tokens``; None if they are not allowed, or exceed the parser's limits."""
     fork = matcher.fork()
     try:
         fork.consume(tokens)
@@ -77,7 +79,8 @@ def after(matcher: M, tokens: Sequence[int]) -> M | None:
 
 
 def completes(matcher: Matcher, tokens: Sequence[int]) -> bool:
-    """As ``Matcher.ends``, by going there: a parser's limits may stop it on a way that it has called valid."""
+    """As ``Matcher.ends``, but by consuming: the parser's limits may stop it on a path that it has reported as
+    valid."""
     if matcher.valid(tokens) < len(tokens):
         return False
     fork = after(matcher, tokens)
@@ -85,7 +88,7 @@ def completes(matcher: Matcher, tokens: Sequence[int]) -> bool:
 
 
 class Constraint(Protocol):
-    """A compiled constraint over one model's tokens; it has no state of a request."""
+    """A compiled constraint over one model's tokens; has no state of a request."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -99,23 +102,23 @@ class Constraint(Protocol):
 
     @property
     def weight(self) -> int:
-        """Bytes of its text: about four microseconds each to compile it."""
+        """Size of its text in bytes: compiling takes about four microseconds per byte."""
 
     def apart(self) -> Self:
-        """The same constraint with a parser of its own: the two share no parser limits."""
+        """The same constraint with its own parser, so that parser limits are not shared."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled llguidance grammar (its own JSON, or Lark) over a vocabulary.
+    """A compiled llguidance grammar (its JSON form, or Lark) over a vocabulary.
 
     Raises:
-        ValueError: llguidance refuses the grammar; the message is its own.
+        ValueError: llguidance rejects the grammar; with its message.
     """
 
     source: str
     vocabulary: Vocabulary
-    limits: LLParserLimits | None = None  # on the parser's work; llguidance's own without
+    limits: LLParserLimits | None = None  # limits of the parser's work; None = llguidance's defaults
     _compiled: LLMatcher = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -135,9 +138,9 @@ class Grammar:
         return GrammarMatcher(self._compiled.deep_copy(), self.vocabulary)
 
     def apart(self) -> Grammar:
-        """The same grammar, compiled anew: takes milliseconds.
+        """The same grammar, compiled again; takes milliseconds.
 
-        All matchers of a parser share what its lexer has learned, and the limit on that.
+        All matchers of a parser share its lexer's cached states, and the limit of these.
         """
         return replace(self)
 
@@ -145,7 +148,7 @@ class Grammar:
 class GrammarMatcher(Matcher):
     """A state in a grammar's language.
 
-    A parser that fails in the middle (it has limits on its work) allows and accepts nothing from there on.
+    A parser that fails (its work is limited) allows and accepts nothing afterwards.
     """
 
     __slots__ = ("_content", "_parser", "_vocabulary")
@@ -157,16 +160,17 @@ class GrammarMatcher(Matcher):
         return GrammarMatcher(self._parser.deep_copy(), self._vocabulary)
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens`` may follow here; those without bytes may not. About 0.4 microseconds a token."""
+        """See ``Matcher.valid``; tokens without bytes are not valid. About 0.4 microseconds per token."""
         if not self._content.issuperset(tokens):
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token not in self._content)]
-        # a parser at the end of its language, or in error, allows nothing
+
         if not tokens or self._parser.is_stopped():
             return 0
         return self._parser.validate_tokens(tokens if isinstance(tokens, list) else list(tokens))
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """About 2 microseconds; consuming them takes 40, since a parser does more work at the end of its text."""
+        """See ``Matcher.ends``. About 2 microseconds; consuming them takes 40, because a parser does more work at the
+        end of a text."""
         if not tokens or self._parser.is_stopped():
             return not tokens and self.accepting
         end = min(self._vocabulary.end_ids)
@@ -183,12 +187,12 @@ class GrammarMatcher(Matcher):
         return np.array(sorted(set(self._spelling(forced))), np.int64) if forced else tokens_of(self._wide())
 
     def mask(self) -> np.ndarray:
-        """About 30 microseconds of 126,000 tokens."""
+        """See ``Matcher.mask``. About 30 microseconds for 126,000 tokens."""
         forced = self.forced()
         return mask_of(self._spelling(forced), len(self._vocabulary.token_bytes)) if forced else self._wide()
 
     def _wide(self) -> np.ndarray:
-        """``mask``, where nothing is forced."""
+        """``mask``, if nothing is forced."""
         words = np.zeros((len(self._vocabulary.token_bytes) + 31) // 32, np.uint32)
         if not self._parser.is_stopped():
             self._parser.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -196,9 +200,10 @@ class GrammarMatcher(Matcher):
         return words
 
     def _spelling(self, forced: bytes) -> list[int]:
-        """Tokens that may follow where ``forced`` must: llguidance's mask holds one spelling of it only.
+        """Tokens that may follow if ``forced`` must: llguidance's mask has only one tokenisation of it.
 
-        A vocabulary has thousands of tokens that begin with a letter, and what may follow is mostly a sign or two.
+        A vocabulary has thousands of tokens that begin with a given letter, and the forced text is usually a character
+        or two.
         """
         begun = self._vocabulary.beginning_with(forced, lambda tokens: self.valid(tokens) == len(tokens))
         longer = [token for token in begun if self.valid([token])]
@@ -224,11 +229,11 @@ class BoundedHole:
 
 @dataclass(frozen=True)
 class Concatenation:
-    """``texts[0]``, the first hole, ``texts[1]``, …: one text more than holes, none of them empty but the first and the
-    last. The holes are over ``vocabulary``.
+    """``texts[0]``, the first hole, ``texts[1]``, …: one text more than holes; only the first and the last text may be
+    empty. All holes are over ``vocabulary``.
 
-    No token spans a seam, and a hole ends where the text after it is first complete: each token sequence has one
-    reading, which assigns its tokens to the holes.
+    No token spans a boundary, and a hole ends where the text after it is first complete: so each token sequence has a
+    unique assignment of tokens to holes.
     """
 
     texts: tuple[bytes, ...]
@@ -250,7 +255,7 @@ class Concatenation:
         return replace(self, holes=tuple(replace(hole, constraint=hole.constraint.apart()) for hole in self.holes))
 
     def split(self, tokens: Sequence[int]) -> list[list[int]]:
-        """The tokens of each hole, from those of a whole answer. ``ValueError`` if they are none."""
+        """The tokens of each hole, from those of a whole answer. Raises ``ValueError`` if they are not one."""
         matcher = self.start()
         matcher.consume(tokens)
         if not matcher.accepting:
@@ -260,16 +265,16 @@ class Concatenation:
         return [list(tokens[start:end]) for start, end in spans]
 
     def text(self, state: ConcatenationState) -> bytes:
-        """The text that comes next; empty if there is none."""
+        """The next text; empty if there is none."""
         return self.texts[state.number + 1] if state.number + 1 < len(self.texts) else b""
 
     def begun(self, state: ConcatenationState) -> tuple[tuple[int, int], ...]:
-        """The partial matches of that text: how many of its bytes are matched, and the index of the first token."""
+        """The partial matches of the next text: the number of its bytes matched, and the index of the first token."""
         ended = state.hole is not None and state.hole.accepting and self.text(state)
         return (*state.texts, (0, state.tokens)) if ended else state.texts
 
     def roomy(self, state: ConcatenationState) -> Matcher | None:
-        """The matcher of the open hole, if it may take one more token."""
+        """The matcher of the open hole; None if it is full."""
         if state.hole is None or state.tokens - state.since >= self.holes[state.number].most:
             return None
         return state.hole
@@ -299,19 +304,19 @@ class Concatenation:
 
 @dataclass(frozen=True)
 class ConcatenationState:
-    """A state of a concatenation; its matcher is shared and never moves."""
+    """A state of a concatenation; its matcher is shared and never advanced."""
 
-    number: int  # of the hole, -1 before the first
+    number: int  # of the current hole, -1 before the first
     tokens: int = 0  # consumed
-    since: int = 0  # of them, those before the hole
+    since: int = 0  # of these, tokens before the hole
     hole: Matcher | None = None  # None where it is full
-    texts: tuple[tuple[int, int], ...] = ()  # as of ``Concatenation.begun``, without one that begins here
+    texts: tuple[tuple[int, int], ...] = ()  # see ``Concatenation.begun``, without a match that begins here
     spans: tuple[tuple[int, int], ...] = ()  # first token, and first after, of each hole that is filled
 
 
 @dataclass
 class ConcatenationMatcher(Matcher):
-    """A state in a concatenation's language, as ``Matcher``."""
+    """A state in a concatenation's language (see ``Matcher``)."""
 
     language: Concatenation
     state: ConcatenationState
@@ -355,7 +360,7 @@ class ConcatenationMatcher(Matcher):
         return b""
 
     def ahead(self) -> bytes:
-        """The rest of the text after the hole as soon as the hole may end; else ``ahead`` of the hole."""
+        """The rest of the text after the hole if the hole may end; else ``ahead`` of the hole."""
         begun, hole = self.language.begun(self.state), self.language.roomy(self.state)
         if begun:
             return self.language.text(self.state)[begun[0][0] :]

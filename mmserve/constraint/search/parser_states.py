@@ -1,8 +1,8 @@
-"""A cache of parser states: one state for all equivalent texts of a constraint, so that the parser is asked once.
+"""A cache of parser states: one state for all equivalent texts of a constraint, so that the parser is called once.
 
-The search of a step mostly visits the states of the step before, and half of the paths that it tries at once are
+The search of a step mostly visits the same states as that of the previous step, and half of its parallel paths are
 equivalent (``prefix_equivalence``): other words in a string, another digit. The cache changes the time of a search,
-never its result, so all requests under a grammar may share it.
+never its result, so all requests under a grammar can share it.
 """
 
 from __future__ import annotations
@@ -21,69 +21,68 @@ from mmserve.constraint.search.shortest_completion import Effort, find_completio
 from mmserve.constraint.search.vocabulary import LONGEST, Lexicon, tokens_of
 from mmserve.memory import resident
 
-#: Bytes of states that one grammar's cache keeps from one search to the next.
+#: Bytes of states that one grammar's cache keeps between searches.
 LIMIT = 16 << 20
-#: Bytes that the caches of all grammars may take together; requests under way keep theirs beyond it.
+#: Total bytes of the caches of all grammars; running requests keep theirs beyond this.
 SHARED_LIMIT = 64 << 20
 #: Bytes of one grammar's parser: a constant, and a factor of the bytes of its text. Measured, and rounded up.
 _PARSER, _GRAMMAR_BYTE = 400_000, 50
-#: Bytes of a state, of each byte of text before it (a parser keeps up to 190 for each), and of a transition that was
-#: asked for, with what the parser's lexer has cached for it. Measured, and rounded up.
+#: Bytes of a state, of each byte of text before it (a parser keeps up to 190 for each), and of a cached transition
+#: including the lexer's cache. Measured, and rounded up.
 _STATE, _BYTE, _WAY = 8_000, 200, 500
-#: Growth of the process in a search, in bytes, from which on it counts as the search's own.
+#: Growth of the process during a search, in bytes, from which it is attributed to the search.
 _NOTICED = 1 << 20
-#: Most bytes that a lexer takes with all the states that ``PARSER_LIMITS`` allow it. Measured, and rounded up.
+#: Maximum size of a lexer with all the states that ``PARSER_LIMITS`` allow. Measured, and rounded up.
 _LEXER = 12 << 20
-#: A state takes over a matcher that has read so many bytes less than its own: a fork's time grows with what was read.
+#: A state takes over a matcher that has read so many bytes less than its own: the time of a fork grows with these.
 _DEEPER = 500
-#: States expanded in search of an end that a walk did not find.
+#: States expanded to find an end that a walk did not find.
 _FAR = 24
-#: The same where no two texts are known to be equivalent.
+#: The same if no texts are known to be equivalent.
 BLIND = Effort(exact_tokens=200, patient_tokens=0, states=60, alternatives=4)
 
 
 @dataclass(frozen=True, slots=True)
 class Representative:
-    """The state that the lookahead bound (``feasibility.LookaheadBound``) measures: a state itself, or one for all
-    equivalent states."""
+    """Representative of a class of equivalent states for the lookahead bound (``feasibility.LookaheadBound``)."""
 
     key: Hashable
-    next: tuple[ParserState, ...] | None  # one token later; None if unknown
-    tokens: tuple[int, ...]  # some that may lead there
+    next: tuple[ParserState, ...] | None  # successor states; None if unknown
+    tokens: tuple[int, ...]  # some tokens that lead to them
 
 
 class ParserState:
-    """The state of the parser after the texts of one class. ``matcher`` is after one of them, and never moves."""
+    """The parser state after the texts of one class. ``matcher`` is after one of these texts, and is never advanced."""
 
     __slots__ = ("_completion", "accepting", "depth", "far", "few", "matcher", "next", "prefix_class", "representative")
 
     def __init__(self, matcher: Matcher, prefix_class: Hashable | None, depth: int) -> None:
         self.matcher, self.prefix_class, self.depth = matcher, prefix_class, depth  # bytes before the matcher
         self.accepting = matcher.accepting
-        #: Transitions by a token or several, as asked for: a state; None = not allowed; True = allowed;
-        #: False = allowed, beyond the parser's limits.
+        #: Cached transitions by one or several tokens: a state; None = not allowed; True = allowed; False = allowed,
+        #: but beyond the parser's limits.
         self.next: dict[int | tuple[int, ...], ParserState | bool | None] = {}
         self._completion: tuple[int, ...] | bool | None = False  # False: not searched yet
-        self.few: list[int] | None = None  # as ``Closing.next_tokens``
-        self.far: tuple[int, ...] | bool | None = False  # as ``ParserStateCache.far_completion``
+        self.few: list[int] | None = None  # see ``Closing.next_tokens``
+        self.far: tuple[int, ...] | bool | None = False  # see ``ParserStateCache.far_completion``
         self.representative: Representative | None = None
 
     def completion(self, lexicon: Lexicon, states: int) -> tuple[int, ...] | None:
-        """As ``quick_completion``."""
+        """See ``quick_completion``."""
         if isinstance(self._completion, bool):
             self._completion = quick_completion(self.matcher, lexicon, states)
         return self._completion
 
 
 class ParserBudgetExhausted(Exception):
-    """The cache's own parser has used up its limits, as in ``ParserStateCache.exhausted``."""
+    """The cache's own parser has used up its limits (see ``ParserStateCache.exhausted``)."""
 
 
 class ParserStateCache:
     """The parser states of one constraint, by class of text. Searches use the cache that ``acquire`` yields.
 
-    ``parser`` makes a matcher before the first token, with a parser that no request has, so that searches use none of
-    a request's limits; it may take as long as compiling. Without it, searches use their request's parser.
+    ``parser`` returns an initial matcher of a separate parser, so that searches do not use up a request's limits; it
+    may take as long as compiling. Without it, searches use their request's parser.
     """
 
     def __init__(
@@ -94,25 +93,25 @@ class ParserStateCache:
     ) -> None:
         self._lock = threading.Lock()
         self.lexicon, self._make, self._parser = lexicon, classes, parser
-        self._start: Matcher | None = None  # of that parser, and a token that may follow there
+        self._start: Matcher | None = None  # of that parser, with a token that may follow
         self._follows: list[int] = []
         self._limited, self._learned = False, 0
-        self._built = 0  # bytes that the process grew by to make that parser, in the current search
-        self._lexer = 0  # bytes that its lexer grew by since
+        self._built = 0  # growth of the process by creating that parser, in the current search
+        self._lexer = 0  # growth of its lexer since
         self._forget()
 
     def _forget(self) -> None:
-        if self._limited:  # else the parser stays: another one can take half a second of a step
+        if self._limited:  # otherwise the parser is kept: creating another can take half a second of a step
             self._start, self._lexer = None, 0
         elif self._start is not None:
             self._lexer = min(self._lexer + self._learned, _LEXER)
-        self._learned = 0  # bytes that the process grew by in searches, besides the states
+        self._learned = 0  # growth of the process in searches, besides the states
         self._classes, self._states = self._make(), dict[Hashable, ParserState]()
-        self._root: tuple[Any, Hashable] = b"", self._classes.start()  # of the latest search, as of ``_row``
+        self._root: tuple[Any, Hashable] = b"", self._classes.start()  # of the latest search (see ``_row``)
         self._limited = False
-        #: For each request's parser that made states: one of its matchers and a token allowed there.
+        #: For each request's parser that created states: one of its matchers, and a token allowed there.
         self._parsers: list[tuple[Matcher, list[int]]] = []
-        #: Of the states within a string or number, by the result of ``inside``.
+        #: States within a string or number, by the result of ``inside``.
         self.representatives: dict[Hashable, Representative] = {}
         self.ahead = False  # whether the start of the text was explored (``feasibility.look_ahead``)
         self.size = self._lexer  # bytes, approximately
@@ -121,15 +120,16 @@ class ParserStateCache:
     def exhausted(self) -> bool:
         """Whether one of the parsers has used up its limits.
 
-        All matchers of a parser share the states of its lexer, and their number is bounded. Above it they reject every
-        token, without an error.
+        All matchers of a parser share its lexer's states, whose number is limited. Beyond the limit they reject every
+        token without an error.
         """
         own = [] if self._start is None else [(self._start, self._follows)]
         return any(matcher.valid(follows) < len(follows) for matcher, follows in (*own, *self._parsers))
 
     @contextmanager
     def acquire(self) -> Iterator[ParserStateCache]:
-        """The cache for one search: this one, or a new one while another thread's search uses it, so that none waits.
+        """The cache for one search: this one or, while another thread's search uses it, a new one, so that no search
+        waits.
 
         Nothing is kept of a search in which a parser failed or reached its limits, nor more than ``LIMIT`` bytes.
         """
@@ -146,14 +146,14 @@ class ParserStateCache:
         finally:
             learned = resident() - before - max(0, self.size - size) - self._built
             learned = learned if learned > _NOTICED else 0
-            self._learned += learned  # mostly the parsers' lexers, which report no size
+            self._learned += learned  # mostly the parsers' lexers, which do not report their size
             self.size += learned
             if self._limited or self.size - self._lexer > LIMIT:
                 self._forget()
             self._lock.release()
 
     def locate(self, before: Sequence[int], matcher: Callable[[], Matcher], follows: Sequence[int] = ()) -> ParserState:
-        """The state after the tokens ``before``, with which a search begins; ``matcher`` makes a matcher there.
+        """The state after the tokens ``before``, where a search begins; ``matcher`` creates a matcher there.
 
         ``follows``: a token known to be allowed there.
         """
@@ -178,7 +178,7 @@ class ParserStateCache:
         """
         if self._parser is None:
             return None
-        if self._start is None:  # takes up to half a second: its size is no reason to drop it
+        if self._start is None:  # takes up to half a second, so it is not dropped for its size
             smaller = resident()
             self._start = self._parser()
             self._follows = _follows(self._start)
@@ -210,7 +210,7 @@ class ParserStateCache:
         return found if isinstance(found, ParserState) else None
 
     def reach(self, state: ParserState, tokens: list[int]) -> int:
-        """How many of ``tokens``, from the first on, are allowed one after another."""
+        """Length of the longest allowed prefix of ``tokens``."""
         for i, token in enumerate(tokens):
             found = state.next.get(token, False)
             if found is None:
@@ -225,17 +225,17 @@ class ParserStateCache:
         return len(tokens)
 
     def inside(self, state: ParserState) -> tuple[Scalar, Hashable] | None:
-        """As ``PrefixClasses.inside``."""
+        """See ``PrefixClasses.inside``."""
         return None if state.prefix_class is None else self._classes.inside(state.prefix_class)
 
     @property
     def known(self) -> bool:
-        """Whether equivalent texts are known."""
+        """Whether any texts are known to be equivalent."""
         return self._classes.known
 
     def far_completion(self, state: ParserState) -> tuple[int, ...] | None:
-        """A completion found with more effort than ``ParserState.completion``, where the first allowed bytes lead
-        nowhere, as in `a+b`; None if there is none within that effort."""
+        """A completion found with more effort than ``ParserState.completion``, for texts where the first allowed bytes
+        lead to a dead end, as in `a+b`; None if none is found."""
         if isinstance(state.far, bool):
             if not self.known:
                 found = find_completion(state.matcher, self.lexicon, BLIND)
@@ -264,7 +264,7 @@ class ParserStateCache:
         return None
 
     def _apart(self, state: ParserState) -> list[list[int]]:
-        """Closers allowed at ``state``, one for each class of texts after them."""
+        """Closers allowed at ``state``, one for each prefix class after them."""
         closers, spelled = self.lexicon.closers, self.lexicon.spelled
         alike = None if state.prefix_class is None else self._classes.alike(state.prefix_class)
         steps, seen = dict[Hashable, list[int]](), set[int]()
@@ -289,7 +289,7 @@ class ParserStateCache:
         depth = state.depth + len(text)
         found = None if prefix_class is None else self._states.get(prefix_class)
         if found is not None and found.depth <= depth + _DEEPER:
-            return found  # to validate the tokens takes a fifth of the time of a fork
+            return found  # validation takes a fifth of the time of a fork
         matcher = after(state.matcher, tokens)
         if matcher is None:
             self._limited = True
@@ -309,7 +309,7 @@ class ParserStateCache:
         return found
 
     def _row(self, tokens: Sequence[int], text: bytes) -> Any:
-        """What classes are of: ``tokens``, or the ``text`` that they spell."""
+        """The input of prefix classes: ``tokens``, or the ``text`` that they spell."""
         return tuple(tokens) if self._classes.by_tokens else text
 
     def _class_after(self, prefix_class: Hashable | None, row: Any) -> Hashable | None:
@@ -323,13 +323,13 @@ class ParserStateCache:
 
 
 def _follows(matcher: Matcher) -> list[int]:
-    """A token that is allowed, if there is one."""
+    """A list with one allowed token; empty if there is none."""
     found: list[int] = tokens_of(matcher.mask())[:1].tolist()
     return found
 
 
 class SharedParserStates:
-    """The states of grammars over one vocabulary, of those asked for last; may be called from any thread."""
+    """LRU caches of states of grammars over one vocabulary; thread-safe."""
 
     def __init__(self, lexicon: Lexicon, limit: int = SHARED_LIMIT) -> None:
         self._lexicon, self._limit = lexicon, limit
@@ -338,11 +338,11 @@ class SharedParserStates:
         self._lock = threading.Lock()
 
     def of(self, grammar: Grammar, cache: str = "") -> ParserStateCache:
-        """The states of ``grammar``, the same for each request of the tenants of ``cache`` while they are kept."""
+        """The states of ``grammar``, shared by requests of the tenants of ``cache`` while they are cached."""
         key = cache, hashlib.sha256(grammar.source.encode()).digest()
         with self._lock:
             if key not in self._states:
-                parsers = 2 * (_PARSER + _GRAMMAR_BYTE * len(grammar.source))  # one of them is no request's
+                parsers = 2 * (_PARSER + _GRAMMAR_BYTE * len(grammar.source))  # one of them is the cache's own
                 states = ParserStateCache(self._lexicon, grammar.classes, lambda: grammar.apart().start())
                 self._states[key] = states, parsers
             self._states.move_to_end(key)
@@ -352,5 +352,5 @@ class SharedParserStates:
 
     @property
     def used(self) -> int:
-        """About so many bytes are kept."""
+        """Approximate size in bytes."""
         return sum(parser + states.size for states, parser in self._states.values())

@@ -1,8 +1,8 @@
-"""Prefix equivalence: two texts are equivalent if every continuation of one is a continuation of the other.
+"""Prefix equivalence: two texts are equivalent if they have the same continuations.
 
 Whether a document is valid under a schema depends on its structure and on a few conditions on each string and number in
 it. So two prefixes are equivalent if they have the same structure, and their strings and numbers satisfy the same
-conditions out of all of the schema's. That is finer than the equivalence of parser states, and sound: searches
+conditions of the schema. That is finer than the equivalence of parser states, and sound: searches
 (``search.shortest_completion``) continue from one prefix of each class.
 """
 
@@ -20,7 +20,7 @@ from mmserve.constraint.compile.unordered import DISTINCT
 from mmserve.constraint.search.scalar_equivalence import OVER, Conditions, Numbered, Numbers, Strings, character
 
 _EXPRESSION = re.compile(r"start: TEXT\nTEXT: /(.*)/\n")
-_LONGEST = 16 << 10  # characters of a grammar; every one may be work for every character of a text
+_LONGEST = 16 << 10  # maximum characters of a grammar: each may cost work for every character of a text
 _QUOTE, _SPACE, _COLON, _OBJECT = b'" :{'
 _SIGNS = frozenset(b"-0123456789")
 _LETTERS = frozenset(b"abcdefghijklmnopqrstuvwxyz")
@@ -34,12 +34,11 @@ class Scalar(Enum):
 
 
 class PrefixClasses:
-    """Equivalence classes of the beginnings of texts; here each text is its own, as no two are known to be
-    equivalent."""
+    """Equivalence classes of prefixes. In this base class each text is its own class: no equivalences are known."""
 
     #: Whether any two texts are known to be equivalent.
     known = False
-    #: Whether classes are of rows of tokens, not of texts: ``after`` then takes the tokens that follow.
+    #: Whether classes are of token sequences rather than of texts: ``after`` then takes tokens.
     by_tokens = False
 
     def start(self) -> Hashable:
@@ -52,8 +51,8 @@ class PrefixClasses:
         return found
 
     def alike(self, prefix_class: Any) -> Sequence[int] | None:
-        """A number for each byte: after a text of class ``prefix_class``, bytes of one number lead to one class. None
-        if that is not known."""
+        """A number for each byte: after a text of class ``prefix_class``, bytes with the same number lead to the same
+        class. None if unknown."""
         return None
 
     def open(self, prefix_class: Any) -> bool:
@@ -61,13 +60,13 @@ class PrefixClasses:
         return False
 
     def inside(self, prefix_class: Any) -> tuple[Scalar, Hashable] | None:
-        """The string or number that a text of class ``prefix_class`` ends in, if all texts that are equivalent outside
-        of it, and in which it may end, are equivalent after its end, whatever it holds."""
+        """The string or number in which a text of class ``prefix_class`` ends, and the class of the text outside of it:
+        all texts with the same result that may end it are equivalent after its end. None if unknown."""
         return None
 
 
 class TokenRows(PrefixClasses):
-    """Each row of tokens is its own class, as how a text is split into tokens decides what may follow it."""
+    """Each token sequence is its own class, because the tokenisation of a text decides what may follow it."""
 
     by_tokens = True
 
@@ -89,7 +88,7 @@ def prefix_classes(grammar: str) -> PrefixClasses:
             return PrefixClasses() if "whitespace_pattern" in schema.get("x-guidance", {}) else Documents(schema)
         if found := _EXPRESSION.fullmatch(part["lark_grammar"]):
             return Matches(found[1])
-    except (ValueError, KeyError, TypeError):  # a user's own grammar
+    except (ValueError, KeyError, TypeError):  # a grammar of a user
         return PrefixClasses()
     return PrefixClasses()
 
@@ -101,7 +100,7 @@ class Matches(PrefixClasses):
 
     def __init__(self, expression: str) -> None:
         self._expression = Automaton(expression)
-        self._numbered = Numbered()  # bytes of an incomplete character, and the state before it
+        self._numbered = Numbered()  # by the bytes of an incomplete character, and the state before it
         self._start = self._numbered.of((b"", 0))
 
     def start(self) -> int:
@@ -120,12 +119,12 @@ class Matches(PrefixClasses):
         return True  # the expression covers the whole text
 
 
-#: The state at the end of a prefix: the number of its open containers (``_Open``), the kind of value it ends in, and
-#: the class of the scalar so far.
+#: The state at the end of a prefix: the number of its open containers (``_Open``), the kind of value in which it ends,
+#: and the class of the current scalar.
 _Place = tuple[int, int, int]
 _BETWEEN, _STRING, _NUMBER, _LITERAL = range(4)
-#: An open array or object: the number of the containers around it, its bracket, the number of its content so far, the
-#: latest sign in it, and whether a space is the last character.
+#: An open array or object: the number of the surrounding containers, its bracket, the number of its content so far, its
+#: latest delimiter, and whether the last character is a space.
 _Open = tuple[int, int, int, int, bool]
 
 
@@ -137,7 +136,7 @@ class Documents(PrefixClasses):
     def __init__(self, schema: Any) -> None:
         conditions = Conditions.of(schema)
         self._strings, self._numbers = Strings(conditions), Numbers(conditions)
-        # The content of a complete value matters only where it decides which of several schemas applies.
+        # The content of a complete value matters only if it decides which of several schemas applies.
         self._distinguishing = any(
             "anyOf" in node or node.get(DISTINCT) or _has_containers(node.get("enum"))
             for node in objects_within(schema)
@@ -205,7 +204,7 @@ class Documents(PrefixClasses):
         return self._noted(around, byte, byte), _BETWEEN, 0
 
     def _names(self, around: int) -> bool:
-        """Whether a string there is a name."""
+        """Whether a string there is a member name."""
         _outer, bracket, _history, sign, _space = self._opened.keys[around]
         return bracket == _OBJECT and sign != _COLON
 

@@ -1,6 +1,7 @@
 """A schema's conditions on strings and numbers, and the equivalence classes of strings and numbers under them.
 
-Classes are numbered as they are reached. The class after a byte depends on the class before it alone, and is cached.
+Classes are numbered in the order in which they are reached. The class after a byte depends only on the class before it,
+and is cached.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ _ESCAPES = {b"\\" + bytes([sign]): char for sign, char in zip(b'"\\/bfnrt', '"\\
 
 @dataclass(frozen=True)
 class Conditions:
-    """All conditions of a schema on strings and numbers, of all its subschemas."""
+    """All conditions on strings and numbers in a schema and its subschemas."""
 
     patterns: tuple[str, ...]
-    lengths: tuple[int, ...]  # characters from which on a condition holds, or no longer holds; ascending
-    prefixes: frozenset[str]  # of names and of strings among the constants
+    lengths: tuple[int, ...]  # lengths at which a condition begins or ceases to hold, in characters; ascending
+    prefixes: frozenset[str]  # prefixes of member names and of constant strings
     words: frozenset[str]
     bounds: tuple[tuple[str, str], ...]  # digits before and after the point
     counted: bool  # whether there are multiples
-    constants: frozenset[bytes]  # beginnings of the numbers among the constants
+    constants: frozenset[bytes]  # prefixes of constant numbers
 
     @classmethod
     def of(cls, schema: Any) -> Conditions:
-        """Those of ``schema``, as ``compile.schema`` writes it."""
+        """The conditions of ``schema`` (of ``compile.schema``)."""
         patterns, lengths, words = set[str](), set[int](), set[str]()
         bounds, numbers = set[tuple[str, str]](), set[str]()
         counted = False
-        for node in objects_within(schema):  # a property may have a keyword's name: its value then has another type
+        for node in objects_within(schema):  # a property may have a keyword's name; its value then has another type
             words.update(node.get("properties", ()), node.get("required", ()))
             patterns.update(node.get("patternProperties", ()))
             patterns.update(found for found in [node.get("pattern")] if isinstance(found, str))
@@ -87,10 +88,10 @@ class Numbered:
 class _String(NamedTuple):
     """The state of an open string under the conditions."""
 
-    word: str | None  # all of it, where it may still become one of the words
-    states: tuple[tuple[int, int], ...]  # of each pattern that may still match: its number, and its state
-    length: int  # in characters, as far as any condition asks
-    tail: bytes  # of an incomplete character
+    word: str | None  # the whole string, while it may still become one of the constants
+    states: tuple[tuple[int, int], ...]  # number and state of each pattern that may still match
+    length: int  # in characters, up to the largest length of a condition
+    tail: bytes  # bytes of an incomplete character
 
 
 class Strings:
@@ -110,7 +111,7 @@ class Strings:
     def after(self, string: int, byte: int) -> int:
         """The class after ``byte``; ``OVER`` after the closing quote.
 
-        Raises ``ValueError`` where it is unknown, or there is no such string.
+        Raises ``ValueError`` if it is unknown, or if no such string exists.
         """
         moves, group = self._moves[string], self._groups[string][byte]
         found = moves.get(group)
@@ -119,7 +120,7 @@ class Strings:
         return found
 
     def alike(self, string: int) -> Sequence[int]:
-        """A number for each byte: those of one number lead from class ``string`` to one class."""
+        """A number for each byte: bytes with the same number lead from class ``string`` to the same class."""
         return self._groups[string]
 
     def closed(self, string: int) -> Hashable:
@@ -162,7 +163,7 @@ class Numbers:
         self._whole = max((len(whole) for whole, _part in conditions.bounds), default=0)
         self._part = max((len(part) for _whole, part in conditions.bounds), default=0)
         self._classes = Numbered()
-        self._first = list[bytes]()  # of each class, the first text that reached it
+        self._first = list[bytes]()  # for each class, the first text that reached it
         self._moves = list[dict[int, int]]()
         self._of(b"")
 
@@ -196,13 +197,13 @@ class Numbers:
 
 
 def _alike(bounds: set[int]) -> list[int]:
-    """A number for each byte, the same for literal characters between two of ``bounds``."""
+    """A number for each byte, equal for literal characters between the same two of ``bounds``."""
     ordered = sorted(bounds)
     return [256 + bisect_right(ordered, i) if 0x20 <= i < 0x80 and i not in _APART else i for i in range(256)]
 
 
 def character(raw: bytes) -> str | None:
-    """The character of ``raw`` (UTF-8); None where it is incomplete. Raises ``ValueError`` for invalid bytes."""
+    """The character of ``raw`` (UTF-8); None if it is incomplete. Raises ``ValueError`` for invalid bytes."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -212,7 +213,7 @@ def character(raw: bytes) -> str | None:
 
 
 def _character(raw: bytes) -> str | None:
-    """As ``character``, of the inside of a JSON string; documents hold no other escapes than those of one sign."""
+    """As ``character``, for the inside of a JSON string; documents have only single-character escapes."""
     if raw[:1] != b"\\":
         return character(raw)
     if len(raw) == 1:
@@ -240,7 +241,7 @@ def _relation(digits: str, point: str, part: str, bound: tuple[str, str]) -> int
 
 
 def _leaves(value: Any) -> Iterator[str | int | float]:
-    """The strings and numbers of a constant, names too."""
+    """The strings and numbers in a constant, including member names."""
     for each in values_within(value):
         if isinstance(each, dict):
             yield from each

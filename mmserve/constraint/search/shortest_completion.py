@@ -1,9 +1,9 @@
 """The shortest completion of a text, in tokens.
 
-``find_completion`` runs the exact search first (``completion.exact_completion``). Where its work is exhausted, the
-shortest completion found over bytes is an upper bound that is known to exist; local search (``shorten``) shortens it by
-one change of a choice at a time. Long answers are repetitive: a state whose surrounding tokens were seen before is
-skipped, and a change that saves tokens is applied to all its occurrences at once.
+``find_completion`` runs the exact search first (``completion.exact_completion``). If its work is exhausted, the
+shortest completion found over bytes is an upper bound; local search (``shorten``) shortens it by changing one choice at
+a time. Long answers are repetitive: a state whose surrounding tokens occurred before is skipped, and a change that
+saves tokens is applied to all its occurrences at once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mmserve.constraint.search.vocabulary import Lexicon, in_mask
 
 @dataclass(frozen=True)
 class Effort:
-    """The work that a search may do, in states of the parser and in tokens tried there."""
+    """The work limits of a search, in parser states and in tokens tried."""
 
     exact_tokens: int = 2000
-    patient_tokens: int = 200_000  # where the exact number matters; a microsecond each
+    patient_tokens: int = 200_000  # if the exact number matters; a microsecond each
     patient_places: int = 3000
     walked: int = 40_000  # states of the first walk, about 10 microseconds each
-    states: int = 4000  # of a search, the same
+    states: int = 4000  # states of a search, the same
     alternatives: int = 12
     similar: int = 3
 
@@ -47,12 +47,13 @@ def find_completion(
     """The shortest completion found from ``matcher`` on; None if none was found.
 
     Args:
-        classes: makes classes of texts, from the one after ``matcher`` on; otherwise every text is its own class.
-        room: tokens that are few enough: above, an exact answer is worth a far longer search.
-        within: tokens above which a completion is of no use; None where all are known to be longer.
-        bound: the completion that a search with the same effort found before, if one did.
-        searched: whether there was such a search; it is not repeated where it found none.
-        begun: a known completion, which is shortened instead of one found by a walk.
+        classes: creates prefix classes of texts from the one after ``matcher`` on; by default every text is its own
+            class.
+        room: number of tokens that is short enough: for longer results, the exact search runs far longer.
+        within: number of tokens above which a completion is useless; returns None if all are known to be longer.
+        bound: the completion found by an earlier search with the same effort, if any.
+        searched: whether there was such a search; it is not repeated if it found none.
+        begun: a known completion, to be shortened instead of one found by a walk.
     """
     effort = effort or Effort()
     exact, at_least = exact_completion(
@@ -68,7 +69,7 @@ def find_completion(
         return Completion(bound, len(bound) <= at_least)
     try:
         exact, far = exact_completion(matcher, lexicon, classes(), effort.patient_tokens, effort.patient_places, bound)
-    except ValueError:  # too much for the classes
+    except ValueError:  # too large for the classes
         far = at_least
     at_least = max(at_least, far)
     if exact is not None:
@@ -79,10 +80,10 @@ def find_completion(
 def _bound(
     matcher: Matcher, lexicon: Lexicon, effort: Effort, classes: Callable[[], PrefixClasses], begun: Walk | None
 ) -> tuple[int, ...] | None:
-    """A short completion found over bytes, starting from ``begun`` where that is known."""
+    """A short completion found over bytes, starting from ``begun`` if given."""
     begun = begun or walk(matcher, lexicon, Work(effort.walked))
     if begun is None:
-        with suppress(ValueError):  # too much for the classes
+        with suppress(ValueError):  # too large for the classes
             begun = walk(matcher, lexicon, Work(effort.states), classes())
     found = (
         _searched(matcher, lexicon, effort)
@@ -91,12 +92,12 @@ def _bound(
     )
     if found is not None and completes(matcher, found):
         return tuple(found)
-    # a grammar over tokens rather than bytes may not allow another tokenization of the same text
+    # A grammar over tokens rather than bytes may not allow another tokenisation of the same text.
     return None if begun is None else begun.tokens
 
 
 def quick_completion(matcher: Matcher, lexicon: Lexicon, states: int) -> tuple[int, ...] | None:
-    """A completion that is short, not shortest, in ``states`` states at most; None if there is none within them."""
+    """A short completion, not necessarily the shortest, within ``states`` states; None if none is found."""
     begun: Walk | None = walk(matcher, lexicon, Work(states))
     if begun is None:
         return None
@@ -115,11 +116,11 @@ def _searched(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> list[int] |
 
 #: Long tokens tried at a choice.
 _FILLERS = 3
-#: Tokens of the old completion that a detour may skip, and steps that it may take before it joins it again.
+#: Maximum tokens of the old completion that a detour may skip, and maximum steps before it rejoins it.
 _NEAR, _STEPS = 48, 12
-#: Tokens around a state by which similar states are found, and with which a joined completion is tested first.
+#: Number of tokens around a state that identify similar states, and with which a rejoined completion is tested first.
 _AROUND = 16
-#: Tokens next to a change that may merge with it into longer ones.
+#: Number of tokens next to a change that may merge with it into longer ones.
 _SEAM = 6
 
 
@@ -128,16 +129,16 @@ class _Detour:
     """Tokens that replace those of a walk from a choice to ``end``."""
 
     tokens: tuple[int, ...]
-    choices: tuple[int, ...]  # among them
+    choices: tuple[int, ...]  # number of tokens before each choice among them
     end: int
-    saved: int  # tokens, one at least
+    saved: int  # number of tokens saved, at least one
 
 
 def shorten(begun: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, *, alternatives: int) -> list[int]:
-    """Fewest tokens found for ``begun``, or for a way that differs from it: its choices are gone through, first for
-    ways that soon join the old one again, then for any.
+    """The fewest tokens found by changing choices of ``begun``: first by detours that soon rejoin it, then by any
+    completion.
 
-    ``matcher``: where ``begun`` begins. ``alternatives``: tokens tried at a choice.
+    ``matcher``: the state where ``begun`` begins. ``alternatives``: tokens tried at a choice.
     """
     best = _by_detours(begun, matcher, lexicon, work, alternatives)
     best = _by_walks(best, matcher, lexicon, work, alternatives)
@@ -150,17 +151,17 @@ def _fewest(way: Walk, lexicon: Lexicon) -> list[int]:
 
 @dataclass
 class _Along:
-    """A cursor over the choices of a walk that skips choices with known surroundings; the walk may change after it."""
+    """A cursor over the choices of a walk that skips choices with known surroundings; the walk may change behind it."""
 
     at: Matcher  # before token ``done``
     work: Work
-    n: int = 0  # the choice to go to
+    n: int = 0  # the next choice
     done: int = 0
     seen: set[tuple[int, ...]] = field(default_factory=set)
 
     def state(self, way: Walk) -> int | None:
-        """Advance to choice ``n`` or the next one with new surroundings; its token index, or None at the end of the
-        walk, of the work or of the parser's limits."""
+        """Advance to choice ``n`` or the next one with new surroundings. Returns its token index; None at the end of
+        the walk, of the work or of the parser's limits."""
         while self.n < len(way.choices) and self.work.left:
             state = way.choices[self.n]
             around = (*way.tokens[max(0, state - _AROUND) : state], -1, *way.tokens[state : state + _AROUND])
@@ -190,7 +191,8 @@ def _by_detours(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alte
 
 
 def _near(best: Walk, state: int, at: Matcher, token: int, lexicon: Lexicon, work: Work) -> _Detour | None:
-    """A shorter way that leaves ``best`` at ``state``, where ``at`` is, by ``token``, and soon joins it again."""
+    """A detour that leaves ``best`` at ``state``, the state of ``at``, by ``token``, and soon rejoins it with fewer
+    tokens."""
     fork = after(at, [token])
     tokens, choices = [token], [0]
     for _ in range(_STEPS):
@@ -211,9 +213,9 @@ def _near(best: Walk, state: int, at: Matcher, token: int, lexicon: Lexicon, wor
 
 
 def _joins(fork: Matcher, tokens: tuple[int, ...], state: int, work: Work) -> list[int]:
-    """The positions of the old way, after ``state`` and near it, from which on its next tokens may follow ``fork``."""
+    """The positions of the old completion, shortly after ``state``, from which its next tokens may follow ``fork``."""
     near = tokens[state + 1 : state + _NEAR + 1]
-    follow = {token for token in set(near) if fork.valid([token])}  # a mask of all tokens takes longer, or far longer
+    follow = {token for token in set(near) if fork.valid([token])}  # a mask of all tokens takes longer
     found = list[int]()
     for end, token in enumerate(near, state + 1):
         if token in follow:
@@ -230,11 +232,11 @@ def _joins(fork: Matcher, tokens: tuple[int, ...], state: int, work: Work) -> li
 def _farthest(
     fork: Matcher, old: tuple[int, ...], way: _Detour, ends: list[int], lexicon: Lexicon, work: Work
 ) -> _Detour | None:
-    """``way``, which ends where it begins, up to one of ``ends``, which ascend: all of the ``old`` way may follow
-    ``fork`` from there on, and something is saved.
+    """``way`` extended to one of ``ends`` (ascending): from there on, all of the ``old`` completion may follow
+    ``fork``, and tokens are saved.
 
-    It is found by bisection: a later end saves more, and beyond some end too much is left out, for example where
-    items are counted.
+    Found by bisection: a later end saves more, and from some end on too much is skipped, for example if items are
+    counted.
     """
     state, found = way.end, None
     low, high = 0, len(ends)
@@ -252,7 +254,7 @@ def _farthest(
 
 
 def _follows(fork: Matcher, tokens: tuple[int, ...], work: Work) -> bool:
-    """As ``completes``."""
+    """See ``completes``."""
     reach = fork.valid(tokens)
     work.read(FORK + reach)
     if reach < len(tokens):
@@ -263,7 +265,7 @@ def _follows(fork: Matcher, tokens: tuple[int, ...], work: Work) -> bool:
 
 
 def _saved(old: tuple[int, ...], state: int, end: int, new: tuple[int, ...], lexicon: Lexicon, work: Work) -> int:
-    """Tokens saved with ``new`` in place of those from ``state`` to ``end``."""
+    """Number of tokens saved by ``new`` instead of those from ``state`` to ``end``."""
     left, right = old[max(0, state - _SEAM) : state], old[end : end + _SEAM]
     texts = [lexicon.text((*left, *middle, *right)) for middle in (old[state:end], new)]
     work.read(BYTE * sum(map(len, texts)))
@@ -272,7 +274,8 @@ def _saved(old: tuple[int, ...], state: int, end: int, new: tuple[int, ...], lex
 
 
 def _everywhere(best: Walk, n: int, detour: _Detour, at: Matcher, work: Work) -> Walk:
-    """``best`` with ``detour`` at its choice ``n``, where ``at`` is, and wherever else it may be, if it may there."""
+    """``best`` with ``detour`` at its choice ``n``, the state of ``at``, and at all other occurrences where it is
+    allowed."""
     state = best.choices[n]
     for beside in (0, 1):
         states = _alike(best.tokens, state, detour.end, beside)
@@ -284,8 +287,8 @@ def _everywhere(best: Walk, n: int, detour: _Detour, at: Matcher, work: Work) ->
 
 
 def _alike(tokens: tuple[int, ...], state: int, end: int, beside: int) -> list[int]:
-    """``state``, and all later positions of the tokens from there to ``end`` that are followed by the same token and
-    preceded by the same ``beside`` tokens."""
+    """``state``, and all later occurrences of the tokens from there to ``end``, followed by the same token and preceded
+    by the same ``beside`` tokens."""
     size, left = end - state, max(0, state - beside)
     wanted = tokens[left : end + 1]
     states, i = [state], end
@@ -299,7 +302,7 @@ def _alike(tokens: tuple[int, ...], state: int, end: int, beside: int) -> list[i
 
 
 def _replaced(best: Walk, states: list[int], detour: _Detour) -> Walk:
-    """``best`` with ``detour``, which begins at the first of ``states``, at each of them; they ascend."""
+    """``best`` with ``detour`` at each of ``states`` (ascending), the first of which is its own."""
     size = detour.end - states[0]
     tokens, choices = list[int](), list[int]()
     done, old = 0, iter((*best.choices, len(best.tokens)))
@@ -348,7 +351,8 @@ def _walked(best: Walk, n: int, at: Matcher, lexicon: Lexicon, work: Work, alter
 def _others(at: Matcher, lexicon: Lexicon, rest: tuple[int, ...], count: int, work: Work) -> list[int]:
     """Up to ``count`` tokens besides the one taken, and a few long ones.
 
-    A byte after which the rest of the way is still open has led no farther: more of a string, mostly. One is enough.
+    A byte after which the rest of the completion is still allowed made no progress: usually it only extends a string.
+    One of these is enough.
     """
     found: list[int] = []
     idle, ahead = 0, list(rest[:_AROUND])

@@ -1,6 +1,6 @@
-"""A model's tokens: their bytes, llguidance's token trie of them, sets of them, and the fewest that spell a text.
+"""A model's vocabulary: the bytes of its tokens, llguidance's token trie, token bitmasks, and minimal tokenisations.
 
-A bitmask is a set of tokens as llguidance fills it: uint32 words ``[⌈V / 32⌉]``, the lowest bit of a word first.
+A bitmask is a set of tokens in llguidance's layout: uint32 words ``[⌈V / 32⌉]``, the lowest bit of a word first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tokenizers import Tokenizer
 from mmserve.constraint.compile.wire import TokenTable
 from mmserve.models.spelling import Spelling
 
-#: Of each bit of a word.
+#: The value of each bit of a word.
 _BITS = tuple(np.uint32(1 << i) for i in range(32))
 #: Number of tokens up to which a Python loop is faster than numpy.
 _FEW = 16
 
 
 def mask_of(tokens: Collection[int], size: int) -> np.ndarray:
-    """The bitmask of ``tokens``, of a vocabulary of ``size``."""
+    """The bitmask of ``tokens``, for a vocabulary of ``size`` tokens."""
     words = np.zeros((size + 31) // 32, np.uint32)
     add_tokens(words, tokens)
     return words
@@ -46,13 +46,13 @@ def remove_tokens(words: np.ndarray, tokens: Collection[int]) -> None:
 
 
 def in_mask(words: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Bool, of the shape of ``tokens`` (int64): which of them are in the set."""
+    """Bool, in the shape of ``tokens`` (int64): which of them are in the set."""
     return (words[tokens >> 5] >> (tokens & 31).astype(np.uint32)) & 1 > 0
 
 
 def tokens_of(words: np.ndarray) -> np.ndarray:
     """The tokens of the set (int64, ascending)."""
-    held = np.flatnonzero(words)  # most sets are nearly empty, and unpacking all of a large one takes 0.5 ms
+    held = np.flatnonzero(words)  # most sets are nearly empty, and unpacking a whole large one takes 0.5 ms
     if len(held) <= _FEW:
         few = zip(held.tolist(), words[held].tolist(), strict=True)
         return np.array([32 * n + bit for n, word in few for bit in range(32) if word >> bit & 1], np.int64)
@@ -61,7 +61,7 @@ def tokens_of(words: np.ndarray) -> np.ndarray:
 
 
 def few_tokens_of(words: np.ndarray, most: int) -> np.ndarray | None:
-    """As ``tokens_of``; None where there are more than ``most``, which takes a tenth of the time to find out."""
+    """As ``tokens_of``; None if there are more than ``most``, which takes a tenth of the time."""
     if np.count_nonzero(words) > most:
         return None
     found = tokens_of(words)
@@ -73,28 +73,29 @@ def flags_of(words: np.ndarray, size: int) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8), count=size, bitorder="little").view(bool)
 
 
-#: Longest token, in bytes, that a constrained text may have: the trie of llguidance 1.9 panics at very long ones.
+#: Maximum token length in bytes for constrained texts: the trie of llguidance 1.9 panics at very long ones.
 LONGEST = 32
 
-#: Characters that are written in a JSON string without an escape.
+#: Characters that need no escape in a JSON string.
 _PLAIN = r'[^"\\\x00-\x1F\x7F]'
-#: Tokens that llguidance decides on all at once where a text may hold any of them, those of the first expression that
-#: matches them first. Steps of length are for texts with little room left, words for names, addresses and URIs: of
-#: 126,000 tokens, masks take a third of what they take with llguidance's own. llguidance compares expressions by form:
-#: words must be written as they are here, an expression must begin with its repeated part, and none may overlap.
+#: Slices: sets of tokens that llguidance accepts all at once if a text may contain any of them; each token is in the
+#: slice of the first expression that matches it. Length steps are for texts with little budget left, words for names,
+#: addresses and URIs: for 126,000 tokens, masks take a third of the time with llguidance's own slices. llguidance
+#: compares expressions by form: words must be written as they are here, an expression must begin with its repeated
+#: part, and none may overlap.
 _SLICES = (
     *(rf"[A-Za-z][A-Za-z]{{0,{longest - 1}}}" for longest in (4, 8, 12, 20)),
     r"[\x20\x0A\x0D\x09]+",
     *(rf"{_PLAIN}{{1,{longest}}}" for longest in (4, 8, 12, 16, 20, LONGEST)),
     rf"{_PLAIN}+",
 )
-#: Texts tried first for a short completion: what closes JSON values, then the shortest values.
+#: Texts that are tried first for a short completion: closers of JSON values, then the shortest values.
 _CLOSERS = ('"', "}", "]", ",", "0", "null", "true", '""', "[]", "{}", "{", "[", ":", "1", "-", ".", "a", " ", "e")
 #: Bytes that numbers consist of.
 _NUMERIC = b"0123456789+-.eE"
-#: Length in bytes and number of texts whose tokens are cached.
+#: Maximum length in bytes, and number, of texts whose tokens are cached.
 _BRIEF, _KNOWN = 32, 4096
-#: Number of candidates up to which each is validated; above, candidates are first filtered by their next byte.
+#: Number of candidates up to which each is validated individually; more are first filtered by their next byte.
 _MANY = 16
 
 
@@ -102,10 +103,10 @@ _MANY = 16
 class Vocabulary:
     """Tokens of one model for constrained decoding; build it once, then share it between requests."""
 
-    token_bytes: tuple[bytes, ...]  # of each id; empty for ids that no constrained text may hold
+    token_bytes: tuple[bytes, ...]  # by id; empty for ids that may not be in a constrained text
     end_ids: frozenset[int]
     trie: LLTokenizer
-    content: frozenset[int] = field(repr=False)  # ids that a constrained text may hold
+    content: frozenset[int] = field(repr=False)  # ids that may be in a constrained text
     _ids: dict[bytes, list[int]] = field(repr=False)  # several tokens may have the same bytes
     _sorted: list[bytes] = field(repr=False)
 
@@ -113,12 +114,12 @@ class Vocabulary:
     def spelled(
         cls, token_bytes: Sequence[bytes], end_ids: Collection[int], tokenizer: Tokenizer | None = None
     ) -> Vocabulary:
-        """The vocabulary of tokens with the bytes ``token_bytes``, by id; those of no text are empty (``spell``).
+        """The vocabulary of tokens with the bytes ``token_bytes``, by id; empty for tokens without text (``spell``).
 
         Tokens of more than ``LONGEST`` bytes, and the end tokens, have no bytes in it.
 
         Args:
-            end_ids: tokens that end a text, one at least.
+            end_ids: tokens that end a text, at least one.
             tokenizer: splits forced text; without one, it is split into bytes.
 
         Raises:
@@ -143,15 +144,15 @@ class Vocabulary:
         return cls.spelled(table.tokens, table.ends)
 
     def within(self, text: bytes, *, whole: bool = False) -> list[int]:
-        """Tokens that ``text`` begins with; itself only if ``whole``."""
+        """Tokens that are prefixes of ``text``; the whole ``text`` only if ``whole``."""
         ends = range(1, min(len(text) + whole, LONGEST + 1))
         return [token for end in ends for token in self._ids.get(text[:end], ())]
 
     def beginning_with(self, text: bytes, follows: Callable[[list[int]], bool]) -> list[int]:
         """Tokens that begin with ``text`` and for whose next byte ``follows`` returns true.
 
-        It is called once a byte, with one-byte tokens that spell ``text`` and that byte. Where there are none, or few
-        tokens begin with ``text``, none is filtered.
+        ``follows`` is called once for each byte, with single-byte tokens for ``text`` and that byte. Tokens are not
+        filtered if there are no single-byte tokens, or if few tokens begin with ``text``.
         """
         at, found, size = bisect_left(self._sorted, text), list[int](), len(text)
         end = bisect_left(self._sorted, text + b"\xff" * LONGEST)
@@ -165,13 +166,13 @@ class Vocabulary:
             if len(spelled) == size or wanted:
                 found += self._ids[spelled]
                 at += 1
-            else:  # no token with that byte there
+            else:  # no single-byte token
                 at = bisect_left(self._sorted, spelled[: size + 1] + b"\xff" * LONGEST)
         return found
 
 
 class _Source:
-    """A tokenizer in the form that llguidance's ``TokenizerWrapper`` takes."""
+    """Adapter of a tokenizer for llguidance's ``TokenizerWrapper``."""
 
     def __init__(self, token_bytes: Sequence[bytes], end_ids: list[int], tokenizer: Tokenizer | None) -> None:
         self.eos_token_id, self.bos_token_id = end_ids[0], None
@@ -183,7 +184,7 @@ class _Source:
         self._singles = {b: i for i, b in enumerate(token_bytes) if len(b) == 1}
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Ids that spell ``text``, none of them special."""
+        """Ids that spell ``text``, without special tokens."""
         raw = text if isinstance(text, bytes) else text.encode()
         if self._tokenizer is not None:
             ids: list[int] = self._tokenizer.encode(raw.decode(errors="replace"), add_special_tokens=False).ids
@@ -193,7 +194,7 @@ class _Source:
 
 
 def spell(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of each id, empty for special tokens and for ids without a token.
+    """The bytes of each id; empty for special tokens and for ids without a token.
 
     Raises:
         ValueError: ``tokenizer`` is neither a byte-level nor a byte-fallback BPE one.
@@ -214,17 +215,17 @@ def spell(tokenizer: Tokenizer) -> list[bytes]:
 class Scalars:
     """The roles of tokens in JSON's strings and numbers."""
 
-    quotes: tuple[int, ...]  # tokens that begin with a quote, the shortest first
+    quotes: tuple[int, ...]  # tokens that begin with a quote, shortest first
     digits: tuple[int, ...]  # single bytes of numbers
-    opening: np.ndarray  # a bitmask: a quote, more after it, and no other quote
-    numeric: np.ndarray  # a bitmask: several bytes of a number and nothing else
+    opening: np.ndarray  # bitmask: a quote, followed by more bytes without a quote
+    numeric: np.ndarray  # bitmask: several bytes, all of them of a number
     counting: np.ndarray  # bool [V]: tokens that begin with a byte of a number
-    after_strings: tuple[bytes, ...]  # what tokens hold after a quote
-    after_numbers: tuple[bytes, ...]  # what tokens that begin as numbers do hold after the number
+    after_strings: tuple[bytes, ...]  # bytes that tokens have after a quote
+    after_numbers: tuple[bytes, ...]  # bytes after the number in tokens that begin with a number
 
     @classmethod
     def of(cls, token_bytes: Sequence[bytes]) -> Scalars:
-        """Those of a vocabulary: ``token_bytes`` of each id, empty for special tokens."""
+        """The scalars of a vocabulary with ``token_bytes`` by id; empty for special tokens."""
         opening, numeric, counting = (np.zeros(len(token_bytes), bool) for _ in range(3))
         quotes, digits = list[int](), list[int]()
         after_strings, after_numbers = set[bytes](), set[bytes]()
@@ -255,20 +256,20 @@ class Scalars:
 
 @dataclass(frozen=True)
 class Lexicon:
-    """The tokens of a vocabulary by their bytes; built once for a model."""
+    """The tokens of a vocabulary by their bytes; created once for a model."""
 
     ids: dict[bytes, int]
     content: frozenset[int] = field(repr=False)  # tokens with bytes
-    spelled: Sequence[bytes]  # of each id; empty for special tokens
+    spelled: Sequence[bytes]  # by id; empty for special tokens
     prefixes: frozenset[bytes]  # of all tokens
-    closers: np.ndarray  # int64: single bytes and short texts, those that close JSON first
+    closers: np.ndarray  # int64: single bytes and short texts, closers of JSON values first
     fillers: np.ndarray  # int64: long tokens of letters and digits, longest first, for texts that must be long
     scalars: Scalars = field(repr=False)
     _known: dict[bytes, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, token_bytes: Sequence[bytes]) -> Lexicon:
-        """The lexicon of a vocabulary: ``token_bytes`` of each id, empty for special tokens."""
+        """The lexicon of a vocabulary with ``token_bytes`` by id; empty for special tokens."""
         ids: dict[bytes, int] = {}
         for i, spelled in enumerate(token_bytes):
             if spelled:
@@ -289,12 +290,12 @@ class Lexicon:
         return b"".join([self.spelled[token] for token in tokens])
 
     def cover(self, text: bytes) -> list[int] | None:
-        """The fewest tokens that spell ``text``; None where none do."""
+        """The tokenisation of ``text`` with the fewest tokens; None if there is none."""
         if not text:
             return []
         if len(text) > _BRIEF:
             return self._covered(text)
-        known = self._known.get(text)  # a search asks for the same few texts again and again
+        known = self._known.get(text)  # a search uses the same few texts repeatedly
         if known is None:
             known = self._covered(text)
             if known is None:

@@ -1,12 +1,12 @@
-"""The witness: a whole answer that obeys the constraint, agrees with all that is committed, and fits the budget.
+"""The witness: a complete answer that obeys the constraint, agrees with all committed tokens, and fits the budget.
 
-Every request carries one from admission on, so that it can always be finished; whatever of it is committed, all of it
-together or any part, leaves it a witness. A step replaces it by the model's best valid path, if the search finds one.
+Every request has one from admission on, so that it can always be finished; committing any part of it keeps it a
+witness. Each step replaces it by the model's most probable valid path, if the search finds one.
 
-For a context-free grammar the search for the first begins with a sketch, one sentence of the grammar as words
-(``compile.attempts.Sketch``). The parser may split a text into other words than the grammar (it takes the longest
-possible one), so words may need a gap between them; and only the parser decides what is a document under a schema. So
-every sketch is read by the parser once more.
+For a context-free grammar the search for the first witness begins with a sketch, a sentence of the grammar as words
+(``compile.attempts.Sketch``). llguidance's lexer may split a text into other words (always the longest possible one),
+so words may need a gap between them; and only the parser decides which documents are valid under a schema. So every
+sketch is verified by the parser.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from mmserve.constraint.search.prefix_equivalence import PrefixClasses
 from mmserve.constraint.search.shortest_completion import Effort, find_completion
 from mmserve.constraint.search.vocabulary import Lexicon
 
-#: Completions that a request remembers.
+#: Number of completions that a request remembers.
 _REMEMBERED = 8
 
 
 class Infeasible(ValueError):
-    """The budget is too small for any answer that was found; ``needed`` tokens are known to be enough (None: none).
+    """The budget is too small for any answer that was found; ``needed`` tokens are known to be enough (None: none
+    known).
 
-    ``exact``: whether fewer are known to be too few. ``hopeless``: ``needed`` is a lower bound, so far above the budget
-    that no answer was searched.
+    ``exact``: whether fewer are known to be too few. ``hopeless``: ``needed`` is a lower bound that exceeds the budget
+    so far that no answer was searched.
     """
 
     def __init__(self, needed: int | None, *, exact: bool = False, hopeless: bool = False) -> None:
@@ -50,30 +51,30 @@ class Outcome(Enum):
     """The outcome of a step's search."""
 
     FOUND = "found"  # the best path, possibly the old witness
-    KEPT = "kept"  # the old witness stays: other paths were begun, and no completion was found for any
-    LATE = "late"  # the time of the step ended
+    KEPT = "kept"  # the old witness: better paths were begun, but no completion was found
+    LATE = "late"  # the time limit of the step was reached
 
 
 @dataclass(frozen=True)
 class Witness:
-    """A request's witness and its state in the language."""
+    """A request's witness, and the matcher's state in the language."""
 
     tokens: np.ndarray  # int64 [N], end tokens after the answer
     length: int  # tokens before the first end token
     matcher: Matcher  # after the first ``known`` tokens of the answer, or at its end
-    known: int  # positions before the first masked one
+    known: int  # number of leading positions before the first masked one
     ends: frozenset[int]
     closes: tuple[tuple[int, ...], ...] = ()  # completions that were used
     classes: Callable[[], PrefixClasses] = PrefixClasses  # of the texts of its language
-    #: The parser states of its language, where requests share them.
+    #: The cached parser states of its language, if requests share them.
     states: ParserStateCache | None = field(default=None, repr=False, compare=False)
     language: Constraint | None = field(
         default=None, repr=False, compare=False
-    )  # None where no other parser can be made
-    cut: bool = False  # a better answer was given up because its end did not fit the budget
+    )  # None if no other parser can be created
+    cut: bool = False  # a better answer was rejected because its end did not fit the budget
 
     def apart(self) -> Witness:
-        """The same witness, before any commit, with a parser of its own."""
+        """The same witness, before any commit, with its own parser."""
         if self.language is None:
             return self
         language = self.language.apart()
@@ -97,7 +98,7 @@ def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort 
 
 
 def fitting(first: FirstAnswers, budget: int) -> Completion | None:
-    """The shortest answer found, if any. Raises ``Infeasible`` where none of ``budget`` tokens can be."""
+    """The shortest answer found; None if there is none. Raises ``Infeasible`` if no answer fits ``budget`` tokens."""
     if first.hopeless(budget):
         raise Infeasible(first.least, hopeless=True)
     close = first.close(budget)
@@ -109,9 +110,9 @@ def fitting(first: FirstAnswers, budget: int) -> Completion | None:
 def start_witness(
     constraint: Constraint, budget: int, close: Completion | None, states: ParserStateCache | None = None
 ) -> Witness:
-    """The first witness of an answer of ``budget`` positions, given the shortest answer found.
+    """The first witness of an answer of ``budget`` positions, from the shortest answer found.
 
-    ``states``: the parser states of ``constraint``, where requests share them.
+    ``states``: the cached parser states of ``constraint``, if requests share them.
 
     Raises:
         Infeasible: it is longer, or there is none.
@@ -163,20 +164,20 @@ def improve(
     seconds: float = 0.1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Witness, Outcome]:
-    """The witness that the model likes best, of those found.
+    """The most probable witness found, by the model's candidates.
 
-    The search's work is bounded by the beam; ``seconds`` is a last resort, since with it a result depends on the clock.
+    The search's work is bounded by the beam; ``seconds`` is a last resort, because it makes the result depend on the
+    clock.
 
     Args:
-        witness: as ``follow`` gave it for ``known``.
+        witness: the result of ``follow`` for ``known``.
         known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
         top: the model's candidates for masked positions.
-        block_end: the first position after the block, or after the answer where the policy looks at all of it.
-        states: what earlier searches have learned, the witness's own if None; they change the time that this one takes,
-            not what it finds.
+        block_end: the position after the block, or after the answer if the policy uses the whole canvas.
+        states: cached parser states, the witness's own if None; they affect the time of the search, not its result.
     """
     if witness.known >= block_end or witness.known > witness.length:
-        return witness, Outcome.FOUND  # after the block's end, or an end that is final, nothing is open
+        return witness, Outcome.FOUND  # nothing is open
     committed = np.flatnonzero(known >= 0)
     ended = committed[np.isin(known[committed], list(witness.ends))]  # only end tokens may follow the first
     farthest = ended[:1] if len(ended) else committed[-1:]
@@ -192,7 +193,7 @@ def improve(
         return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
 
     def within_budget(mine: ParserStateCache) -> tuple[Path | None, Closing] | None:
-        """None where the parser was spent, by others maybe: what is found shall not depend on them."""
+        """None if the shared parser's limits are used up, maybe by others: results must not depend on them."""
         try:
             found = searched(mine)
         except ParserBudgetExhausted:
@@ -207,7 +208,7 @@ def improve(
         except SearchTimeout:
             return witness, Outcome.LATE
     witness = replace(witness, cut=witness.cut or closing.cut)
-    # the parser has the last word on the whole path: its limits on work are counted anew for each fork
+    # The parser validates the whole path: its work limits are counted anew for each fork.
     if path is None or witness.known + len(path.tokens) > len(known) or not laid.agrees(0, path.tokens):
         return witness, Outcome.KEPT
     if path.tokens != answer[witness.known :] and not completes(witness.matcher, path.tokens):
@@ -224,14 +225,14 @@ def improve(
     return replace(witness, tokens=tokens, length=length, closes=closes), Outcome.FOUND
 
 
-#: Words up to which gaps that are not needed are looked for.
+#: Number of words up to which optional gaps are tried.
 _WORDS = 200
-#: Steps of a walk through a word whose text is not known.
+#: Steps of a walk through a word of unknown text.
 _STEPS = 400
 
 
 def complete_sketch(matcher: Matcher, lexicon: Lexicon, sketch: Sketch, work: Work) -> Walk | None:
-    """The completion that ``sketch`` is from ``matcher`` on; None where the parser does not take it."""
+    """The completion that ``sketch`` gives from ``matcher`` on; None if the parser rejects it."""
     count = len(sketch.words)
     found = _read_sketch(matcher, lexicon, sketch, [False] * count, work)
     if found is not None or sketch.gap is None:
@@ -247,7 +248,7 @@ def complete_sketch(matcher: Matcher, lexicon: Lexicon, sketch: Sketch, work: Wo
 
 
 def _read_sketch(matcher: Matcher, lexicon: Lexicon, sketch: Sketch, gaps: Sequence[bool], work: Work) -> Walk | None:
-    """``sketch`` with a gap before the words that ``gaps`` marks, if that is a completion."""
+    """``sketch`` with gaps before the words marked in ``gaps``, if that is a completion."""
     at, tokens, choices = matcher.fork(), list[int](), list[int]()
     work.read(FORK)
     texts = [
@@ -274,8 +275,9 @@ def _read_sketch(matcher: Matcher, lexicon: Lexicon, sketch: Sketch, gaps: Seque
 def _through(
     at: Matcher, lexicon: Lexicon, tokens: list[int], choices: list[int], ahead: list[int] | None, work: Work
 ) -> bool:
-    """Move ``at`` through a word whose text is not known, up to where ``ahead`` may follow, or the end."""
-    step: list[int] = []  # rest of the latest step: the text after the word may begin inside it
+    """Advance ``at`` through a word of unknown text, until ``ahead`` may follow, or to the end. Returns whether it
+    succeeded."""
+    step: list[int] = []  # rest of the latest step; the text after the word may begin in it
     for steps in range(_STEPS):
         if at.accepting if ahead is None else steps and at.valid(ahead) == len(ahead):
             return True
@@ -295,16 +297,16 @@ def _through(
 
 
 def _bytewise(text: str, lexicon: Lexicon) -> list[int] | None:
-    """Tokens that spell ``text``, of one byte each where there are such."""
+    """Tokens that spell ``text``, single bytes if possible; None if there are none."""
     raw = text.encode()
     single = [lexicon.ids.get(raw[i : i + 1]) for i in range(len(raw))]
     known = [token for token in single if token is not None]
     return known if len(known) == len(single) else lexicon.cover(raw)
 
 
-#: More tokens than any budget has.
+#: More tokens than any budget.
 _ENDLESS = 1 << 30
-#: States of the parser that a sketched sentence may take.
+#: Maximum parser states of a sketched sentence.
 _SKETCHED = 4000
 
 
@@ -316,9 +318,9 @@ def find_first(
     closes: Callable[[FirstAnswers], None] = lambda first: None,
     sketch: Sketch | None = None,
 ) -> FirstAnswers:
-    """The shortest answers found under ``grammar``: by a long search only where ``budget`` asks for it.
+    """The shortest answers found under ``grammar``; the long search runs only if ``budget`` requires it.
 
-    ``closes`` is called with the result so far before a long search; ``sketch``: a known sentence, word by word.
+    ``closes`` is called with the result so far before a long search; ``sketch``: a known sentence as words.
     """
     begun = None if sketch is None else complete_sketch(grammar.apart().start(), lexicon, sketch, Work(_SKETCHED))
     near = find_completion(grammar.start(), lexicon, classes=grammar.classes, room=_ENDLESS, begun=begun)

@@ -1,12 +1,12 @@
-"""The child process in which constraints become grammars, and their first answers are searched; imports no torch.
+"""The child process that compiles constraints to grammars and searches their first answers; imports no torch.
 
 Run as ``python -m mmserve.constraint.search.worker SECONDS PATIENCE BYTES``. It reads a vocabulary, replies ``ready``,
-and then answers constraints, one after another, until its input ends. No failure reaches the server: a grammar that
-takes more than ``SECONDS`` of processor time ends the process by SIGPROF, one that takes more than ``PATIENCE`` seconds
-of wall time by SIGALRM. A search is ended by an exception after ``limits.SEARCH_SECONDS``, and a question after its
-``quick`` seconds: the reply is then ``slow``. The process ends after a reply that is ``last``: when it can no longer be
-trusted, or has taken more than ``BYTES`` besides the vocabulary. The parser's limits bound each call of native code,
-the timers all of them together.
+and then handles constraints, one after another, until its input ends. No failure affects the server: a grammar that
+takes more than ``SECONDS`` of CPU time ends the process by SIGPROF, one that takes more than ``PATIENCE`` seconds of
+wall time by SIGALRM. A search is ended by an exception after ``limits.SEARCH_SECONDS``, and a question after its
+``quick`` seconds: the reply is then ``slow``. The process exits after a reply with ``last``: if its state may be
+corrupt, or if it has allocated more than ``BYTES`` besides the vocabulary. The parser's limits bound each call of
+native code, the timers all calls together.
 """
 
 from __future__ import annotations
@@ -50,36 +50,36 @@ from mmserve.constraint.search.witness import find_first
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.memory import limit_address_space, resident, trim
 
-#: How much less of the processors this process gets where others want them: a server's answers come first.
+#: Niceness of this process: the server's other work has priority.
 _NICE = 5
-#: Seconds after which a timer tries again that has found native code calling back.
+#: Seconds until a timer that interrupted native code tries again.
 _AGAIN = 0.005
 
 
 class Searching:
-    """What the process keeps of its vocabulary."""
+    """State that depends only on the vocabulary."""
 
     def __init__(self, vocabulary: TokenTable) -> None:
         self._tokens = Vocabulary.of(vocabulary)
         self._lexicon = Lexicon.of(self._tokens.token_bytes)
         self.trie = self._tokens.trie
-        self.longest = max(map(len, self._tokens.token_bytes), default=1)  # bytes of a token, at most
+        self.longest = max(map(len, self._tokens.token_bytes), default=1)  # maximum bytes of a token
 
     def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
         """Search the first answers under ``grammar``; ``closes`` is called with each better result.
 
-        The results are the same for the same grammar and budget.
+        Results are deterministic for a grammar and budget.
         """
         compiled = matcher.Grammar(grammar.text, self._tokens, LLParserLimits(**PARSER_LIMITS))
         closes(find_first(compiled, self._lexicon, budget, least, closes, grammar.sketch))
 
 
 class _Late(BaseException):
-    """A timer of this process has run out; not an ``Exception``, so that no handler on the way catches it."""
+    """A timer of this process expired; not an ``Exception``, so that no handler catches it."""
 
 
 class _Known(BaseException):
-    """The reply is known before a grammar is compiled; not an ``Exception``, for the same reason."""
+    """The reply is known before a grammar is compiled; not an ``Exception``, so that no handler catches it."""
 
     def __init__(self, reply: dict[str, Any]) -> None:
         super().__init__()
@@ -87,13 +87,13 @@ class _Known(BaseException):
 
 
 def serve() -> None:
-    """Serve standard input."""
+    """Handle messages from standard input until it ends."""
     limit_address_space(CHILD_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICE)
     seconds, patience, most = map(float, sys.argv[1:])
     timers = (signal.SIGPROF, signal.SIGALRM, signal.SIGVTALRM)
-    for each in timers:  # whether they end this process is inherited from whatever started the server
+    for each in timers:  # dispositions are inherited from whatever started the server
         signal.signal(each, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, timers)
     signal.signal(signal.SIGVTALRM, _interrupt)
@@ -108,15 +108,15 @@ def serve() -> None:
         for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(timer, 0)
         if message["budget"] is not None:
-            trim()  # a search makes and drops many parsers
+            trim()  # a search creates and frees many parsers
         last = broken or ("slow" not in reply and resident() - begun > most)
         _send(reply | {"last": last})
         if last:
-            os._exit(1)  # a panic may leave anything after
+            os._exit(1)  # a panic may leave corrupt state
 
 
 def _answer(message: Any, searching: Searching) -> tuple[dict[str, Any], bool]:
-    """The reply to ``message``, and whether this process can no longer be trusted."""
+    """The reply to ``message``, and whether this process may be corrupt and must exit."""
     quick, budget, found = message["quick"], message["budget"], FirstAnswers()
 
     def finds(first: FirstAnswers) -> None:
@@ -160,9 +160,9 @@ def _answer(message: Any, searching: Searching) -> tuple[dict[str, Any], bool]:
 
 
 def _interrupt(_number: int, frame: FrameType | None) -> None:
-    """Interrupt what runs, unless native code has called it: the exception would pass through native frames."""
+    """Raise in the running code, unless native code has called it: the exception would pass through native frames."""
     while frame is not None:
-        if frame.f_code.co_name == "__call__":  # of a tokenizer, by llguidance
+        if frame.f_code.co_name == "__call__":  # called by llguidance, to tokenise
             signal.setitimer(signal.ITIMER_VIRTUAL, _AGAIN)
             return
         frame = frame.f_back
@@ -176,13 +176,12 @@ def _outcome(
     known: Any = None,
     failed: int = 0,
 ) -> tuple[Grammar | Refused, bool]:
-    """The first grammar of ``spec`` that is proved, or why there is none; and whether this process can no longer be
-    trusted.
+    """The first grammar of ``spec`` that passes the probe, or the refusal; and whether this process may be corrupt.
 
     Args:
         rewritten: called with each grammar and its index before it is compiled.
-        known: the grammar that an earlier question has returned, as ``wire`` sends it.
-        failed: processes that earlier questions about ``spec`` have ended.
+        known: the grammar returned for an earlier question, as sent by ``wire``.
+        failed: number of processes ended by earlier questions about ``spec``.
     """
     kind = kind_of(spec)
     refused: Refused | None = None
@@ -206,12 +205,12 @@ def _outcome(
         raise
     except BaseException as error:  # noqa: BLE001 - a Rust panic is no Exception; whatever it is, it ends here
         return _failed(kind, error), True
-    assert refused is not None  # there is one grammar at least
+    assert refused is not None  # there is at least one grammar
     return refused, False
 
 
 def _grammars(spec: ConstraintSpec, known: Any, failed: int) -> Iterator[tuple[int, Grammar]]:
-    """The grammars of ``spec`` with their numbers, from the ``known`` one on."""
+    """The grammars of ``spec`` with their indices, from the ``known`` one on."""
     if known is None:
         yield from enumerate(grammars_of(spec, failed))
         return
@@ -233,15 +232,16 @@ def _send(message: Any) -> None:
 
 
 def probe(text: str, trie: Any, keyword: str, *, has_sentence: bool = False) -> None:
-    """Compile ``text`` and walk it.
+    """Compile ``text`` and walk randomly through it.
 
-    Raises ``Refused`` for what llguidance rejects, what fails or is slow while it is decoded, and a grammar of which no
-    walk reaches an end, unless it is known to have a sentence. ``keyword`` names the constraint in the refusal.
+    Raises ``Refused`` if llguidance rejects it, if it fails or is slow while decoding, or if no walk reaches an end
+    although it is not known to have a sentence (``has_sentence``). ``keyword``: the constraint's kind, for the
+    refusal.
     """
     matcher = LLMatcher(trie, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
     if matcher.is_error():
         raise Refused.at("", keyword, _reason(matcher.get_error()))
-    chance = random.Random(0)  # the same grammar always has the same result
+    chance = random.Random(0)  # deterministic for a grammar
     began, ended = time.process_time(), 0
     for _ in range(WALKS):
         if _walk(matcher.deep_copy(), chance, keyword):
@@ -253,7 +253,7 @@ def probe(text: str, trie: Any, keyword: str, *, has_sentence: bool = False) -> 
 
 
 def _walk(matcher: Any, chance: random.Random, keyword: str) -> bool:
-    """Follow random tokens; False for a dead end. Raises ``Refused`` where the parser fails or a step is slow."""
+    """Follow random tokens. Returns False at a dead end. Raises ``Refused`` if the parser fails or a step is slow."""
     for _ in range(WALK_TOKENS):
         began = time.process_time()
         mask = matcher.compute_bitmask()
@@ -274,7 +274,7 @@ def _walk(matcher: Any, chance: random.Random, keyword: str) -> bool:
 
 
 def _drawn(mask: bytes, chance: random.Random) -> int | None:
-    """A random id out of those whose bits are set; None where there is none."""
+    """A random id whose bit is set; None if there is none."""
     if not any(mask):
         return None
     for _ in range(64):
@@ -287,7 +287,7 @@ def _drawn(mask: bytes, chance: random.Random) -> int | None:
 
 
 def _reason(error: str) -> str:
-    """The first line of llguidance's message, without the grammar that it may quote."""
+    """The first line of llguidance's message, without the grammar that it may include."""
     first = (error.strip().splitlines() or ["cannot be compiled"])[0][:300]
     if first.startswith("patternProperty regexes"):
         return (

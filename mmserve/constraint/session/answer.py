@@ -1,6 +1,6 @@
 """The answer of one sample under a constraint: its witness, guarded calls of the parser, and the final validation.
 
-A parser that raises or panics in the middle of an answer is not called again: the answer is finished from the witness.
+If the parser raises or panics during an answer, it is not called again: the answer is completed from the witness.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from mmserve.errors import FailedPrecondition
 
 logger = logging.getLogger("mmserve.decode")
 
-#: Positions of a canvas that one search covers: this bounds its work independently of time.
+#: Number of canvas positions that one search covers: bounds its work independently of time.
 HORIZON = 256
-#: Seconds of processor time after which a search is given up, since other requests wait for it. Nearly all searches
-#: take less than 10 ms, some with few tokens left 300 ms, or 600 ms on a shared processor: results should not depend
-#: on this limit.
+#: CPU time (seconds) after which a search is aborted, because other requests wait for it. Nearly all searches take less
+#: than 10 ms, some with few tokens left 300 ms, or 600 ms on a shared processor: results should not depend on this
+#: limit.
 SECONDS = 2.0
-#: Given-up searches after which a request searches no more: the witness is its answer.
+#: Number of aborted searches after which a request searches no more and commits its witness.
 PATIENCE = 2
 
-#: Parsers that an answer makes in place of one that has used its limits up; a large one takes half a second.
+#: Maximum number of parsers that replace one whose limits are used up; creating a large one takes half a second.
 PARSERS = 8
 
 A = TypeVar("A")
 
-#: Splits the tokens of a template's answer into those of each hole.
+#: Splits the tokens of a template's answer by hole.
 Split = Callable[[Sequence[int]], list[list[int]]]
 
 
 @dataclass
 class ConstrainedAnswer:
-    """The answer of one sample, from its first witness to its last token."""
+    """The constrained answer of one sample, from its first witness to its last token."""
 
     witness: Witness
     lexicon: Lexicon
     warnings: tuple[str, ...] = ()  # for the client
-    judge: Judge | None = None  # of the finished answer
-    sampled: SampleState | None = None  # where tokens are drawn from the model's distribution
-    drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the latest pass, at the frontier
+    judge: Judge | None = None  # validator of the finished answer
+    sampled: SampleState | None = None  # state of rejection sampling, if used
+    drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the latest pass
     forced: bool = False  # whether the draft is forced by the constraint
-    asked: int = -1  # the latest frontier for which ``decided`` was computed
-    broken: bool = False  # the parser failed: it is not called any more
-    late: int = 0  # searches given up for their time
-    parsers: int = field(default=0, kw_only=True)  # made since the first
+    asked: int = -1  # latest frontier for which ``decided`` was computed
+    broken: bool = False  # the parser failed and is not called again
+    late: int = 0  # number of searches aborted for their time
+    parsers: int = field(default=0, kw_only=True)  # number of parsers created after the first
     meter: Meter = field(default_factory=Meter)
-    split: Split | None = None  # of a template's answer into what fills its holes
-    judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
-    #: Int64 ``[N]``: the tokens given from the start, -1 elsewhere: padding after the longest possible answer.
+    split: Split | None = None  # splits a template's answer by hole
+    judges: tuple[Judge | None, ...] = ()  # validator of each hole's text
+    #: Int64 ``[N]``: tokens given from the start (padding after the longest possible answer), -1 elsewhere.
     given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    states: ParserStateCache = field(init=False)  # of the language
+    states: ParserStateCache = field(init=False)  # of its language
 
     def __post_init__(self) -> None:
         self.states = self.witness.states or ParserStateCache(self.lexicon, self.witness.classes)
@@ -74,13 +74,13 @@ class ConstrainedAnswer:
 
     @property
     def weight(self) -> int:
-        """Bytes of the grammars that another answer with parsers of its own compiles."""
+        """Total size (bytes) of the grammars that ``another(apart=True)`` compiles."""
         return 0 if self.witness.language is None else self.witness.language.weight
 
     def another(self, *, apart: bool) -> ConstrainedAnswer:
         """A copy for another sample, before the first step.
 
-        ``apart``: with parsers of its own, so that samples share no parser limits; takes as long as compiling.
+        ``apart``: with its own parsers, so that samples share no parser limits; takes as long as compiling.
         """
         witness = self.witness.apart() if apart else self.witness
         split = splitter(witness) if apart else self.split
@@ -89,7 +89,7 @@ class ConstrainedAnswer:
 
     @property
     def content(self) -> np.ndarray:
-        """Bool ``[N]``: where the witness holds text, not padding."""
+        """Bool ``[N]``: where the witness has text rather than padding."""
         return np.arange(len(self.witness.tokens)) < self.witness.length
 
     @property
@@ -104,39 +104,40 @@ class ConstrainedAnswer:
 
     @property
     def unread(self) -> int:
-        """See ``Canvas.unread``: the padding that no answer reaches."""
+        """See ``Canvas.unread``: padding that no answer reaches."""
         return int((self.given >= 0).sum())
 
     def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
-        """The input of passes for a fresh answer ``tokens`` (int64 ``[N]``): masks in place of the padding that no
-        answer reaches, since a visible end so near would bias a model to short answers."""
+        """The input of passes for a fresh answer ``tokens`` (int64 ``[N]``): with masks in place of padding that no
+        answer reaches, because a visible end so near would bias the model to short answers."""
         return np.where(self.given >= 0, mask_id, tokens)
 
     def settled(self, known: np.ndarray) -> np.ndarray:
-        """Open positions (int64; -1 in ``known``, int64 ``[N]``) that can only be padding."""
+        """Open positions (int64) that can only be padding; ``known``: int64 ``[N]``, -1 where open."""
         return np.zeros(0, np.int64)
 
     def decided(self, known: np.ndarray) -> np.ndarray:
-        """Open positions (int64; -1 in ``known``, int64 ``[N]``) of the witness and the end after it, where the known
-        prefix leaves one text to the end, whichever tokens spell it.
+        """Open positions (int64) of the witness, including the end after it, if the known prefix has only one possible
+        continuation, in any tokenisation; else empty. ``known``: int64 ``[N]``, -1 where open.
 
-        Computed once for each frontier, since it takes 1% of a pass and the result only changes with the frontier."""
+        Computed once for each frontier: it takes 1% of a pass, and the result only changes with the frontier.
+        """
         first, none = self.witness.known, np.zeros(0, np.int64)
         if first >= self.witness.length or (first == self.asked and known[first] < 0):
             return none
         return self._guarded(lambda: self._decided(known), none)
 
     def holes(self, known: np.ndarray) -> tuple[str, ...]:
-        """The text of each hole of a template in a whole answer ``known`` (int64 ``[N]``)."""
+        """The text of each hole of a template, from a whole answer ``known`` (int64 ``[N]``)."""
         split = self.split
         if split is None:
             return ()
         ends = np.flatnonzero(are_any(known, self.witness.ends))
         answer = known[: ends[0]] if len(ends) else known
-        return self._tried(lambda: tuple(map(self.read, split(answer.tolist()))), ())  # by another parser
+        return self._tried(lambda: tuple(map(self.read, split(answer.tolist()))), ())  # with a separate parser
 
     def check(self, text: str, known: np.ndarray) -> None:
-        """Raise ``FailedPrecondition`` if the finished answer (``text``; its tokens ``known``, int64 ``[N]``) does not
+        """Raises ``FailedPrecondition`` if the finished answer (``text``; its tokens ``known``, int64 ``[N]``) does not
         satisfy its schema."""
         if self.judge is not None:
             self.judge.check(text)
@@ -153,7 +154,7 @@ class ConstrainedAnswer:
         return self.lexicon.text(tokens).decode(errors="replace")
 
     def observer(self, positions: np.ndarray, *, causal: bool) -> TopKObserver | RejectionSampler:
-        """The observer of the logits at ``positions`` (from the answer's start, ascending)."""
+        """The observer of the logits at ``positions`` (relative to the answer's start, ascending)."""
         if self.sampled is not None:
             guard = partial(self._guarded, otherwise=None)
             return RejectionSampler(
@@ -162,18 +163,18 @@ class ConstrainedAnswer:
         return self.best_of(positions, causal=causal)
 
     def best_of(self, positions: np.ndarray, *, causal: bool) -> TopKObserver:
-        """The observer that records the top-K tokens at ``positions`` (from the answer's start, ascending)."""
+        """The observer that records the top-K tokens at ``positions`` (relative to the answer's start, ascending)."""
         with self.meter.running():
             return TopKObserver(
                 positions, self.witness.tokens[positions], self.allowed(positions, causal=causal), self.meter
             )
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
-        """The allowed tokens (a bitmask) by row of ``positions``, for the rows where they are known."""
+        """The allowed tokens (a bitmask) by row of ``positions``, for rows where they are known."""
         return self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
 
     def search(self, known: np.ndarray, top: TopK, end: int) -> None:
-        """Make the witness the best path found; ``end``: the first position after the part that is searched.
+        """Replace the witness by the best path found; ``end``: the position after the searched part.
 
         ``known``: int64 ``[N]``, the answer's committed tokens, -1 where open.
         """
@@ -193,7 +194,8 @@ class ConstrainedAnswer:
         self.meter.searched(outcome)
 
     def follow(self, known: np.ndarray) -> None:
-        """Follow the ``known`` tokens (int64 ``[N]``, -1 where open): the witness's, or other end tokens."""
+        """Advance the witness by committed tokens (``known``: int64 ``[N]``, -1 where open): its own, or other end
+        tokens."""
         witness = self.witness
         ends = are_any(known, witness.ends) & (np.arange(len(known)) >= witness.length)
         if (witness.tokens[ends] != known[ends]).any():
@@ -204,7 +206,7 @@ class ConstrainedAnswer:
         self.witness = self._guarded(lambda: self._followed(witness, known), blindly)
 
     def _followed(self, witness: Witness, known: np.ndarray) -> Witness:
-        """``witness`` after the ``known`` tokens."""
+        """``witness`` advanced by the ``known`` tokens."""
         try:
             found = follow(witness, known)
         except ValueError:
@@ -212,8 +214,8 @@ class ConstrainedAnswer:
         return self._fresh(found)
 
     def _fresh(self, witness: Witness) -> Witness:
-        """``witness`` with another parser where its own does not take its next token: the matchers of a parser share a
-        limit on the states of its lexer, beyond which they take none."""
+        """``witness`` with another parser if its own does not accept its next token: the matchers of a parser share a
+        limit on the lexer's states, beyond which they accept none."""
         language, ended = witness.language, witness.known >= witness.length
         if ended or witness.matcher.valid([int(witness.tokens[witness.known])]):
             return witness
@@ -232,9 +234,9 @@ class ConstrainedAnswer:
             self.sampled.take(run, run.witness.ends)
 
     def forced_run(self) -> np.ndarray:
-        """The witness's tokens (int64) that the constraint forces at the frontier, however they are spelled.
+        """The witness's tokens (int64) at the frontier that the constraint forces, in any tokenisation.
 
-        The last of them is left out: a model may join it with what follows.
+        The last of them is left out, because the model may merge it with the following text.
         """
         if self.sampled is not None and not self.sampled.speculates:
             return np.zeros(0, np.int64)
@@ -253,7 +255,7 @@ class ConstrainedAnswer:
         if at is None or not text or text != self.lexicon.text(rest):
             return none
         end = after(at, rest)
-        return none if end is None or end.mask().any() else missing  # an optional continuation is possible
+        return none if end is None or end.mask().any() else missing  # there is an optional continuation
 
     def _forced(self) -> np.ndarray:
         text, run = self.witness.matcher.forced(), list[int]()
@@ -266,9 +268,9 @@ class ConstrainedAnswer:
         return np.array(run[:-1], np.int64)
 
     def _allowed(self, positions: np.ndarray, *, causal: bool) -> Iterator[tuple[int, np.ndarray]]:
-        """Rows of ``positions`` where the allowed tokens are known, and those tokens (a bitmask).
+        """Rows of ``positions`` with known allowed tokens, and these tokens (a bitmask).
 
-        These are the frontier and, for a next-token model, the positions after drafted tokens that are allowed.
+        These are the frontier and, for a next-token model, the positions after allowed drafted tokens.
         """
         frontier: Matcher | None = self.witness.matcher
         if self.witness.known > self.witness.length:
@@ -285,11 +287,11 @@ class ConstrainedAnswer:
                 frontier = after(frontier, drafted[i : i + 1]) if i < len(drafted) else None
 
     def _guarded(self, ask: Callable[[], A], otherwise: A) -> A:
-        """The result of ``ask``, ``otherwise`` once the parser has failed."""
+        """The result of ``ask``; ``otherwise`` if the parser has failed before."""
         return otherwise if self.broken else self._tried(ask, otherwise)
 
     def _tried(self, ask: Callable[[], A], otherwise: A) -> A:
-        """The result of ``ask``, ``otherwise`` where a parser fails in it."""
+        """The result of ``ask``; ``otherwise`` if a parser fails in it."""
         try:
             return ask()
         except (KeyboardInterrupt, SystemExit):
@@ -301,7 +303,7 @@ class ConstrainedAnswer:
 
 
 def are_any(tokens: np.ndarray, few: Iterable[int]) -> np.ndarray:
-    """Bool, of the shape of ``tokens`` (int64): which of them are any of ``few``; a tenth of ``np.isin``'s time."""
+    """Bool, in the shape of ``tokens`` (int64): which are in ``few``; a tenth of the time of ``np.isin``."""
     found = np.zeros(tokens.shape, bool)
     for token in few:
         found |= tokens == token
@@ -309,6 +311,6 @@ def are_any(tokens: np.ndarray, few: Iterable[int]) -> np.ndarray:
 
 
 def splitter(witness: Witness) -> Split | None:
-    """The splitter of a template that is one language; it has its own parser and is used on whole answers."""
+    """The splitter of a template that is one language; it has its own parser, and needs whole answers."""
     language = witness.language
     return language.apart().split if isinstance(language, Concatenation) else None

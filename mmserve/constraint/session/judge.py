@@ -1,7 +1,7 @@
-"""Validation of finished answers against their schema, in a process of its own.
+"""Validation of finished answers against their schema, in a separate process.
 
 A validator may need time and memory exponential in the branches of a schema (``anyOf`` of two references to the next
-definition, twenty times), and nothing can stop it in its thread.
+definition, twenty times), and cannot be interrupted in a thread.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mmserve.core.constraint import CallsOrJson, ConstraintMode, ConstraintSpec,
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unavailable
 
 _SCHEMA = "constraint.json_schema"
-#: Processes tried for one question, where the one before was killed from outside.
+#: Processes that are tried for one question if they are killed from outside.
 _ASKED = 3
 
 
 class TooMuch(Exception):
-    """A question that took more processor time, or memory, than it may."""
+    """A question that exceeded its CPU time or memory."""
 
 
 class Validator:
-    """A process that validates, one question after another; may be called from any thread.
+    """A process that validates answers, one question at a time; thread-safe.
 
-    It starts with the first question, and again after one that ended it.
+    It is started by the first question, and again after a question that ended it.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,10 @@ class Validator:
         self._child: JsonChild | None = None
 
     def ask(self, schema: str, answer: str | None) -> dict[str, str]:
-        """As ``judge_worker``: nothing, or what is ``wrong`` with the answer, or with the schema (``refused``).
+        """The reply of ``judge_worker``: empty, or the violation (``wrong``) of the answer, or of the schema
+        (``refused``).
 
-        Raises ``TooMuch``, and ``Unavailable`` where no process answers.
+        Raises ``TooMuch``, and ``Unavailable`` if no process replies.
         """
         with self._lock:
             for _ in range(_ASKED):
@@ -59,7 +60,7 @@ class Validator:
         raise Unavailable("something kills the process that checks answers; try again later")
 
     def _end(self) -> bool:
-        """End the process; whether it had been killed from outside."""
+        """Stop the process. Returns whether it had been killed from outside."""
         child, self._child = self._child, None
         if child is None:
             return False
@@ -67,22 +68,22 @@ class Validator:
         return child.killed
 
     def close(self) -> None:
-        """End the process; a later question starts another one."""
+        """Stop the process; a later question starts another one."""
         with self._lock:
             self._end()
 
 
-#: For finished answers, on threads that decode: what clients ask to be checked (``Admission.check``) has another.
+#: For finished answers, on decode threads; answers that clients send for checking (``Admission.check``) use another.
 ANSWERS = Validator()
 atexit.register(ANSWERS.close)
 
 
 class Judge:
-    """Validates answers against a schema that ``compile.document`` has read: its size and depth are bounded.
+    """Validates answers against a schema read by ``compile.document``, so that its size and depth are bounded.
 
-    ``besides``: how answers begin that are no documents.
+    ``besides``: prefixes of answers that are not documents and need no validation.
 
-    Raises ``InvalidArgument`` where the validator does not take the schema.
+    Raises ``InvalidArgument`` if the validator rejects the schema.
     """
 
     def __init__(self, schema: str, besides: tuple[str, ...] = (), validator: Validator = ANSWERS) -> None:
@@ -96,8 +97,7 @@ class Judge:
             raise InvalidArgument.of(_SCHEMA, f"cannot be checked against: {found['refused']}")
 
     def check(self, answer: str) -> None:
-        """Raise ``FailedPrecondition`` with the pointer and keyword unless ``answer`` is valid JSON under the
-        schema."""
+        """Raises ``FailedPrecondition``, with pointer and keyword, unless ``answer`` is valid JSON under the schema."""
         if answer.startswith(self._besides):
             return
         try:
@@ -110,7 +110,7 @@ class Judge:
 
 
 def judge_of(spec: ConstraintSpec, *, exact: bool) -> Judge | None:
-    """The validator of answers to ``spec``; None where the grammar is exact, or the mode asks for no validation."""
+    """The validator of answers to ``spec``; None if the grammar is exact, or if the mode requires no validation."""
     if exact or spec.mode is not ConstraintMode.VALIDATE:
         return None
     match spec.kind:

@@ -1,8 +1,9 @@
 """The child process that validates answers; imports no torch.
 
-Run as ``python -m mmserve.constraint.session.judge_worker SECONDS PATIENCE``. It answers questions until its input
-ends. One that takes more than ``SECONDS`` of processor time ends the process by SIGPROF, one that takes more than
-``PATIENCE`` seconds of wall time by SIGALRM, and one that needs more than ``limits.CHILD_BYTES`` by its failure.
+Run as ``python -m mmserve.constraint.session.judge_worker SECONDS PATIENCE``. It handles questions until its input
+ends. A question that takes more than ``SECONDS`` of CPU time ends the process by SIGPROF, one that takes more than
+``PATIENCE`` seconds of wall time by SIGALRM, and one that needs more than ``limits.CHILD_BYTES`` by an allocation
+failure.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from mmserve.constraint.compile import wire
 from mmserve.constraint.findings import Finding, child
 from mmserve.constraint.limits import CHILD_BYTES
 
-#: Backtracking steps of a pattern match: a hundredth of the library's default, far above what useful patterns need.
+#: Backtracking limit of a pattern match: a hundredth of the library's default, far above what useful patterns need.
 _BACKTRACKS = 10_000
 
 
 def serve() -> None:
-    """Serve standard input."""
+    """Handle questions from standard input until it ends."""
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds, patience = map(float, sys.argv[1:])
     timers = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, patience))
-    for _timer, number, _seconds in timers:  # whether they end this process is inherited from what started the server
+    for _timer, number, _seconds in timers:  # dispositions are inherited from whatever started the server
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number for _timer, number, _seconds in timers])
     while (message := wire.read(sys.stdin.buffer)) is not None:
@@ -45,7 +46,7 @@ def serve() -> None:
 
 
 def answered(schema: str, answer: str | None) -> dict[str, str]:
-    """What is ``wrong`` with ``answer``, if that is given; or why ``schema`` is ``refused``; or nothing."""
+    """The violation of ``answer``, if given (``wrong``); or the reason why ``schema`` is ``refused``; or empty."""
     try:
         validator = _validator(schema)
     except (ValueError, jsonschema_rs.ReferencingError) as error:
@@ -64,7 +65,7 @@ def _validator(schema: str) -> Any:
 
 def _wrong(validator: Any, answer: str) -> str | None:
     try:
-        validator.validate(json.loads(answer, parse_float=Decimal))  # no number is too large for JSON
+        validator.validate(json.loads(answer, parse_float=Decimal))  # no number overflows
     except jsonschema_rs.ValidationError as error:
         where = child("", *error.instance_path)
         at = Finding(where, str(error.schema_path[-1]) if error.schema_path else "schema", error.message[:300])

@@ -1,7 +1,8 @@
-"""What a request observes of a pass: the top-K tokens of each row of logits, which the search tries; and its cost.
+"""Observation of a pass: the top-K tokens of each row of logits, from which the search draws; and the constraint's
+cost.
 
-A few numbers a row are taken, slice by slice. The cost of a constraint is processor time of the thread that decodes,
-not wall time: other load on the machine has no effect on it.
+Only a few numbers of each row are kept, slice by slice. The cost of a constraint is CPU time of the decode thread, not
+wall time: it does not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mmserve.core.events import ConstraintStats
 
 @dataclass
 class Meter:
-    """Counts for one request; a step is all that the constraint does for one forward pass and after it."""
+    """Cost counters of one request; a step is all the work of the constraint for one forward pass."""
 
     fallbacks: int = 0
     late: int = 0
@@ -34,12 +35,12 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Processor time of all steps so far."""
+        """CPU time of all steps so far."""
         return sum(self._steps) + self._open
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Add the processor time of the block, which stays on one thread, to the current step."""
+        """Add the CPU time of the block, which stays on one thread, to the current step."""
         begun = time.thread_time()
         try:
             yield
@@ -69,7 +70,7 @@ class Meter:
         )
 
 
-#: Tokens kept of each row. The search leaves out what is 9 nats below the best, which is mostly more than this.
+#: Number of tokens kept of each row. The search leaves out tokens 9 nats below the best, usually more than these.
 KEPT = 16
 
 
@@ -77,15 +78,16 @@ KEPT = 16
 class Ranked:
     """The top-K tokens of each position of a pass."""
 
-    top: TopK  # positions count from the answer's start; scored as the request draws, or by log-probability
+    top: TopK  # positions relative to the answer's start; scored as sampled, or by log-probability
     plain: np.ndarray  # float32 [n, K], log-probabilities of these tokens before temperature, filters and constraint
-    own: np.ndarray  # float32 [n], those of the witness's tokens
-    kept: np.ndarray  # float32 [n], log of the probability of all allowed tokens; 0 where these are unknown
+    own: np.ndarray  # float32 [n], log-probabilities of the witness's tokens
+    kept: np.ndarray  # float32 [n], log of the total probability of allowed tokens; 0 if unknown
 
     def log_probabilities(self, witness: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Float32 ``[n]``: of ``tokens [n]``, one a position; ``witness [n]`` are the tokens that ``own`` is of.
+        """Float32 ``[n]``: log-probabilities of ``tokens [n]``, one for each position; ``own`` are those of ``witness
+        [n]``.
 
-        For a token that is neither among the best nor the witness's, what the last of the best has.
+        A token that is neither among the best nor the witness's gets the log-probability of the last of the best.
         """
         same = self.top.tokens == tokens[:, None]
         listed = np.where(same, self.plain, -np.inf).max(-1)
@@ -94,12 +96,12 @@ class Ranked:
         return np.where(same.any(-1), listed, other).astype(np.float32)
 
     def rows(self, rows: Rows) -> Ranked:
-        """Those of ``rows``."""
+        """Those in ``rows``."""
         return Ranked(self.top.rows(rows), self.plain[rows], self.own[rows], self.kept[rows])
 
     @classmethod
     def joined(cls, parts: Sequence[Ranked]) -> Ranked:
-        """``parts`` as one, by position."""
+        """``parts`` merged, by position."""
         order = np.argsort(np.concatenate([part.top.positions for part in parts]))
         arrays = [(*vars(part.top).values(), part.plain, part.own, part.kept) for part in parts]
         positions, tokens, scores, *others = (np.concatenate(each)[order] for each in zip(*arrays, strict=True))
@@ -107,10 +109,11 @@ class Ranked:
 
 
 class TopKObserver:
-    """Gathers a ``Ranked`` while logits become candidates (``decode/sampler.py``).
+    """Records a ``Ranked`` while logits become candidates (``decode/sampler.py``).
 
-    ``positions`` count from the answer's start, ``witness`` are the tokens asked for besides the best, one a position,
-    and ``allowed`` has the allowed tokens (a bitmask) of the rows where they are known: no other is drawn.
+    ``positions`` are relative to the answer's start; ``witness`` are tokens whose logits are recorded in addition, one
+    for each position; ``allowed``: the allowed tokens (a bitmask) of rows where they are known: other tokens are masked
+    out.
     """
 
     def __init__(
@@ -118,13 +121,13 @@ class TopKObserver:
     ) -> None:
         self._positions, self._witness, self._allowed = positions, torch.from_numpy(witness), allowed
         self.meter = meter
-        self._own = torch.zeros(0)  # logits of the witness's tokens, of the part in hand
-        self._restricted: dict[int, Tensor] = {}  # its rows, and the log of the sum of exponentials before
+        self._own = torch.zeros(0)  # logits of the witness's tokens, for the current slice
+        self._restricted: dict[int, Tensor] = {}  # restricted rows, with their logsumexp before
         self._parts: list[tuple[Tensor, ...]] = []
         self._row = 0
 
     def restrict(self, logits: Tensor) -> None:
-        """Rule out, in place, the tokens that are not allowed in the next rows ``logits [n, V]``."""
+        """Mask out, in place, the tokens that are not allowed in the next rows ``logits [n, V]``."""
         with self.meter.running():
             own = self._witness[self._row : self._row + len(logits)].to(logits.device)
             self._own = logits.gather(-1, own[:, None])[:, 0]
@@ -146,7 +149,7 @@ class TopKObserver:
         noised: Tensor | None,
         masks: Tensor | None = None,
     ) -> None:
-        """Note the best of the rows just restricted: by log-probability, or as they are drawn."""
+        """Record the best tokens of the rows that were just restricted: by log-probability, or as sampled."""
         with self.meter.running():
             before = log_z.clone() if self._restricted else log_z
             for i, whole in self._restricted.items():
@@ -174,7 +177,7 @@ class TopKObserver:
 
 
 def first_among(top: TopK, row: int, token: int) -> TopK:
-    """``top`` with ``token`` as the best of a row, just above what was."""
+    """``top`` with ``token`` as the best of a row, scored just above the previous best."""
     at = np.flatnonzero(top.tokens[row] == token)
     tokens, scores = top.tokens.copy(), top.log_probabilities.copy()
     last = int(at[0]) if len(at) else tokens.shape[1] - 1

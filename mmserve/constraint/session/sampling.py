@@ -1,14 +1,14 @@
 """Next tokens drawn from the model's distribution over answers that can still end within the budget.
 
 Adaptive weighted rejection sampling (AWRS, arXiv 2504.05410): tokens are drawn without replacement, in the order of
-their Gumbel noise, until one is accepted, which is a draw from the accepted tokens alone. A few further draws estimate
-the probability of all accepted tokens, without bias whichever token was drawn: the product of these estimates is the
-importance weight of a text.
+their Gumbel noise, until one is accepted, which is a sample from the accepted tokens alone. A few further draws give an
+unbiased estimate of the total probability of all accepted tokens, independent of the token drawn; the product of these
+estimates is the importance weight of a text.
 
 Adaptive sampling with approximate expected futures (ASAp, arXiv 2405.21047): a token is drawn by its probability times
-the expected future after it, the probability that the model goes on to a valid answer. It is 1 until something is
-known; what earlier samples have met lowers it, never too far, so that samples approach the model's distribution over
-valid answers.
+its expected future, the probability that the model continues to a valid answer. It is initially 1; observations of
+earlier samples lower it, but never below the true value, so that samples approach the model's distribution over valid
+answers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from mmserve.constraint.search.vocabulary import Lexicon
 from mmserve.constraint.search.witness import Witness
 from mmserve.constraint.session.observer import Meter
 
-#: Draws until one is accepted; the last represents all that is left, so that the work is bounded.
+#: Maximum draws until one is accepted; the last one represents all that are left, so that the work is bounded.
 MOST = 32
-#: Draws after the accepted one, for the estimate.
+#: Number of draws after the accepted one, for the estimate.
 FURTHER = 4
 
 A = TypeVar("A")
@@ -39,7 +39,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class Draw(Generic[A]):
-    """The result of the draws: the accepted entry if there is one, and the rejected ones."""
+    """The result of the draws: the accepted entry, if there is one, and the rejected ones."""
 
     chosen: int | None  # its index; None = the weight is zero
     accepted: A | None  # the result of ``accepts`` for it
@@ -49,15 +49,14 @@ class Draw(Generic[A]):
 
 
 def draw(mass: np.ndarray, noised: np.ndarray, accepts: Callable[[int], A | None]) -> Draw[A]:
-    """An entry from those for which ``accepts`` does not return None, with probability proportional to its mass.
+    """An entry for which ``accepts`` does not return None, with probability proportional to its mass.
 
-    With the entry ``i`` drawn and the estimate ``W``, ``E[W f(i)]`` is the sum of ``mass[i] f(i)`` over all accepted
-    entries, for any ``f``. ``accepts`` must not depend on earlier calls; it is called
-    ``MOST + FURTHER`` times at most.
+    With the drawn entry ``i`` and the estimate ``W``, ``E[W f(i)]`` is the sum of ``mass[i] f(i)`` over all accepted
+    entries, for any ``f``. ``accepts`` must not depend on earlier calls; it is called at most ``MOST + FURTHER`` times.
 
     Args:
         mass: float64 ``[n]``, at least 0.
-        noised: float ``[n]``, logarithms of ``mass`` and independent standard Gumbel noise; -inf where it is 0.
+        noised: float ``[n]``, logarithms of ``mass`` plus independent standard Gumbel noise; -inf where it is 0.
     """
     order, left = _in_order(noised, MOST + FURTHER), mass.copy()
     rejected: list[int] = []
@@ -69,7 +68,7 @@ def draw(mass: np.ndarray, noised: np.ndarray, accepts: Callable[[int], A | None
             rejected.append(entry)
             continue
         before = len(rejected)
-        if nth + 1 == MOST:  # a draw from what was left, whether it is accepted or not, weighs as much as that
+        if nth + 1 == MOST:  # a draw from the rest, accepted or not, has the weight of the whole rest
             return Draw(entry, accepted, float(here), tuple(rejected), before)
         further = order[nth + 1 : nth + 1 + FURTHER]
         passed = [accepts(other) is not None for other in further]
@@ -80,10 +79,11 @@ def draw(mass: np.ndarray, noised: np.ndarray, accepts: Callable[[int], A | None
 
 
 def _accepted(left: np.ndarray, drawn: list[int], passed: list[bool]) -> float:
-    """An estimate without bias of the accepted part of ``left [n]``, from entries drawn of it without replacement.
+    """An unbiased estimate of the accepted part of ``left [n]``, from entries drawn from it without replacement.
 
-    Des Raj's (J. Am. Stat. Assoc. 51, 1956): each draw gives an estimate, what was accepted before it and, if it is
-    accepted itself, all that was left then; this is their mean. Exact where nothing is left undrawn.
+    Des Raj's estimator (J. Am. Stat. Assoc. 51, 1956): each draw gives an estimate, which is what was accepted before
+    it and, if it is accepted itself, all that was left at that time; the result is their mean. Exact if everything was
+    drawn.
     """
     rest, found, estimates = float(left.sum()), 0.0, list[float]()
     for entry, good in zip(drawn, passed, strict=True):
@@ -96,7 +96,7 @@ def _accepted(left: np.ndarray, drawn: list[int], passed: list[bool]) -> float:
 
 
 def _in_order(noised: np.ndarray, count: int) -> list[int]:
-    """Indices of the ``count`` largest of ``noised [n]``, the largest first; those of -inf left out."""
+    """Indices of the ``count`` largest of ``noised [n]``, in descending order; without those of -inf."""
     first = np.arange(len(noised))
     if len(noised) > count:
         first = np.argpartition(-noised, count - 1)[:count]
@@ -106,10 +106,10 @@ def _in_order(noised: np.ndarray, count: int) -> list[int]:
 
 @dataclass
 class PrefixNode:
-    """A prefix of answers."""
+    """A node of the tree of answer prefixes."""
 
-    future: float = 1.0  # at least the probability that the model goes on from here to a valid answer
-    allowed: float = 1.0  # probability of all tokens that the grammar allows here
+    future: float = 1.0  # upper bound of the probability that the model continues to a valid answer
+    allowed: float = 1.0  # total probability of the tokens that the grammar allows here
     #: Token → its probability, and the node after it.
     next: dict[int, tuple[float, PrefixNode]] = field(default_factory=dict)
 
@@ -123,16 +123,16 @@ class PrefixNode:
 
 @dataclass(frozen=True)
 class Met:
-    """One prefix on a sample's path: the sample's token, and tokens after which no answer is valid."""
+    """One prefix on a sample's path: the sample's token, and tokens that lead to no valid answer."""
 
     token: int | None  # None = there was none
     probability: float
-    allowed: float  # probability of all tokens that the grammar allows there
+    allowed: float  # total probability of the tokens that the grammar allows there
     rejected: tuple[tuple[int, float], ...]  # tokens and their probabilities
 
 
 def learn(root: PrefixNode, way: Sequence[Met]) -> None:
-    """Update the tree by a sample's path, from the first token of its answer to the last."""
+    """Update the tree with a sample's path, from the first token of its answer to the last."""
     nodes = [root]
     for visit in way:
         node = nodes[-1]
@@ -142,14 +142,14 @@ def learn(root: PrefixNode, way: Sequence[Met]) -> None:
         if visit.token is not None:
             nodes.append(node.next.setdefault(visit.token, (visit.probability, PrefixNode()))[1])
     for node in reversed(nodes[: len(way)]):
-        # what is known is summed apart from the rest: as a difference from 1, less than 1e-16 would be lost
+        # known parts are summed separately: differences from 1 below 1e-16 would be lost
         known = math.fsum(probability * other.future for probability, other in node.next.values())
         rest = node.allowed - math.fsum(probability for probability, _other in node.next.values())
         node.future = min(node.future, max(0.0, rest) + known)
 
 
 def child(node: PrefixNode | None, token: int) -> PrefixNode | None:
-    """The node after ``token``; None = nothing is known there."""
+    """The node after ``token``; None if nothing is known there."""
     found = None if node is None else node.next.get(token)
     return None if found is None else found[1]
 
@@ -158,14 +158,14 @@ def child(node: PrefixNode | None, token: int) -> PrefixNode | None:
 class SampleState:
     """The state of one sample's draws.
 
-    ``exp(log_weight)`` is its importance weight. With the model's probability ``p`` of an answer, as the request draws
-    (temperature, filters, penalty), the mean over samples of ``exp(log_weight) f(answer)`` has the expectation
-    ``Σ p(answer) f(answer)`` over the valid answers: with weights normalised to a sum of 1, samples are
-    draws from the model's distribution over valid answers. An answer is valid if a completion within the budget was
-    found after each of its tokens: that search is bounded, and depends only on the tokens before.
+    ``exp(log_weight)`` is its importance weight. With the model's probability ``p`` of an answer under the request's
+    sampling parameters, the mean over samples of ``exp(log_weight) f(answer)`` has the expectation ``Σ p(answer)
+    f(answer)`` over the valid answers: weighted by normalised weights, samples follow the model's distribution over
+    valid answers. An answer is valid if a completion within the budget was found after each of its tokens: that search
+    is bounded, and depends only on the preceding tokens.
     """
 
-    futures: PrefixNode | None = None  # what earlier samples of the request met; None = not asked for (AWRS)
+    futures: PrefixNode | None = None  # tree of observations of the request's earlier samples; None for AWRS
     speculates: bool = True  # whether forced text is run as a draft: the model may be asked after tokens not final
     log_weight: float = 0.0
     here: PrefixNode | None = None  # the node after the final tokens
@@ -188,29 +188,29 @@ class SampleState:
 
 @dataclass(frozen=True)
 class SampledRun:
-    """Tokens drawn in one pass, one after another from the first open position on."""
+    """Tokens drawn in one pass, consecutive from the first open position on."""
 
     tokens: np.ndarray  # int64 [n], n at least 1
     log_probabilities: np.ndarray  # float32 [n], before temperature, filters and constraint
-    witness: Witness  # with these tokens
-    log_weight: float  # of these draws; -inf where every allowed token has probability 0
-    met: tuple[Met, ...] = ()  # for samples that learn of it (ASAp), which stay in their process
+    witness: Witness  # after these tokens
+    log_weight: float  # log-weight of these draws; -inf if every allowed token has probability 0
+    met: tuple[Met, ...] = ()  # observations for other samples (ASAp) in the same process
 
 
 @dataclass(frozen=True)
 class _Ending:
-    """A completion after a token, and the matcher before it."""
+    """A completion after a token, and the matcher before that token."""
 
     matcher: Matcher
     tokens: tuple[int, ...]
 
 
 class RejectionSampler:
-    """Draws next tokens while the sampler reads logits: from the first open position on, as long as the drafted tokens
-    are the drawn ones.
+    """Draws next tokens while the sampler reads logits: from the first open position on, as long as the draft agrees
+    with the tokens drawn.
 
-    ``positions`` count from the answer's start; ``drafted`` are the tokens that the pass ran from the first open one
-    on. ``guard`` calls the parser, and returns None if it fails. No argument is changed.
+    ``positions`` are relative to the answer's start; ``drafted``: the tokens that the pass ran from the first open
+    position on. ``guard`` calls the parser, and returns None if it fails. Arguments are not modified.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class RejectionSampler:
         self._open = True
 
     def restrict(self, logits: Tensor) -> None:
-        """Does nothing: draws are from the model's own distribution."""
+        """Does nothing: draws are from the model's unrestricted distribution."""
 
     def take(
         self,
@@ -245,8 +245,8 @@ class RejectionSampler:
         noised: Tensor | None,
         masks: Tensor | None = None,
     ) -> None:
-        """Draw from the next rows: ``logits [n, V]``, log of the sum of their exponentials ``[n]``, the same filtered
-        and tempered, and these with Gumbel noise. ``masks`` has no part: what is drawn is never the mask."""
+        """Draw from the next rows: ``logits [n, V]``, their logsumexp ``log_z [n]``, the filtered and tempered logits,
+        and these plus Gumbel noise. ``masks`` is not used: the mask token is never drawn."""
         with self.meter.running():
             if tempered is None or noised is None:
                 raise ValueError("draws need a temperature")
@@ -261,13 +261,13 @@ class RejectionSampler:
                     self._open &= drafted and token not in self._witness.ends
 
     def ranked(self) -> SampledRun:
-        """What was drawn."""
+        """The tokens drawn so far."""
         tokens = np.array(self._tokens, np.int64)
         log_probabilities = np.array(self._log_probabilities, np.float32)
         return SampledRun(tokens, log_probabilities, self._witness, self._log_weight, tuple(self._met))
 
     def _drawn(self, tempered: Tensor, noised: Tensor) -> int:
-        """The next token; the witness's, with weight zero, where none can be drawn."""
+        """The next token; if none can be drawn, the witness's, with weight zero."""
         witness = self._witness
         found: Draw[_Ending] | None = None
         if not self._begun_dead:
@@ -282,7 +282,7 @@ class RejectionSampler:
         return token
 
     def _asked(self, log_p: np.ndarray, noised: np.ndarray) -> Draw[_Ending]:
-        """A draw from log-probabilities ``[V]``, given them with noise; its index is a token."""
+        """A draw from log-probabilities ``[V]`` and the same with noise; the drawn index is a token."""
         witness, node = self._witness, self._here
         ends = sorted(witness.ends) if witness.matcher.accepting else []
         tokens = np.concatenate([witness.matcher.allowed(), np.array(ends, np.int64)])
@@ -303,9 +303,9 @@ class RejectionSampler:
 
 
 def _ending(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexicon) -> _Ending | None:
-    """A completion within the budget after ``token`` at the first open position; None where none was found.
+    """A completion within the budget after ``token`` at the first open position; None if none was found.
 
-    It depends on the tokens before that position only. ``answer``: the witness up to its end.
+    Depends only on the tokens before that position. ``answer``: the witness up to its end.
     """
     if token in witness.ends:
         return _Ending(witness.matcher, ()) if witness.matcher.accepting else None
@@ -319,7 +319,7 @@ def _ending(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexico
 
 
 def _extended(witness: Witness, token: int, way: _Ending, *, cut: bool) -> Witness:
-    """The witness after ``token`` at its first open position, with ``way`` to the end."""
+    """The witness after ``token`` at its first open position, completed by ``way``."""
     tokens, content = witness.tokens.copy(), token not in witness.ends
     length = witness.known + content + len(way.tokens)
     tokens[witness.known] = token

@@ -1,10 +1,10 @@
-"""One constrained request in the decode loop: all that the loop knows of a constraint.
+"""The session of one constrained request: the interface of a constraint for the decode loop.
 
 The commit policy decides how many of the witness's tokens become final after a pass, and at which positions. It is
-given these tokens, each with its own probability, in place of the model's candidates. Any part of one valid path is
-jointly safe, so whatever the policy takes of them keeps the answer completable. End tokens that the model predicts are
-among them: they give the policy the length of its answer. Those that only pad the witness wait until the whole answer
-is final. What is left of a block becomes final at once where only one text is possible.
+given these tokens, each with its own probability, instead of the model's candidates. Any subset of a valid path is
+jointly safe, so the answer remains completable whatever the policy chooses. End tokens that the model predicts are
+included: they give the policy the length of its answer. End tokens that only pad the witness are left out until the
+whole answer is final. The rest of a block becomes final at once if only one text is possible.
 """
 
 from __future__ import annotations
@@ -22,51 +22,52 @@ from mmserve.constraint.session.sampling import RejectionSampler, SampledRun
 from mmserve.core.candidates import Candidates, Chosen, leading
 from mmserve.core.canvas import MASKED, Canvas
 
-#: A gap of logits above which nothing is more certain; a single allowed token would have an infinite one.
+#: Maximum gap of logits; a single allowed token would have an infinite one.
 _SURE = 10.0
 _TINY = float(np.finfo(np.float32).tiny)
 
 
 class Projected(NamedTuple):
-    """A block of random tokens under a constraint; the answer's positions come first, padding after its budget."""
+    """A block of random tokens under a constraint; the answer's positions come first, then padding beyond its
+    budget."""
 
-    tokens: np.ndarray  # int64 [n], the witness's
+    tokens: np.ndarray  # int64 [n], of the witness
     given: np.ndarray  # bool [n], final from the start
-    padding: int | None  # the token after the budget; None where that part of the canvas is free
+    padding: int | None  # the token beyond the budget; None if that part of the canvas is free
 
 
 @dataclass
 class Session:
-    """The constraint of one sample of a request, from admission to its last token; used by one thread at a time."""
+    """The constraint of one sample of a request, from admission to its last token; not thread-safe."""
 
     answer: ConstrainedAnswer
-    causal: bool = False  # whether the model predicts next tokens only
-    #: Of the current pass, until ``choose``; and what others have found of it, where it was made elsewhere.
+    causal: bool = False  # whether the model only predicts next tokens
+    #: Observers of the current pass, until ``choose``; and observations received from another process.
     observers: list[TopKObserver | RejectionSampler] = field(default_factory=list)
     found: list[Ranked | SampledRun] = field(default_factory=list)
 
     @property
     def stats(self) -> Meter:
-        """What the constraint has cost so far."""
+        """The cost of the constraint so far."""
         return self.answer.meter
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """For the client."""
+        """Warnings for the client."""
         return self.answer.warnings
 
     @property
     def cut(self) -> bool:
-        """Whether a better answer was given up because its end did not fit the budget."""
+        """Whether a better answer was rejected because its end did not fit the budget."""
         return self.answer.witness.cut
 
     @property
     def log_weight(self) -> float | None:
-        """Importance weight of the sample (``sampling.SampleState``); None where tokens are not drawn by rejection."""
+        """Importance weight (natural log) of the sample (``sampling.SampleState``); None without rejection sampling."""
         return None if self.answer.sampled is None else self.answer.sampled.log_weight
 
     def prepare(self, canvas: Canvas, mask_id: int) -> np.ndarray:
-        """Commit the given tokens to a fresh ``canvas``; the tokens (int64 ``[size]``) that passes read of it."""
+        """Commit the given tokens to a fresh ``canvas``. Returns the tokens (int64 ``[size]``) that passes read."""
         answer, first = self.answer, canvas.prompt_length
         positions = np.flatnonzero(answer.given >= 0)
         canvas.commit(first + positions, answer.given[positions])
@@ -74,12 +75,12 @@ class Session:
         return np.concatenate([canvas.tokens[:first], answer.shown(canvas.tokens[first:], mask_id)])
 
     def forced(self, canvas: Canvas, drafted: np.ndarray) -> np.ndarray:
-        """Tokens (int64) that a next-token model runs at its first masked positions: those that the constraint forces,
-        or else the policy's ``drafted`` ones."""
+        """Tokens (int64) that a next-token model runs at its first masked positions: those that the constraint forces;
+        if none, the policy's ``drafted`` ones."""
         answer = self.answer
         with answer.meter.running():
             run = answer.forced_run()
-            # in a sample, the model decides how forced text is spelled
+            # When sampling, the model decides the tokenisation of forced text.
             answer.forced = len(run) > 0 and answer.sampled is None
             answer.drafted = (run if len(run) else drafted)[: canvas.size - canvas.known() - 1]
         return answer.drafted
@@ -87,7 +88,7 @@ class Session:
     def observe(self, canvas: Canvas, targets: np.ndarray, *, more: bool = False) -> TopKObserver | RejectionSampler:
         """An observer of the logits of ``targets`` (positions of the canvas, ascending), for the next ``choose``.
 
-        ``more``: the targets belong to the same pass as those observed before; without it, a new pass begins.
+        ``more``: the targets belong to the same pass as those observed before; otherwise a new pass begins.
         """
         if not more:
             self.observers, self.found = [], []
@@ -96,11 +97,12 @@ class Session:
         return observer
 
     def choose(self, canvas: Canvas, proposed: Candidates, commit: CommitPolicy, *, judged: bool = False) -> Chosen:
-        """What of the witness becomes final after a pass: one position at least, if any of ``proposed`` is open.
+        """The tokens of the witness that become final after a pass: at least one, if any of ``proposed`` is open.
 
         Args:
             proposed: the model's candidates for the observed positions, or for some of them.
-            judged: whether a verifier model has judged them: then those after the first that differs do not count.
+            judged: whether a verifier model has verified them: tokens after the first that differs are then not
+                verified.
 
         Raises:
             ValueError: nothing was observed.
@@ -119,7 +121,7 @@ class Session:
             return witness_tokens(self.answer, canvas, proposed, commit, ranked, judged=judged)
 
     def sync(self, canvas: Canvas, *, revises: bool = False) -> None:
-        """Follow what has become final, at the end of a step. ``revises``: tokens of the block may yet be replaced."""
+        """Update the witness at the end of a step. ``revises``: committed tokens of the block may still be replaced."""
         with self.answer.meter.running():
             known = known_tokens(canvas)
             if revises:
@@ -128,15 +130,15 @@ class Session:
         self.answer.meter.end_step()
 
     def check(self, canvas: Canvas, text: str) -> None:
-        """Raise ``FailedPrecondition`` if the finished answer ``text`` does not obey the constraint."""
+        """Raises ``FailedPrecondition`` if the finished answer ``text`` violates the constraint."""
         self.answer.check(text, known_tokens(canvas))
 
     def holes(self, canvas: Canvas) -> tuple[str, ...]:
-        """The text of each hole of a template whose answer is whole; empty without a template."""
+        """The text of each hole of a template, whose answer must be complete; empty without a template."""
         return self.answer.holes(known_tokens(canvas))
 
     def prepare_block(self, canvas: Canvas) -> bool:
-        """Put the given tokens onto an open block of random tokens; whether they fill it."""
+        """Write the given tokens to an open block of random tokens. Returns whether they fill it."""
         answer, first, block = self.answer, canvas.prompt_length, canvas.block()
         given = np.full(len(block), min(answer.witness.ends) if answer.padded else -1, np.int64)
         inside = answer.given[block[0] - first :][: len(block)]
@@ -147,10 +149,10 @@ class Session:
     def project(self, canvas: Canvas, logits: Iterable[torch.Tensor]) -> Projected:
         """The witness for an open block of random tokens, after a search among the model's candidates; ends the step.
 
-        Until a block is final it may hold anything, so only its last tokens must obey.
+        A block may hold any tokens until it is final, so only its final tokens must obey the constraint.
 
         Args:
-            logits: slices ``[rows, V]`` of the block's logits, those after the budget left out or not.
+            logits: slices ``[rows, V]`` of the block's logits, with or without those beyond the budget.
         """
         answer, first = self.answer, canvas.prompt_length
         targets = canvas.block()[: first + len(answer.witness.tokens) - canvas.block_start]
@@ -169,14 +171,14 @@ class Session:
         return Projected(answer.witness.tokens[targets - first], answer.given[targets - first] >= 0, padding)
 
     def sync_block(self, canvas: Canvas) -> None:
-        """Follow a block of random tokens that has become final."""
+        """Update the witness with a block of random tokens that has become final."""
         self.answer.follow(self._budgeted(canvas))
 
     def _budgeted(self, canvas: Canvas) -> np.ndarray:
         return known_tokens(canvas)[: len(self.answer.witness.tokens)]
 
     def observed(self) -> Ranked | SampledRun | None:
-        """What was observed of the pass under way, for the next ``choose``; None = nothing."""
+        """The observation of the current pass, for the next ``choose``; None if there is none."""
         found = [*self.found, *(observer.ranked() for observer in self.observers)]
         if len(found) < 2:
             return found[0] if found else None
@@ -184,7 +186,7 @@ class Session:
 
 
 class CommitPolicy(Protocol):
-    """The part of a commit policy (``decode.commit.base.Commit``) that a session needs."""
+    """The methods of a commit policy (``decode.commit.base.Commit``) that a session needs."""
 
     @property
     def whole_canvas(self) -> bool: ...
@@ -205,7 +207,7 @@ def known_tokens(canvas: Canvas) -> np.ndarray:
 
 
 def next_tokens(answer: ConstrainedAnswer, canvas: Canvas, ranked: Ranked) -> Chosen:
-    """Next tokens: the forced ones, then the model's own, as long as it had seen the tokens before them."""
+    """Next tokens: the forced ones, then the model's own, as long as the pass had run the tokens before them."""
     known, asked = known_tokens(canvas), answer.witness.tokens[ranked.top.positions]
     count = 0
     for row, position in enumerate(ranked.top.positions.tolist()):
@@ -233,7 +235,7 @@ def witness_tokens(
     *,
     judged: bool,
 ) -> Chosen:
-    """Any of the open positions of a block, or of a canvas."""
+    """The tokens that become final, at any open positions of a block or canvas."""
     first, known = canvas.prompt_length, known_tokens(canvas)
     offsets = proposed.positions - first
     proposed = proposed.where(np.any([(offsets >= start) & (offsets < stop) for start, stop in answer.spans], axis=0))
@@ -241,14 +243,14 @@ def witness_tokens(
     at, masked = proposed.positions - first, canvas.masked[proposed.positions]
     top = ranked.top
     for row, token in zip(rows.tolist(), proposed.tokens.tolist(), strict=True):
-        if top.tokens[row, 0] != token:  # chosen by a verifier model
+        if top.tokens[row, 0] != token:  # the verifier model's choice
             top = first_among(top, row, token)
     reopened = ~masked
     if commit.revises:
         reopened &= commit.choose(canvas, proposed)
         known[at[reopened]] = -1
     before = answer.witness.tokens[ranked.top.positions]
-    end = canvas.block_end - first  # of what is searched: the block, and further positions that the policy looks at
+    end = canvas.block_end - first  # length of the searched part: the block, and further positions that the policy uses
     if commit.whole_canvas and len(ranked.top.positions):
         end = max(end, int(ranked.top.positions[-1]) + 1)
     answer.search(known, top, end)
@@ -256,12 +258,12 @@ def witness_tokens(
     plain = ranked.log_probabilities(before, answer.witness.tokens[ranked.top.positions])[rows]
     shown = _projected(proposed, tokens, plain, ranked, rows, masked)
     meant = are_any(proposed.tokens, answer.witness.ends) & (not commit.closes)
-    if judged:  # tokens after one that differs from the draft have not been judged
+    if judged:  # tokens after one that differs from the draft have not been verified
         kept = np.arange(len(rows)) <= leading(tokens == proposed.tokens)
         shown, at, masked, reopened = shown.where(kept), at[kept], masked[kept], reopened[kept]
         tokens, plain, meant = tokens[kept], plain[kept], meant[kept]
     final = _final(answer, canvas, shown, commit, masked, meant)
-    if not commit.revises:  # tokens that may be replaced decide nothing
+    if not commit.revises:  # replaceable tokens force nothing
         known[at[final]] = tokens[final]
         decided = answer.decided(known)
         if len(decided):
@@ -272,7 +274,7 @@ def witness_tokens(
 
 
 def _padded(answer: ConstrainedAnswer, canvas: Canvas, final: Chosen) -> Chosen:
-    """``final`` and the padding after it, where nothing else is possible."""
+    """``final`` and the padding after it, if nothing else is possible."""
     known = known_tokens(canvas)
     known[final.positions - canvas.prompt_length] = final.tokens
     padding = answer.settled(known)
@@ -291,15 +293,15 @@ def _projected(
     rows: np.ndarray,
     masked: np.ndarray,
 ) -> Candidates:
-    """The witness's tokens as candidates, with the figures of the model's logits.
+    """The witness's tokens as candidates, scored by the model's logits.
 
-    A token that the model would choose anyway is as sure as without the constraint, so that tokens become final in the
-    order in which they would then; any other has its probability among the allowed tokens. The gap of a position that
-    is final (not ``masked``) is the model's own.
+    A token that is also the model's choice has the same confidence as without the constraint, so that tokens become
+    final in the same order; any other has its probability among the allowed tokens. The gap of a final position (not
+    ``masked``) is the model's own.
     """
     best = ranked.plain[rows].max(-1)
     changed = tokens != proposed.tokens
-    kept = np.exp(ranked.kept[rows])  # the probability of all allowed tokens
+    kept = np.exp(ranked.kept[rows])  # total probability of the allowed tokens
     alone = np.where(changed, np.exp(np.minimum(plain, 0.0)), proposed.confidence * kept)
     confidence = np.where(alone >= 1 - kept, alone, np.minimum(alone / np.maximum(kept, _TINY), 1.0))
     gap = proposed.gap
@@ -318,9 +320,9 @@ def _final(
 ) -> np.ndarray:
     """Bool ``[n]``: which of the masked positions become final.
 
-    An end of text that is not ``meant`` by the model is not, before all of the answer is: it would bound the answer,
-    and nothing is won by it. With the last of the answer, the end right after it goes along. Of a template, each hole
-    has an answer of its own.
+    An end of text that the model did not choose (not ``meant``) becomes final only with the whole answer: it would only
+    bound the answer's length. It becomes final together with the answer's last token. In a template, each hole is a
+    separate answer.
     """
     at = shown.positions - canvas.prompt_length
     still_open = answer.content & canvas.masked[canvas.prompt_length :]
@@ -340,14 +342,14 @@ def _final(
 
 
 def _without(marked: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """``marked`` (bool ``[N]``) but for ``positions``."""
+    """``marked`` (bool ``[N]``) without ``positions``."""
     left = marked.copy()
     left[positions] = False
     return left
 
 
 def _touched(spans: tuple[tuple[int, int], ...], marked: np.ndarray) -> np.ndarray:
-    """Bool ``[N]``: positions of the spans in which any is ``marked`` (bool ``[N]``)."""
+    """Bool ``[N]``: all positions of the spans that contain a ``marked`` one (bool ``[N]``)."""
     found = np.zeros_like(marked)
     for start, stop in spans:
         found[start:stop] = marked[start:stop].any()

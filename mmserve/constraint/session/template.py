@@ -1,7 +1,7 @@
-"""Templates: fixed texts with holes, each hole with a grammar and a first witness of its own.
+"""Templates: fixed texts with holes, each hole with its own grammar and witness.
 
-On a diffusion model's canvas the texts are given, and the holes are filled side by side; the witness of a hole knows
-nothing of the others. Where an answer is shorter than its hole, end tokens fill the rest; they are no part of the text.
+On a diffusion model's canvas the texts are given, and the holes are filled in parallel; their witnesses are
+independent. If a hole's text is shorter than the hole, end tokens pad the rest; they are not part of the text.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from mmserve.errors import FieldViolation, InvalidArgument
 class Layout:
     """The positions of a template's texts and holes in an answer of ``N`` positions."""
 
-    fixed: np.ndarray  # int64 [N], -1 in holes; an end and padding after the template
+    fixed: np.ndarray  # int64 [N], -1 in holes; an end token and padding after the template
     holes: tuple[tuple[int, Witness], ...]  # first position and first witness of each
 
 
 def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, ends: tuple[int, int]) -> Layout:
-    """A template of texts (as tokens) and holes on ``size`` positions.
+    """The layout of texts (as tokens) and holes on ``size`` positions.
 
-    ``ends``: the token that ends an answer, and the one that fills the rest. Raises ``InvalidArgument`` where there are
-    too few positions.
+    ``ends``: the end token, and the padding token. Raises ``InvalidArgument`` if there are too few positions.
     """
     needed = sum(len(part.tokens) if isinstance(part, Witness) else len(part) for part in parts)
     if needed > size:
@@ -56,23 +55,24 @@ def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, ends: tuple[in
 
 @dataclass(frozen=True)
 class HoleAnswer:
-    """A hole of one request: its first position in the answer, and its own state, which counts from there."""
+    """A hole of one request: its first position in the answer, and its state, with positions relative to that one."""
 
     start: int
     state: ConstrainedAnswer
 
     @property
     def stop(self) -> int:
-        """First position after it."""
+        """The position after the hole."""
         return self.start + len(self.state.witness.tokens)
 
 
 @dataclass(kw_only=True)
 class TemplateAnswer(ConstrainedAnswer):
-    """The holes of one request. ``witness`` is that of the whole answer: a row of tokens, joined from those of the
-    holes, without a matcher of its own. ``given`` are the texts, and the padding after them.
+    """The holes of one request. ``witness`` is that of the whole answer, joined from those of the holes, without a
+    matcher. ``given``: the texts, and the padding after them.
 
-    Each method does for each hole what that of ``ConstrainedAnswer`` does for an answer."""
+    Each method applies that of ``ConstrainedAnswer`` to every hole.
+    """
 
     gaps: tuple[HoleAnswer, ...]
 
@@ -80,7 +80,7 @@ class TemplateAnswer(ConstrainedAnswer):
     def of(
         cls, layout: Layout, lexicon: Lexicon, warnings: tuple[str, ...], judges: tuple[Judge | None, ...] = ()
     ) -> TemplateAnswer:
-        """The answer of a request that begins."""
+        """The answer of a new request."""
         meter = Meter()
         gaps = tuple(
             HoleAnswer(start, ConstrainedAnswer(witness, lexicon, meter=meter)) for start, witness in layout.holes
@@ -111,11 +111,11 @@ class TemplateAnswer(ConstrainedAnswer):
 
     @property
     def padded(self) -> bool:
-        return True  # end tokens fill holes up
+        return True  # end tokens pad holes
 
     @property
     def unread(self) -> int:
-        return 0  # every given token is read
+        return 0  # all given tokens are read
 
     def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
         return tokens
@@ -166,7 +166,7 @@ class TemplateAnswer(ConstrainedAnswer):
 
 
 def _inside(gap: HoleAnswer, positions: np.ndarray) -> np.ndarray:
-    """Rows of ``positions`` (int64, ascending) that lie in the hole."""
+    """Rows of ``positions`` (int64, ascending) that are in the hole."""
     return np.flatnonzero((positions >= gap.start) & (positions < gap.stop))
 
 
@@ -175,15 +175,15 @@ class OpenedHole:
     """A hole with its compiled grammar and first witness."""
 
     grammar: Grammar
-    witness: Witness  # of ``max_tokens`` positions
+    witness: Witness  # on ``max_tokens`` positions
     warnings: tuple[str, ...] = ()  # for the client
-    judge: Judge | None = None  # where the grammar is wider than the constraint
-    longest: int | None = None  # bytes of the longest text; None = no bound is known
+    judge: Judge | None = None  # if the grammar is wider than the constraint
+    longest: int | None = None  # bytes of the longest text; None = unknown
 
 
 def opened(template: Template, open_hole: Callable[[Hole], OpenedHole]) -> list[str | OpenedHole]:
-    """``template`` with its holes opened and neighbouring texts joined; errors of a hole have its index as a prefix of
-    their fields."""
+    """``template`` with its holes opened and adjacent texts joined; field names in errors of a hole are prefixed by its
+    index."""
     found: list[str | OpenedHole] = []
     for i, part in enumerate(template.parts):
         try:
@@ -200,7 +200,7 @@ def opened(template: Template, open_hole: Callable[[Hole], OpenedHole]) -> list[
 
 
 def spelling(text: str, tokenizer: Tokenizer, lexicon: Lexicon) -> list[int]:
-    """``text`` as the model's own tokens, or in the fewest that spell it; none of them is special."""
+    """``text`` as tokenised by the model, or with the fewest tokens; without special tokens."""
     raw = text.encode()
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     if all(0 <= i < len(lexicon.spelled) for i in ids) and lexicon.text(ids) == raw:
@@ -214,7 +214,7 @@ def spelling(text: str, tokenizer: Tokenizer, lexicon: Lexicon) -> list[int]:
 def one_by_one(parts: Sequence[str | OpenedHole], vocabulary: Vocabulary, lexicon: Lexicon, budget: int) -> Witness:
     """The first witness of the whole template as one language (a ``Concatenation``).
 
-    Raises ``InvalidArgument`` or ``Infeasible`` for too small a ``budget``.
+    Raises ``InvalidArgument`` or ``Infeasible`` if ``budget`` is too small.
     """
     texts, holes = [b""], list[BoundedHole]()
     begun: list[int] = []

@@ -1,4 +1,4 @@
-"""Requests that come to an engine from others: whole, or after their K/V."""
+"""Requests that an engine receives from others: complete, or preceded by their K/V."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from mmserve.stages import Stages
 
 
 class Arrivals:
-    """Takes them in; every method is called by one thread at a time. ``put`` has the engine's thread call what it
-    is given."""
+    """Receives requests; methods must not be called concurrently. ``put`` runs a callable on the engine's thread."""
 
     def __init__(
         self,
@@ -32,13 +31,14 @@ class Arrivals:
     ) -> None:
         self._stages, self._queue, self._migration, self._outcomes = stages, queue, migration, outcomes
         self._put, self._withdraw = put, withdraw
-        self._coming: dict[RequestId, Incoming] = {}  # K/V of those that are expected
+        self._coming: dict[RequestId, Incoming] = {}  # K/V of expected requests
 
     def adopt(self, handover: Handover, sink: Sink) -> None:
-        """Go on with a request that another engine, or a queue in front of several, has taken in: no queue refuses it.
+        """Continue a request that another engine, or a queue in front of several, has admitted; it is never refused for
+        load.
 
-        ``sink`` as of ``Engine.submit``, without ``Admitted``. Raises what ``submit`` does of one that cannot be served
-        here, and ``TransferError`` where K/V that went ahead of it are not here.
+        ``sink``: see ``Engine.submit``, without ``Admitted``. Raises the errors of ``submit`` for a request that cannot
+        be served here, and ``TransferError`` if K/V sent ahead of it are missing.
         """
         request = self._stages.resolved(handover.request)
         handover = replace(handover, request=request)
@@ -53,11 +53,11 @@ class Arrivals:
             self._put(lambda: self._outcomes.adopted(state, handover))
 
     def expect(self, handover: Handover, number: int, sink: Sink) -> None:
-        """Take in the ``number``-th chunk of K/V of a request that is still prefilled elsewhere (``Ahead``), and comes
-        by ``adopt`` unless it is cancelled.
+        """Receive chunk ``number`` of the K/V of a request that is still prefilled elsewhere (``Ahead``), and will
+        arrive by ``adopt`` unless it is cancelled.
 
-        Raises ``TransferError`` where the chunk does not fit, or chunks before it are missing; the request is then not
-        expected any more.
+        Raises ``TransferError`` if the chunk does not fit, or if earlier chunks are missing; the request is then no
+        longer expected.
         """
         chunk, request = handover.payload, self._stages.resolved(handover.request)
         if not isinstance(chunk, KVChunk):
@@ -73,7 +73,7 @@ class Arrivals:
             raise
 
     def forget(self, request: RequestId) -> None:
-        """It is not expected any more."""
+        """Expect the request no longer, and drop its K/V."""
         self._coming.pop(request, None)
 
     def _begin(self, handover: Handover, sink: Sink) -> None:
@@ -85,13 +85,13 @@ class Arrivals:
             self._put(lambda: self._migration.expect(state, incoming))
 
     def _completed(self, handover: Handover, sink: Sink) -> bool:
-        """Whether this is the rest of a request that was expected."""
+        """Whether this is the rest of an expected request; if so, complete it."""
         payload, incoming = handover.payload, self._coming.pop(handover.request.id, None)
         kv = payload.kv if isinstance(payload, PrefilledPayload) else None
         ahead = kv is not None and kv.ahead > 0
         if incoming is None and not ahead:
             return False
-        if kv is None:  # it is further than what was expected
+        if kv is None:  # it was handed over at a later stage than expected
             self._withdraw(handover.request.id)
             return False
         if ahead:

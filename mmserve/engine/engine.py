@@ -1,7 +1,7 @@
-"""The engine of one model: plan → run stages → advance, on a thread of its own.
+"""The engine of one model: plan → run stages → advance, on its own thread.
 
-Everything that happens (a submission, a cancellation, a stage's report) arrives in one inbox; only the engine's
-thread touches the table of requests, so nothing here needs a lock but the admission counter.
+All events (submissions, cancellations, reports of stages) arrive in one inbox; only the engine's thread accesses the
+table of requests, so that only the admission counter needs a lock.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from mmserve.tiers.caches import Caches
 
 logger = logging.getLogger("mmserve.engine")
 
-#: Seconds. A client's deadline may be centuries away, and a queue refuses to wait that long.
+#: Maximum wait of the inbox (seconds): a client's deadline may be centuries away, which a queue rejects.
 _LONGEST_WAIT = 3600.0
-#: The stage of a request that a worker holds.
+#: The running stage of a request in each worker.
 _RUNNING = {
     "constrain": Stage.CONSTRAINING,
     "load": Stage.LOADING,
@@ -62,7 +62,7 @@ _RUNNING = {
 class Engine:
     """Serves requests to one model. ``config`` must be resolved (``mmserve.config.resolve``).
 
-    ``cache`` of media, and ``decoders`` of files: shared with other engines; None = one of its own.
+    ``cache`` of media, and ``decoders`` of files: shared with other engines; None = create them.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Engine:
             self.stages, self._queue, self._migration, self._outcomes, self._inbox.put, self.withdraw
         )
         self._workers = Workers(config)
-        self.passes: deque[Pass] = deque(maxlen=256)  # the latest, until they are taken
+        self.passes: deque[Pass] = deque(maxlen=256)  # the latest, until they are read by metrics
         self._served: Mapping[str, Served] = {}  # by each stage's queue
         self._now = 0.0  # virtual time of decode
         self._stopping = False
@@ -112,12 +112,12 @@ class Engine:
 
     @property
     def kept(self) -> Kept:
-        """What it keeps for later requests."""
+        """The engine's caches for later requests."""
         return Kept(self.info.name, self._prefixes, self.stages.encoder.cache.tokens)
 
     @property
     def adapters(self) -> Adapters:
-        """The adapters that requests may ask for."""
+        """The adapters that requests can use."""
         return self.stages.adapters
 
     # --- called from any thread ---
@@ -130,21 +130,21 @@ class Engine:
         self._thread.start()
 
     def warm(self) -> None:
-        """Have what the first constrained request needs made ready in the background, for servers that stay."""
+        """Prepare, in the background, what the first constrained request needs; for long-running servers."""
         threading.Thread(target=self.stages.encoding.warm, name="mmserve-warm", daemon=True).start()
 
     def submit(
         self, request: Request, sink: ClientSink, prompt: Encoded | None = None, *, of_session: bool = False
     ) -> None:
-        """Take a request in, or refuse it at once with a typed error.
+        """Admit a request, or refuse it at once with a typed error.
 
-        ``prompt``: what its messages became, where the caller has encoded them already. ``of_session``: whether it is a
+        ``prompt``: its encoded messages, if the caller has encoded them already. ``of_session``: whether it is a
         question of an open session, which is accepted during a drain, too.
 
-        Its samples take a place in the queue each, all of them or none. ``sink`` gets ``Admitted`` before this returns.
-        Later, from the engine's thread, its last event is the ``Finished`` of its last sample, or one ``Failed``. It
-        must return quickly and never raise. An engine that does not have all roles (``serve_roles``) sends ``Left`` and
-        ``Saved``, too.
+        Each of its samples takes a place in the queue, all of them or none. ``sink`` gets ``Admitted`` before this
+        returns. Later, from the engine's thread, the last event is the ``Finished`` of the last sample, or one
+        ``Failed``. ``sink`` must return quickly and never raise. An engine that does not have all roles
+        (``serve_roles``) also sends ``Left`` and ``Saved``.
         """
         request = self.stages.resolved(request)
         self.stages.capabilities.check(request)
@@ -155,25 +155,25 @@ class Engine:
             self.stages.adapters.keep(request)
             if prompt is not None:
                 self.stages.encoding.give(request.id, prompt)
-            # Within the lock: a drain that begins now must find the request in the inbox before its own message.
-            # Before `Admitted`: so must a client that cancels as soon as it has that. No other event comes before that
-            # one, for whatever happens to a queued request first takes it out of the queue, under this lock.
+            # Within the lock: a drain that begins now must find the request in the inbox before its own message. Before
+            # `Admitted`: a client may cancel as soon as it gets that event. No other event can precede it, because
+            # every other one first takes the request out of the queue, under this lock.
             self._inbox.put(lambda: self._live.by_id.__setitem__(request.id, state))
             sink(Admitted(ahead))
 
     def adopt(self, handover: Handover, sink: Sink) -> None:
-        """As of ``Arrivals.adopt``."""
+        """See ``Arrivals.adopt``."""
         self._arrivals.adopt(handover, sink)
 
     def expect(self, handover: Handover, number: int, sink: Sink) -> None:
-        """As of ``Arrivals.expect``."""
+        """See ``Arrivals.expect``."""
         self._arrivals.expect(handover, number, sink)
 
     def serve_roles(self, roles: Iterable[str], save_every: int = 0, ahead_bytes: int = 0) -> None:
-        """Do these of ``encode``, ``prefill`` and ``decode`` from now on, by default all: a request whose next stage
-        is another leaves with ``Left``, and ``Saved`` comes every so many decode steps (0 = never). With none of them
-        everything leaves. ``ahead_bytes``: where decode is elsewhere, K/V go ahead of their request in chunks of so
-        many bytes, as ``Ahead``; 0 = with it."""
+        """Set which of ``encode``, ``prefill`` and ``decode`` this engine runs from now on; by default all. A request
+        whose next stage is another one leaves with ``Left``; ``Saved`` is sent every ``save_every`` decode steps (0 =
+        never). With no roles, all requests leave. ``ahead_bytes``: if decode runs elsewhere, K/V are sent ahead of
+        their request in chunks of this size, as ``Ahead``; 0 = with the request."""
         chosen = frozenset(roles)
         if not chosen <= set(ROLES):
             raise ConfigError(f"the roles of an engine are some of {', '.join(ROLES)}, not {sorted(chosen)}")
@@ -186,37 +186,38 @@ class Engine:
         self._inbox.put(change)
 
     def cancel(self, request: RequestId, error: MMServeError | None = None) -> None:
-        """End a request early, all of its samples, with ``error`` (``Cancelled`` by default); nothing happens if it
-        ended already."""
+        """End a request and all its samples with ``error`` (default ``Cancelled``); no effect if it has ended."""
         self._arrivals.forget(request)
         self._inbox.put(lambda: self._live.cancel(request, error or Cancelled("the request was cancelled")))
 
     def withdraw(self, request: RequestId) -> None:
-        """End a request that goes on elsewhere: no event of it comes any more."""
+        """End a request that continues elsewhere, without further events."""
         self._arrivals.forget(request)
         self._inbox.put(lambda: self._live.withdraw(request))
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
-        """Whether the constraint of ``request``, which is not submitted, can be kept, and whether ``answer`` obeys it.
+        """Check whether the constraint of ``request``, which is not submitted, can be enforced, and whether ``answer``
+        obeys it.
 
-        Takes as long as the constraint does to compile. Raises what the request would fail with.
+        Takes as long as compiling the constraint. Raises the errors that the request would fail with.
         """
         self.stages.capabilities.check(request)
         return self.stages.encoding.check_constraint(request, answer)
 
     def prompt_tokens(self, request: Request) -> int | None:
-        """Tokens of the prompt of ``request``, which is not submitted; None where only a request finds out.
+        """Number of prompt tokens of ``request``, which is not submitted; None if only running the request determines
+        it.
 
-        Raises what the request would fail with.
+        Raises the errors that the request would fail with.
         """
         self.stages.capabilities.check(request)
         return self.stages.encoding.prompt_tokens(request)
 
     def drain(self, timeout: float) -> bool:
-        """Refuse new requests, wait for the live ones; after ``timeout`` seconds fail what is left.
+        """Refuse new requests and wait for the live ones; after ``timeout`` seconds, fail those that are left.
 
-        Returns whether all of them ended by themselves. Questions of open sessions are then still accepted, until
-        ``stop``: they end with their sessions.
+        Returns whether all of them ended by themselves. Questions of open sessions are still accepted until ``stop``:
+        they end with their sessions.
         """
         queue = self._queue
         with queue.lock:
@@ -238,7 +239,7 @@ class Engine:
         return in_time
 
     def stop(self) -> None:
-        """End every request that is left, then the threads."""
+        """End all remaining requests, then the threads."""
         if self._thread.is_alive():
             self.drain(0.0)
             self._inbox.put(lambda: setattr(self, "_stopping", True))
@@ -250,7 +251,7 @@ class Engine:
         self.stages.decoders.close()
 
     def stats(self) -> Stats:
-        """A snapshot of counters; values may be a moment old."""
+        """A snapshot of counters; values may be slightly outdated."""
         p, decoded = self._pool, self.stages.decoding
         prefix = (p.cached, p.lookups, p.hits)
         steps = (decoded.constraint_steps, decoded.constraint_fallbacks, decoded.constraint_late)
@@ -295,19 +296,19 @@ class Engine:
         self._served, self._now = plan.served, plan.now
         for request, turn in plan.turns.items():
             self._live.by_id[request].turn = turn
-        for request in plan.constrain:  # a job each: none waits for another's grammar
+        for request in plan.constrain:  # one job each, so that none waits for another's grammar
             self._run("constrain", (request,), self._constrain)
-        for request in plan.load:  # the same
+        for request in plan.load:  # one job each
             self._run("load", (request,), self._load)
         self._run("tokenize", plan.tokenize, self._encode)
         self._run("encode", plan.encode, self._encode)
         self._run("prefill", plan.prefill, self._prefill, plan.within["prefill"])
         self._run("decode", plan.decode, self._decode, plan.within["decode"])
         if any(rows and name in budgets.idle for name, rows in plan.within.items()):
-            self._inbox.put(lambda: None)  # another turn: a long pass has begun, and shorter ones may run within it
+            self._inbox.put(lambda: None)  # plan again: a long pass has begun, and shorter ones may run within it
 
     def _absorb(self) -> None:
-        """Wait for something to happen, or for the next deadline; then take in all that has happened."""
+        """Wait for a message or the next deadline, then process all messages."""
         due = self._live.next_deadline()
         timeout = None if due is None else max(0.0, min(_LONGEST_WAIT, due - time.monotonic()))
         try:
@@ -342,7 +343,7 @@ class Engine:
         stage: Callable[[list[RequestState]], Callable[[], list[Any]]],
         within: int = 0,
     ) -> None:
-        """Give a stage's worker its next batch; the report comes back through the inbox."""
+        """Give a stage's worker its next batch; the report arrives in the inbox."""
         if not ids:
             return
         states = [self._live.by_id[i] for i in ids]
@@ -402,7 +403,7 @@ class Engine:
         return lambda: run(lambda: self.stages.decoding.decode(requests))
 
     def _report(self, name: str, own: bool, states: list[RequestState], outcomes: list[Any], seconds: float) -> None:
-        """Apply the outcomes of a stage's batch to its requests. ``own``: as of ``Workers.run``."""
+        """Apply the outcomes of a stage's batch to its requests. ``own``: see ``Workers.run``."""
         self._workers.ended(name, own)
         if (size := pass_size(name, states, outcomes)) > 0:
             self.passes.append(Pass(name, size, seconds))

@@ -1,4 +1,4 @@
-"""The requests of an engine that have not ended: how each advances from stage to stage, and how it ends."""
+"""The live requests of an engine: their transitions from stage to stage, and their end."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ logger = logging.getLogger("mmserve.engine")
 
 
 class LiveRequests:
-    """The table of them, ``by_id``; only the engine's thread touches it."""
+    """The table of live requests, ``by_id``; only for the engine's thread."""
 
     def __init__(self, queue: WaitingQueue, pool: PagePool, stages: Stages) -> None:
         self.by_id: dict[RequestId, RequestState] = {}
         self._queue, self._pool, self._stages = queue, pool, stages
 
     def __iter__(self) -> Iterator[RequestState]:
-        """Over those there are now; they may end meanwhile."""
+        """Iterates over the current requests, which may end meanwhile."""
         return iter(list(self.by_id.values()))
 
     def by_stage(self) -> dict[str, int]:
-        """How many samples are in each stage, its name in lower case; from any thread, and a moment old."""
+        """The number of samples in each stage, by its name in lower case; thread-safe, and possibly slightly
+        outdated."""
         found = Counter(state.stage for state in list(self.by_id.values()))
         return {stage.name.lower(): found[stage] for stage in Stage if stage not in TERMINAL}
 
     def advance(self, state: RequestState, stage: Stage) -> None:
-        """Go on to ``stage``; ``ValueError`` where that does not follow."""
+        """Advance ``state`` to ``stage``; raises ``ValueError`` for an invalid transition."""
         if state.stage is Stage.QUEUED:
             self._queue.leave(state.request.tenant, state.samples, state.work, state.due)
         state.enter(advance(state.stage, stage))
 
     def split(self, state: RequestState) -> None:
-        """Put a state for each sample of a request in its place."""
+        """Replace a request's state by one for each of its samples."""
         del self.by_id[state.request.id]
         self.by_id.update((each.request.id, each) for each in state.split())
 
     def release(self, state: RequestState) -> None:
-        """A request, or sample, has ended: nothing of it stays."""
+        """Free all resources of a request, or sample, that has ended."""
         if state.stage not in TERMINAL:
             raise ValueError(f"released while {state.stage.name}")
-        for sample in samples(state.request):  # encoded, but not yet split, it has left something for each
+        for sample in samples(state.request):  # encoded, but not split yet: each sample may hold resources
             self._stages.release(sample.id)
         self._pool.release(state.pages.ids)
         del self.by_id[state.request.id]
@@ -58,13 +59,13 @@ class LiveRequests:
         self._queue.end(state.samples)
 
     def end_failed(self, state: RequestState) -> None:
-        """End one whose client has its error; not while a worker has it."""
+        """End a request whose client has its error; must not be held by a worker."""
         if state.stage not in TERMINAL:
             self.advance(state, Stage.FAILED)
         self.release(state)
 
     def fail(self, state: RequestState, error: MMServeError) -> None:
-        """Send the client its error now, once; free its samples now, or when the workers that hold them report."""
+        """Send the client its error, once; free its samples now, or when the workers that hold them report."""
         if not state.group.failed:
             self._abort(state, error)
             state.group.sink(Failed(error))
@@ -82,26 +83,26 @@ class LiveRequests:
             self.fail(state, error)
 
     def recover(self, error: MMServeError) -> None:
-        """End every request with ``error``: after a bug in the engine itself no request's state is known."""
+        """End every request with ``error`` after a bug in the engine: no request's state is reliable any more."""
         for state in self:
             aborted, state.group.failed = state.aborted, True
             state.group.cancellation.cancel(error)
-            if not state.in_flight:  # else its worker's report ends it
+            if not state.in_flight:  # otherwise its worker's report ends it
                 self.end_failed(state)
             if not aborted:
                 state.group.sink(Failed(error))
 
     def cancel(self, request: RequestId, error: MMServeError) -> None:
-        """End a request, all of its samples, with ``error``; nothing where it ended already.
+        """End a request and all its samples with ``error``; no effect if it has ended.
 
-        Its first sample, which has its id, may have come here by itself while others are where all of them began.
+        Its first sample, which has its id, may have been received separately while the others are in another engine.
         """
         for state in self:
             if state.group.id == request:
                 self.fail(state, error)
 
     def withdraw(self, request: RequestId) -> None:
-        """End a request, or the sample that came here by itself with this id, without an event."""
+        """End a request, or a sample received separately with this id, without an event."""
         state = self.by_id.get(request)
         if state is not None and not state.group.failed:
             self._abort(state, Cancelled("the request goes on elsewhere"))
@@ -119,7 +120,7 @@ class LiveRequests:
 
 
 def typed(error: BaseException, state: RequestState) -> MMServeError:
-    """``error`` itself if it is one of ours; a bug becomes ``Internal`` with an id that the log has too."""
+    """``error`` itself if it is an ``MMServeError``; otherwise ``Internal`` with an id that is also in the log."""
     if isinstance(error, MMServeError):
         return error
     where = f"request {state.request.id} while {state.stage.name}"

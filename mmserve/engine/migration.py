@@ -1,5 +1,4 @@
-"""Requests that come to an engine from others and go to others, where stages are apart: at stage boundaries, and
-between two decode steps."""
+"""Migration of requests between engines that run different stages: at stage boundaries, and between decode steps."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from mmserve.stages import Stages
 
 
 class Migration:
-    """For the engine's thread alone, but for what ``prefilling`` and ``decoding`` return.
+    """For the engine's thread only, except for the results of ``prefilling`` and ``decoding``.
 
-    ``roles``: the stages that this engine does. A request whose next stage is none of them leaves; a stage that is
-    begun ends here. ``save_every``: decode steps between two copies of a request's state (``Saved``); 0 = none.
-    ``ahead_bytes``: K/V of a prompt whose decode is elsewhere go ahead of it in chunks of so many bytes (``Ahead``);
-    0 = they go with it. ``copy_evicted`` copies what pages held that have just been taken from the pool.
+    ``roles``: the stages that this engine runs. A request whose next stage is another one leaves; a running stage is
+    completed here. ``save_every``: decode steps between two checkpoints of a request (``Saved``); 0 = none.
+    ``ahead_bytes``: K/V of a prompt that is decoded elsewhere are sent ahead of it in chunks of this size (``Ahead``);
+    0 = with it. ``copy_evicted`` copies the old contents of pages that have just been allocated from the pool.
     """
 
     def __init__(
@@ -49,13 +48,13 @@ class Migration:
     # --- in ---
 
     def state_of(self, handover: Handover, sink: Sink) -> RequestState:
-        """The first state here of a request that comes in; from any thread."""
+        """The first state here of a request that is received; thread-safe."""
         state = open_group(handover.request, sink, time.monotonic() - handover.age)
         state.know(handover)
         return state
 
     def arrive(self, state: RequestState, handover: Handover) -> None:
-        """Take in a request at the stage where it goes on."""
+        """Add a received request at the stage where it continues."""
         request, payload = state.request, handover.payload
         self._live.by_id[request.id] = state
         if payload is None:
@@ -70,15 +69,15 @@ class Migration:
             self._live.fail(state, refusal)
 
     def expect(self, state: RequestState, incoming: Incoming) -> None:
-        """A request will come whose K/V are coming already."""
+        """Add a request that is expected, and whose K/V are being received."""
         self._live.by_id[state.request.id] = state
         self._stages.decoding.expect_ahead(state.request.id, incoming)
         self._live.advance(state, Stage.EXPECTED)
 
     def complete(self, handover: Handover, sink: Sink) -> None:
-        """The rest of a request that was expected is here."""
+        """Receive the rest of an expected request."""
         state = self._live.by_id.get(handover.request.id)
-        if state is None or state.stage is not Stage.EXPECTED:  # it was ended as this was on its way
+        if state is None or state.stage is not Stage.EXPECTED:  # it ended meanwhile
             sink(Failed(Unavailable("the request's keys and values are not there any more: send it again")))
             return
         state.know(handover)
@@ -86,9 +85,10 @@ class Migration:
         self._live.advance(state, Stage.ARRIVED)
 
     def open_arrived(self, states: Sequence[RequestState], now: float) -> bool:
-        """Give pages to those that wait for them, in order; whether some still wait: no others may take pages then.
+        """Allocate pages for received requests, in order. Returns whether some still wait: other requests must not
+        allocate then.
 
-        Those that are only expected take what the others leave. ``now``: virtual time of decode.
+        Requests that are only expected get what the others leave. ``now``: virtual time of decode.
         """
         room = self._config.max_running - sum(bool(state.pages.ids) for state in states)
         for stage in (Stage.ARRIVED, Stage.EXPECTED):
@@ -101,7 +101,7 @@ class Migration:
                         return stage is Stage.ARRIVED
                     room -= 1
                     state.pages = PageTable.take(self._pool, count, ())
-                    self._copy_evicted()  # before K/V that go ahead may be written there, by another thread
+                    self._copy_evicted()  # before another thread writes received K/V to these pages
                     self._stages.decoding.expect(state.request.id, state.pages)
                 if stage is Stage.ARRIVED:
                     state.turn = now
@@ -111,9 +111,9 @@ class Migration:
     # --- out ---
 
     def leaves(self, state: RequestState) -> bool:
-        """Whether ``state`` is at a boundary, and is to go on elsewhere."""
+        """Whether ``state`` is at a boundary, and continues elsewhere."""
         if state.stage is Stage.PREFILLED and state.packed is not None:
-            return not state.aborted  # decode here has nothing of it any more
+            return not state.aborted  # decode here holds nothing of it any more
         role = NEXT_ROLE.get(state.stage)
         if state.stage is Stage.QUEUED and self._stages.encoding.was_given(state.request.id):
             return False
@@ -121,17 +121,17 @@ class Migration:
         return role is not None and role not in self.roles and not begun and not state.aborted
 
     def leave_waiting(self) -> None:
-        """After a change of roles: those that wait for a stage that is done elsewhere from now on leave.
+        """After a change of roles: requests that wait for a stage that now runs elsewhere leave.
 
-        Those in the middle of their answers leave after their next step.
+        Requests in decode leave after their next step.
         """
         for state in self._live:
             if state.stage is not Stage.READY and self.leaves(state):
                 self.leave(state)
 
     def leave(self, state: RequestState) -> None:
-        """Let a request go on elsewhere; it stays where its state cannot travel, as that of samples which learn from
-        each other."""
+        """Hand a request over to another engine; it stays if its state cannot be transferred, such as that of samples
+        that learn from each other."""
         try:
             payload = state.packed if state.packed is not None else self._pack(state)
         except Unimplemented:
@@ -145,7 +145,8 @@ class Migration:
         state.group.sink(Left(handover, state.sample))
 
     def lead(self, states: Sequence[RequestState]) -> None:
-        """The prefill of these begins, or goes on: K/V of those that then leave go ahead of them."""
+        """Called when the prefill of these begins, or continues: starts sending ahead the K/V of those that will
+        leave."""
         if "decode" in self.roles or not self.ahead_bytes:
             return
         for state in states:
@@ -154,7 +155,7 @@ class Migration:
                 self._stages.prefilling.leads[state.request.id] = partial(_send, state, handover), self.ahead_bytes
 
     def prefilling(self, states: list[RequestState], run: Callable[[], list[Any]]) -> list[Any]:
-        """``run`` a prefill batch on its worker's thread; what then leaves is packed there, too."""
+        """``run`` a prefill batch on its worker's thread; requests that leave afterwards are packed there."""
         outcomes = run()
         if "decode" not in self.roles:
             for i, state in enumerate(states):
@@ -163,7 +164,8 @@ class Migration:
         return outcomes
 
     def decoding(self, states: list[RequestState]) -> Callable[[Callable[[], list[Any]]], list[Any]]:
-        """What runs a decode batch on its worker's thread, and packs there what then leaves, or is saved."""
+        """A function that runs a decode batch on its worker's thread, and packs requests that leave or are saved
+        afterwards."""
         every, goes = self.save_every, "decode" not in self.roles
         due = [goes or (every > 0 and state.steps % every == every - 1) for state in states]
 
@@ -177,7 +179,7 @@ class Migration:
         return run
 
     def stepped(self, state: RequestState) -> None:
-        """After a decode step that did not end the answer: report what was packed, or let the request go."""
+        """After a decode step that did not end the answer: send the checkpoint, or hand the request over."""
         state.steps += 1
         if state.packed is None:
             return
@@ -188,7 +190,7 @@ class Migration:
         state.packed = None
 
     def _packed(self, state: RequestState, pack: Callable[[str], Any]) -> MMServeError | BaseException | None:
-        """Set ``state.packed``; on a worker's thread. What went wrong, unless it is that the state cannot travel."""
+        """Set ``state.packed``, on a worker's thread. Returns the error, unless the state cannot be transferred."""
         [outcome] = run_isolated(lambda ids: [pack(ids[0])], [state.request.id])
         if not isinstance(outcome, BaseException):
             state.packed = outcome
@@ -219,5 +221,5 @@ class Migration:
 
 
 def _send(state: RequestState, handover: Handover, number: int, chunk: KVChunk) -> None:
-    """Let K/V go ahead of ``state``; on a thread of prefill's."""
+    """Send K/V ahead of ``state``; on a sender thread."""
     state.group.sink(Ahead(replace(handover, payload=chunk), number, state.sample))

@@ -1,4 +1,4 @@
-"""The outcomes of stages, applied to the requests of one engine: each advances, leaves for another engine, or ends."""
+"""Applies the outcomes of stages to the requests of one engine: each advances, leaves for another engine, or ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StageOutcomes:
         ``now``: virtual time of decode.
         """
         if state.stage in TERMINAL:
-            return  # another sample of the same batch failed, and this one with it
+            return  # another sample of the same batch failed, which ended this one
         if state.aborted:
             if not state.in_flight:
                 self._live.end_failed(state)
@@ -63,7 +63,7 @@ class StageOutcomes:
             self._prefilled(state, outcome, now)
 
     def _encoded(self, state: RequestState, prompt: EncodedPrompt) -> None:
-        """A prompt is complete; where the decoder prunes it first (``unpruned``), prefill returns it once more."""
+        """A prompt is complete; if the decoder prunes it first (``unpruned``), prefill returns it once more."""
         state.usage, state.keys, state.unpruned = prompt.usage, prompt.keys, prompt.unpruned
         if (refusal := state.too_large(self._config)) is not None:
             self._live.fail(state, refusal)
@@ -76,20 +76,20 @@ class StageOutcomes:
         self._fetch(state.group)
 
     def adopted(self, state: RequestState, handover: Handover) -> None:
-        """A request from another engine is here."""
+        """A request from another engine was received."""
         self._migration.arrive(state, handover)
         self._fetch(state.group)
 
     def _fetch(self, group: RequestGroup) -> None:
-        """Fetch from the tiers the pages that the pool lacks, for prompts that are prefilled here next."""
+        """Fetch pages that are not in the pool from other tiers, for prompts that are prefilled here next."""
         for state in group.members:
             if state.stage is Stage.ENCODED and state.prefilled is None:
                 self._prefixes.fetch(state)
 
     def rows_read(self, state: RequestState, prompt: EncodedPrompt | None, rows: int) -> None:
-        """The first ``rows`` rows of a prompt are final while its clip is still read: they can be prefilled.
+        """The first ``rows`` rows of a prompt are final while its clip is still loading: they can be prefilled.
 
-        ``prompt``: with the first call, its outline.
+        ``prompt``: the outline of the prompt, in the first call.
         """
         if state.aborted or state.stage in TERMINAL:
             return
@@ -100,8 +100,8 @@ class StageOutcomes:
                 self._live.advance(state, stage)
 
     def _loaded(self, state: RequestState, outcome: EncodedPrompt | None) -> None:
-        """All media of a request are read. A prompt that was prefilled meanwhile is encoded as well; where it differs
-        from its outline, prefill begins again."""
+        """All media of a request are loaded. If its prompt was prefilled meanwhile, it is encoded too; if it differs
+        from its outline, prefill restarts."""
         if state.final is None:
             self._live.advance(state, Stage.LOADED)
         elif outcome is None:
@@ -133,8 +133,8 @@ class StageOutcomes:
             state.usage = replace(state.usage, cached_tokens=found)
         if run is None and self._stages.model.spec.renoising is None:
             state.reach("draft")
-            state.rows = 0  # its first step has its candidates already
-        state.prefilled, state.turn = run, now  # a newcomer to decode begins at its clock
+            state.rows = 0  # its first step already has candidates
+        state.prefilled, state.turn = run, now  # starts at the current virtual time of decode
         self._live.advance(state, Stage.PREFILLED if run is None else Stage.ENCODED)
         if state.again:
             self._begin_again(state)

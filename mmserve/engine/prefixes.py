@@ -1,4 +1,4 @@
-"""The beginnings of prompts that an engine keeps: in its page pool, and beyond it (``kv.prefix_tier``)."""
+"""The prefix cache of an engine: in its page pool, and in other tiers (``kv.prefix_tier``)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from mmserve.tiers.memory import TensorCache
 logger = logging.getLogger("mmserve.engine")
 _T = TypeVar("_T")
 
-#: Prompts whose pages are read from disk at once.
+#: Number of prompts whose pages are read from disk concurrently.
 _READERS = 2
-#: Seconds for the engine's thread to answer.
+#: Timeout (seconds) for an answer of the engine's thread.
 _PATIENCE = 30.0
-#: Requests whose prompts are remembered.
+#: Number of requests whose prompts are remembered.
 _LATEST = 1024
 
 
 class Prefixes:
-    """For the engine's thread, but for ``blocks``, ``pin``, ``drop`` and ``flush``.
+    """The prefix cache; for the engine's thread, except for ``blocks``, ``pin``, ``drop`` and ``flush``.
 
-    ``tier``: None = there is nothing beyond the pool. ``post`` has the engine's thread call something. ``fetched`` of
-    requests that wait for their prefill are for the prefill stage to take. ``page_bytes``: of a page in the pool.
+    ``tier``: None = only the pool. ``post`` runs a callable on the engine's thread. ``fetched``: pages of requests that
+    wait for prefill, which the prefill stage removes. ``page_bytes``: size of a page in the pool.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Prefixes:
     ) -> None:
         self._pool, self._tier, self._fetched, self._post = pool, tier, fetched, post
         self._model, self._page_size, self._page_bytes = model, page_size, page_bytes
-        #: The last page of the prompts that were prefilled last, by request.
+        #: The last page of recently prefilled prompts, by request.
         self.latest: OrderedDict[RequestId, str] = OrderedDict()
         self._labels: dict[bytes, Label] = {}  # of published pages, by key
         self._readers = None if tier is None else ThreadPoolExecutor(_READERS, "mmserve-pages")
@@ -55,20 +55,20 @@ class Prefixes:
             pool.evicted = []
 
     def published(self, state: RequestState) -> None:
-        """Note whose the pages of ``state`` are that may be published by now."""
+        """Record the labels of the pages of ``state`` that are published by now."""
         if not state.keys:
             return
         self.latest[state.request.id] = state.keys[-1].hex()
         if len(self.latest) > _LATEST:
             self.latest.popitem(last=False)
-        if not self._labels.keys() >= set(state.keys):  # a page may have gone while one that follows it stayed
+        if not self._labels.keys() >= set(state.keys):  # a page may have been evicted while a later one stayed
             self._labels.update(zip(state.keys, self._labels_of(state), strict=True))
         if len(self._labels) > 2 * self._pool.total:
             there = self._pool.published()
             self._labels = {key: label for key, label in self._labels.items() if key in there}
 
     def fetch(self, state: RequestState) -> None:
-        """Look for what the pool lacks of a prompt beyond it; prefill waits for it."""
+        """Look up pages of a prompt that are not in the pool in the tier; its prefill waits for that."""
         if self._tier is None or self._readers is None or not state.keys or state.unpruned or state.final is not None:
             return
         known = self._pool.known(state.keys)
@@ -94,7 +94,8 @@ class Prefixes:
         self._readers.submit(read)
 
     def evicted(self) -> Callable[[], None]:
-        """What copies the pages that have just been taken from the pool; to be called before they are written."""
+        """A function that copies evicted pages that have just been reallocated; to be called before they are
+        written."""
         if self._tier is None or not self._pool.evicted:
             return lambda: None
         pages = [(page, self._labels.pop(key)) for page, key in self._pool.evicted if key in self._labels]
@@ -108,16 +109,14 @@ class Prefixes:
     # --- from any thread ---
 
     def blocks(self) -> list[Block]:
-        """All that is kept."""
+        """All cached blocks."""
         found = self._ask(self._in_pool)
         return found + (self._tier.blocks() if self._tier is not None else [])
 
     def pin(self, ids: Sequence[str], pinned: bool) -> int:
-        """Keep the prefixes ``ids`` beyond the pool whatever else comes, or no longer; how many of their pages are
-        there.
+        """Pin the prefixes ``ids`` in the tier, or unpin them. Returns how many of their pages are there.
 
-        Raises ``FailedPrecondition`` where there is nothing beyond the pool, ``ResourceExhausted`` where too much is
-        pinned.
+        Raises ``FailedPrecondition`` if there is no tier, ``ResourceExhausted`` if too much is pinned.
         """
         if self._tier is None:
             why = "pages of prompts are pinned beyond the page pool: set [kv_cache] host_bytes or disk_folder"
@@ -128,19 +127,19 @@ class Prefixes:
         return self._tier.pin(names, pinned)
 
     def drop(self, ids: Sequence[str]) -> int:
-        """Forget the prefixes ``ids``, but for what others begin with, too; how many pages that were."""
+        """Drop the prefixes ``ids``, without pages shared with others. Returns the number of pages."""
         names = alone(self.blocks(), ids)
         self.forget(names)
         return len(names)
 
     def forget(self, names: Sequence[str]) -> None:
-        """Forget the pages ``names``; those that are not there are left out."""
+        """Drop the pages ``names``; unknown ones are ignored."""
         if self._tier is not None:
             self._tier.drop(names)
         self._ask(lambda: self._pool.withdraw([bytes.fromhex(name) for name in names]))
 
     def flush(self) -> None:
-        """Copy what the pool holds to disk; after the engine's thread and its workers have ended."""
+        """Copy the pool's published pages to disk, after the engine's thread and its workers have ended."""
         if self._tier is None or self._readers is None:
             return
         self._readers.shutdown()
@@ -153,7 +152,7 @@ class Prefixes:
             self._tier.cache.flush()
 
     def unpin_in_memory(self) -> None:
-        """Let pages of the model beyond the pool go, but for those that are pinned on disk."""
+        """Unpin the model's pages in memory, except those pinned on disk."""
         if self._tier is not None:
             self._tier.cache.unpin_in_memory(self._model)
 
@@ -170,7 +169,7 @@ class Prefixes:
         ]
 
     def _copied(self, names: Sequence[str]) -> None:
-        """Copy pages that are in the pool; they are held there meanwhile."""
+        """Copy pages that are in the pool, which are held meanwhile."""
         tier = self._tier
         assert tier is not None, "asked for by ``pin`` alone"
 
@@ -185,12 +184,12 @@ class Prefixes:
         try:
             tier.save(held)
         finally:
-            self._post(lambda: self._pool.release(tuple(page for page, _label in held)))  # however late it is
+            self._post(lambda: self._pool.release(tuple(page for page, _label in held)))  # even after a timeout
 
     def _ask(self, question: Callable[[], _T]) -> _T:
-        """What ``question`` returns on the engine's thread, or raises there.
+        """Run ``question`` on the engine's thread and return its result, or raise its exception.
 
-        Raises ``FailedPrecondition`` where that thread does not come to it, and then it never does.
+        Raises ``FailedPrecondition`` if that thread does not run it in time; it is then never run.
         """
         answer: Future[_T] = Future()
 
@@ -207,7 +206,7 @@ class Prefixes:
             return answer.result(_PATIENCE)
         except TimeoutError:
             if not answer.cancel():
-                return answer.result()  # it is being answered
+                return answer.result()  # it is running
             raise FailedPrecondition("the engine is not running: its caches cannot be asked now") from None
 
 
@@ -217,49 +216,49 @@ def own(blocks: Sequence[Block], worker: str) -> list[Block]:
 
 
 class Kept:
-    """Of one engine's ``model``; visual tokens are in ``tokens``, which engines share. For any thread, and slow."""
+    """The caches of one engine's ``model``; visual tokens are in ``tokens``, which engines share. Thread-safe, and
+    slow."""
 
     def __init__(self, model: str, prefixes: Prefixes, tokens: TensorCache) -> None:
         self._model, self._prefixes, self._tokens = model, prefixes, tokens
 
     def blocks(self) -> list[Block]:
-        """All of it, tier by tier."""
+        """All blocks, tier by tier."""
         return self._prefixes.blocks() + [b for _key, b in self._tokens.blocks() if b.label.model == self._model]
 
     def pin(self, ids: Sequence[str], pinned: bool) -> int:
-        """Keep entries whatever else comes, or no longer; how many of their blocks are there.
+        """Pin entries, or unpin them. Returns how many of their blocks are there.
 
-        Raises ``FailedPrecondition`` where pages are kept nowhere but in the pool, ``ResourceExhausted`` where too
-        much is pinned.
+        Raises ``FailedPrecondition`` if pages are cached only in the pool, ``ResourceExhausted`` if too much is
+        pinned.
         """
         visual, prefixes = self._sorted(ids)
         found = self._tokens.pin([bytes.fromhex(each) for each in visual], pinned) if visual else 0
         return found + (self._prefixes.pin(prefixes, pinned) if prefixes else 0)
 
     def drop(self, ids: Sequence[str]) -> int:
-        """Forget entries, but for pages that others begin with; how many blocks that were."""
+        """Drop entries, without pages shared with others. Returns the number of blocks."""
         visual, prefixes = self._sorted(ids)
         found = self._tokens.drop([bytes.fromhex(each) for each in visual]) if visual else 0
         return found + (self._prefixes.drop(prefixes) if prefixes else 0)
 
     def forget(self, visual: Sequence[str], pages: Sequence[str]) -> int:
-        """Forget visual tokens and pages by the names of their blocks, whatever else begins with them; how many of them
-        were given."""
+        """Drop visual tokens and pages by the names of their blocks, even if shared. Returns how many were found."""
         self._tokens.drop([bytes.fromhex(each) for each in visual])
         self._prefixes.forget(pages)
         return len(visual) + len(pages)
 
     def unpin_in_memory(self) -> None:
-        """Let entries in memory be dropped for others: who could unpin them has no engine to ask any more."""
+        """Unpin entries in memory: without their engine nobody could unpin them."""
         self._tokens.unpin_in_memory(self._model)
         self._prefixes.unpin_in_memory()
 
     def prefix_of(self, request: str) -> str:
-        """The id of the beginning of the prompt of a request that ended a moment ago; empty where none is kept."""
+        """The id of the prompt prefix of a recently ended request; empty if none is cached."""
         return self._prefixes.latest.get(request, "")
 
     def _sorted(self, ids: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Those of visual tokens, and those of prefixes; unknown ones are left out."""
+        """``ids`` of visual tokens, and those of prefixes; unknown ones are left out."""
         kinds = {block.label.name: block.label.kind for block in self.blocks()}
         known = [each for each in ids if each in kinds]
         return [i for i in known if kinds[i] == "visual"], [i for i in known if kinds[i] == "prefix"]

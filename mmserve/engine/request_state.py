@@ -1,4 +1,4 @@
-"""A live request as the engine keeps it: one state until it is encoded, then one for each of its samples."""
+"""The engine's state of a live request: one object until it is encoded, then one for each of its samples."""
 
 from __future__ import annotations
 
@@ -25,106 +25,107 @@ from mmserve.schedule.deadlines import due, pace
 from mmserve.schedule.fair import aged
 from mmserve.stages.prompt import EncodedPrompt
 
-#: Gets what is for the client and, of a request with a ``trace``, its progress.
+#: Receives the client's events and, for a request with a ``trace``, its progress.
 ClientSink = Callable[[Event | Progress], None]
-#: The same where stages are apart: it gets the request's state, too.
+#: The same with stages in several engines: also receives handovers.
 Sink = Callable[[Event | Progress | Left | Saved | Ahead], None]
 Payload = EncodedPayload | PrefilledPayload | CanvasPayload
-#: Requests whose media are read at once; how many files are decoded at once is up to ``[media] decode_workers``.
+#: Number of requests whose media are loaded concurrently; ``[media] decode_workers`` limits concurrent files.
 LOADS = 8
-#: The stages of media alone: they run at a low priority, and text does not wait for them.
+#: The stages of media: they run at a low priority, and text requests do not wait for them.
 MEDIA_WORKERS = frozenset({"load", "encode"})
-#: The stages that have workers, and the jobs that each runs at once: a constraint mostly waits for its child process,
-#: and so do media.
+#: The stages with workers, and the number of concurrent jobs of each: constraints and media mostly wait for child
+#: processes.
 WORKERS = {"constrain": WAITING, "load": LOADS, "tokenize": 1, "encode": 1, "prefill": 1, "decode": 1}
 
 
 @dataclass(eq=False)
 class RequestGroup:
-    """What all samples of a request share: who asked, when, and whether it failed, which ends them all."""
+    """State shared by all samples of a request: its client, its arrival time, and whether it failed, which ends all
+    samples."""
 
     id: RequestId
     sink: Sink
     arrived: float
-    failed: bool = False  # the client has its error; workers may still hold some of its samples
-    members: list[RequestState] = field(default_factory=list, repr=False)  # those that have not ended
-    cancellation: Cancellation = field(default_factory=Cancellation)  # ends what workers do for it, where they look
+    failed: bool = False  # the client has its error; workers may still hold samples
+    members: list[RequestState] = field(default_factory=list, repr=False)  # samples that have not ended
+    cancellation: Cancellation = field(default_factory=Cancellation)  # checked by workers
 
 
 @dataclass(eq=False)
 class RequestState:
-    """A request, or once it is encoded one sample of it, as the engine keeps it."""
+    """A request or, once it is encoded, one of its samples."""
 
     request: Request
     group: RequestGroup
     sample: int = 0
     stage: Stage = Stage.QUEUED
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
-    keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared; known once encoded
+    keys: tuple[bytes, ...] = ()  # of prompt pages that can be shared; known once encoded
     pages: PageTable = field(default_factory=PageTable)
-    unpruned: bool = False  # the decoder has to prune its prompt before it takes pages
-    turn: float = 0.0  # virtual time at which its next decode step is due
-    rows: int | None = None  # that its next decode step runs; None = not known, as before its first one
-    holds: int = 0  # workers whose batches have it, and have not reported yet
-    #: Rows of the prompt that are final while its clip is read, and it is prefilled meanwhile; None = all.
+    unpruned: bool = False  # the decoder must prune its prompt before pages are allocated
+    turn: float = 0.0  # virtual time of its next decode step
+    rows: int | None = None  # rows of its next decode step; None = unknown, as before the first one
+    holds: int = 0  # number of workers whose current batches contain it
+    #: Final rows of a prompt that is prefilled while its clip is loading; None = all.
     final: int | None = None
-    fetching: bool = False  # pages of its prompt are looked for beyond the pool: prefill waits
-    again: bool = False  # the clip turned out to be another: it goes back to where its media are loaded
-    prefilled: int | None = None  # positions run, while some of the prompt is left; None = none is, or all
+    fetching: bool = False  # its pages are being fetched from the tier: prefill waits
+    again: bool = False  # the clip differs from its outline: media are loaded again
+    prefilled: int | None = None  # positions run, while part of the prompt is left; None = none, or all
     run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0.0))  # seconds in each stage
-    reached: dict[Milestone, float] = field(default_factory=dict)  # when, on the monotonic clock (seconds)
-    steps: int = 0  # decode steps here
-    _images: int | None = field(default=None, repr=False)  # counted once: there may be thousands of parts
-    packed: Payload | None = None  # its state as it leaves, or is saved; made on the worker's thread
+    reached: dict[Milestone, float] = field(default_factory=dict)  # time on the monotonic clock (seconds)
+    steps: int = 0  # decode steps in this engine
+    _images: int | None = field(default=None, repr=False)  # cached: there may be thousands of parts
+    packed: Payload | None = None  # its state for a handover or checkpoint; made on the worker's thread
 
     @property
     def aborted(self) -> bool:
-        """Whether the client has its error: the state is only here because a worker still holds its state."""
+        """Whether the client has its error: the object exists only because a worker still holds it."""
         return self.group.failed
 
     @property
     def in_flight(self) -> bool:
-        """Whether a worker has it: its stage's batch has not reported yet."""
+        """Whether a worker holds it: its stage's batch has not reported yet."""
         return self.holds > 0
 
     def awaits(self, page_size: int, prefill_tokens: int) -> bool:
-        """Whether rows of its next chunk of prefill, or pages of its prompt, are still on their way."""
+        """Whether rows of its next chunk of prefill, or cached pages of its prompt, are not available yet."""
         begin = len(self.keys) * page_size if self.prefilled is None else self.prefilled
         return self.again or self.fetching or (self.final is not None and self.final < begin + prefill_tokens)
 
     @property
     def waits(self) -> bool:
-        """Whether it begins only when the samples before it have ended: it learns from them."""
+        """Whether it starts only when earlier samples have ended, because it learns from them."""
         constraint = self.request.constraint
         learns = constraint is not None and constraint.sampling is ConstraintSampling.ASAP
         return learns and any(other.sample < self.sample for other in self.group.members)
 
     @property
     def due(self) -> float:
-        """When its first token is wanted, on the monotonic clock (seconds)."""
+        """Deadline of its first token, on the monotonic clock (seconds)."""
         return due(self.group.arrived, self.request.deadline, self.request.slo)
 
     @property
     def samples(self) -> int:
-        """Samples that it represents."""
+        """Number of samples that it represents."""
         return self.request.sampling.n
 
     @property
     def work(self) -> int:
-        """Tokens that it asks for, all samples together."""
+        """Number of tokens requested, over all its samples."""
         return self.samples * self.request.sampling.max_new_tokens
 
     @property
     def tokens(self) -> int:
-        """Positions of prompt and answer; the prompt's are known once encoded."""
+        """Number of positions of prompt and answer; the prompt's are known once encoded."""
         return self.usage.prompt_tokens + self.request.sampling.max_new_tokens
 
     def pages_wanted(self, page_size: int) -> int:
-        """Pages that hold its K/V, each sequence's own; none as long as it is not known what of its prompt is left."""
+        """Number of pages for its K/V, including all sequences; 0 while the pruned length of its prompt is unknown."""
         return 0 if self.unpruned else self.request.sequences * pages_for(self.tokens, page_size)
 
     def too_large(self, config: EngineConfig) -> InvalidArgument | None:
-        """Why a request that needs more pages than there are is refused: it would wait for them for good."""
+        """The error of a request that needs more pages than the pool has, and would wait forever; None if it fits."""
         wanted = self.pages_wanted(config.page_size)
         if wanted <= config.pages:
             return None
@@ -140,9 +141,9 @@ class RequestState:
     def entry(
         self, page_size: int, frames_per_video: int, prefill_tokens: int, now: float, *, causal: bool = False
     ) -> Entry:
-        """What the scheduler sees; a video counts as its frames, as far as the request has it.
+        """The scheduler's view of it; a video counts as its number of frames, as far as that is known.
 
-        ``now`` is on the monotonic clock (seconds). ``causal``: prefill runs the prompt without the masked answer.
+        ``now``: monotonic clock (seconds). ``causal``: prefill runs the prompt without the masked answer.
         """
         if self._images is None:
             parts = [part for message in self.request.messages for part in message.parts]
@@ -169,13 +170,13 @@ class RequestState:
         )
 
     def know(self, handover: Handover) -> None:
-        """Take over what is known of it where it comes from."""
+        """Take over the usage, times and keys of ``handover``."""
         self.usage, self.keys, self.unpruned = handover.usage, handover.keys, handover.unpruned
         self.run.update(handover.run)
         self.reached.update({name: self.group.arrived + after for name, after in handover.reached.items()})
 
     def split(self) -> list[RequestState]:
-        """A state for each sample, at the stage of this one, which is not needed any more."""
+        """A state for each sample, at the stage of this one, which is then obsolete."""
         self.group.members = [
             RequestState(one, self.group, i, self.stage, self.usage, self.keys, turn=self.turn, run=dict(self.run))
             for i, one in enumerate(samples(self.request))
@@ -183,13 +184,13 @@ class RequestState:
         return self.group.members
 
     def enter(self, stage: Stage) -> None:
-        """Be at ``stage`` from now on."""
+        """Set the stage."""
         self.stage = stage
         if self.request.trace:
             self.group.sink(StageEntered(stage, time.time_ns(), self.sample))
 
     def reach(self, milestone: Milestone) -> None:
-        """Note a milestone, the first time."""
+        """Record a milestone, the first time."""
         if milestone in self.reached:
             return
         self.reached[milestone] = time.monotonic()
@@ -197,7 +198,7 @@ class RequestState:
             self.group.sink(Reached(milestone, time.time_ns(), self.sample))
 
     def stepped(self, outcome: Stepped) -> None:
-        """Note what a decode step gave."""
+        """Record the result of a decode step."""
         if "text" not in self.reached:
             self.reach("draft")
             if outcome.committed:
@@ -208,7 +209,7 @@ class RequestState:
             self.group.sink(StepTaken(outcome.step, time.time_ns(), self.sample))
 
     def finished(self, reason: str, answer: Answer, now: float) -> Finished:
-        """The event that ends it; ``now`` is on the monotonic clock (seconds)."""
+        """The final event; ``now``: monotonic clock (seconds)."""
         usage = replace(self.usage, completion_tokens=answer.completion_tokens, kv_positions=answer.kv_positions)
         of_usage = ("completion_tokens", "kv_positions")
         own = {name: value for name, value in vars(answer).items() if name not in of_usage}
@@ -218,18 +219,18 @@ class RequestState:
         total = now - self.group.arrived
         first = [self.reached.get(each, now) - self.group.arrived for each in ("text", "draft", "commit")]
         encode = self.run["load"] + self.run["tokenize"] + self.run["encode"]
-        run = [encode, self.run["prefill"], self.run["decode"]]  # waiting for a grammar is waiting
-        seconds = (max(0.0, total - sum(run)), *run, total, *first)  # a long clip is read while it is prefilled
+        run = [encode, self.run["prefill"], self.run["decode"]]  # time for the grammar counts as queue time
+        seconds = (max(0.0, total - sum(run)), *run, total, *first)  # a long clip is loaded while it is prefilled
         return StageTimes(*(round(1000 * s, 3) for s in seconds))
 
 
 def _frames(video: VideoPart, usual: int) -> int:
-    """Frames of a video that are looked at, as far as that is known before it is opened; else ``usual``."""
+    """Number of sampled frames of a video, as far as that is known before it is opened; else ``usual``."""
     return usual if video.sampling is None else video.sampling.frames or usual
 
 
 def open_group(request: Request, sink: Sink, arrived: float) -> RequestState:
-    """The first state of a request that comes in; ``arrived`` is on the monotonic clock (seconds)."""
+    """The first state of an incoming request; ``arrived``: monotonic clock (seconds)."""
     group = RequestGroup(request.id, sink, arrived, cancellation=Cancellation(request.deadline))
     state = RequestState(request, group)
     group.members.append(state)
@@ -237,8 +238,8 @@ def open_group(request: Request, sink: Sink, arrived: float) -> RequestState:
 
 
 def pass_size(stage: str, states: Sequence[RequestState], outcomes: Sequence[object]) -> int:
-    """What a batch of a stage took its time for: rows of decode, tokens of prompts, visual tokens. 0 = it cannot be
-    compared with others, as work on media and constraints, or a batch of which something failed."""
+    """The size of a batch in the unit that determines its time: rows of decode, prompt tokens, visual tokens. 0 = not
+    comparable with others: media, constraints, or a batch with failures."""
     if any(isinstance(outcome, BaseException) for outcome in outcomes):
         return 0
     if stage == "decode":

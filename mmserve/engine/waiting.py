@@ -1,4 +1,4 @@
-"""The bounded queue in front of an engine: which requests are taken in, and how long those that wait will wait."""
+"""The bounded queue in front of an engine: admission of requests, and the expected wait."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mmserve.schedule.fair import guaranteed
 
 
 class WaitingQueue:
-    """Counts of the samples that wait and of those that have not ended.
+    """Counts of samples that wait, and of samples that have not ended.
 
-    ``take`` is called with ``lock`` held; the other methods take it where they need it. ``refusal``: why new
-    requests are refused; "" = they are not. ``draining``: whether questions of open sessions are taken all the same.
+    ``take`` is called with ``lock`` held; other methods acquire it if needed. ``refusal``: the reason why new requests
+    are refused; "" = they are not. ``draining``: whether questions of open sessions are admitted anyway.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -32,24 +32,24 @@ class WaitingQueue:
         self.shed = 0  # requests refused for their expected wait
         self.idle = threading.Event()  # set while nothing is admitted
         self.idle.set()
-        self._tenants: Counter[Tenant] = Counter()  # samples among those queued, by whose they are
-        self._due: dict[str, list[float]] = {}  # when they are due, ascending, by the names of tenants
-        self._work = 0  # tokens that those who wait ask for
-        self._ended_work = 0  # the same of those that ended since the last look
+        self._tenants: Counter[Tenant] = Counter()  # number of queued samples of each tenant
+        self._due: dict[str, list[float]] = {}  # due times of queued samples, ascending, by the names of tenants
+        self._work = 0  # total requested tokens of queued samples
+        self._ended_work = 0  # the same for samples that ended since the last ``measure``
         self._measured = Measured()
         self._seconds = 0.5  # running mean of a request's service time
 
     def check(self, request: Request) -> None:
-        """``InvalidArgument`` for a number of samples that no queue takes."""
+        """Raises ``InvalidArgument`` for a number of samples larger than the queue."""
         most = min(self._config.max_samples, self._config.max_queued)
         if not 1 <= request.sampling.n <= most:
             raise InvalidArgument.of("sampling.n", f"must be in [1, {most}], not {request.sampling.n}")
 
     def take(self, request: Request, due: float, *, of_session: bool) -> int:
-        """Give each sample of ``request`` a place, all of them or none; how many others wait. Locked.
+        """Queue each sample of ``request``, all of them or none. Returns how many others wait. Call with the lock held.
 
-        ``due``: when its first token is wanted, on the monotonic clock (seconds). Raises ``Unavailable``,
-        ``ResourceExhausted`` or ``DeadlineExceeded`` for a request that is not taken in.
+        ``due``: deadline of its first token, on the monotonic clock (seconds). Raises ``Unavailable``,
+        ``ResourceExhausted`` or ``DeadlineExceeded`` for a refused request.
         """
         wanted, allowed = request.sampling.n, self._config.max_queued
         if self.refusal and not (of_session and self.draining):
@@ -64,7 +64,7 @@ class WaitingQueue:
         return self.adopt(request, due)
 
     def adopt(self, request: Request, due: float) -> int:
-        """As ``take``, for a request that was taken in elsewhere and is never refused. Locked."""
+        """As ``take``, for a request that was admitted elsewhere and is never refused. Call with the lock held."""
         wanted, ahead = request.sampling.n, self.queued
         for _ in range(wanted):
             insort(self._due.setdefault(request.tenant.name, []), due)
@@ -76,7 +76,8 @@ class WaitingQueue:
         return ahead
 
     def leave(self, tenant: Tenant, samples: int, work: int, due: float) -> None:
-        """So many samples, which ask for ``work`` tokens and were ``due`` then, wait no more: they begin, or end."""
+        """Remove ``samples`` samples, which request ``work`` tokens and were ``due`` then, from the queue: they start,
+        or end."""
         with self.lock:
             self.queued -= samples
             own = self._due[tenant.name]
@@ -85,39 +86,39 @@ class WaitingQueue:
             if not own:
                 del self._due[tenant.name]
             self._tenants[tenant] -= samples
-            self._tenants = +self._tenants  # only tenants that wait
+            self._tenants = +self._tenants  # removes tenants without queued samples
             self._work -= work
 
     def served(self, work: int, seconds: float) -> None:
-        """A request that asked for ``work`` tokens was answered, after so many ``seconds``."""
+        """Record that a request of ``work`` tokens was answered after ``seconds``."""
         self._seconds += 0.1 * (seconds - self._seconds)
         self._ended_work += work
 
     def end(self, samples: int) -> None:
-        """So many samples ended, and nothing of them is left."""
+        """Record that ``samples`` samples ended and were released."""
         with self.lock:
             self.admitted -= samples
             if not self.admitted:
                 self.idle.set()
 
     def measure(self, now: float) -> None:
-        """Take in how much work ended since the last call: the engine's thread, once a turn; ``now`` as of
-        ``time.monotonic`` (seconds)."""
+        """Update the rate of ended work; called by the engine's thread once a turn; ``now``: ``time.monotonic``
+        (seconds)."""
         ended = float(self._ended_work)
         self._measured = measured(self._measured, now, waiting=self.queued > 0, ended=ended)
         self._ended_work = 0
 
     def expected_wait(self) -> float:
-        """Seconds until all that wait now have begun."""
+        """Expected time (seconds) until all requests queued now have started."""
         return expected_wait(self._measured, self._work)
 
     def _is_owed(self, tenant: Tenant, wanted: int) -> bool:
-        """Whether a full queue still takes ``wanted`` samples of ``tenant``: others cannot fill its part."""
+        """Whether a full queue still admits ``wanted`` samples of ``tenant``: its share is reserved."""
         return self._own(tenant) + wanted <= guaranteed(self._config.max_queued, tenant, self._tenants)
 
     def _work_ahead(self, tenant: Tenant, due: float) -> float:
-        """About how much waiting work is served before a new request of ``tenant``: its own that is due before, and of
-        others as much as its share allows them meanwhile."""
+        """Approximate queued work that is served before a new request of ``tenant``: its own with earlier deadlines,
+        and that of others according to their shares."""
         places = guaranteed(max(1, self.queued), tenant, self._tenants)
         return self._work * min(1.0, bisect_right(self._due.get(tenant.name, []), due) / places)
 
@@ -125,7 +126,7 @@ class WaitingQueue:
         return sum(count for other, count in self._tenants.items() if other.name == tenant.name)
 
     def _shed_by_wait(self, request: Request, due: float) -> None:
-        """Refuse a request that would wait too long: it would only keep others waiting, and end late all the same."""
+        """Refuse a request whose expected wait exceeds its deadline: it would delay others, and still end late."""
         wait = expected_wait(self._measured, self._work_ahead(request.tenant, due))
         left = None if request.deadline is None else request.deadline - time.monotonic()
         if left is not None and left <= 0:
@@ -143,5 +144,6 @@ class WaitingQueue:
             )
 
     def _retry_after(self) -> float:
-        """Seconds until a place in the queue is likely: the mean service time over the requests served at once."""
+        """Expected time (seconds) until the queue has a free place: the mean service time divided by concurrent
+        requests."""
         return min(30.0, max(0.1, self._seconds * self.queued / self._config.max_running))

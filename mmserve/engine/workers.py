@@ -1,4 +1,4 @@
-"""Where the batches of an engine's stages run: what each worker does, and what may still be given to it."""
+"""The workers that run the batches of an engine's stages, and their free capacity."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from mmserve.engine.request_state import MEDIA_WORKERS, WORKERS
 from mmserve.priority import lower_priority
 
 Job = Callable[[], None]
-#: How long a job that gives way waits for a next one after each that it has let run (seconds): mostly the next step of
-#: the same request, which the engine plans in between.
+#: How long a job that gives way waits for another one after each that it has let run (seconds): usually for the next
+#: step of the same request, which the engine plans in between.
 _NEXT_SECONDS = 0.005
 
 
 class Worker(Protocol):
-    """Runs jobs; the engine gives a worker no more of them than it runs at once, until one has reported back."""
+    """Runs jobs; the engine gives it at most as many jobs as it runs concurrently."""
 
     def start(self, job: Job) -> None:
-        """Run ``job``, now or soon; a job reports by itself and never raises."""
+        """Run ``job``, now or later; a job reports by itself and never raises."""
         ...
 
     def stop(self) -> None:
-        """End the worker after the jobs in hand."""
+        """Stop the worker after its current jobs."""
         ...
 
     def give_way(self) -> None:
-        """Run the jobs that wait; called by the job that runs, between two parts of its work."""
+        """Run waiting jobs; called by the running job, between two parts of its work."""
         ...
 
 
@@ -46,19 +46,19 @@ class InlineWorker:
         return
 
     def give_way(self) -> None:
-        return  # nothing waits: a job runs as soon as it is there
+        return  # no job ever waits
 
 
 class ThreadWorker:
-    """Runs jobs on a thread of its own, with its share of the cores; ``width`` of them at once, on as many threads.
+    """Runs jobs on its own threads, with its share of the cores; ``width``: number of concurrent jobs and threads.
 
-    Threads are started as they are needed; ``start`` is for one thread alone. ``low``: at a low priority.
+    Threads are started on demand; ``start`` must be called by one thread only. ``low``: at a low priority.
     """
 
     def __init__(self, name: str, torch_threads: int, width: int = 1, *, low: bool = False) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._name, self._torch_threads, self._width, self._low = name, torch_threads, width, low
-        self._free = threading.Semaphore(0)  # threads without a job
+        self._free = threading.Semaphore(0)  # idle threads
         self._threads: list[threading.Thread] = []
 
     def start(self, job: Job) -> None:
@@ -81,7 +81,7 @@ class ThreadWorker:
                 job = self._jobs.get(block=more, timeout=_NEXT_SECONDS)
             except queue.Empty:
                 return
-            if job is None:  # the worker is to end, but not within a job
+            if job is None:  # request to stop, but not within a job
                 self._jobs.put(None)
                 return
             job()
@@ -89,7 +89,7 @@ class ThreadWorker:
 
     def _run(self) -> None:
         if self._low:
-            lower_priority()  # before torch starts threads, which take it over
+            lower_priority()  # before torch starts threads, which inherit it
         torch.set_num_threads(self._torch_threads)
         while (job := self._jobs.get()) is not None:
             job()
@@ -97,20 +97,20 @@ class ThreadWorker:
 
 
 class Workers:
-    """One worker a stage. For one thread, the engine's.
+    """One worker for each stage; for the engine's thread only.
 
-    During a long pass, its worker takes one more job at a time, and runs it between two layers (``give_way``), as long
-    as the scheduler allows more rows ``within`` it.
+    During a long pass, its worker accepts one more job at a time, and runs it between two layers (``give_way``), as
+    long as the scheduler allows more rows ``within`` it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._workers: dict[str, Worker] = {}
         self._busy: Counter[str] = Counter()  # jobs in progress
-        self._within: dict[str, int] = {}  # rows that may still run during the pass of a stage
+        self._within: dict[str, int] = {}  # rows that may still run during the current pass of a stage
         self._config = config
 
     def start(self) -> None:
-        """Make the workers; their threads start with their first jobs."""
+        """Create the workers; their threads start with their first jobs."""
         for name, width in WORKERS.items():
             inline = self._config.stages == "inline" and width == 1  # the others wait for other processes
             threads = self._config.torch_threads
@@ -119,30 +119,31 @@ class Workers:
             )
 
     def stop(self) -> None:
-        """End the workers after the jobs in hand."""
+        """Stop the workers after their current jobs."""
         for worker in self._workers.values():
             worker.stop()
 
     def give_way(self, name: str) -> Callable[[], None]:
-        """What a long pass of the stage ``name`` calls between its layers, on the worker's thread."""
+        """The callback that a long pass of the stage ``name`` calls between its layers, on the worker's thread."""
         return self._workers[name].give_way
 
     def free(self, name: str) -> int:
-        """How many more jobs the stage's worker runs at once."""
+        """Number of further jobs that the stage's worker can run now."""
         return WORKERS[name] - self._busy[name]
 
     def idle(self) -> frozenset[str]:
-        """The stages whose workers take another job."""
+        """The stages whose workers accept another job."""
         return frozenset(name for name in WORKERS if self.free(name) > 0)
 
     def within(self) -> Mapping[str, int]:
-        """Rows that shorter requests may run now during the long pass of each stage that runs one."""
+        """Number of rows that shorter requests may run now, for each stage with a long pass in progress."""
         return {name: rows for name, rows in self._within.items() if rows > 0 and self._busy[name] == 1}
 
     def run(self, name: str, job: Callable[[bool], None], within: int) -> None:
-        """Give the stage ``name`` a job, with so many rows ``within`` its pass from now on; ``ended`` must follow.
+        """Give the stage ``name`` a job, with ``within`` rows allowed within its pass from now on; ``ended`` must
+        follow.
 
-        ``job`` is called with whether the pass is its own, or one in progress that it runs within.
+        ``job`` is called with True for its own pass, False if it runs within one in progress.
         """
         own = not self._busy[name]
         self._within[name] = within
@@ -150,8 +151,8 @@ class Workers:
         self._workers[name].start(lambda: job(own))
 
     def ended(self, name: str, own: bool) -> None:
-        """A job of the stage has reported; nothing runs within a pass that has ended, though a job given to it may
-        still run after it."""
+        """A job of the stage has reported. Nothing runs within a pass that has ended, but a job given to it may still
+        run afterwards."""
         self._busy[name] -= 1
         if own:
             self._within[name] = 0

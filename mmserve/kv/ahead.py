@@ -1,8 +1,8 @@
-"""K/V of a request that go to another store while its prefill runs: some layers, some pages at a time.
+"""Transfer of a request's K/V to another store while its prefill is still running, in chunks of layers and pages.
 
-A layer's keys and values are final once its attention has run, whatever the layers after it still compute, and those of
-a prompt that is run in chunks once the chunk has run. Mooncake (arXiv 2407.00079, section 5.2) and Splitwise (arXiv
-2311.18677, section 4.2) hide the transfer of a prompt's K/V within its prefill like this.
+A layer's keys and values are final once its attention has run, while later layers are still computed; those of a
+chunked prompt are final after each chunk. Mooncake (arXiv 2407.00079, section 5.2) and Splitwise (arXiv 2311.18677,
+section 4.2) overlap the transfer of a prompt's K/V with its prefill in the same way.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from mmserve.kv.store import KVStore
 
 logger = logging.getLogger("mmserve.kv")
 
-#: Chunks that a prompt must have for its K/V to go ahead of it: a message each costs more than less saves (Splitwise,
-#: section 4.2, sends the K/V of short prompts at once, too).
+#: Minimum number of chunks for K/V to be sent ahead: for fewer, the messages cost more than they save (Splitwise,
+#: section 4.2, also sends the K/V of short prompts at once).
 LEAST_CHUNKS = 4
-#: ``send(number, chunk)``: let a chunk go; ``number`` counts those of a request from 0.
+#: ``send(number, chunk)`` sends a chunk; ``number`` counts a request's chunks from 0.
 Send = Callable[[int, KVChunk], None]
 
 
 class Outgoing:
-    """The sender's end, of one request whose pages are ``pages`` (int64): chunks of ``least`` bytes or more are read
-    from ``store`` on ``threads``, of which there is one, and go by ``send``. For the thread of prefill."""
+    """The sender of one request's K/V, in ``pages`` (int64): chunks of at least ``least`` bytes are read from ``store``
+    on ``threads``, which has one thread, and passed to ``send``. Only for the prefill thread."""
 
     def __init__(self, store: KVStore, pages: np.ndarray, least: int, send: Send, threads: Executor) -> None:
         self._store, self._pages, self._least, self._send, self._threads = store, pages, least, send, threads
-        self._gone = [0] * store.num_layers  # pages of each layer that are on their way, from the first
+        self._gone = [0] * store.num_layers  # number of leading pages of each layer that are sent
         page = store.read_pages(pages[:1])
         self._bytes = max(1, sum(each.nbytes for each in page.values()) // store.num_layers)  # of a page of a layer
         self._chunks: list[Future[None]] = []
@@ -43,17 +43,18 @@ class Outgoing:
 
     @property
     def worthwhile(self) -> bool:
-        """Whether there is enough to go ahead of the request."""
+        """Whether there is enough K/V to be sent ahead."""
         return len(self._pages) * len(self._gone) * self._bytes >= LEAST_CHUNKS * self._least
 
     def final(self, layers: int, positions: int) -> None:
-        """K/V of the first ``layers`` layers do not change any more in the pages of the first ``positions``."""
+        """Report that K/V of the first ``layers`` layers are final in the pages of the first ``positions``
+        positions."""
         self._cut(layers, positions, self._least)
 
     def finish(self, positions: int) -> int:
-        """All K/V of the first ``positions`` are final: let the rest go, wait until it has, and return the number of
-        chunks. 0 = not all could go: the receiver has no use for those that did."""
-        if not self._chunks:  # so little that it can as well go with the rest of the request
+        """Send the rest of the K/V of the first ``positions`` positions, which are final, and wait for it. Returns the
+        number of chunks; 0 = a chunk failed: the receiver cannot use the others."""
+        if not self._chunks:  # too little: send it with the request
             return 0
         self._cut(self._store.num_layers, positions, 1)
         try:
@@ -65,11 +66,11 @@ class Outgoing:
         return len(self._chunks)
 
     def close(self) -> None:
-        """Let nothing more go; from any thread."""
+        """Send nothing more; thread-safe."""
         self._closed = True
 
     def _cut(self, layers: int, positions: int, least: int) -> None:
-        """Let chunks go of what is final; as few layers each as have ``least`` bytes of it, or all that there are."""
+        """Send chunks of final K/V; each has as few layers as reach ``least`` bytes, or all that are left."""
         pages, begin = pages_for(positions, self._store.page_size), 0
         while begin < layers:
             first, end, size = self._gone[begin], begin, 0
@@ -92,9 +93,9 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiver's end: chunks are written into the pages of their request as they come, or once it has pages.
+    """The receiver: chunks are written to the request's pages as they arrive, or once it has pages.
 
-    For any threads. After ``close`` nothing is written any more, so the pages may be given to others.
+    Thread-safe. After ``close`` nothing is written, so that the pages can be reallocated.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -102,12 +103,12 @@ class Incoming:
         self._lock = threading.Lock()
         self._pages: np.ndarray | None = None  # int64
         self._waiting: list[KVChunk] = []
-        self._placed: dict[str, set[int]] = {name: set() for name in store.names()}  # places of pages
-        self.count = 0  # chunks that have come
+        self._placed: dict[str, set[int]] = {name: set() for name in store.names()}  # page indices
+        self.count = 0  # number of chunks received
         self._closed = False
 
     def add(self, number: int, chunk: KVChunk) -> None:
-        """Take the next chunk. Raises ``TransferError`` where one is missing, or does not fit."""
+        """Receive the next chunk. Raises ``TransferError`` if one is missing, or does not fit."""
         with self._lock:
             if number != self.count:
                 raise TransferError(f"chunk {number} of a request's K/V came after {self.count} of them")
@@ -119,18 +120,20 @@ class Incoming:
             self._place()
 
     def open(self, pages: np.ndarray) -> None:
-        """The request has these pages (int64) here; what has come is written with the next chunk, or at the end."""
+        """Set the request's pages (int64) in this store; received chunks are written with the next one, or by
+        ``finish``."""
         with self._lock:
             self._pages = pages
 
     def check(self, kv: KVState) -> None:
-        """Raise ``TransferError`` unless all that ``kv`` lacks has come, and can be written."""
+        """Raises ``TransferError`` unless all K/V that ``kv`` lacks were received, and can be written."""
         with self._lock:
             if kv.ahead != self.count or self._closed:
                 raise TransferError(f"of {kv.ahead} chunks of K/V that went ahead {self.count} came")
 
     def finish(self, kv: KVState) -> None:
-        """All chunks have come: write those that wait. Raises ``TransferError`` where some of ``kv`` is missing."""
+        """Write chunks that were not written yet, after the last one. Raises ``TransferError`` if some of ``kv`` is
+        missing."""
         with self._lock:
             self._place()
             whole = set(range(pages_for(kv.positions, self._store.page_size)))

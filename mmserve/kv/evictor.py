@@ -1,6 +1,6 @@
-"""K/V eviction: what a policy asks for is noted in each pass, and what it drops leaves the store.
+"""K/V eviction: records what a policy needs in each pass, and drops K/V from the store.
 
-Shapes in names: R rows of a pass, L positions held, N of them that stay, G key/value heads, H query heads, K head size.
+Shapes in names: R rows of a pass, L positions held, N of them kept, G key/value heads, H query heads, K head size.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from mmserve.models.decoder import Decoder
 
 @dataclass
 class LayerNotes:
-    """What is known of one layer of a request."""
+    """Observations of one layer of a request."""
 
-    kept_GN: Tensor  # int64: the positions that the last reduction left, in their order; those since then follow
-    dropped: int = 0  # positions, in all reductions
+    kept_GN: Tensor  # int64: positions kept by the last eviction, in order; later ones follow
+    dropped: int = 0  # number of positions dropped so far
     attention_GL: Tensor | None = None  # fp32
-    queries: int = 0  # noted
-    query_sum_HK: Tensor | None = None  # fp64, and
+    queries: int = 0  # number of queries observed
+    query_sum_HK: Tensor | None = None  # fp64, as the products
     query_products_HKK: Tensor | None = None
 
     def add_attention(self, sums_GL: Tensor) -> None:
-        """Add what one pass gave to each position held; positions that are new begin with it."""
+        """Add the attention that one pass gave to each position held; new positions start from zero."""
         old = self.attention_GL
         self.attention_GL = sums_GL if old is None else sums_GL + F.pad(old, (0, sums_GL.shape[1] - old.shape[1]))
 
     def add_queries(self, q_RHK: Tensor) -> None:
-        """Note the queries of one pass, before rotation."""
+        """Record the queries of one pass, before rotation."""
         q_HRK = q_RHK.double().transpose(0, 1)
         first, second = q_HRK.sum(1), q_HRK.mT @ q_HRK
         if self.query_sum_HK is not None and self.query_products_HKK is not None:
@@ -45,13 +45,13 @@ class LayerNotes:
         self.queries, self.query_sum_HK, self.query_products_HKK = self.queries + q_HRK.shape[1], first, second
 
     def positions(self, held: int) -> Tensor:
-        """Int64 ``[G, held]``: the position that each slot holds."""
+        """Int64 ``[G, held]``: the position in each slot."""
         kept = self.kept_GN
         since = torch.arange(kept.shape[1] + self.dropped, held + self.dropped, device=kept.device)
         return torch.cat([kept, since.expand(len(kept), -1)], 1)
 
     def moments(self) -> tuple[Tensor | None, Tensor | None]:
-        """Mean ``[H, K]`` and covariance ``[H, K, K]`` of the queries, fp32; None where none were noted."""
+        """Mean ``[H, K]`` and covariance ``[H, K, K]`` of the queries, fp32; None if none were observed."""
         if self.query_sum_HK is None or self.query_products_HKK is None:
             return None, None
         mean_HK = self.query_sum_HK / self.queries
@@ -61,17 +61,17 @@ class LayerNotes:
 
 @dataclass
 class EvictionState:
-    """What is known of a request whose K/V are evicted: plain data."""
+    """Observations of a request with K/V eviction; plain data."""
 
     prompt: int
-    visual_rows: int  # how many rows of the prompt are visual
+    visual_rows: int  # number of visual rows of the prompt
     visual: Tensor  # bool [prompt + answer]
     layers: list[LayerNotes]
-    evicted: int = 0  # positions dropped: a position's slot is so many further left, once it is after them
+    evicted: int = 0  # positions dropped: later positions are stored so many slots further left
     outputs: int = 0
 
     def absorb(self, seen: Observation) -> None:
-        """Take over what a pass showed, now that it is done."""
+        """Add the observation of a completed pass."""
         for layer, notes in zip(self.layers, seen.layers, strict=True):
             if notes.attention_GL is not None:
                 layer.add_attention(notes.attention_GL)
@@ -88,17 +88,17 @@ class _Seen:
 
 @dataclass
 class Observation:
-    """What one pass shows of one request. It is kept apart until the pass is done: one that fails leaves no trace."""
+    """The observation of one pass of one request, kept separate until the pass is done: a failed pass has no effect."""
 
     evictor: Evictor
     signals: frozenset[Signal]
-    which: Tensor  # int64: the rows that are noted
-    ragged: Ragged  # of those rows alone
+    which: Tensor  # int64: the rows that are observed
+    ragged: Ragged  # for those rows only
     outputs: int
     layers: list[_Seen] = field(repr=False)
 
     def see(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
-        """The request's own rows in ``layer``, before and after rotation; their keys are in the store."""
+        """Record the request's rows in ``layer``; ``q_RHK`` is before rotation. Their keys are in the store."""
         if not len(self.which):
             return
         if Signal.QUERIES in self.signals:
@@ -108,7 +108,7 @@ class Observation:
 
 
 class Evictor:
-    """Notes and drops for the requests of one store; holds no state of any."""
+    """Observes and evicts for the requests of one store; holds no state of any request."""
 
     def __init__(self, decoder: Decoder, store: KVStore, dtype: torch.dtype) -> None:
         self._decoder, self._store = decoder, store
@@ -118,8 +118,8 @@ class Evictor:
         store.kernels[op.op] = op.path
 
     def begin(self, prompt: int, size: int, visual_rows: np.ndarray) -> EvictionState:
-        """The state of a request before its first pass; ``visual_rows`` (int64) of the ``prompt`` rows of its ``size``
-        positions are visual."""
+        """The state of a request of ``size`` positions before its first pass; ``visual_rows`` (int64): visual rows
+        among the first ``prompt``."""
         visual = np.zeros(size, dtype=bool)
         visual[visual_rows] = True
         none = torch.zeros(self._heads, 0, dtype=torch.int64, device=self._store.device)
@@ -129,7 +129,7 @@ class Evictor:
     def watch(
         self, policy: Reduction, state: EvictionState, rows: np.ndarray, visible: int, pages: np.ndarray
     ) -> Observation:
-        """What to note of a pass over ``rows`` (int64 positions), after which ``visible`` positions are there."""
+        """The observation of a pass over ``rows`` (int64 positions), after which ``visible`` positions have K/V."""
         which = np.flatnonzero(rows >= policy.first_query(state.prompt))
         slots = rows[which] - state.evicted
         length = visible - state.evicted
@@ -145,14 +145,14 @@ class Evictor:
         return Observation(self, policy.signals, self._tensor(which), ragged, outputs, layers)
 
     def attention(self, layer: int, rotated_RHK: Tensor, ragged: Ragged) -> Tensor:
-        """How much the rows attend to each position held: fp32 ``[G, L]``, sums over rows and heads of a group."""
+        """Attention of the rows to each position held: fp32 ``[G, L]``, summed over rows and the heads of a group."""
         summed_LH: Tensor = self._scores(rotated_RHK, self._store.keys[layer], ragged)
         return summed_LH.unflatten(1, (self._heads, -1)).sum(-1).T
 
     def evict(self, policy: Reduction, state: EvictionState, pages: np.ndarray, positions: int, place: int) -> int:
-        """Drop those of ``positions`` held that the policy selects now; how many are left.
+        """Drop those of the ``positions`` held that the policy selects now. Returns how many are left.
 
-        ``place``: the next token's position for the rotary embedding. Layer by layer: what failed can be repeated.
+        ``place``: rotary position of the next token. Proceeds layer by layer, and can be repeated after a failure.
         """
         held = self._held(state, positions)
         count = policy.target(held)
@@ -167,7 +167,7 @@ class Evictor:
         return count
 
     def most_pages(self, policy: Reduction, state: EvictionState, positions: int, left: int) -> int:
-        """Pages that the request needs from now on, where ``left`` more positions may come."""
+        """Number of pages that the request needs from now on, if ``left`` more positions may follow."""
         return pages_for(policy.most(self._held(state, positions), left), self._store.page_size)
 
     def _held(self, state: EvictionState, positions: int) -> Held:
@@ -183,7 +183,7 @@ class Evictor:
         count: int,
         place: int,
     ) -> None:
-        """Choose in one layer, and move what stays to the front of the request's pages."""
+        """Select positions in one layer, and move the kept ones to the front of the request's pages."""
         stores, notes = (self._store.keys[layer], self._store.values[layer]), state.layers[layer]
         keys_LGK, values_LGK = (x.index_select(0, table).flatten(0, 1)[:positions] for x in stores)
         positions_GL = notes.positions(positions)
@@ -209,7 +209,8 @@ class Evictor:
         notes.dropped += positions - count
 
     def _ahead(self, place: int, ahead: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles at ``ahead`` places from ``place`` on, averaged: ``[1, rotated]``."""
+        """Cosine and sine of the rotary angles, averaged over ``ahead`` positions from ``place`` on: ``[1,
+        rotated]``."""
         places = torch.arange(place, place + ahead, device=self._store.device)
         axes = self._decoder.config.position_axes
         cos, sin = self._decoder.rotary(places.expand(axes, -1) if axes > 1 else places)

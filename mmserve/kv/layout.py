@@ -1,4 +1,4 @@
-"""A batch in plain arrays: which rows are attended to together, over which pages, before any of it is on a device."""
+"""The layout of a batch as NumPy arrays: which rows attend together, over which pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one request that are attended to together: how many, over how many positions, on which pages."""
+    """Rows of one request that attention handles together: their number, the number of positions, and the pages."""
 
     rows: int
     length: int
@@ -20,8 +20,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """A batch as ``Ragged`` has it, in plain arrays (int64); ``cascade``: how those of its rows are read that share
-    pages."""
+    """The data of ``Ragged`` as NumPy arrays (int64); ``cascade``: how rows that share pages are read."""
 
     row_counts: tuple[int, ...]
     kv_lengths: tuple[int, ...]
@@ -33,19 +32,20 @@ class Layout:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], slots: np.ndarray, kv_limit: np.ndarray | None) -> Layout:
-        """``pieces`` in the order of their rows."""
+        """The layout of ``pieces``, in the order of their rows."""
         counts, lengths = tuple(p.rows for p in pieces), tuple(p.length for p in pieces)
         return cls(counts, lengths, tuple(p.table for p in pieces), slots, kv_limit)
 
 
 @dataclass(frozen=True)
 class Cascade:
-    """Attention in two parts of the requests of a batch whose first pages are the same: over those pages, which are
-    read once for the rows of all of them, and over each one's own.
+    """Cascade attention of requests whose first pages are the same: one part over those pages, which are read once for
+    the rows of all of them, and one over each request's own pages.
 
-    Hydragen (arXiv 2402.05099) reads shared prefixes so; log-sum-exps tell how much each part counts. ``others`` and
-    ``branches`` (int64) are the rows of the batch without and with shared pages, ``apart`` and ``own`` what is read of
-    them. ``shared`` is read for the rows ``together`` (int64): those of ``branches`` are at ``places`` (int64) there.
+    As in Hydragen (arXiv 2402.05099); the parts are merged by their log-sum-exps. ``others`` and ``branches`` (int64):
+    rows of the batch without and with shared pages; ``apart`` and ``own``: their layouts. ``shared``: the layout of the
+    shared pages for the rows ``together`` (int64), in which those of ``branches`` have the indices ``places``
+    (int64).
     """
 
     others: np.ndarray
@@ -58,12 +58,12 @@ class Cascade:
 
 
 def by_page(whole: Piece, limits: np.ndarray, own: np.ndarray | None, page_size: int) -> list[Piece]:
-    """Rows whose sight ends in one page by themselves, up to that page's end, as if they were a request; with
-    their ``own`` positions, those that also stand in one page.
+    """Splits rows into pieces whose visible positions end in the same page, each as a separate sequence up to that
+    page's end; with ``own``, also by the page of the row's own position.
 
-    Sums over another number of keys come out with other last bits. So none of a row's bits depends on how much
-    of its request is run with it, and a page's K/V do not depend on the request. It costs little: 1008 rows
-    of 8 heads of 32 took 14.9 ms in pages of 16, and 14.1 as one request.
+    Sums over different numbers of keys differ in last bits. With this split, no row's bits depend on how much of its
+    request runs with it, and a page's K/V do not depend on the request. The cost is small: 1008 rows of 8 heads of 32
+    took 14.9 ms in pages of 16, and 14.1 as one request.
     """
     last = (limits - 1) // page_size
     apart = np.diff(last) != 0
@@ -80,11 +80,10 @@ def by_page(whole: Piece, limits: np.ndarray, own: np.ndarray | None, page_size:
 def cascade_of(
     requests: Sequence[Sequence[Piece]], whole: Layout, shared: Sequence[int], page_size: int, fewest: int
 ) -> Cascade | None:
-    """How the ``requests`` of the ``whole`` batch are read; None where none shares pages.
+    """The cascade of the ``requests`` in the ``whole`` batch; None if none share pages.
 
-    ``shared``: with how many pages each begins that those next to it begin with as well; such a request is one piece.
-
-    At least ``fewest`` rows are read together: some more than once where there are fewer.
+    ``shared``: for each request, the number of leading pages that it has in common with the adjacent ones; such a
+    request is a single piece. At least ``fewest`` rows are read together: if there are fewer, some are repeated.
     """
     if not any(shared):
         return None

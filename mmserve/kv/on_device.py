@@ -1,4 +1,4 @@
-"""Integers of the host, such as rows and pages, as tensors on the model's device."""
+"""Transfer of integer arrays, such as rows and pages, to the model's device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """``array`` as a tensor on ``device``; on a CPU it shares the array's memory.
 
-    A GPU's copy comes from pinned memory and is queued: from pageable memory the host would wait for all work that is
-    queued before it, and what follows would start late.
+    For a GPU it is copied asynchronously from pinned memory: a copy from pageable memory would block the host until all
+    queued work is done.
     """
     made = torch.from_numpy(array)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)

@@ -1,4 +1,4 @@
-"""Bookkeeping of K/V pages: whose they are, and which hold a known prefix. Pure; the tensors are in ``store``."""
+"""Bookkeeping of K/V pages: reference counts and the prefix cache. Without tensors, which are in ``store``."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from collections.abc import Sequence
 class PagePool:
     """A fixed number of pages with reference counts, and a cache of those that hold a known prefix.
 
-    A page is handed out blank by ``allocate``, and may then be published under a key of all that its K/V depends on
-    (``kv.prefix``). ``share`` hands it to others as well. A published page without references is kept, and is
-    blank again when room is needed: least recently used first, and of one request's pages the last first, for without
-    the pages before it a page is of no use. A request that computed a page again, whose key was published meanwhile,
-    counts as one that used the published page. Pages are shared in whole units of ``unit`` pages.
+    ``allocate`` returns blank pages. A page may later be published under a key of everything that its K/V depend on
+    (``kv.prefix``); ``share`` then gives it to other requests too. A published page without references is kept until
+    pages are needed: it is evicted in LRU order and, among the pages of one request, the last first, because a page is
+    useless without its predecessors. If a request computed a page whose key another request published meanwhile, its
+    use counts for the published page. Pages are shared in units of ``unit`` pages.
     """
 
     def __init__(self, total: int, *, unit: int = 1) -> None:
         self.total, self.unit = total, unit
-        #: Pages that were published and are handed out again, with the keys they had: None = they are not wanted.
+        #: Published pages that were evicted, with their keys, for copying to another tier; None = not recorded.
         self.evicted: list[tuple[int, bytes]] | None = None
-        self.lookups = 0  # pages asked for with ``share``, and
-        self.hits = 0  # those of them that it found
+        self.lookups = 0  # pages looked up by ``share``
+        self.hits = 0  # those that were found
         self._blank = list(range(total))  # ascending
-        self._references: dict[int, int] = {}  # of the pages that are handed out
+        self._references: dict[int, int] = {}  # of allocated pages
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
-        self._duplicates: dict[int, bytes] = {}  # of pages that were computed when another had their key
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published, without references; least recently used first
+        self._duplicates: dict[int, bytes] = {}  # pages computed while another page had their key
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, without references; in LRU order
 
     @property
     def free(self) -> int:
-        """Pages that can be handed out now."""
+        """Number of pages that can be allocated now."""
         return len(self._blank) + len(self._idle)
 
     @property
     def in_use(self) -> int:
-        """Pages that are handed out; one that is shared counts once."""
+        """Number of allocated pages; a shared page counts once."""
         return len(self._references)
 
     @property
     def cached(self) -> int:
-        """Pages that are published, handed out or not."""
+        """Number of published pages, allocated or not."""
         return len(self._page_of)
 
     def share(self, keys: Sequence[bytes]) -> tuple[int, ...]:
-        """The published pages of the longest beginning of ``keys``, with one more reference each."""
+        """The published pages of the longest prefix of ``keys``, each with one more reference."""
         found = 0
         while found < len(keys) and keys[found] in self._page_of:
             found += 1
@@ -59,10 +59,10 @@ class PagePool:
         return pages
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """``count`` unshared pages; ``ValueError`` where there are too few (the scheduler asks first).
+        """``count`` unshared pages; raises ``ValueError`` if there are too few (the scheduler checks before).
 
-        Pages that follow one another where there is such a run: on a CPU those are read where they are, and others
-        copied together in each layer of each pass.
+        Consecutive pages if possible: on a CPU these are read in place, while others are gathered in each layer of each
+        pass.
         """
         if count > self.free:
             raise ValueError(f"{count} pages wanted, {self.free} free")
@@ -74,7 +74,7 @@ class PagePool:
         return tuple(pages)
 
     def _run(self, count: int) -> int:
-        """Where in ``_blank`` the first ``count`` pages begin that follow one another; 0 where there are none."""
+        """The index in ``_blank`` of the first run of ``count`` consecutive pages; 0 if there is none."""
         if not count:
             return 0
         blank = self._blank
@@ -82,24 +82,23 @@ class PagePool:
         return next((i - count + 1 for i in last if blank[i] - blank[i - count + 1] == count - 1), 0)
 
     def known(self, keys: Sequence[bytes]) -> int:
-        """How many of the first ``keys`` are published, in whole units."""
+        """Length of the longest published prefix of ``keys``, in whole units."""
         found = next((i for i, key in enumerate(keys) if key not in self._page_of), len(keys))
         return found - found % self.unit
 
     def published(self) -> dict[bytes, int]:
-        """Pages that are published, by key; those without references first, the least recently used first of
-        all."""
+        """Published pages by key; those without references first, in LRU order."""
         idle = {self._key_of[page]: page for page in self._idle}
         return idle | self._page_of
 
     def hold(self, pages: Sequence[int]) -> None:
-        """One more reference to each of these pages, which are published; ``release`` gives it back."""
+        """Add a reference to each of these published pages, to be returned by ``release``."""
         for page in pages:
             self._idle.pop(page, None)
             self._references[page] = self._references.get(page, 0) + 1
 
     def withdraw(self, keys: Sequence[bytes]) -> int:
-        """Stop sharing the pages of these keys; those without references are blank. Returns how many there were."""
+        """Unpublish the pages of these keys; those without references become blank. Returns how many there were."""
         pages = [self._page_of.pop(key) for key in keys if key in self._page_of]
         for page in pages:
             del self._key_of[page]
@@ -109,10 +108,8 @@ class PagePool:
         return len(pages)
 
     def publish(self, page: int, key: bytes) -> None:
-        """Let others share a page, whose K/V is final; nothing changes where another page has that key already.
-
-        ``ValueError`` for a page that is not handed out, or has another key.
-        """
+        """Publish a page whose K/V are final; no effect if another page has that key already. Raises ``ValueError`` for
+        a page that is not allocated, or has another key."""
         if page not in self._references or self._key_of.get(page, key) != key:
             raise ValueError(f"page {page} cannot be published: it is not handed out, or has another key")
         if key not in self._page_of:
@@ -122,7 +119,8 @@ class PagePool:
             self._duplicates[page] = key
 
     def release(self, pages: tuple[int, ...]) -> None:
-        """Take one reference to each page back; a page that is free already is a bug and raises ``ValueError``."""
+        """Return one reference to each page; raises ``ValueError`` for a page without references, which indicates a
+        bug."""
         again = [page for page in pages if page not in self._references]
         if again or len(set(pages)) != len(pages):
             raise ValueError(f"pages released twice: {again or pages}")
@@ -149,5 +147,5 @@ class PagePool:
 
 
 def pages_for(positions: int, page_size: int) -> int:
-    """Pages that hold ``positions`` token positions."""
+    """Number of pages for ``positions`` token positions."""
     return -(-positions // page_size)

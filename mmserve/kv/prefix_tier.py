@@ -1,7 +1,7 @@
-"""Pages of prompts' beginnings beyond the page pool: copied out when the pool needs them, brought back for a hit.
+"""Prefix pages outside the page pool: saved when the pool evicts them, and restored on a hit.
 
-LMCache (arXiv 2510.09665) does the same for vLLM. Here an entry is one page: under a key of all that its K/V
-depend on (``kv.prefix``), and what they were computed by (``fingerprint``). A copy has the bits that were computed.
+As in LMCache (arXiv 2510.09665) for vLLM. Here an entry is one page, under a key of everything that its K/V depend on
+(``kv.prefix``) and of what computed them (``fingerprint``). Copies are bit-identical.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from mmserve.tiers.memory import Entry, TensorCache
 
 logger = logging.getLogger("mmserve.kv")
 
-#: Settings of the engine on which the bits of K/V may depend.
+#: Engine settings that may affect the bits of K/V.
 _BITS = ("page_size", "prefill_tokens", "sparse_", "kv_")
-#: Pages that are copied at once (their bytes are in memory twice meanwhile).
+#: Pages that are copied at once; their bytes are in memory twice meanwhile.
 _AT_ONCE = 64
 
 
 def decoder_digest(model: LoadedModel) -> bytes:
-    """Of the model's decoder as it was loaded: its weights, and how it computes with them."""
+    """Digest of the model's decoder as loaded: its weights, and how it computes with them."""
     spec = model.spec
     how = repr((model.decoder.config, spec.attention, spec.attention_block))
     return digest(weights_digest(model.decoder), how.encode())
 
 
 def fingerprint(decoder: bytes, engine: EngineConfig, store: KVStore) -> bytes:
-    """Of all that computes K/V: software, kernels, the device, settings of ``engine`` (resolved), and the ``decoder``
-    (``decoder_digest``)."""
+    """Digest of everything that computes K/V: software, kernels, the device, settings of ``engine`` (resolved), and the
+    ``decoder`` (``decoder_digest``)."""
     settings = {name: value for name, value in asdict(engine).items() if name.startswith(_BITS)}
     settings["kernels"], settings["device"] = dict(store.kernels), _device(store.device)
     return digest(software(), settings_digest(settings), decoder)
@@ -54,30 +54,30 @@ def _device(device: torch.device) -> str:
 
 @dataclass
 class Fetched:
-    """Pages that were found beyond the pool, by key; what caches hold for them is given back by ``close``."""
+    """Pages found outside the pool, by key; ``close`` releases them in the caches."""
 
     entries: dict[bytes, Entry] = field(default_factory=dict)
     held: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
-        """Give it back; may be called again."""
+        """Release the pages; may be called twice."""
         self.held.close()
         self.entries = {}
 
 
 class PrefixTier:
-    """The pages of one model's ``store`` in ``cache``, which engines share. Methods are for any thread, but for
-    ``save`` and ``restore``: their pages must not change meanwhile."""
+    """The pages of one model's ``store`` in ``cache``, which engines share. Thread-safe, except for ``save`` and
+    ``restore``: their pages must not change meanwhile."""
 
     def __init__(self, store: KVStore, cache: TensorCache, made_by: bytes) -> None:
         self.cache, self._store, self._made_by = cache, store, made_by
         self.page_size = store.page_size
-        page = store.read_pages(np.zeros(1, np.int64))  # any
+        page = store.read_pages(np.zeros(1, np.int64))  # any page
         self._form = {name: (*tensor.shape, tensor.dtype) for name, tensor in page.items()}
         self.page_bytes = sum(tensor.nbytes for tensor in page.values())
 
     def save(self, pages: Sequence[tuple[int, Label]]) -> None:
-        """Keep copies of these pages; what goes wrong is logged, and loses nothing but them."""
+        """Save copies of these pages; errors are logged, and only lose the copies."""
         for begin in range(0, len(pages), _AT_ONCE):
             some = pages[begin : begin + _AT_ONCE]
             try:
@@ -94,7 +94,7 @@ class PrefixTier:
             self.cache.put(self._key(bytes.fromhex(label.name)), entry, label)
 
     def fetch(self, keys: Sequence[bytes], labels: Sequence[Label]) -> Fetched:
-        """The pages of the longest beginning of ``keys`` that are there; may read from disk."""
+        """The cached pages of the longest prefix of ``keys``; may read from disk."""
         fetched = Fetched()
         found = fetched.held.enter_context(
             self.cache.found(
@@ -109,8 +109,8 @@ class PrefixTier:
 
     @torch.inference_mode()
     def restore(self, fetched: Fetched, pages: np.ndarray, keys: Sequence[bytes], unit: int) -> int:
-        """Fill the first of ``pages`` (int64) with those of ``keys``, as far as they are ``fetched`` or in memory, in
-        whole units of ``unit``; how many."""
+        """Fill the first of ``pages`` (int64) with the pages of ``keys`` that are ``fetched`` or in memory, in whole
+        units of ``unit``. Returns the number of pages filled."""
         found: list[Entry] = []
         for key in keys:
             entry = fetched.entries.get(key)
@@ -130,15 +130,15 @@ class PrefixTier:
         return count
 
     def blocks(self) -> list[Block]:
-        """What of this model is kept."""
+        """The cached blocks of this model."""
         return [block for key, block in self.cache.blocks() if key == self._key_of(block.label)]
 
     def pin(self, names: Sequence[str], pinned: bool) -> int:
-        """As of ``TensorCache.pin``, by names of blocks."""
+        """See ``TensorCache.pin``; by names of blocks."""
         return self.cache.pin([self._key(bytes.fromhex(name)) for name in names], pinned)
 
     def drop(self, names: Sequence[str]) -> int:
-        """As of ``TensorCache.drop``, by names of blocks."""
+        """See ``TensorCache.drop``; by names of blocks."""
         return self.cache.drop([self._key(bytes.fromhex(name)) for name in names])
 
     def _key(self, page: bytes) -> bytes:

@@ -1,10 +1,10 @@
-"""The paged K/V store in 8 or 4 bits, with each page's salient tokens kept as they are.
+"""The paged K/V store in 8 or 4 bits, with each page's salient tokens unquantised.
 
-Each token of a head has a range of its own, so what is stored of it depends on nothing but itself: not on how much of
-its request was run with it, and no shared page depends on who filled it. KIVI (arXiv 2402.02750) gives keys a range
-a channel, which every write to a page would change for all of its tokens. Salient are the tokens whose keys have the
-smallest norms over all heads, which tend to draw the most attention (arXiv 2406.11430). ZipCache (arXiv 2405.14256)
-asks attention itself; a page that is shared has no one request's attention to ask.
+Each token of a head has its own range, so its stored K/V depend only on itself: not on how much of its request ran with
+it, nor, in a shared page, on who filled it. KIVI (arXiv 2402.02750) has a range for each channel of keys, so that every
+write to a page would change all its tokens. Salient tokens are those with the smallest key norms over all heads, which
+tend to receive the most attention (arXiv 2406.11430). ZipCache (arXiv 2405.14256) uses attention itself, but a shared
+page has no single request's attention.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from mmserve.kv.store import Fork, KVStore, Observe, Read, memory_of, written_pa
 from mmserve.models.decoder import Attend
 from mmserve.models.decoder_config import DecoderConfig
 
-#: ``keep(keys, values, k[T, G, K], v[T, G, K])``: choose the salient tokens of a layer's pages, given the fresh rows.
+#: ``keep(keys, values, k[T, G, K], v[T, G, K])`` selects the salient tokens of a layer's pages, given the new rows.
 _Keep = Callable[[QuantizedPages, QuantizedPages, Tensor, Tensor], None]
 
 
 class QuantizedStore(KVStore):
-    """Keys and values in ``bits`` (8 or 4) a channel, but for a share of a page's tokens, ``kept``, rounded."""
+    """Keys and values in ``bits`` (8 or 4) per channel; the share ``kept`` (rounded) of a page's tokens is
+    unquantised."""
 
     quantized = True
 
@@ -52,7 +53,7 @@ class QuantizedStore(KVStore):
             self._layers = [self._blank(pages) for _ in range(config.num_layers)]
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
-        """As ``KVStore._stored``; places of salient tokens count from those of their page in ``read_pages``."""
+        """As ``KVStore._stored``; in ``read_pages``, indices of salient tokens are relative to their page."""
         for layer, pair in enumerate(self._layers):
             for name, pages in zip(("keys", "values"), pair, strict=True):
                 assert pages.low is not None, "integers have a lowest value"
@@ -71,14 +72,14 @@ class QuantizedStore(KVStore):
         return self._moved(name, held, pages)
 
     def _moved(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
-        """``held``; its page numbers of salient tokens shifted by ``pages``."""
+        """``held``, with the page numbers of salient tokens shifted by ``pages``."""
         if not name.startswith("kept_at"):
             return held
         return torch.where(held < 0, held, held + pages[:, None] * self._kept).to(held.dtype)
 
     @property
     def bytes(self) -> int:
-        """Memory of all layers; the places of salient tokens, which keys and values share, count once."""
+        """Memory of all layers; the indices of salient tokens, which keys and values share, count once."""
         return sum(k.bytes + v.bytes - (0 if v.kept_at is None else v.kept_at.nbytes) for k, v in self._layers)
 
     def values_at(self, layer: int, ragged: Ragged) -> Tensor:
@@ -94,7 +95,7 @@ class QuantizedStore(KVStore):
         observe: Observe | None = None,
         forks: Sequence[Fork] = (),
     ) -> Attend:
-        """As ``KVStore.attend``: fresh keys and values are rotated, quantised and written, then all are read."""
+        """As ``KVStore.attend``: new keys and values are rotated, quantised and written, then all are read."""
         if read is not None or observe is not None:
             raise ValueError("sparse attention and reductions read pages at full precision: build a KVStore for them")
         if isinstance(ragged, FixedBatch):
@@ -126,8 +127,8 @@ class QuantizedStore(KVStore):
         return attend
 
     def _keeping(self, ragged: Ragged, forks: Sequence[Fork]) -> _Keep:
-        """What chooses the salient tokens of the pages that a pass writes: in pages that others are copied into, among
-        those of the others too."""
+        """Selects the salient tokens of the pages that a pass writes; in pages that ``forks`` copy to, from the copied
+        tokens as well."""
         pages, filled = written_pages(ragged, len(self._layers[0][0].codes), self.page_size)
         slots = ragged.slots
         if not forks:
@@ -158,9 +159,9 @@ class QuantizedStore(KVStore):
         slots: Tensor,
         written: tuple[Tensor, Tensor],
     ) -> None:
-        """Choose the salient tokens of the pages that are ``written``: among the fresh ones and those kept so far.
+        """Select the salient tokens of the ``written`` pages, among the new ones and those kept so far.
 
-        What an earlier owner of a page left after the positions that hold keys now is none of them.
+        Tokens that an earlier owner of a page left beyond the positions with keys are ignored.
         """
         pages, filled = written
         which, place = torch.searchsorted(pages, slots // self.page_size), slots % self.page_size
@@ -182,7 +183,7 @@ class QuantizedStore(KVStore):
         kept_at[pages] = now.to(kept_at.dtype)
 
     def _blank(self, pages: int) -> tuple[QuantizedPages, QuantizedPages]:
-        """Keys and values of a layer in which nothing is stored."""
+        """Empty keys and values of a layer."""
         groups, size = self._heads
         kept_at = torch.full((pages, self.page_size), -1, dtype=torch.int32, device=self.device) if self._kept else None
 

@@ -1,4 +1,4 @@
-"""Whether a device has room for the K/V that its models are to keep: known before any of it is taken."""
+"""Checks, before anything is allocated, whether a device has enough memory for the K/V of its models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from mmserve.errors import ConfigError
 from mmserve.models.decoder_config import DecoderConfig
 
 _GIB = 1 << 30
-#: Range and lowest value of a token's quantised key or value, and which of a page's tokens are kept, in bytes.
+#: Bytes for the range and minimum of a token's quantised key or value, and for the index of an unquantised token.
 _RANGE, _PLACE = 2 * 4, 4
 
 
 def pool_bytes(decoder: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of the store that ``engine`` (resolved) gives a model with such a ``decoder``, scratch page included."""
+    """Bytes of the store that ``engine`` (resolved) creates for a model with ``decoder``, including the scratch
+    page."""
     heads, size, slots = decoder.num_kv_heads, decoder.head_dim, (engine.pages + 1) * engine.page_size
     if not engine.kv_bits:
         return 2 * decoder.num_layers * slots * heads * size * dtype.itemsize
@@ -28,15 +29,15 @@ def pool_bytes(decoder: DecoderConfig, engine: EngineConfig, dtype: torch.dtype)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free bytes of a GPU, and those that PyTorch caches unused."""
+    """Free bytes of a GPU, including those that PyTorch caches unused."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def check_room(pools: Sequence[int], kept: int, free: int, device: torch.device) -> None:
-    """``ConfigError`` unless ``free`` bytes hold the ``pools`` and leave the ``kept`` of images that are set aside.
+    """Raises ``ConfigError`` unless ``free`` bytes are enough for the ``pools`` and the ``kept`` bytes of image caches.
 
-    What is kept of images is only taken as requests come. Without this it would be missing then, in the middle of one.
+    Image caches are filled only by requests: without this check, memory could run out during a request.
     """
     pool = sum(pools)
     if pool + kept <= free:

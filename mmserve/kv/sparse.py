@@ -1,7 +1,7 @@
-"""Passes that look at some of their request's keys and values: which, and how the choice is made.
+"""Sparse attention: passes that read only a part of their request's K/V, and the selection of that part.
 
-Prefill takes blocks of ``sparse_block`` positions, decode takes pages. A choice is made for each layer, head and block
-of rows from the request's own queries and keys, so a request's tokens do not depend on its batch.
+Prefill selects blocks of ``sparse_block`` positions, decode selects pages. A selection is made for each layer, head and
+block of rows from the request's own queries and keys, so a request's tokens do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from mmserve.kv.store import KVStore, Read, written_pages
 from mmserve.models.base import LoadedModel
 from mmserve.models.decoder_config import UNEVEN
 
-#: TidalDecode's first layers see everything, layer 2 (from 0) chooses, and so does layer 13 of 32, once more.
+#: In TidalDecode the first layers are dense; layer 2 (from 0) selects for later ones, and so does layer 13 of 32.
 _DENSE_LAYERS, _AGAIN = 2, 11 / 30
-#: Share of a head's channels that DoubleSparse scores with.
+#: Share of a head's channels that DoubleSparse uses for scores.
 _CHANNELS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What a builder sees of one request in one layer."""
+    """A builder's input: one request in one layer."""
 
     layer: int
     q_RHK: Tensor
     keys: Callable[[], Tensor]  # [L, G, K]
-    bounds: Callable[[], tuple[Tensor, Tensor]]  # [C, G, K] each: smallest and largest keys of the pages
+    bounds: Callable[[], tuple[Tensor, Tensor]]  # [C, G, K] each: minimum and maximum of the keys in each page
     rows: Rows
-    before_ABC: Tensor | None = None  # what the same builder made in the layer before, from the third layer on
+    before_ABC: Tensor | None = None  # the same builder's estimate in the previous layer, from the third layer on
 
 
 Builder = Callable[[View], Tensor]
-#: Builders by their name in the configuration; to add one: an estimate, and a line here. Where an estimate differs from
-#: the method that it is named after, see its docstring. ``random`` and ``oracle``, which takes more time than it
-#: saves, are there to be compared with.
+#: Builders by their name in the configuration; to add one: an estimate, and a line here. Differences from the method of
+#: the same name are in an estimate's docstring. ``random``, and ``oracle``, which takes more time than it saves, are
+#: for comparison.
 PREFILL: dict[str, Builder] = {
     "vertical_slash": lambda view: estimates.by_lines(view.q_RHK, view.keys(), view.rows),
     "query_aware": lambda view: estimates.by_means(view.q_RHK, view.keys(), view.rows),
@@ -63,14 +63,14 @@ DECODE: dict[str, Builder] = {
     "random": lambda view: estimates.at_random(view.rows, view.layer),
     "oracle": lambda view: estimates.by_attention(view.q_RHK, view.keys(), view.rows),
 }
-#: Blocks that a builder takes however low the density: the sink and the rows' own.
+#: Blocks that every builder takes at any density: the sink and the rows' own.
 LEAST = {"sink_window": 2}
 
 
 @dataclass(frozen=True)
 class Selection:
-    """How the passes of a stage choose: ``builder`` by name, ``density`` and ``mass`` as in ``estimates.densest``, and
-    the rows and positions of a block."""
+    """The selection of a stage's passes: ``builder`` by name, ``density`` and ``mass`` as in ``estimates.densest``, and
+    the numbers of rows and positions in a block."""
 
     builder: str
     density: float
@@ -79,16 +79,16 @@ class Selection:
     kv_block: int
 
     def mask(self, estimate_ABC: Tensor, rows: Rows) -> Tensor:
-        """The blocks that are chosen by what the builder estimates, ``[A, B, C]``."""
+        """The selected blocks, from the builder's estimate ``[A, B, C]``."""
         least = LEAST.get(self.builder, 1)
         return estimates.densest(estimate_ABC, rows, density=self.density, mass=self.mass, least=least)
 
 
 class Sparse:
-    """The sparse attention of one model over one store; ``prefill`` and ``decode`` are None where a stage is dense."""
+    """The sparse attention of one model over one store; ``prefill`` and ``decode`` are None if the stage is dense."""
 
     def __init__(self, model: LoadedModel, store: KVStore, engine: EngineConfig) -> None:
-        """``ConfigError`` where the choice would break what the engine promises."""
+        """Raises ``ConfigError`` if the setting conflicts with a guarantee of the engine."""
         c = model.decoder.config
         if engine.sparse_prefill and engine.prefix_cache and model.spec.attention_block is not None:
             raise ConfigError(
@@ -104,15 +104,15 @@ class Sparse:
         numbers = engine.sparse_density, engine.sparse_mass
         block, page = engine.sparse_block, store.page_size
         self.prefill = Selection(engine.sparse_prefill, *numbers, block, block) if engine.sparse_prefill else None
-        # One row a block where tokens come one by one: what is drafted beside a row must not change it.
+        # One row per block if tokens come one by one: drafted rows must not change the result of others.
         rows = 1 if model.spec.causal else block
         self.decode = Selection(engine.sparse_decode, *numbers, rows, page) if engine.sparse_decode else None
         self._bounds = _Bounds(store) if engine.sparse_decode == "quest" else None
 
     def read(self, selection: Selection | None, rows: list[np.ndarray], ragged: Ragged) -> Read | None:
-        """What attends in one pass over ``rows`` (positions of each request); None = dense attention, as always.
+        """The attention of a pass over ``rows`` (positions of each request); None = dense attention.
 
-        Every pass must call it: it keeps the summaries of pages up to date.
+        Must be called for every pass: it updates the summaries of pages.
         """
         if selection is None and self._bounds is None:
             return None
@@ -120,8 +120,8 @@ class Sparse:
         choosing = choosing_layers(self._layers)
         touched = None if self._bounds is None else self._bounds.touched(ragged)
         positions = [torch.from_numpy(r).to(self._store.device) for r in rows]
-        kept: list[BlockIndex] = []  # of the layer that chose last
-        before: list[Tensor | None] = [None] * len(rows)  # what was estimated for each request in it
+        kept: list[BlockIndex] = []  # of the last layer that selected
+        before: list[Tensor | None] = [None] * len(rows)  # estimates of each request in that layer
 
         def read(layer: int, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor) -> Tensor:
             if self._bounds is not None and touched is not None:
@@ -136,13 +136,13 @@ class Sparse:
         return read
 
     def dense_layers(self, selection: Selection) -> frozenset[int]:
-        """Layers that see everything all the same: TidalDecode's first, and those that choose for others."""
+        """Layers that are always dense: TidalDecode's first ones, and those that select for others."""
         if selection.builder != "tidal":
             return frozenset()
         return frozenset({*range(_DENSE_LAYERS), *choosing_layers(self._layers)} & {*range(self._layers)})
 
     def took(self, pages: np.ndarray, positions: int) -> None:
-        """Take note of ``pages`` (int64) that no pass wrote: the first ``positions`` of them hold keys now."""
+        """Record that the first ``positions`` of ``pages`` (int64) hold keys that were not written by a pass."""
         if self._bounds is None:
             return
         size = self._store.page_size
@@ -161,7 +161,8 @@ class Sparse:
         positions: list[Tensor],
         before: list[Tensor | None],
     ) -> BlockIndex:
-        """What each request's rows look at in ``layer``; ``before`` takes the estimates, for the layer after it."""
+        """The blocks that each request's rows read in ``layer``; estimates are stored in ``before`` for the next
+        layer."""
         build = (DECODE if s is self.decode else PREFILL)[s.builder]
         groups = k_PSGK.shape[2]
         masks, start = [], 0
@@ -190,7 +191,7 @@ class Sparse:
 
 
 def choosing_layers(layers: int) -> tuple[int, int]:
-    """Layers, counted from 0, at which TidalDecode chooses, of a model of so many: 2 and 13 of 32."""
+    """The layers (from 0) at which TidalDecode selects, for a model of ``layers`` layers: 2 and 13 of 32."""
     return _DENSE_LAYERS, _DENSE_LAYERS + round((layers - _DENSE_LAYERS) * _AGAIN)
 
 
@@ -199,7 +200,7 @@ def _gathered(k_PSGK: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 class _Bounds:
-    """Smallest and largest keys of every page, ``[P, G, K]`` a layer, current at the pages that have been written."""
+    """Minimum and maximum of the keys in each page, ``[P, G, K]`` for each layer; valid for pages that were written."""
 
     def __init__(self, store: KVStore) -> None:
         self._page = store.page_size
@@ -207,11 +208,11 @@ class _Bounds:
         self.high = [torch.zeros_like(k[:, 0]) for k in store.keys]
 
     def touched(self, ragged: Ragged) -> tuple[Tensor, Tensor]:
-        """``written_pages`` of a pass."""
+        """See ``written_pages``."""
         return written_pages(ragged, len(self.low[0]), self._page)
 
     def update(self, layer: int, k_PSGK: Tensor, pages: Tensor, filled: Tensor) -> None:
-        """Take the bounds of ``pages`` again."""
+        """Recompute the bounds of ``pages``."""
         keys = k_PSGK[pages]
         there = (torch.arange(self._page, device=pages.device) < filled[:, None])[..., None, None]
         self.low[layer][pages] = keys.masked_fill(~there, torch.inf).amin(1)

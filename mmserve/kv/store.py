@@ -24,15 +24,15 @@ from mmserve.kv.on_device import on_device
 from mmserve.models.decoder import Attend
 from mmserve.models.decoder_config import DecoderConfig
 
-#: ``read(layer, rotated queries [T, H, K], key pages, value pages) -> [T, H, K]``: attention of a pass over the pages.
+#: ``read(layer, rotated queries [T, H, K], key pages, value pages) -> [T, H, K]``: a pass's attention over the pages.
 Read = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-#: ``observe(layer, q[T, H, K], rotated[T, H, K])`` of the rows of a batch.
+#: ``observe(layer, q[T, H, K], rotated[T, H, K])`` receives the queries of a batch's rows, before and after rotation.
 Observe = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Fork:
-    """``page``, whose first ``positions`` are also those of the pages ``into`` (int64)."""
+    """A copy of the first ``positions`` of ``page`` to the pages ``into`` (int64)."""
 
     page: int
     positions: int
@@ -41,10 +41,11 @@ class Fork:
 
 @contextmanager
 def memory_of(pages: int, page_size: int) -> Iterator[None]:
-    """Around the allocation of so many pages of so many positions: ``ConfigError`` where they do not fit."""
+    """Context for allocating ``pages`` pages of ``page_size`` positions: raises ``ConfigError`` if memory is too
+    small."""
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU; on a CPU it has no type of its own
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU; on a CPU it has no separate type
         raise ConfigError(
             f"no memory for the keys and values of {pages} pages of {page_size} positions: set max_running, max_tokens "
             "or pages lower under [engine]"
@@ -52,12 +53,12 @@ def memory_of(pages: int, page_size: int) -> Iterator[None]:
 
 
 class KVStore:
-    """Keys (after rotation) and values, ``[pages, page_size, kv_heads, head_dim]`` a layer.
+    """Keys (after rotation) and values, ``[pages, page_size, kv_heads, head_dim]`` for each layer.
 
-    Rotary embedding depends on a token's own position only, so an entry stays valid while its position does and
-    any subset of a request's positions can be overwritten while the rest is read as it is. ``kernels`` selects which
-    implementation of each op runs: ``triton`` or ``pytorch``. After the ``pages`` that requests are given there is one
-    more, ``scratch``: rows that pad a batch may write to it, and it is never read.
+    Rotary embedding depends only on a token's position, so an entry stays valid while its position does, and any subset
+    of a request's positions can be overwritten while the rest is read. ``kernels``: the implementation of each op,
+    ``triton`` or ``pytorch``. After the ``pages`` for requests there is one more, ``scratch``: padding rows of a batch
+    may write to it, and it is never read.
     """
 
     quantized = False
@@ -83,7 +84,7 @@ class KVStore:
     def ragged(
         self, rows: list[np.ndarray], tables: list[np.ndarray], lengths: list[int], *, prompts: list[int] | None = None
     ) -> Ragged:
-        """A batch as ``layout`` describes it, where attention is not by blocks, on the store's device."""
+        """A batch as in ``layout``, without blocks, on the store's device."""
         return self.placed(self.layout(rows, tables, lengths, prompts=prompts))
 
     def layout(
@@ -98,14 +99,15 @@ class KVStore:
         whole: Sequence[bool] | None = None,
         shared: Sequence[int] | None = None,
     ) -> Layout:
-        """Address a batch: per request the positions to run, its page table and its length (positions with K/V).
+        """The layout of a batch: for each request the positions to run, its page table, and its length (positions with
+        K/V).
 
-        Rows look no further right than the end of their own block of ``block`` positions, counted from 0, or of the
-        request: 1 is causal attention, None full. ``prompts``: of each request, how many of its first positions see
-        nothing but each other. ``sights`` (int64, for each row): how many positions it sees, its own among them, where
-        that follows from neither; sliding windows end with a row's own position. ``whole``: of each request, whether
-        its rows are attended to in one piece: its bits then depend on which of them are run together. ``shared``: with
-        how many pages each begins that those next to it begin with as well, of those that are ``whole``.
+        Rows attend up to the end of their own block of ``block`` positions, counted from 0, or of the request: 1 is
+        causal attention, None full. ``prompts``: for each request, the number of leading positions that attend only to
+        each other. ``sights`` (int64, for each row): number of positions that it attends to, including itself, if
+        neither rule applies; sliding windows end with a row's own position. ``whole``: for each request, whether
+        attention handles its rows as one piece; their bits then depend on which rows run together. ``shared``: for each
+        ``whole`` request, the number of leading pages that it has in common with the adjacent ones.
         """
         size = self.page_size
         slots = [table[r // size] * size + r % size for r, table in zip(rows, tables, strict=True)]
@@ -145,17 +147,17 @@ class KVStore:
 
     @property
     def num_layers(self) -> int:
-        """Layers with K/V."""
+        """Number of layers with K/V."""
         return len(self._special)
 
     def names(self) -> tuple[str, ...]:
-        """The names of all that ``read_pages`` gives."""
+        """The names of the tensors that ``read_pages`` returns."""
         return tuple(name for name, _stored in self._stored())
 
     def read_pages(self, pages: np.ndarray, layers: range | None = None) -> dict[str, Tensor]:
-        """A copy of what ``pages`` (int64) hold, in their order, layer by layer: what ``write_pages`` takes.
+        """A copy of the contents of ``pages`` (int64), in their order, by layer, for ``write_pages``.
 
-        ``layers``: of these alone; None = all.
+        ``layers``: only these; None = all.
         """
         at, chosen = self._tensor(pages), range(self.num_layers) if layers is None else layers
         return {
@@ -165,10 +167,10 @@ class KVStore:
         }
 
     def write_pages(self, pages: np.ndarray, held: Mapping[str, Tensor], *, some: bool = False) -> None:
-        """Fill ``pages`` (int64) with what ``read_pages`` of another store gave for as many.
+        """Fill ``pages`` (int64) with the result of another store's ``read_pages`` for the same number of pages.
 
-        ``some``: of some layers, or of all. Raises ``TransferError``, and writes nothing, where that store is of
-        another form.
+        ``some``: ``held`` may have only some of the layers. Raises ``TransferError``, and writes nothing, if the shapes
+        or dtypes differ.
         """
         at, stored = self._tensor(pages), dict(self._stored())
         if some:
@@ -178,13 +180,13 @@ class KVStore:
             into[at] = self._absolute(name, held[name].to(into.device), at)
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
-        """All that the store holds of pages, by name: ``[pages, …]`` each."""
+        """All tensors of the store by name, ``[pages, …]`` each."""
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             yield f"keys.{layer}", keys
             yield f"values.{layer}", values
 
     def _relative(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
-        """What of ``pages`` is ``held`` under ``name``, whatever pages they are: here the same."""
+        """``held``, the contents of ``pages`` under ``name``, made independent of the page numbers: here unchanged."""
         return held
 
     def _absolute(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
@@ -193,12 +195,13 @@ class KVStore:
 
     @property
     def _cascades(self) -> bool:
-        """Whether pages that requests share are read once for all of them: where that is known to be faster, and its
-        parts can be merged."""
+        """Whether shared pages are read once for all requests: if that is known to be faster, and partial results can
+        be merged."""
         return self.device.type == "cpu" and not self.quantized and not any(self._special)
 
     def cascaded(self, layout: Layout) -> Read | None:
-        """What reads the pages that requests of ``layout`` share once for all; None where none do."""
+        """Attention that reads the pages shared by requests of ``layout`` once for all of them; None if none are
+        shared."""
         cascade = layout.cascade
         if cascade is None:
             return None
@@ -229,7 +232,7 @@ class KVStore:
         return self._seen(0, q_THK, k_PSGK, v_PSGK, ragged)
 
     def _seen(self, layer: int, q_THK: Tensor, k: Any, v: Any, ragged: Ragged | FixedBatch) -> Tensor:
-        """Attention ``[T, H, K]`` of ``layer``: over its window, with its scores capped, where it has either."""
+        """Attention ``[T, H, K]`` of ``layer``, with its sliding window and its cap of scores, if it has them."""
         rows: Tensor = self._cached_attention(q_THK, k, v, ragged, **self._special[layer])
         return rows
 
@@ -240,11 +243,11 @@ class KVStore:
         observe: Observe | None = None,
         forks: Sequence[Fork] = (),
     ) -> Attend:
-        """Attention that first rotates and writes the rows' fresh keys and values, then reads all of each request's,
-        or what ``read`` does.
+        """Attention that first rotates and writes the rows' new keys and values, then reads all of each request's, or
+        what ``read`` selects.
 
-        Rows past the batch (padding) take part in nothing and come back as zeros. ``observe`` is shown each layer's
-        queries, before and after rotation, once their keys are written. ``forks``: what is copied then, before
+        Padding rows after the batch are ignored, and their results are zeros. ``observe`` receives each layer's
+        queries, before and after rotation, once the keys are written. ``forks``: copies that are made then, before
         anything is read; no row writes to the positions that are copied to.
         """
         count = len(ragged.slots)
@@ -264,7 +267,7 @@ class KVStore:
         return attend
 
     def _copied(self, forks: Sequence[Fork]) -> Callable[[Tensor], None]:
-        """What copies to forked positions of ``[pages, page_size, …]``."""
+        """A function that copies the forked positions of a tensor ``[pages, page_size, …]``."""
         if not forks:
             return lambda pages: None
         size = self.page_size
@@ -279,8 +282,8 @@ class KVStore:
         return copied
 
     def stored(self, ragged: Ragged) -> Stored | None:
-        """Where compiled loops find what a pass of single rows reads, and write what it makes; None where rows or pages
-        are of another kind."""
+        """The tensors that compiled loops read and write in a pass of single rows; None if rows or pages are of another
+        kind."""
         plain = self.kernels["cached_attention"] == "pytorch" and not self.quantized and not self._special[0]
         if not plain or self.device.type != "cpu" or self.keys[0].dtype != torch.float32:
             return None
@@ -292,12 +295,12 @@ class KVStore:
 
 
 def layer_of(name: str) -> int:
-    """The layer that a tensor of ``read_pages`` is of."""
+    """The layer of a tensor of ``read_pages``, by its name."""
     return int(name.split(".")[1])
 
 
 def check_form(wanted: Mapping[str, tuple[Any, ...]], held: Mapping[str, Tensor]) -> None:
-    """``TransferError`` unless ``held`` has tensors of the shapes and dtypes ``wanted`` (dtype last), and no others."""
+    """Raises ``TransferError`` unless ``held`` has exactly the tensors ``wanted``: name to shape, followed by dtype."""
     found = {name: (*tensor.shape, tensor.dtype) for name, tensor in held.items()}
     if found != wanted:
         name = next(name for name in (*wanted, *found) if wanted.get(name) != found.get(name))
@@ -305,8 +308,8 @@ def check_form(wanted: Mapping[str, tuple[Any, ...]], held: Mapping[str, Tensor]
 
 
 def written_pages(ragged: Ragged, pages: int, page_size: int) -> tuple[Tensor, Tensor]:
-    """int64, ascending: those of a store's ``pages`` that a pass writes to, and how many positions of each hold keys
-    once it has."""
+    """The pages that a pass writes to (int64, ascending), and the number of positions of each that hold keys after
+    it."""
     filled = torch.zeros(pages, dtype=torch.int64, device=ragged.slots.device)
     for table, length in zip(ragged.page_tables, ragged.kv_lengths, strict=True):
         count = (length - torch.arange(len(table), device=table.device) * page_size).clamp(0, page_size)

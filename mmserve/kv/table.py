@@ -1,4 +1,4 @@
-"""The pages of one request: taken, published and given back as a whole."""
+"""The pages of one request: allocated, published and released together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmserve.kv.pool import PagePool
 class PageTable:
     """A request's pages in order of position; the first ``shared`` hold their K/V already and are never written.
 
-    ``keys``: what the first pages can be published under once they have been computed.
+    ``keys``: keys under which the first pages can be published once they have been computed.
     """
 
     ids: tuple[int, ...] = ()
@@ -20,9 +20,9 @@ class PageTable:
 
     @classmethod
     def take(cls, pool: PagePool, count: int, keys: tuple[bytes, ...]) -> PageTable:
-        """``count`` pages: those published under the beginning of ``keys``, the rest blank.
+        """``count`` pages: those published under a prefix of ``keys``, and blank ones.
 
-        ``ValueError``, with nothing taken, where there are too few.
+        Raises ``ValueError``, without allocating any, if there are too few.
         """
         shared = pool.share(keys)
         try:
@@ -32,7 +32,7 @@ class PageTable:
             raise
 
     def trimmed(self, pool: PagePool, count: int) -> PageTable:
-        """The first ``count`` pages; the others are given back."""
+        """The first ``count`` pages; the others are released."""
         pool.release(self.ids[count:])
         return replace(self, ids=self.ids[:count])
 

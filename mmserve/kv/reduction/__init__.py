@@ -1,4 +1,4 @@
-"""Reductions of K/V by name, and the one that a request asks for."""
+"""K/V reductions (eviction policies) by name, and the one of a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ REDUCTIONS: dict[str, Callable[..., Reduction]] = {
 
 
 def reduction_of(request: Request) -> Reduction | None:
-    """The request's reduction, if it asks for one; ``InvalidArgument`` for an unknown name or a wrong number."""
+    """The request's reduction; None if it has none. Raises ``InvalidArgument`` for an unknown name or an invalid
+    number."""
     asked = request.kv_reduction
     if asked is None:
         return None

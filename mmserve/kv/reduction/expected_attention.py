@@ -1,7 +1,7 @@
-"""Expected attention (arXiv 2510.00636): what queries to come will attend to, if they are like those that were.
+"""Expected attention (arXiv 2510.00636): the attention of future queries, estimated from past ones.
 
-Queries are taken to be normal, with the mean and the covariance of those noted, turned to the positions ahead on
-average; the weight that they give to a key is then known. It counts by the norm of the value that it brings.
+Queries are assumed to be normally distributed, with the mean and covariance of those observed, rotated to the future
+positions on average; that gives the expected attention to a key. It is weighted by the norm of the value.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mmserve.kv.reduction.base import Budgeted, LayerView, Signal, best, check_b
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(numbers.ExpectedAttention, Budgeted):
-    """``budget`` positions, the first ``sinks`` among them; queries are expected at the next ``future`` positions.
+    """Keeps ``budget`` positions, including the first ``sinks``; queries are expected at the next ``future`` positions.
 
-    The first ``sinks`` queries, which are unlike all others, do not count.
+    The first ``sinks`` queries are not used, because they differ from all others.
     """
 
     signals: ClassVar[frozenset[Signal]] = frozenset({Signal.QUERIES})
@@ -39,7 +39,7 @@ class ExpectedAttention(numbers.ExpectedAttention, Budgeted):
         return best(F.pad(expected_GL, (self.sinks, 0), value=torch.inf), count)
 
     def _expected(self, view: LayerView) -> Tensor:
-        """The share of attention of each position after the sinks, mean over the heads of a group."""
+        """The expected share of attention of each position after the sinks, mean over the heads of a group."""
         assert view.query_mean_HK is not None and view.query_covariance_HKK is not None
         cos, sin = view.ahead(self.future)
         mean_HK = rotate(view.query_mean_HK, cos, sin)

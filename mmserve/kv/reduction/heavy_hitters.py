@@ -1,4 +1,4 @@
-"""H2O (arXiv 2306.14048): the positions that drew the most attention so far, and the most recent ones."""
+"""H2O (arXiv 2306.14048): the positions that received the most attention so far, and the most recent ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmserve.kv.reduction.base import Budgeted, LayerView, Signal, best
 
 @dataclass(frozen=True, kw_only=True)
 class HeavyHitters(numbers.HeavyHitters, Budgeted):
-    """``budget`` positions, of which the last ``recent`` share (0 to 1) always stays."""
+    """Keeps ``budget`` positions; the last ``recent`` share of them (0 to 1) is always kept."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset({Signal.ATTENTION})
 

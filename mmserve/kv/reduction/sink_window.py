@@ -1,6 +1,6 @@
-"""StreamingLLM (arXiv 2309.17453): the first positions, which draw attention whatever they hold, and the latest ones.
+"""StreamingLLM (arXiv 2309.17453): the first positions (attention sinks), and the latest ones.
 
-The paper counts positions within what is left; here they stay the original ones, so that no key is rotated again.
+The paper renumbers the kept positions; here they stay the original ones, so that no key is rotated again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmserve.kv.reduction.base import Budgeted, LayerView, Signal, check_budget
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWindow(numbers.SinkWindow, Budgeted):
-    """``budget`` positions: the first ``sinks`` and the last others."""
+    """Keeps ``budget`` positions: the first ``sinks`` and the latest ones."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset()
 
@@ -26,7 +26,7 @@ class SinkWindow(numbers.SinkWindow, Budgeted):
         check_budget(self.budget, self.sinks)
 
     def first_query(self, prompt: int) -> int:
-        return prompt  # none is asked
+        return prompt  # no query is observed
 
     def keep(self, view: LayerView, count: int) -> Tensor:
         heads, length = view.visual_GL.shape

@@ -1,6 +1,6 @@
-"""MustDrop's output-aware cache (arXiv 2411.10803): of the visual positions those that the answer attends to stay.
+"""MustDrop's output-aware cache (arXiv 2411.10803): keeps the visual positions that the answer attends to.
 
-What the answer looks at is known once some of it is there: then the others are dropped, once. Text always stays.
+Visual positions are dropped once, after the first answer tokens, by the attention of these. Text is always kept.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mmserve.kv.reduction.base import Held, LayerView, Signal, best
 
 @dataclass(frozen=True, kw_only=True)
 class VisualCache(numbers.VisualCache, Checked):
-    """``budget`` visual positions, by the attention of the queries that made the first ``outputs`` tokens."""
+    """Keeps ``budget`` visual positions, by the attention of the queries of the first ``outputs`` answer tokens."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset({Signal.ATTENTION})
 
     def first_query(self, prompt: int) -> int:
-        return prompt - 1  # the first token of the answer is made at the prompt's last
+        return prompt - 1  # the prompt's last row predicts the first token
 
     def target(self, held: Held) -> int:
         surplus = held.visual - self.budget if held.outputs >= self.outputs else 0

@@ -1,4 +1,4 @@
-"""Rules of reuse by name, and the one that a request asks for."""
+"""Rules for reusing image K/V by name, and the one of a request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REUSES: dict[str, Callable[..., Reuse]] = {
 
 
 def reuse_of(request: Request) -> Reuse | None:
-    """The request's rule, if it asks for one; ``InvalidArgument`` for an unknown name or a wrong number."""
+    """The request's rule; None if it has none. Raises ``InvalidArgument`` for an unknown name or an invalid number."""
     asked = request.image_reuse
     if asked is None:
         return None

@@ -1,7 +1,7 @@
-"""The input of a reuse rule for the images of one prompt, and its decision.
+"""The interface of reuse rules: their input for the images of a prompt, and their decision.
 
-An image's K/V were computed for it alone. A rule selects its positions that are run again in this prompt; the
-others are read as they are.
+An image's K/V were computed for it alone. A rule selects the image positions that are recomputed in this prompt; the
+K/V of the others are reused.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from typing import Protocol
 
 import numpy as np
 
-#: A share times a count is this near to a whole number where only rounding keeps it from being one.
+#: Tolerance for rounding errors of a share times a count.
 _ROUNDING = 1e-9
 
 
 class Reuse(Protocol):
-    """One rule with its numbers; it holds no state of a request."""
+    """One rule with its parameters; holds no state of a request."""
 
     @property
     def layers(self) -> int:
-        """How many of the decoder's first layers it must see this prompt in, at least 2; 0 = it looks at nothing."""
+        """The number of the decoder's first layers that must be run on this prompt, at least 2; 0 = none."""
         ...
 
     @property
     def weighed(self) -> bool:
-        """Whether a deviation is of values alone, and counts by the attention that its position draws."""
+        """Whether the deviation is that of values alone, weighted by the attention that the position receives."""
         ...
 
     @property
     def each_step(self) -> int:
-        """How many of the positions that prefill did not run are run beside each pass that decodes."""
+        """The number of positions not run by prefill that each decode pass runs in addition."""
         ...
 
     def count(self, sizes: Sequence[int]) -> int:
-        """How many positions of images of these ``sizes`` are run again, which is known before any is chosen."""
+        """The number of positions that are recomputed, for images of these ``sizes``; known before the selection."""
         ...
 
     def choose(self, sizes: Sequence[int], deviation: np.ndarray) -> np.ndarray:
-        """Which: int64, ascending, counted through all images.
+        """The positions to recompute: int64, ascending, counted through all images.
 
-        ``deviation``: float32, of each position, how far keys and values of the last of its ``layers`` are from what
-        they are in this prompt, squared; where deviations are ``weighed``, how far its values are (the sum of absolute
-        differences) times the attention that all that the prompt sees gives it there. Empty where it looks at nothing.
+        ``deviation``: float32, for each position the squared difference between the reused and this prompt's keys and
+        values in the last of its ``layers``; if ``weighed``, the sum of absolute differences of values times the
+        attention that the position receives there from all rows that attend to it. Empty if ``layers`` is 0.
         """
         ...
 
@@ -54,5 +54,5 @@ def share_of(size: int, share: float) -> int:
 
 
 def largest(deviation: np.ndarray, count: int) -> np.ndarray:
-    """Where the ``count`` largest are: int64, ascending; of equal ones the first."""
+    """The indices of the ``count`` largest: int64, ascending; ties go to the first."""
     return np.sort(np.argsort(-deviation, kind="stable")[:count])

@@ -1,7 +1,7 @@
-"""CacheBlend (arXiv 2405.16444): what this prompt changes most is run again.
+"""CacheBlend (arXiv 2405.16444): recomputes the positions that this prompt changes most.
 
-The paper narrows its choice layer by layer; as in its authors' LMCache, one layer decides here for all that follow.
-It is the second unless more are asked for: the later it is, the better it knows, and the more is run.
+The paper narrows the selection layer by layer; as in its authors' LMCache, one layer here decides for all later ones.
+By default that is the second layer: a later one selects better, but more layers must be run for all positions.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mmserve.kv.reuse.base import largest, share_of
 
 @dataclass(frozen=True, kw_only=True)
 class Blend(numbers.Blend, Checked):
-    """The ``recompute`` share of all images' positions with the largest deviation at the last of ``layers``, the first
-    of the decoder, all of whose K/V are those of this prompt; of equal ones the first."""
+    """The share ``recompute`` of all images' positions with the largest deviation at the last of the first ``layers``
+    layers; in those layers, the K/V of all positions are recomputed. Ties go to the first position."""
 
     weighed: ClassVar[bool] = False
     each_step: ClassVar[int] = 0

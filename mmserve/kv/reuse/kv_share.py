@@ -1,14 +1,15 @@
-"""KVShare (arXiv 2503.16525, version 2): what counts is what a deviation does to the output of attention, in the prompt
-and then, token by token, in its answer ("dual-stage high deviation").
+"""KVShare (arXiv 2503.16525, version 2): positions are scored by the effect of their deviation on the attention output,
+in the prompt and then in each decode step ("dual-stage high deviation").
 
-The paper's rule: a position's score is the attention that it draws, a column of the matrix summed, times how far its
-values are off (L1); keys would choose nearly the same. In prefill a share with the highest scores is run again. At each
-step of decoding scores are taken again, with the attention of the token at hand, and a few more positions are run (3 in
-its measurements): tokens take longer.
-What is decided here: one layer scores for all, as in ``Blend``; heads are summed before the product; what was run is
-not run again. Which rows a pass runs is fixed before it, so those beside a token are what the token before it attended
-to, and those beside the first one have the highest scores that prefill left. In masked diffusion it is what those
-positions attended to that the pass before proposed tokens for, mostly all that are masked in the block.
+The paper's rule: a position's score is the attention that it receives (a column sum of the attention matrix) times the
+deviation of its values (L1); keys would give nearly the same selection. In prefill the share with the highest scores is
+recomputed. In each decode step the scores are computed again with the attention of the current token, and a few more
+positions are recomputed (3 in its measurements), which makes steps slower.
+
+Decided here: one layer scores for all, as in ``Blend``; heads are summed before the product; a position is recomputed
+only once. The rows of a pass are fixed before it, so positions are selected by the attention of the previous token, and
+for the first token by the highest scores that prefill left. In masked diffusion, the attention is that of the positions
+for which the previous pass made candidates, usually all masked ones of the block.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from mmserve.kv.reuse.base import largest, share_of
 
 @dataclass(frozen=True, kw_only=True)
 class KvShare(numbers.KvShare, Checked):
-    """The ``recompute`` share of all images' positions with the highest scores at the last of ``layers``, and then
-    ``each_step`` more in every pass that decodes, until all were run; of equal ones the first."""
+    """The share ``recompute`` of all images' positions with the highest scores at the last of ``layers``, and
+    ``each_step`` more in every decode pass, until all were recomputed; ties go to the first position."""
 
     weighed: ClassVar[bool] = True
 

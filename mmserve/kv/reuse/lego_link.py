@@ -1,5 +1,5 @@
-"""EPIC's LegoLink (arXiv 2410.15332): the first positions of an image that was run alone drew attention as the first of
-everything, which they are not here; they are run again."""
+"""EPIC's LegoLink (arXiv 2410.15332): recomputes the first positions of each image: computed alone, they were attention
+sinks, which they are not in this prompt."""
 
 from __future__ import annotations
 

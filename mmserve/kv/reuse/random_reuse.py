@@ -15,7 +15,7 @@ from mmserve.kv.reuse.base import share_of
 
 @dataclass(frozen=True, kw_only=True)
 class RandomReuse(numbers.RandomReuse, Checked):
-    """The ``recompute`` share of all images' positions, drawn by ``seed``."""
+    """The share ``recompute`` of all images' positions, drawn at random with ``seed``."""
 
     layers: ClassVar[int] = 0
     weighed: ClassVar[bool] = False

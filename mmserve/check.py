@@ -1,4 +1,4 @@
-"""Whether a configuration could be served, found out in seconds: nothing listens, and no weights are read."""
+"""Whether a configuration could be served, found out in seconds: nothing listens; of weights, only adapters' are read."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def check(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
     """Findings about a configuration as nested mappings, read from ``source``; every problem, not only the first.
 
     The tables, the ports, the certificates, the folders of caches, the schedulers, and every model's files:
-    ``config.json``, tokenizer, chat template, and names, shapes and dtypes of all tensors. A model of the hub is named
-    as not checked.
+    ``config.json``, tokenizer, chat template, names, shapes and dtypes of all tensors, and its adapters. A model of the
+    hub is named as not checked.
     """
     problems, sound = _settle(data, source)
     yield from (Finding("configuration", problem) for problem in problems)
@@ -189,6 +189,7 @@ def _model(model: ModelConfig, config: Config) -> Iterator[Finding]:
     if model.path.startswith(HUB) or model.companion.startswith(HUB):
         yield Finding(f"{part} (not checked: it is on the hub)")
         return
-    from mmserve.models.registry import check_model  # imports torch, which takes seconds
+    from mmserve.models.adapters import check_adapters  # imports torch, which takes seconds
+    from mmserve.models.registry import sketch_model
 
-    yield from findings(part, lambda: check_model(model))
+    yield from findings(part, lambda: check_adapters(sketch_model(model), config.engine.adapter_bytes))

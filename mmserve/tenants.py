@@ -95,12 +95,17 @@ def check_tenants(tenants: Sequence[TenantConfig], source: str) -> None:
                 f"{where} name must be 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first, not "
                 f"{tenant.name!r}"
             )
-        if tenant.name in names or re.fullmatch(r"token-\d+", tenant.name):
+        if tenant.name in names or is_plain(tenant.name):
             taken = "an entry above has it" if tenant.name in names else "entries of auth_tokens are called so"
             raise ConfigError(f"{where} name must be another than {tenant.name!r}: {taken}")
         names.add(tenant.name)
         if bool(tenant.token_file) == bool(tenant.token_env):
             raise ConfigError(f"{where} ({tenant.name}) needs either token_file or token_env")
+
+
+def is_plain(tenant: str) -> bool:
+    """Whether a tenant of this name is an entry of ``auth_tokens``."""
+    return re.fullmatch(r"token-\d+", tenant) is not None
 
 
 def is_loopback(host: str) -> bool:

@@ -44,11 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.what == "warm":
             return _warm(arguments, client)
         act = {"pin": client.cache.pin, "unpin": client.cache.unpin, "drop": client.cache.drop}[arguments.what]
-        entries = client.cache.list(asked_model(arguments)).entries
+        model = asked_model(arguments)
+        entries = client.cache.list(model).entries
         chosen = _chosen(entries, arguments.names)
         if not chosen:
             raise NotFound(f"no entry begins with {' or '.join(arguments.names)}; `mmserve cache list` lists them")
-        found = act(chosen)
+        found = act(chosen, model=model)
     print_json({"blocks": found}) if arguments.json else print(f"{arguments.what}: {found} blocks")
     return 0 if found else 1
 
@@ -60,7 +61,9 @@ def _list(arguments: argparse.Namespace, client: Client) -> int:
         return 0
     for each in found.entries:
         sizes = ", ".join(f"{tier} {each.sizes[tier] / 1e6:.2f} MB" for tier in TIERS if each.sizes.get(tier))
-        notes = "".join([", pinned" * each.pinned, f", of {each.tenant}" if each.tenant else ""])
+        notes = "".join(
+            [", pinned" * each.pinned, ", stale" * each.stale, f", of {each.tenant}" if each.tenant else ""]
+        )
         notes += f", on {', '.join(each.workers)}" if each.workers else ""
         print(f"{each.id[:16]} {each.kind} of {each.model}: {each.tokens} tokens, {sizes}, {each.hits} hits{notes}")
     total = ", ".join(f"{tier} {found.sizes[tier] / 1e6:.2f} MB" for tier in TIERS if found.sizes.get(tier))
@@ -80,4 +83,4 @@ def _warm(arguments: argparse.Namespace, client: Client) -> int:
 
 def _chosen(entries: Sequence[CacheEntry], names: Sequence[str]) -> list[str]:
     """The ids that begin like one of ``names``."""
-    return [entry.id for entry in entries if any(entry.id.startswith(name) for name in names)]
+    return list(dict.fromkeys(entry.id for entry in entries if any(entry.id.startswith(name) for name in names)))

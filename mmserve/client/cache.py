@@ -26,7 +26,11 @@ class Warmed:
 
 
 class Cache:
-    """The caches of a server. ``call(stub's method name, message, timeout)`` makes a call."""
+    """The caches of a server. ``call(stub's method name, message, timeout)`` makes a call.
+
+    ``pin``, ``unpin`` and ``drop`` change entries of ``model`` only; without it, an id that several models have raises
+    ``InvalidArgument``.
+    """
 
     def __init__(self, call: Callable[[str, Any, float | None], Any]) -> None:
         self._call = call
@@ -35,17 +39,17 @@ class Cache:
         """What is kept, the largest entries first: the caller's own, or all where its token is an admin's."""
         return _listing(self._call("ListEntries", _asked(model, kind), timeout))
 
-    def pin(self, ids: Sequence[str], *, timeout: float | None = None) -> int:
+    def pin(self, ids: Sequence[str], *, model: str = "", timeout: float | None = None) -> int:
         """Keep entries whatever else comes; how many blocks that are. Needs an admin's token."""
-        return int(self._call("PinEntries", pb.PinEntriesRequest(ids=ids), timeout).blocks)
+        return int(self._call("PinEntries", pb.PinEntriesRequest(ids=ids, model=model), timeout).blocks)
 
-    def unpin(self, ids: Sequence[str], *, timeout: float | None = None) -> int:
+    def unpin(self, ids: Sequence[str], *, model: str = "", timeout: float | None = None) -> int:
         """Let entries go when there is no room; how many blocks that are. Needs an admin's token."""
-        return int(self._call("UnpinEntries", pb.UnpinEntriesRequest(ids=ids), timeout).blocks)
+        return int(self._call("UnpinEntries", pb.UnpinEntriesRequest(ids=ids, model=model), timeout).blocks)
 
-    def drop(self, ids: Sequence[str], *, timeout: float | None = None) -> int:
+    def drop(self, ids: Sequence[str], *, model: str = "", timeout: float | None = None) -> int:
         """Forget entries; how many blocks that were. Needs an admin's token."""
-        return int(self._call("DropEntries", pb.DropEntriesRequest(ids=ids), timeout).blocks)
+        return int(self._call("DropEntries", pb.DropEntriesRequest(ids=ids, model=model), timeout).blocks)
 
     def warm(
         self,
@@ -70,17 +74,17 @@ class AsyncCache:
         """As ``Cache.list``."""
         return _listing(await self._call("ListEntries", _asked(model, kind), timeout))
 
-    async def pin(self, ids: Sequence[str], *, timeout: float | None = None) -> int:
+    async def pin(self, ids: Sequence[str], *, model: str = "", timeout: float | None = None) -> int:
         """As ``Cache.pin``."""
-        return int((await self._call("PinEntries", pb.PinEntriesRequest(ids=ids), timeout)).blocks)
+        return int((await self._call("PinEntries", pb.PinEntriesRequest(ids=ids, model=model), timeout)).blocks)
 
-    async def unpin(self, ids: Sequence[str], *, timeout: float | None = None) -> int:
+    async def unpin(self, ids: Sequence[str], *, model: str = "", timeout: float | None = None) -> int:
         """As ``Cache.unpin``."""
-        return int((await self._call("UnpinEntries", pb.UnpinEntriesRequest(ids=ids), timeout)).blocks)
+        return int((await self._call("UnpinEntries", pb.UnpinEntriesRequest(ids=ids, model=model), timeout)).blocks)
 
-    async def drop(self, ids: Sequence[str], *, timeout: float | None = None) -> int:
+    async def drop(self, ids: Sequence[str], *, model: str = "", timeout: float | None = None) -> int:
         """As ``Cache.drop``."""
-        return int((await self._call("DropEntries", pb.DropEntriesRequest(ids=ids), timeout)).blocks)
+        return int((await self._call("DropEntries", pb.DropEntriesRequest(ids=ids, model=model), timeout)).blocks)
 
     async def warm(
         self,

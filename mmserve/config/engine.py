@@ -25,7 +25,9 @@ class EngineConfig:
         "one thread for each stage, or one thread for all stages",
     )
     torch_threads: int = value(
-        0, _AUTO, "threads of torch for each stage; auto = the cores divided by the number of stage threads"
+        0,
+        at_least(0, meaning="auto", most=1024),
+        "threads of torch for each stage; auto = the cores divided by the number of stage threads",
     )
     max_queued: int = value(256, _COUNT, "samples waiting to start; one more is refused with RESOURCE_EXHAUSTED")
     max_wait_seconds: float = value(

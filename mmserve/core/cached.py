@@ -42,7 +42,10 @@ class Label:
 
 @dataclass(frozen=True)
 class Block:
-    """One block in one tier; ``size``: bytes, ``hits``: number of lookups by this process that found it."""
+    """One block in one tier; ``size``: bytes, ``hits``: number of lookups by this process that found it.
+
+    ``stale``: the key of a value that no request can use, as other weights, settings or libraries made it; else empty.
+    """
 
     label: Label
     tier: Tier
@@ -50,6 +53,7 @@ class Block:
     hits: int = 0
     pinned: bool = False
     worker: str = ""  # the worker that holds it, if there are several
+    stale: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class CacheEntry:
 
     ``id``: for a prefix, the name of its last page. ``tokens``: of the whole prefix. ``sizes``: bytes in each tier;
     pages shared by several prefixes count for each. ``hits``: of its last page, by this process. ``pinned``: never
-    evicted, in at least one tier. ``workers``: those that hold its last page.
+    evicted, in at least one tier. ``workers``: those that hold its last page. ``stale``: no request can use it, as
+    other weights, settings or libraries made it.
     """
 
     id: str
@@ -70,6 +75,7 @@ class CacheEntry:
     hits: int = 0
     pinned: bool = False
     workers: tuple[str, ...] = ()
+    stale: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,8 @@ def _entry(name: str, by_name: Mapping[str, Sequence[Block]]) -> CacheEntry:
     label, pinned = copies[0].label, any(copy.pinned for copy in copies)
     workers = tuple(sorted({copy.worker for copy in copies} - {""}))
     hits = sum(copy.hits for copy in copies)
-    return CacheEntry(name, label.kind, label.model, label.tenant, tokens, dict(total), hits, pinned, workers)
+    stale = all(copy.stale for copy in copies)
+    return CacheEntry(name, label.kind, label.model, label.tenant, tokens, dict(total), hits, pinned, workers, stale)
 
 
 def named(blocks: Iterable[Block], wanted: Sequence[str]) -> list[str]:
@@ -158,9 +165,12 @@ def _by_name(blocks: Iterable[Block]) -> dict[str, list[Block]]:
 def _sizes(copies: Iterable[Block]) -> Counter[Tier]:
     """Bytes by tier, summed over workers' copies, except on disk, which the workers of a host share."""
     total: Counter[Tier] = Counter()
+    files: dict[str, int] = {}
     for copy in copies:
         if copy.tier == "disk":
-            total["disk"] = max(total["disk"], copy.size)
+            files[copy.stale] = max(files.get(copy.stale, 0), copy.size)
         else:
             total[copy.tier] += copy.size
+    if files:
+        total["disk"] = sum(files.values())
     return total

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import torch
@@ -66,11 +66,11 @@ class Fetched:
 
 
 class PrefixTier:
-    """The pages of one model's ``store`` in ``cache``, which engines share. Thread-safe, except for ``save`` and
+    """The pages of a ``model``'s ``store`` in ``cache``, which engines share. Thread-safe, except for ``save`` and
     ``restore``: their pages must not change meanwhile."""
 
-    def __init__(self, store: KVStore, cache: TensorCache, made_by: bytes) -> None:
-        self.cache, self._store, self._made_by = cache, store, made_by
+    def __init__(self, model: str, store: KVStore, cache: TensorCache, made_by: bytes) -> None:
+        self.cache, self._model, self._store, self._made_by = cache, model, store, made_by
         self.page_size = store.page_size
         page = store.read_pages(np.zeros(1, np.int64))  # any page
         self._form = {name: (*tensor.shape, tensor.dtype) for name, tensor in page.items()}
@@ -130,22 +130,29 @@ class PrefixTier:
         return count
 
     def blocks(self) -> list[Block]:
-        """The cached blocks of this model."""
-        return [block for key, block in self.cache.blocks() if key == self._key_of(block.label)]
+        """The cached blocks under the model's name, including those of earlier weights or settings (``stale``)."""
+        found: list[Block] = []
+        for key, block in self.cache.blocks():
+            if block.label.kind == "prefix" and block.label.model == self._model:
+                current = key == self._key(bytes.fromhex(block.label.name))
+                found.append(block if current else replace(block, stale=key.hex()))
+        return found
 
     def pin(self, names: Sequence[str], pinned: bool) -> int:
-        """See ``TensorCache.pin``; by names of blocks."""
-        return self.cache.pin([self._key(bytes.fromhex(name)) for name in names], pinned)
+        """See ``TensorCache.pin``; by names of blocks. Stale ones are only unpinned."""
+        found = self.cache.pin([self._key(bytes.fromhex(name)) for name in names], pinned)
+        return found if pinned else found + self.cache.pin(self._stale(names), pinned)
 
     def drop(self, names: Sequence[str]) -> int:
-        """See ``TensorCache.drop``; by names of blocks."""
-        return self.cache.drop([self._key(bytes.fromhex(name)) for name in names])
+        """See ``TensorCache.drop``; by names of blocks, including stale ones."""
+        return self.cache.drop([*(self._key(bytes.fromhex(name)) for name in names), *self._stale(names)])
+
+    def _stale(self, names: Sequence[str]) -> list[bytes]:
+        wanted = set(names)
+        return [bytes.fromhex(block.stale) for block in self.blocks() if block.stale and block.label.name in wanted]
 
     def _key(self, page: bytes) -> bytes:
         return digest(self._made_by, page)
-
-    def _key_of(self, label: Label) -> bytes | None:
-        return self._key(bytes.fromhex(label.name)) if label.kind == "prefix" else None
 
     def _fits(self, entry: Entry) -> bool:
         try:

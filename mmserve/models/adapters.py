@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from mmserve.core.info import AdapterInfo
 from mmserve.core.request import Request, RequestId
 from mmserve.core.samples import samples
@@ -172,6 +174,15 @@ class Adapters:
                 f"the adapters of {self._model.spec.name!r} would take {held + size} bytes, and [engine] adapter_bytes "
                 f"is {self._most}: drop one, or set it higher"
             )
+
+
+def check_adapters(model: Model, most: int) -> None:
+    """Raise ``ConfigError`` where the adapters of a sketched model's checkpoint cannot be loaded in ``most`` bytes."""
+    if isinstance(model, LoadedModel):
+        try:
+            Adapters(replace(model, device=torch.device("cpu")), most=most).load_own()
+        except (InvalidArgument, ResourceExhausted) as error:
+            raise ConfigError(str(error)) from error
 
 
 def key_of(info: AdapterInfo) -> str:

@@ -73,28 +73,24 @@ def load_model(config: ModelConfig) -> Model:
     return _load(config, resolve_device(config.device))
 
 
-def check_model(config: ModelConfig) -> None:
-    """Raise ``ConfigError`` where ``load_model`` would, from the headers of its files: no weights are read."""
-    sketch_model(config)
-
-
 def sketch_model(config: ModelConfig) -> Model:
     """The model that ``load_model`` would load, without weights: on "meta", from the headers of its files.
 
     Weights that are quantised when a model is loaded are here as they are before. Raises ``ConfigError``.
     """
-    resolve_device(config.device)
-    return _load(config, torch.device("meta"))
+    return _load(config, torch.device("meta"), resolve_device(config.device))
 
 
-def _load(config: ModelConfig, device: torch.device) -> Model:
+def _load(config: ModelConfig, device: torch.device, intended: torch.device | None = None) -> Model:
+    """The model on ``device``, in the dtype for the ``intended`` device (default: the same)."""
+    intended = intended or device
     folder = _locate(config.path)
     checkpoint = Checkpoint.open(folder, Stretch(config.positions, config.rope_scaling))
     checkpoint.weights.leave(*config.unused_tensors)
     load = loader(checkpoint)
     target = Target(
         name=served_name(config),
-        dtype=_resolve_dtype(config.dtype, checkpoint, device),
+        dtype=_resolve_dtype(config.dtype, checkpoint, intended),
         device=device,
         hub=config.path.startswith(HUB),
     )
@@ -112,7 +108,7 @@ def _load(config: ModelConfig, device: torch.device) -> Model:
         )
     if not config.companion:
         return model
-    return accompany(model, _load(ModelConfig(path=config.companion, dtype=config.dtype), device))
+    return accompany(model, _load(ModelConfig(path=config.companion, dtype=config.dtype), device, intended))
 
 
 def _quantize(model: Model, kind: str) -> None:

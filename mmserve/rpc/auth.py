@@ -15,7 +15,7 @@ from mmserve.core.tenant import ANONYMOUS, Tenant
 from mmserve.errors import Unauthenticated
 from mmserve.observe import calls
 from mmserve.rpc.status import abort
-from mmserve.tenants import Accepted, token_digest
+from mmserve.tenants import Accepted, is_plain, token_digest
 
 logger = logging.getLogger("mmserve.rpc")
 
@@ -38,7 +38,10 @@ def check_admin(what: str, tenant: Tenant | None = None) -> None:
     """Raise ``Unauthenticated`` where ``tenant``, by default the call's, may not do ``what``."""
     tenant = tenant or current_tenant()
     if not tenant.admin:
-        raise Unauthenticated(f"the tenant {tenant.name!r} may not {what}: it needs admin = true")
+        how = "it needs admin = true in [[tenants]]"
+        if is_plain(tenant.name):
+            how += ", which a token of [server] auth_tokens has not: add an entry with token_file or token_env"
+        raise Unauthenticated(f"the tenant {tenant.name!r} may not {what}: {how}")
 
 
 class BearerAuth(grpc.aio.ServerInterceptor):

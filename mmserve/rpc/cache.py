@@ -13,7 +13,7 @@ from typing import Any
 from mmserve.core.cached import Block, listing
 from mmserve.core.events import Finished
 from mmserve.core.request import Streaming
-from mmserve.errors import MMServeError, Unimplemented
+from mmserve.errors import InvalidArgument, MMServeError, Unimplemented
 from mmserve.observe import calls
 from mmserve.rpc.auth import check_admin, current_tenant
 from mmserve.rpc.engines import EngineLike, Engines, KeptLike, kept_of
@@ -48,19 +48,19 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     @handler
     async def PinEntries(self, message: pb.PinEntriesRequest, context: Any) -> pb.PinEntriesResponse:
         """Keep entries whatever else comes."""
-        return pb.PinEntriesResponse(blocks=await self._pin(list(message.ids), pinned=True))
+        return pb.PinEntriesResponse(blocks=await self._pin(message, pinned=True))
 
     @handler
     async def UnpinEntries(self, message: pb.UnpinEntriesRequest, context: Any) -> pb.UnpinEntriesResponse:
         """Let entries go when there is no room for them."""
-        return pb.UnpinEntriesResponse(blocks=await self._pin(list(message.ids), pinned=False))
+        return pb.UnpinEntriesResponse(blocks=await self._pin(message, pinned=False))
 
     @handler
     async def DropEntries(self, message: pb.DropEntriesRequest, context: Any) -> pb.DropEntriesResponse:
         """Forget entries."""
         check_admin("pin or drop cache entries")
         ids = list(message.ids)
-        dropped = [await asyncio.to_thread(_kept(each).drop, ids) for each in self._engines.any_ready()]
+        dropped = [await asyncio.to_thread(_kept(each).drop, ids) for each in await self._of(ids, message.model)]
         logger.info("dropped %d blocks of %d cache entries", sum(dropped), len(ids))
         return pb.DropEntriesResponse(blocks=sum(dropped))
 
@@ -109,10 +109,29 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         found = [block for each in engines for block in await asyncio.to_thread(_kept(each).blocks)]
         return found if tenant.admin else [block for block in found if block.label.tenant == tenant.cache]
 
-    async def _pin(self, ids: list[str], *, pinned: bool) -> int:
+    async def _pin(self, message: pb.PinEntriesRequest | pb.UnpinEntriesRequest, *, pinned: bool) -> int:
         check_admin("pin or drop cache entries")
-        found = [await asyncio.to_thread(_kept(each).pin, ids, pinned) for each in self._engines.any_ready()]
-        return sum(found)
+        ids = list(message.ids)
+        return sum(
+            [await asyncio.to_thread(_kept(each).pin, ids, pinned) for each in await self._of(ids, message.model)]
+        )
+
+    async def _of(self, ids: Sequence[str], model: str) -> list[EngineLike]:
+        """The engines whose entries ``ids`` are: that of ``model``, or all where it is empty.
+
+        Raises ``InvalidArgument`` for an id that several models have, as one of an equal prompt is the same for each.
+        """
+        if model:
+            return [self._engines.find(model)]
+        engines = self._engines.any_ready()
+        if len(engines) > 1:
+            models: dict[str, set[str]] = {}
+            for block in await self._blocks(engines):
+                models.setdefault(block.label.name, set()).add(block.label.model)
+            for i, each in enumerate(ids):
+                if len(found := models.get(each, ())) > 1:
+                    raise InvalidArgument.of(f"ids[{i}]", f"is an entry of {' and of '.join(sorted(found))}: set model")
+        return engines
 
 
 def _kept(engine: EngineLike) -> KeptLike:

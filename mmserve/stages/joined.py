@@ -76,7 +76,11 @@ class Stages:
         shares = self.encoding.summaries.shares and caches.prefix.room > 0
         made_by = decoder_digest(model) if shares and isinstance(model, LoadedModel) else b""
         self.decoder: Any = decoder_for(model, engine, offered, caches.kv, self.adapters)
-        self.tier = PrefixTier(self.store, caches.prefix, fingerprint(made_by, engine, self.store)) if made_by else None
+        self.tier = (
+            PrefixTier(model.spec.name, self.store, caches.prefix, fingerprint(made_by, engine, self.store))
+            if made_by
+            else None
+        )
         self.prefilling = PrefillStage(
             model, self.decoder, self.encoding.summaries, self.to_prefill, self.to_decode, self.tier, max_tokens=most
         )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from mmserve.v1 import generation_pb2 as mmserve_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16mmserve/v1/cache.proto\x12\nmmserve.v1\x1a\x1bmmserve/v1/generation.proto\"\xfb\x01\n\nCacheEntry\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.mmserve.v1.CacheKind\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0e\n\x06tokens\x18\x05 \x01(\x04\x12\x30\n\x05sizes\x18\x06 \x03(\x0b\x32!.mmserve.v1.CacheEntry.SizesEntry\x12\x0c\n\x04hits\x18\x07 \x01(\x04\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12\x0f\n\x07workers\x18\t \x03(\t\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"H\n\x12ListEntriesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.mmserve.v1.CacheKind\"\xa7\x01\n\x13ListEntriesResponse\x12\'\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x16.mmserve.v1.CacheEntry\x12\x39\n\x05sizes\x18\x02 \x03(\x0b\x32*.mmserve.v1.ListEntriesResponse.SizesEntry\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\" \n\x11PinEntriesRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\"$\n\x12PinEntriesResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"\"\n\x13UnpinEntriesRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\"&\n\x14UnpinEntriesResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"!\n\x12\x44ropEntriesRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\"%\n\x13\x44ropEntriesResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"H\n\x0bWarmRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.mmserve.v1.GenerateRequest\x12\x0b\n\x03pin\x18\x02 \x01(\x08\"_\n\x0cWarmResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\rvisual_tokens\x18\x03 \x01(\r\x12\n\n\x02id\x18\x04 \x01(\t*U\n\tCacheKind\x12\x1a\n\x16\x43\x41\x43HE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x41\x43HE_KIND_PREFIX\x10\x01\x12\x15\n\x11\x43\x41\x43HE_KIND_VISUAL\x10\x02\x32\x89\x03\n\x0c\x43\x61\x63heService\x12N\n\x0bListEntries\x12\x1e.mmserve.v1.ListEntriesRequest\x1a\x1f.mmserve.v1.ListEntriesResponse\x12K\n\nPinEntries\x12\x1d.mmserve.v1.PinEntriesRequest\x1a\x1e.mmserve.v1.PinEntriesResponse\x12Q\n\x0cUnpinEntries\x12\x1f.mmserve.v1.UnpinEntriesRequest\x1a .mmserve.v1.UnpinEntriesResponse\x12N\n\x0b\x44ropEntries\x12\x1e.mmserve.v1.DropEntriesRequest\x1a\x1f.mmserve.v1.DropEntriesResponse\x12\x39\n\x04Warm\x12\x17.mmserve.v1.WarmRequest\x1a\x18.mmserve.v1.WarmResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16mmserve/v1/cache.proto\x12\nmmserve.v1\x1a\x1bmmserve/v1/generation.proto\"\x8a\x02\n\nCacheEntry\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.mmserve.v1.CacheKind\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0e\n\x06tokens\x18\x05 \x01(\x04\x12\x30\n\x05sizes\x18\x06 \x03(\x0b\x32!.mmserve.v1.CacheEntry.SizesEntry\x12\x0c\n\x04hits\x18\x07 \x01(\x04\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12\x0f\n\x07workers\x18\t \x03(\t\x12\r\n\x05stale\x18\n \x01(\x08\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"H\n\x12ListEntriesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.mmserve.v1.CacheKind\"\xa7\x01\n\x13ListEntriesResponse\x12\'\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x16.mmserve.v1.CacheEntry\x12\x39\n\x05sizes\x18\x02 \x03(\x0b\x32*.mmserve.v1.ListEntriesResponse.SizesEntry\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"/\n\x11PinEntriesRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\x12\r\n\x05model\x18\x02 \x01(\t\"$\n\x12PinEntriesResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"1\n\x13UnpinEntriesRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\x12\r\n\x05model\x18\x02 \x01(\t\"&\n\x14UnpinEntriesResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"0\n\x12\x44ropEntriesRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\x12\r\n\x05model\x18\x02 \x01(\t\"%\n\x13\x44ropEntriesResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"H\n\x0bWarmRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.mmserve.v1.GenerateRequest\x12\x0b\n\x03pin\x18\x02 \x01(\x08\"_\n\x0cWarmResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\rvisual_tokens\x18\x03 \x01(\r\x12\n\n\x02id\x18\x04 \x01(\t*U\n\tCacheKind\x12\x1a\n\x16\x43\x41\x43HE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x41\x43HE_KIND_PREFIX\x10\x01\x12\x15\n\x11\x43\x41\x43HE_KIND_VISUAL\x10\x02\x32\x89\x03\n\x0c\x43\x61\x63heService\x12N\n\x0bListEntries\x12\x1e.mmserve.v1.ListEntriesRequest\x1a\x1f.mmserve.v1.ListEntriesResponse\x12K\n\nPinEntries\x12\x1d.mmserve.v1.PinEntriesRequest\x1a\x1e.mmserve.v1.PinEntriesResponse\x12Q\n\x0cUnpinEntries\x12\x1f.mmserve.v1.UnpinEntriesRequest\x1a .mmserve.v1.UnpinEntriesResponse\x12N\n\x0b\x44ropEntries\x12\x1e.mmserve.v1.DropEntriesRequest\x1a\x1f.mmserve.v1.DropEntriesResponse\x12\x39\n\x04Warm\x12\x17.mmserve.v1.WarmRequest\x1a\x18.mmserve.v1.WarmResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,34 +36,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CACHEENTRY_SIZESENTRY']._serialized_options = b'8\001'
   _globals['_LISTENTRIESRESPONSE_SIZESENTRY']._loaded_options = None
   _globals['_LISTENTRIESRESPONSE_SIZESENTRY']._serialized_options = b'8\001'
-  _globals['_CACHEKIND']._serialized_start=958
-  _globals['_CACHEKIND']._serialized_end=1043
+  _globals['_CACHEKIND']._serialized_start=1018
+  _globals['_CACHEKIND']._serialized_end=1103
   _globals['_CACHEENTRY']._serialized_start=68
-  _globals['_CACHEENTRY']._serialized_end=319
-  _globals['_CACHEENTRY_SIZESENTRY']._serialized_start=275
-  _globals['_CACHEENTRY_SIZESENTRY']._serialized_end=319
-  _globals['_LISTENTRIESREQUEST']._serialized_start=321
-  _globals['_LISTENTRIESREQUEST']._serialized_end=393
-  _globals['_LISTENTRIESRESPONSE']._serialized_start=396
-  _globals['_LISTENTRIESRESPONSE']._serialized_end=563
-  _globals['_LISTENTRIESRESPONSE_SIZESENTRY']._serialized_start=275
-  _globals['_LISTENTRIESRESPONSE_SIZESENTRY']._serialized_end=319
-  _globals['_PINENTRIESREQUEST']._serialized_start=565
-  _globals['_PINENTRIESREQUEST']._serialized_end=597
-  _globals['_PINENTRIESRESPONSE']._serialized_start=599
-  _globals['_PINENTRIESRESPONSE']._serialized_end=635
-  _globals['_UNPINENTRIESREQUEST']._serialized_start=637
-  _globals['_UNPINENTRIESREQUEST']._serialized_end=671
-  _globals['_UNPINENTRIESRESPONSE']._serialized_start=673
-  _globals['_UNPINENTRIESRESPONSE']._serialized_end=711
-  _globals['_DROPENTRIESREQUEST']._serialized_start=713
-  _globals['_DROPENTRIESREQUEST']._serialized_end=746
-  _globals['_DROPENTRIESRESPONSE']._serialized_start=748
-  _globals['_DROPENTRIESRESPONSE']._serialized_end=785
-  _globals['_WARMREQUEST']._serialized_start=787
-  _globals['_WARMREQUEST']._serialized_end=859
-  _globals['_WARMRESPONSE']._serialized_start=861
-  _globals['_WARMRESPONSE']._serialized_end=956
-  _globals['_CACHESERVICE']._serialized_start=1046
-  _globals['_CACHESERVICE']._serialized_end=1439
+  _globals['_CACHEENTRY']._serialized_end=334
+  _globals['_CACHEENTRY_SIZESENTRY']._serialized_start=290
+  _globals['_CACHEENTRY_SIZESENTRY']._serialized_end=334
+  _globals['_LISTENTRIESREQUEST']._serialized_start=336
+  _globals['_LISTENTRIESREQUEST']._serialized_end=408
+  _globals['_LISTENTRIESRESPONSE']._serialized_start=411
+  _globals['_LISTENTRIESRESPONSE']._serialized_end=578
+  _globals['_LISTENTRIESRESPONSE_SIZESENTRY']._serialized_start=290
+  _globals['_LISTENTRIESRESPONSE_SIZESENTRY']._serialized_end=334
+  _globals['_PINENTRIESREQUEST']._serialized_start=580
+  _globals['_PINENTRIESREQUEST']._serialized_end=627
+  _globals['_PINENTRIESRESPONSE']._serialized_start=629
+  _globals['_PINENTRIESRESPONSE']._serialized_end=665
+  _globals['_UNPINENTRIESREQUEST']._serialized_start=667
+  _globals['_UNPINENTRIESREQUEST']._serialized_end=716
+  _globals['_UNPINENTRIESRESPONSE']._serialized_start=718
+  _globals['_UNPINENTRIESRESPONSE']._serialized_end=756
+  _globals['_DROPENTRIESREQUEST']._serialized_start=758
+  _globals['_DROPENTRIESREQUEST']._serialized_end=806
+  _globals['_DROPENTRIESRESPONSE']._serialized_start=808
+  _globals['_DROPENTRIESRESPONSE']._serialized_end=845
+  _globals['_WARMREQUEST']._serialized_start=847
+  _globals['_WARMREQUEST']._serialized_end=919
+  _globals['_WARMRESPONSE']._serialized_start=921
+  _globals['_WARMRESPONSE']._serialized_end=1016
+  _globals['_CACHESERVICE']._serialized_start=1106
+  _globals['_CACHESERVICE']._serialized_end=1499
 # @@protoc_insertion_point(module_scope)

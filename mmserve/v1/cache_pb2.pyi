@@ -18,7 +18,7 @@ CACHE_KIND_PREFIX: CacheKind
 CACHE_KIND_VISUAL: CacheKind
 
 class CacheEntry(_message.Message):
-    __slots__ = ("id", "kind", "model", "tenant", "tokens", "sizes", "hits", "pinned", "workers")
+    __slots__ = ("id", "kind", "model", "tenant", "tokens", "sizes", "hits", "pinned", "workers", "stale")
     class SizesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class CacheEntry(_message.Message):
     HITS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
     id: str
     kind: CacheKind
     model: str
@@ -44,7 +45,8 @@ class CacheEntry(_message.Message):
     hits: int
     pinned: bool
     workers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, id: _Optional[str] = ..., kind: _Optional[_Union[CacheKind, str]] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., tokens: _Optional[int] = ..., sizes: _Optional[_Mapping[str, int]] = ..., hits: _Optional[int] = ..., pinned: bool = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
+    stale: bool
+    def __init__(self, id: _Optional[str] = ..., kind: _Optional[_Union[CacheKind, str]] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., tokens: _Optional[int] = ..., sizes: _Optional[_Mapping[str, int]] = ..., hits: _Optional[int] = ..., pinned: bool = ..., workers: _Optional[_Iterable[str]] = ..., stale: bool = ...) -> None: ...
 
 class ListEntriesRequest(_message.Message):
     __slots__ = ("model", "kind")
@@ -70,10 +72,12 @@ class ListEntriesResponse(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[CacheEntry, _Mapping]]] = ..., sizes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PinEntriesRequest(_message.Message):
-    __slots__ = ("ids",)
+    __slots__ = ("ids", "model")
     IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    model: str
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PinEntriesResponse(_message.Message):
     __slots__ = ("blocks",)
@@ -82,10 +86,12 @@ class PinEntriesResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class UnpinEntriesRequest(_message.Message):
-    __slots__ = ("ids",)
+    __slots__ = ("ids", "model")
     IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    model: str
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class UnpinEntriesResponse(_message.Message):
     __slots__ = ("blocks",)
@@ -94,10 +100,12 @@ class UnpinEntriesResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class DropEntriesRequest(_message.Message):
-    __slots__ = ("ids",)
+    __slots__ = ("ids", "model")
     IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    model: str
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class DropEntriesResponse(_message.Message):
     __slots__ = ("blocks",)

@@ -31,6 +31,7 @@ def from_entry(message: pb.CacheEntry) -> CacheEntry:
         message.hits,
         message.pinned,
         tuple(message.workers),
+        message.stale,
     )
 
 

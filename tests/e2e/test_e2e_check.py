@@ -106,6 +106,11 @@ def test_a_model_is_checked_by_its_files_headers(tmp_path: Path, capsys: pytest.
     assert "tokenizer" in parts["model tokenizer"]
 
 
+def test_adapters_that_need_more_memory_than_they_may_take(capsys: pytest.CaptureFixture[str]) -> None:
+    ok, parts = checked(capsys, "--model", "bundled", "--set", "engine.adapter_bytes=1000000")
+    assert not ok and "[engine] adapter_bytes is 1000000: drop one, or set it higher" in parts["model bundled"]
+
+
 def test_json_is_for_a_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--json", "--set", "server.port=0"]) == 1
     assert "--log-format json" in capsys.readouterr().err

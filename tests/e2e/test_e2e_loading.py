@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_helpers import PATIENCE, gated, serving, settings, wait_for
+from e2e_helpers import PATIENCE, command_here, gated, serving, settings, wait_for
 from forked import forked
 from llama_checkpoints import llama, save
 
@@ -167,7 +167,7 @@ def test_requests_that_take_too_long_fail(server: BackgroundServer, monkeypatch:
 def test_memory_is_known_before_and_given_back(server: BackgroundServer, folder: Path) -> None:
     """A model of 100 MB: what it needs is said to the byte, and what it took is free again."""
     wide = llama(4, 4, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, initializer_range=0.01)
-    save(wide, folder / "allowed/wide")
+    save(wide.bfloat16(), folder / "allowed/wide")  # loaded as fp32 on a CPU
     weights = sum(parameter.numel() * 4 for parameter in wide.parameters())
     del wide
     entry = ModelConfig(path=str(folder / "allowed/wide"))
@@ -252,6 +252,24 @@ def test_pins_of_a_model_that_is_unloaded_take_no_room_from_others(server: Backg
         [entry] = [entry for entry in client.cache.list().entries if entry.id == other.id]
         assert entry.pinned and entry.sizes["host"] == entry.sizes["pages"], "all of its pages"
         client.cache.drop([other.id])
+
+
+def test_entries_of_one_model_are_changed_where_another_has_them_too(server: BackgroundServer) -> None:
+    with Client(server.address, timeout=PATIENCE) as client:
+        client.load_model("red")
+        [name] = {client.cache.warm(TEXT * 5, model=model).id for model in ("base", "red")}
+        for change in (client.cache.pin, client.cache.unpin, client.cache.drop):
+            with pytest.raises(InvalidArgument, match=r"ids\[1\]: is an entry of base and of red: set model"):
+                change(["00", name])
+        pages = client.cache.pin([name], model="red")
+        assert {entry.model: entry.pinned for entry in client.cache.list().entries} == {"base": False, "red": True}
+        done = command_here("cache", "drop", name[:12], "--server", server.address, "--model", "red")
+        assert (done.stdout, client.cache.list("red").entries) == (f"drop: {pages} blocks\n", ())
+        assert [entry.id for entry in client.cache.list().entries] == [name]
+        with pytest.raises(NotFound, match="no model 'blue' here"):
+            client.cache.drop([name], model="blue")
+        client.unload_model("red")
+        assert client.cache.drop([name]) == pages
 
 
 def test_a_model_goes_only_where_another_one_serves(server: BackgroundServer) -> None:

@@ -180,6 +180,28 @@ def test_entries_are_listed_pinned_and_dropped(bench: Make, causal: LoadedModel,
     b.await_nothing_left()
 
 
+def test_pinned_files_of_other_settings_are_listed_unpinned_and_dropped(
+    bench: Make, causal: LoadedModel, tmp_path: Path
+) -> None:
+    asked = ask("first", LONG, max_new_tokens=2, recompute=LAST)
+    for chunk in (16, 32):
+        made = bench(causal, cache=caches(on_disk(tmp_path)), prefill_tokens=chunk)
+        made.ask(asked)
+        [name] = {entry.id for entry in listing(made.engine.kept.blocks()).entries}
+        pages = made.engine.kept.pin([name], pinned=True)
+        [entry] = listing(made.engine.kept.blocks()).entries
+        assert (entry.pinned, entry.stale) == (True, False) and pages > 0
+    files = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert entry.sizes["disk"] == files, "of both"
+    other = bench(causal, cache=caches(on_disk(tmp_path)), prefill_tokens=48).engine.kept
+    [stale] = listing(other.blocks()).entries
+    assert (stale.id, stale.pinned, stale.stale, stale.sizes) == (name, True, True, {"disk": files})
+    assert other.pin([name], pinned=True) == 0, "no request can use it"
+    assert other.pin([name], pinned=False) == 2 * pages and not listing(other.blocks()).entries[0].pinned
+    other.drop([name])
+    assert other.blocks() == [] == list(tmp_path.iterdir())
+
+
 def test_what_others_begin_with_is_not_dropped(bench: Make, causal: LoadedModel) -> None:
     b = bench(causal)
     for i, end in enumerate(("red", "blue and a triangle")):

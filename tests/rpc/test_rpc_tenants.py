@@ -67,6 +67,8 @@ def test_a_tenant_cannot_find_out_what_another_one_uploaded(engine: EchoEngine) 
         assert not upload(address, "alice", b"a picture")
         assert upload(address, "alice", b"a picture")
         assert not upload(address, "bob", b"a picture")
+        with Client(address, token="bob") as bob, pytest.raises(Unauthenticated, match="add an entry with token_file"):
+            bob.cache.drop(["0"])
 
 
 def test_tenants_that_say_so_share_their_uploads(tmp_path: Path, engine: EchoEngine) -> None:

@@ -240,6 +240,12 @@ def test_a_negative_number_where_zero_means_auto_is_refused(key: str) -> None:
         from_mapping({"engine": {key: -1}})
 
 
+def test_more_torch_threads_than_any_machine_has_are_refused() -> None:
+    accepted = r"torch_threads must be at least 0 \(0 = auto\) and at most 1024, not 100000"
+    with pytest.raises(ConfigError, match=accepted):
+        from_mapping({"engine": {"torch_threads": 100_000}})
+
+
 def test_an_unknown_way_to_run_the_stages_is_refused() -> None:
     with pytest.raises(ConfigError, match="stages must be 'threads' or 'inline', not 'processes'"):
         from_mapping({"engine": {"stages": "processes"}})

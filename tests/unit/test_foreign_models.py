@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
-from mmserve.models.registry import check_model
+from mmserve.models.registry import sketch_model
 from mmserve.models.switches import SWITCHES, TEXT
 
 LLAMA = ("llama", "LlamaForCausalLM")
@@ -24,7 +24,7 @@ LLAMA = ("llama", "LlamaForCausalLM")
 
 def check(folder: Path, **options: Any) -> None:
     """What ``mmserve check`` does: everything but reading weights."""
-    check_model(ModelConfig(path=str(folder), device="cpu", **options))
+    sketch_model(ModelConfig(path=str(folder), device="cpu", **options))
 
 
 def extended(folder: Path, **more: torch.Tensor) -> None:

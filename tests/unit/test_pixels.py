@@ -23,7 +23,7 @@ from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.models.checkpoint import write_json
-from mmserve.models.registry import check_model
+from mmserve.models.registry import sketch_model
 
 #: A token's pixels: squares of 2 x 2 patches of 4 x 4.
 TOKEN = 64
@@ -146,10 +146,10 @@ def test_a_folder_with_an_adapter_only(tmp_path: Path, with_config: bool) -> Non
         (tmp_path / "model.safetensors").rename(tmp_path / "adapter_model.safetensors")
     write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": "owner/base", "peft_type": "LORA"})
     with pytest.raises(ConfigError, match=r"holds only an adapter .* of 'owner/base', .* merge_and_unload"):
-        check_model(ModelConfig(path=str(tmp_path), device="cpu"))
+        sketch_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
 def test_an_adapter_beside_a_model_is_no_matter(tmp_path: Path) -> None:
     save(llama(num_hidden_layers=1), tmp_path)
     write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": "owner/base"})
-    check_model(ModelConfig(path=str(tmp_path), device="cpu"))
+    sketch_model(ModelConfig(path=str(tmp_path), device="cpu"))

@@ -21,7 +21,7 @@ from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Weights
 from mmserve.models.quantized import kind_of, why_not
-from mmserve.models.registry import check_model, load_model
+from mmserve.models.registry import load_model, sketch_model
 from mmserve.models.tensor_parts import Slab
 
 DATA = Path(__file__).parent.parent / "data" / "quantised"
@@ -35,7 +35,7 @@ def layers(name: str, tensor: Tensor) -> bool:
 
 def same(packed: Path, plain: Path) -> None:
     made, meant = (load_model(ModelConfig(path=str(f), dtype="float32", device="cpu")) for f in (packed, plain))
-    check_model(ModelConfig(path=str(packed), dtype="float32", device="cpu"))
+    sketch_model(ModelConfig(path=str(packed), dtype="float32", device="cpu"))
     states = [m.decoder.state_dict() for m in (made, meant)]  # type: ignore[union-attr]
     assert states[0].keys() == states[1].keys()
     for name, tensor in states[1].items():

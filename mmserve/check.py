@@ -1,4 +1,4 @@
-"""Whether a configuration could be served, found out in seconds: nothing listens; of weights, only adapters' are read."""
+"""Whether a configuration could be served, known in seconds: nothing listens, and only adapters' weights are read."""
 
 from __future__ import annotations
 

@@ -73,11 +73,11 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
         *,
         wait: bool = True,
         timeout: float | None = None,
-    ) -> None:
+    ) -> int:
         """As ``VideoSession.push``."""
         with self._pushing() as turn:
             data = image if isinstance(image, str) else await asyncio.to_thread(file_bytes, image, "image")
-            await self._push(turn, image_push(data, turn.called if seconds is None else seconds), wait, timeout)
+            return await self._push(turn, image_push(data, turn.called if seconds is None else seconds), wait, timeout)
 
     async def push_segment(
         self,
@@ -87,10 +87,10 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
         init: bytes = b"",
         wait: bool = True,
         timeout: float | None = None,
-    ) -> None:
+    ) -> int:
         """As ``VideoSession.push_segment``."""
         with self._pushing() as turn:
-            await self._push(turn, segment_push(data, start, init), wait, timeout)
+            return await self._push(turn, segment_push(data, start, init), wait, timeout)
 
     async def push_file(
         self,
@@ -111,12 +111,12 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
             end = start + segment.end
         return end
 
-    async def _push(self, turn: Turn, push: Push, wait: bool, timeout: float | None) -> None:
+    async def _push(self, turn: Turn, push: Push, wait: bool, timeout: float | None) -> int:
         turn.size = push.size
         if not self._fits(turn, wait):
             fits = lambda: self._fits(turn, wait)  # noqa: E731
             await self._until(fits, self._limit(timeout), "the server had no room for the push")
-        self._act(lambda: self._state.enqueue(**push.request))
+        return self._act(lambda: self._state.enqueue(**push.request))
 
     # --- questions ---
 

@@ -76,7 +76,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
         *,
         wait: bool = True,
         timeout: float | None = None,
-    ) -> None:
+    ) -> int:
         """Push one image, which is one frame.
 
         image: the bytes of its file, its path, a picture, or a URL that the server may fetch.
@@ -85,11 +85,11 @@ class VideoSession(SessionView["Question", "Alerts"]):
         wait: whether to wait where the server has no room now; False raises ``ResourceExhausted`` instead.
         timeout: seconds to wait at most; default the session's. Raises ``DeadlineExceeded`` after them.
 
-        A push that the server cannot take is reported in ``push_failures``.
+        Returns its index: a push that the server cannot take is reported in ``push_failures`` under it.
         """
         with self._pushing() as turn:
             data = image if isinstance(image, str) else file_bytes(image, "image")
-            self._push(turn, image_push(data, turn.called if seconds is None else seconds), wait, timeout)
+            return self._push(turn, image_push(data, turn.called if seconds is None else seconds), wait, timeout)
 
     def push_segment(
         self,
@@ -99,7 +99,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
         init: bytes = b"",
         wait: bool = True,
         timeout: float | None = None,
-    ) -> None:
+    ) -> int:
         """Push a piece of encoded video that begins with a keyframe (MP4, MPEG-TS, WebM, Matroska, H.264, H.265).
 
         data: its bytes, or a URL that the server may fetch.
@@ -108,7 +108,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
         wait, timeout: as ``push``.
         """
         with self._pushing() as turn:
-            self._push(turn, segment_push(data, start, init), wait, timeout)
+            return self._push(turn, segment_push(data, start, init), wait, timeout)
 
     def push_file(
         self,
@@ -136,11 +136,11 @@ class VideoSession(SessionView["Question", "Alerts"]):
             end = start + segment.end
         return end
 
-    def _push(self, turn: Turn, push: Push, wait: bool, timeout: float | None) -> None:
+    def _push(self, turn: Turn, push: Push, wait: bool, timeout: float | None) -> int:
         with self._changed:
             turn.size = push.size
             self._until(lambda: self._fits(turn, wait), self._limit(timeout), "the server had no room for the push")
-            self._act(lambda: self._state.enqueue(**push.request))
+            return self._act(lambda: self._state.enqueue(**push.request))
 
     def _until(self, so: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait with the lock until ``so()``."""

@@ -40,6 +40,8 @@ logger = logging.getLogger("mmserve.client")
 _CONFIRM_EVERY = 8
 #: Reports of failed pushes that are kept, the newest.
 _FAILURES = 256
+#: Alerts of a standing question that wait to be read, the newest.
+_UNREAD = 1024
 
 
 @dataclass(eq=False)
@@ -66,7 +68,8 @@ class Watching:
     """A standing question: alerts not read yet, and why it is not asked any more."""
 
     watch_id: str
-    alerts: deque[Alert] = field(default_factory=lambda: deque(maxlen=1024))
+    alerts: deque[Alert] = field(default_factory=lambda: deque(maxlen=_UNREAD))
+    dropped: int = 0  # alerts that were not read in time
     accepted: bool = False
     removed: bool = False
     error: MMServeError | None = None
@@ -86,6 +89,7 @@ class SessionState:
 
     def __init__(self, config: pb.ConfigureSession) -> None:
         self._config = config
+        config.open_id = uuid.uuid4().hex
         self.configured: pb.SessionConfigured | None = None
         self.closed = False  # closed by the server
         self.error: MMServeError | None = None  # why nothing more can be had
@@ -152,14 +156,15 @@ class SessionState:
 
     # --- what is asked ---
 
-    def enqueue(self, **request: Any) -> None:
-        """Have a request sent, after those before it."""
+    def enqueue(self, **request: Any) -> int:
+        """Have a request sent, after those before it; returns its index."""
         if self.error is not None:
             raise self.error
         if self.closing:
             raise Cancelled("the session is closed")
         self._index += 1
         self._requests.append(pb.SessionRequest(index=self._index, **request))
+        return self._index
 
     def begin_push(self, called: float) -> Turn:
         """The turn of a push; pushes are sent in the order of their turns."""
@@ -338,6 +343,10 @@ class SessionState:
         callback = watching.callback
         if callback is not None:
             return lambda: _call(callback, alert)
+        if len(watching.alerts) == _UNREAD:
+            if not watching.dropped:
+                logger.warning("alerts of a standing question are not read: of more than %d, the oldest go", _UNREAD)
+            watching.dropped += 1
         watching.alerts.append(alert)
         return None
 

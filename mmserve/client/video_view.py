@@ -111,7 +111,7 @@ class SessionView(Generic[QuestionT, AlertsT]):
 
     @property
     def push_failures(self) -> tuple[PushFailed, ...]:
-        """Pushes that could not be taken, the last 256: each with its ``error``."""
+        """Pushes that could not be taken, the last 256: each with its ``error`` and the ``index`` that it returned."""
         return tuple(self._state.failures.copy())
 
     @property
@@ -284,6 +284,11 @@ class AlertsView:
 
     def __init__(self, session: SessionView[Any, Any], watching: Watching) -> None:
         self._view, self._watching = session, watching
+
+    @property
+    def dropped(self) -> int:
+        """Alerts that were lost because they were not read in time: the newest 1,024 are kept."""
+        return self._watching.dropped
 
     def close(self) -> None:
         """Ask it no more. Not to be awaited."""

@@ -223,6 +223,7 @@ class Finished:
     constraint: ConstraintStats | None = None  # of a constrained request
     holes: tuple[str, ...] = field(default=())  # the text of each hole of a template
     tool_calls: tuple[ToolCall, ...] = field(default=())
+    cut_call: ToolCall | None = None  # one after them that the stop string or the length cut
     decisions: tuple[Decided, ...] = field(default=())  # of a request with typed questions, in their order
     stop: str = ""  # the stop string that ended it, if the reason is ``stop``
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -48,6 +49,8 @@ logger = logging.getLogger("mmserve.engine")
 
 #: Maximum wait of the inbox (seconds): a client's deadline may be centuries away, which a queue rejects.
 _LONGEST_WAIT = 3600.0
+#: Seconds within which requests that a drain failed must have ended, and how many of those left are logged.
+_ENDING_SECONDS, _LISTED = 30.0, 16
 #: The running stage of a request in each worker.
 _RUNNING = {
     "constrain": Stage.CONSTRAINING,
@@ -85,6 +88,7 @@ class Engine:
         self._pool = PagePool(config.pages, unit=self.stages.shared_pages)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queue = WaitingQueue(config)
+        self._abandoned = False  # a drain gave up waiting for requests that it failed
         self._live = LiveRequests(self._queue, self._pool, self.stages)
         self._prefixes = Prefixes(
             self._pool,
@@ -214,7 +218,8 @@ class Engine:
         return self.stages.encoding.prompt_tokens(request)
 
     def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the live ones; after ``timeout`` seconds, fail those that are left.
+        """Refuse new requests and wait for the live ones; after ``timeout`` seconds, fail those that are left, and wait
+        for the passes in progress.
 
         Returns whether all of them ended by themselves. Questions of open sessions are still accepted until ``stop``:
         they end with their sessions.
@@ -235,7 +240,15 @@ class Engine:
                 )
             )
             self.stages.encoding.close()  # else a child process without progress would hold its request for a minute
-            queue.idle.wait()
+            if not self._abandoned and not queue.idle.wait(_ENDING_SECONDS):
+                self._abandoned = True
+                left = ", ".join(islice(self._live.described(), _LISTED)) or "none is known"
+                logger.error(
+                    "requests did not end within %g s after they were failed, and are not waited for (%d samples): %s",
+                    _ENDING_SECONDS,
+                    queue.admitted,
+                    left,
+                )
         return in_time
 
     def stop(self) -> None:

@@ -36,6 +36,11 @@ class LiveRequests:
         found = Counter(state.stage for state in list(self.by_id.values()))
         return {stage.name.lower(): found[stage] for stage in Stage if stage not in TERMINAL}
 
+    def described(self) -> Iterator[str]:
+        """The id and stage of each sample, and whether a worker holds it; from any thread, and a moment old."""
+        for name, state in list(self.by_id.items()):
+            yield f"{name} ({state.stage.name}{', in a pass' if state.in_flight else ''})"
+
     def advance(self, state: RequestState, stage: Stage) -> None:
         """Advance ``state`` to ``stage``; raises ``ValueError`` for an invalid transition."""
         if state.stage is Stage.QUEUED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
@@ -62,14 +62,27 @@ class Prompts:
         first = _fitted(engine, request, watch)
         if not prompts:
             return first
-        others = (self._other(engine, request, each, i, held) for i, each in enumerate(prompts, 1))
-        return joined([_placed(0, first), *others], request.sampling.n)
+        watches = [watch]
+
+        def failed() -> None:
+            for each in watches:
+                each.why_cancelled = "another prompt of its body failed"
+
+        others = (self._other(engine, request, each, i, held, watches) for i, each in enumerate(prompts, 1))
+        return joined([_placed(0, first), *others], request.sampling.n, failed)
 
     async def _other(
-        self, engine: EngineLike, first: Request, prompt: TextPart | TokensPart, number: int, held: ExitStack
+        self,
+        engine: EngineLike,
+        first: Request,
+        prompt: TextPart | TokensPart,
+        number: int,
+        held: ExitStack,
+        watches: list[Watch],
     ) -> AsyncGenerator[Event]:
-        """Events of the request for prompt ``number``."""
+        """Events of the request for prompt ``number``, whose watch is added to ``watches``."""
         with self._server.generations.watch() as watch:
+            watches.append(watch)
             request = self._server.generations.alike(uuid.uuid4().hex, first, prompt, held, watch)
             logger.info("request %s for prompt %d of the body of %s", request.id, number, first.id)
             async with aclosing(_placed(number, _fitted(engine, request, watch))) as events:
@@ -100,11 +113,14 @@ async def _fitted(engine: EngineLike, request: Request, watch: Watch) -> AsyncGe
             request = replace(request, id=uuid.uuid4().hex, sampling=fitting)
 
 
-async def joined(streams: Sequence[AsyncGenerator[Event]], samples: int) -> AsyncGenerator[Event]:
+async def joined(
+    streams: Sequence[AsyncGenerator[Event]], samples: int, failed: Callable[[], None] = lambda: None
+) -> AsyncGenerator[Event]:
     """The events of several requests, of so many ``samples`` each, as those of one request: samples are counted through
     all of them.
 
-    No event is yielded before all requests are admitted. The error of one request ends the others.
+    No event is yielded before all requests are admitted. The error of one request ends the others, after ``failed`` is
+    called.
     """
     ready: asyncio.Queue[Event | Exception | None] = asyncio.Queue(1)  # unsent events are joined in outboxes alone
 
@@ -131,6 +147,9 @@ async def joined(streams: Sequence[AsyncGenerator[Event]], samples: int) -> Asyn
                 unfinished -= 1
             else:
                 yield found
+    except Exception:
+        failed()
+        raise
     finally:
         for task in tasks:
             task.cancel()

@@ -245,10 +245,12 @@ class _Reply:
             "input_tokens_details": {"cached_tokens": one.usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         }
-        logprobs = token_logprobs(one.tokens) if self._logprobs and not one.tool_calls else []
-        ended = "completed" if one.tool_calls else status  # text before a call is complete
-        output = [self.message(ended, [_part(one.text, logprobs)])] if one.text or not one.tool_calls else []
-        output += [_call_item(call, "completed") for call in one.tool_calls]
+        calls = [_call_item(call, "completed") for call in one.tool_calls]
+        calls += [_call_item(one.cut_call, "incomplete")] if one.cut_call is not None else []
+        logprobs = token_logprobs(one.tokens) if self._logprobs and not calls else []
+        ended = "completed" if calls else status  # text before a call is complete
+        output = [self.message(ended, [_part(one.text, logprobs)])] if one.text or not calls else []
+        output += calls
         return {
             **self._common,
             "status": status,

@@ -29,6 +29,7 @@ class Watch:
         self.model = ""  # unchanged where there is no model of that name: a client's text is never a label
         self.tenant = ""
         self.left = ""  # code with which the client went away, if it did
+        self.why_cancelled = "cancelled by the client"  # for the log, where its answer is not waited for any more
 
     def accepted(self, request: Request) -> Request:
         """``request`` as it goes to the engine: with its client's name for it, and its trace, if it has one."""

@@ -165,7 +165,7 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
         if not outbox.ended:  # the client went away, or its deadline passed
             late = request.deadline is not None and time.monotonic() >= request.deadline - DEADLINE_SLACK
             watch.left = "DEADLINE_EXCEEDED" if late else "CANCELLED"
-            logger.info("request %s abandoned: %s", request.id, "deadline" if late else "cancelled by the client")
+            logger.info("request %s abandoned: %s", request.id, "deadline" if late else watch.why_cancelled)
             engine.cancel(request.id, DeadlineExceeded("the deadline passed") if late else None)
 
 

@@ -106,8 +106,9 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         tenant = current_tenant()
         match first.WhichOneof("request"):
             case "configure":
-                session, configured = await self._open(first.configure, tenant)
-                received = None
+                found = self._sessions.opened(first.configure.open_id, tenant)
+                session = found or await self._open(first.configure, tenant)
+                configured, received = session.greeting, None
             case "resume":
                 session = self._sessions.find(first.resume.resume_handle, tenant)
                 configured, received = pb.SessionConfigured(), first.received
@@ -118,7 +119,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         calls.current().model = configured.model
         return session, configured, received
 
-    async def _open(self, asked: pb.ConfigureSession, tenant: Tenant) -> tuple[VideoSession, pb.SessionConfigured]:
+    async def _open(self, asked: pb.ConfigureSession, tenant: Tenant) -> VideoSession:
         self._sessions.check_room(tenant)
         model, adapter = self._engines.split(asked.model)
         engine = self._engines.find(model)
@@ -152,12 +153,12 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         except BaseException:
             await around.work(stream.close)
             raise
-        session.owner, session.adapter = engine, adapter
+        session.owner, session.adapter, session.open_id = engine, adapter, asked.open_id
         if host.streams.stopped:
             session.end(unserved := Unavailable("the model is not served any more; open a session of another one"))
             raise unserved
         session.greeting = self._greeting(session, engine, asked, memory)
-        return session, session.greeting
+        return session
 
     def _greeting(
         self, session: VideoSession, engine: EngineLike, asked: pb.ConfigureSession, memory: Memory

@@ -27,6 +27,8 @@ from mmserve.wire.request_id import MAX_CHARACTERS, is_label
 
 #: Characters of an error's texts, and fields that it names.
 _MESSAGE_CHARACTERS, _WRONG_FIELDS = 2000, 16
+#: Characters of a configuration's ``open_id``, at least: nobody else can guess it.
+_OPEN_ID = 16
 #: Bytes of a request that pushes nothing.
 MAX_OTHER_BYTES = 1 << 20
 
@@ -55,6 +57,8 @@ def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
     """What is wrong with the numbers of a configuration, and with its size: a session keeps it."""
     if config.ByteSize() > MAX_OTHER_BYTES:
         yield FieldViolation("configure", f"must be at most {MAX_OTHER_BYTES} bytes")
+    if config.open_id and not (is_label(config.open_id) and len(config.open_id) >= _OPEN_ID):
+        yield FieldViolation("open_id", f"must be {_OPEN_ID} to {MAX_CHARACTERS} printable ASCII characters")
     for name, rule in wrong(FrameSampling, options_of(config.sampler)):
         yield FieldViolation(f"sampler.{name}", rule)
     if config.sampler.HasField("scene_frames") and not config.sampler.HasField("scene_similarity"):
@@ -74,7 +78,7 @@ def to_session_request(message: pb.SessionRequest, questions: SessionQuestions) 
         return None
     if kind in ("ask", "decide"):
         return _question(getattr(message, kind), kind, questions)
-    if kind not in ("push_image", "push_segment") and message.ByteSize() > MAX_OTHER_BYTES:
+    if kind not in ("push_image", "push_segment", "watch") and message.ByteSize() > MAX_OTHER_BYTES:
         raise InvalidArgument.of(kind, f"must be at most {MAX_OTHER_BYTES} bytes")
     match kind:
         case "push_image":
@@ -117,6 +121,9 @@ def _question(asked: pb.Ask | pb.Decide, path: str, questions: SessionQuestions)
 
 def _watch(watch: pb.Watch) -> m.Watch:
     name = _name(watch.watch_id, "watch.watch_id")
+    if watch.ByteSize() > MAX_OTHER_BYTES:
+        error = InvalidArgument.of("watch", f"must be at most {MAX_OTHER_BYTES} bytes")
+        return m.Watch(name, "", error=error)
     given = {
         "on": "on_threshold",
         "off": "off_threshold",

@@ -55,7 +55,8 @@ class ToolAnswers:
             rest = list(sample.take([*pieces, *sample.reader.end()], event.sample))
             yield from rest if self._streams else ()
             calls = tuple(sample.calls[: len(sample.calls) - sample.reader.inside])  # a stop string may cut one
+            cut = sample.calls[-1] if sample.reader.inside else None
             reason = "tool_calls" if calls and event.reason == "end" else event.reason
-            yield replace(event, text=sample.text, tool_calls=calls, reason=reason)
+            yield replace(event, text=sample.text, tool_calls=calls, cut_call=cut, reason=reason)
         else:
             yield event

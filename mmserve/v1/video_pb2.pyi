@@ -77,7 +77,7 @@ class SessionResponse(_message.Message):
     def __init__(self, index: _Optional[int] = ..., configured: _Optional[_Union[SessionConfigured, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., frames_taken: _Optional[_Union[FramesTaken, _Mapping]] = ..., push_failed: _Optional[_Union[PushFailed, _Mapping]] = ..., answer: _Optional[_Union[AnswerEvent, _Mapping]] = ..., alert: _Optional[_Union[Alert, _Mapping]] = ..., watch_state: _Optional[_Union[WatchState, _Mapping]] = ..., statistics: _Optional[_Union[SessionStatistics, _Mapping]] = ..., go_away: _Optional[_Union[GoAway, _Mapping]] = ..., closed: _Optional[_Union[SessionClosed, _Mapping]] = ...) -> None: ...
 
 class ConfigureSession(_message.Message):
-    __slots__ = ("model", "memory", "sampler", "overload", "sampling", "diffusion", "vision")
+    __slots__ = ("model", "memory", "sampler", "overload", "sampling", "diffusion", "vision", "open_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     SAMPLER_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class ConfigureSession(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DIFFUSION_FIELD_NUMBER: _ClassVar[int]
     VISION_FIELD_NUMBER: _ClassVar[int]
+    OPEN_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     memory: StreamMemory
     sampler: FrameSampler
@@ -92,7 +93,8 @@ class ConfigureSession(_message.Message):
     sampling: _generation_pb2.SamplingParams
     diffusion: _generation_pb2.DiffusionParams
     vision: _generation_pb2.VisionParams
-    def __init__(self, model: _Optional[str] = ..., memory: _Optional[_Union[StreamMemory, _Mapping]] = ..., sampler: _Optional[_Union[FrameSampler, _Mapping]] = ..., overload: _Optional[_Union[OverloadPolicy, str]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[_generation_pb2.DiffusionParams, _Mapping]] = ..., vision: _Optional[_Union[_generation_pb2.VisionParams, _Mapping]] = ...) -> None: ...
+    open_id: str
+    def __init__(self, model: _Optional[str] = ..., memory: _Optional[_Union[StreamMemory, _Mapping]] = ..., sampler: _Optional[_Union[FrameSampler, _Mapping]] = ..., overload: _Optional[_Union[OverloadPolicy, str]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[_generation_pb2.DiffusionParams, _Mapping]] = ..., vision: _Optional[_Union[_generation_pb2.VisionParams, _Mapping]] = ..., open_id: _Optional[str] = ...) -> None: ...
 
 class StreamMemory(_message.Message):
     __slots__ = ("policy", "positions", "budget", "host_bytes", "carriers")

@@ -75,13 +75,14 @@ class CancelAsk:
 
 @dataclass(frozen=True)
 class Watch:
-    """A standing question, true while the answer is ``wanted``, one of ``choices``."""
+    """A standing question, true while the answer is ``wanted``, one of ``choices``; ``error``: why it is not asked."""
 
     watch_id: str
     text: str
     choices: tuple[str, ...] = ("yes", "no")
     wanted: str = "yes"
     rule: Rule = field(default_factory=Rule)
+    error: MMServeError | None = None
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,11 @@ class Registry:
             raise NotFound("no session can be resumed with this handle: there is none, or it has ended; open a new one")
         return session
 
+    def opened(self, open_id: str, tenant: Tenant) -> Session | None:
+        """The session that ``tenant`` opened under ``open_id``, if its client has not sent anything since."""
+        mine = (session for session in self._sessions.values() if session.tenant.name == tenant.name)
+        return next((s for s in mine if open_id and s.open_id == open_id and s.untouched), None)
+
     def notice(self, session: Session) -> GoAway | None:
         """The notice for a new connection of ``session`` while a drain is in progress."""
         ends = [self._ends[owner] for owner in (None, session.owner) if owner in self._ends]

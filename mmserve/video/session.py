@@ -79,6 +79,7 @@ class Session:
         self.greeting: Any = None  # first response of its connections, set by its opener
         self.owner: Any = None  # the engine whose stream it has, set by its opener
         self.adapter = ""  # of its questions, set by its opener
+        self.open_id = ""  # the client's name for it until it knows the handle, set by its opener
         self.last_request = time.monotonic()
         self.error: MMServeError | None = None  # what it ended with
         self.over = False
@@ -144,6 +145,11 @@ class Session:
     def _in_flight(self) -> int:
         """Frames that the stream has not seen yet, or that standing questions are still asked about."""
         return self._appending + self._watches.waiting
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no request has come but the one that opened it."""
+        return not self._requests.taken
 
     @property
     def idle(self) -> bool:

@@ -67,6 +67,8 @@ class Watches:
         question = StandingQuestion(request.text, request.choices)
         config, standing = self._around.config, self._around.standing
         try:
+            if request.error is not None:
+                raise request.error
             if len(self._asked) >= config.max_watches:
                 limit = f"{config.max_watches} ([video] max_watches)"
                 raise ResourceExhausted(f"a session has at most {limit} standing questions; remove one first")

@@ -53,13 +53,13 @@ def test_a_session_from_its_first_frame_to_its_end(address: str) -> None:
         slow.cancel()
         with pytest.raises(Cancelled):
             slow.result()
-        session.push(b"no image", 5.0)
+        wrong = session.push(b"no image", 5.0)
         with pytest.raises(InvalidArgument, match="temperature"):
             session.ask("What is it?", temperature=-1)
         statistics = session.statistics()
         assert (statistics.frames_taken, statistics.pushes_failed, statistics.questions) == (3, 1, 7)
         [failed] = session.push_failures
-        assert isinstance(failed.error, InvalidArgument)
+        assert isinstance(failed.error, InvalidArgument) and failed.index == wrong
     with pytest.raises(Cancelled, match="closed"):
         session.push(picture(1), 9.0)
 

@@ -970,6 +970,22 @@ def test_a_drain_out_of_time_fails_what_is_left_at_once_and_waits_for_the_worker
     b.await_nothing_left()
 
 
+def test_a_drain_ends_though_a_request_does_not(
+    bench: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mmserve.engine.engine, "_ENDING_SECONDS", 0.05)
+    b = bench()
+    gate = b.gate("decode")
+    [call] = b.submit(ask("stuck"))
+    gate.wait()
+    assert not b.engine.drain(0.0) and not b.engine.drain(0.0), "nor is it waited for again"
+    assert isinstance(call.error(), Unavailable)
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "did not end within 0.05 s" in line and line.endswith("(1 samples): stuck (STEPPING, in a pass)")
+    gate.open()
+    b.await_nothing_left()
+
+
 def test_a_second_shorter_drain_overrules_the_first(bench: Make) -> None:
     b = bench()
     gate = b.gate("decode")

@@ -15,7 +15,7 @@ from echo_server import PATIENCE
 from test_http_connections import CHAT, Served
 
 from mmserve.errors import InvalidArgument
-from mmserve.http.body import MAX_CONTAINERS, MAX_VALUES, _parsed, _too_many
+from mmserve.http.body import MAX_CONTAINERS, MAX_ESCAPES, MAX_VALUES, _parsed, _too_many
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "one two"}]}
 
@@ -90,6 +90,23 @@ def test_the_limits_are_exact(encoding: str) -> None:
     hidden = '{"a": "' + chr(0x2200) * 3 + '", "b": [' + "1," * MAX_VALUES + "1]}"
     with pytest.raises(InvalidArgument, match="131072 values"):
         _parsed(hidden.encode(encoding))
+
+
+@pytest.mark.parametrize("escape", [b"\\n", b"\\\\", b'\\"', b"\\u00e9"])
+def test_escapes_are_bounded(escape: bytes) -> None:
+    """A body of 60 MB of them took seconds, in which nothing else was served."""
+    found = _parsed(b'["' + escape * MAX_ESCAPES + b'"]')
+    assert len(found[0]) == MAX_ESCAPES
+    with pytest.raises(InvalidArgument, match="at most 4194304 escapes in its texts: send characters as UTF-8"):
+        _parsed(b'["' + escape * (MAX_ESCAPES + 1) + b'"]')
+
+
+@pytest.mark.parametrize("text", ["\\", '\\\\"', '"\\', 'a\\"b', '\\n"'])
+def test_strings_end_where_they_do(text: str) -> None:
+    """Brackets and commas after a string are counted, whatever escapes it has, and those within it are not."""
+    written = json.dumps(text)
+    assert not _too_many(f'[{written[:-1]}{"[," * MAX_VALUES}", {written}]'.encode())
+    assert _too_many(f"[{written}, {'1,' * MAX_VALUES} {written}]".encode())
 
 
 @pytest.mark.parametrize(

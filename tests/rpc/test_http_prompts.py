@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -55,25 +56,40 @@ def test_choices_are_in_the_order_of_the_prompts_and_usage_is_their_sum(served: 
     assert (last["choices"], last["usage"]) == ([], found["usage"])
 
 
+def abandoned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Why requests were not waited for."""
+    lines = [record.getMessage() for record in caplog.records]
+    return [line.split("abandoned: ")[1] for line in lines if "abandoned: " in line]
+
+
+SIBLING = "another prompt of its body failed"
+
+
 @KINDS
-def test_a_prompt_that_is_refused_ends_the_others_before_an_answer_begins(served: Served, stream: bool) -> None:
+def test_a_prompt_that_is_refused_ends_the_others_before_an_answer_begins(
+    served: Served, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mmserve")
     served.engine.go.clear()
     served.engine.refusing = {PROMPTS[-1]: ResourceExhausted("the queue is full", retry_after=3.0)}
     status, found = complete(served, prompt=PROMPTS, stream=stream)
     assert (status, found["error"]["message"]) == (429, "the queue is full")
     wait_for("the others to end", lambda: not served.engine.running)
-    assert len(served.engine.cancelled) == 2
+    assert len(served.engine.cancelled) == 2 and abandoned(caplog) == [SIBLING] * 2
 
 
 @KINDS
-def test_a_failure_names_its_prompt_and_ends_the_others(served: Served, stream: bool) -> None:
+def test_a_failure_names_its_prompt_and_ends_the_others(
+    served: Served, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mmserve")
     served.engine.go.clear()
     served.engine.failing = {PROMPTS[1]: DoesNotFit.of("messages", "is too long")}
     status, found = complete(served, prompt=PROMPTS, stream=stream)
     assert (status, found["error"]["message"]) == (400, "prompt[1]: is too long")
     assert found["error"]["code"] == "context_length_exceeded"
     wait_for("the others to end", lambda: not served.engine.running)
-    assert len(served.engine.cancelled) == 2
+    assert len(served.engine.cancelled) == 2 and abandoned(caplog) == [SIBLING] * 2
 
 
 def test_a_failure_after_the_first_event_is_the_last_event(served: Served) -> None:
@@ -83,7 +99,8 @@ def test_a_failure_after_the_first_event_is_the_last_event(served: Served) -> No
     wait_for("the others to end", lambda: not served.engine.running)
 
 
-def test_a_client_that_leaves_ends_all(served: Served) -> None:
+def test_a_client_that_leaves_ends_all(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mmserve")
     served.engine.go.clear()
     body = json.dumps({"model": "echo", "prompt": PROMPTS, "stream": True}).encode()
     with served.connect() as connection:
@@ -91,6 +108,7 @@ def test_a_client_that_leaves_ends_all(served: Served) -> None:
         wait_for("all prompts", lambda: served.engine.running == len(PROMPTS))
     wait_for("all to end", lambda: not served.engine.running)
     assert len(served.engine.cancelled) == len(PROMPTS)
+    assert abandoned(caplog) == ["cancelled by the client"] * len(PROMPTS)
 
 
 def test_prompts_that_are_refused(served: Served) -> None:

@@ -208,9 +208,12 @@ def test_what_is_wrong_with_one_request_does_not_end_the_session(raw: Raw) -> No
     raw.send(decide=pb.Decide(question_id="typed", interval=before))
     choices = pb.WatchChoices(options=["red", "blue"], wanted="green")
     raw.send(watch=pb.Watch(watch_id="w", text="which?", choices=choices))
+    raw.send(watch=pb.Watch(watch_id="long", text="x" * (2 << 20), yes_no=pb.YesNo()))
     for name, says in (("before", "at least 0"), ("turned", "ends at 0 s"), ("long", "bytes"), ("typed", "at least 0")):
         assert raw.refusal(name).code == INVALID and says in raw.refusal(name).message
     assert "must be one of the options" in raw.wait("watch_state").error.message
+    long = raw.wait("watch_state", lambda s: s.watch_id == "long").error.message
+    assert long == "watch: must be at most 1048576 bytes"
     raw.send(ask=ask("right"))
     raw.answer("right")
     failed = [r.push_failed for r in raw.responses if r.HasField("push_failed")]

@@ -99,10 +99,11 @@ def test_a_request_that_ends_every_connection_is_not_sent_for_ever() -> None:
         session.ask("x" * (limit + 1))
 
 
-def test_a_configuration_that_is_too_large_is_refused() -> None:
+def test_a_configuration_that_is_too_large_or_can_be_guessed_is_refused() -> None:
     """A session keeps it, and sends it back with each resume."""
     with video_server() as (address, _):
-        raw = Raw.opened(address, sampling=gen.SamplingParams(stop=["x" * (2 << 20)]))
+        raw = Raw.opened(address, sampling=gen.SamplingParams(stop=["x" * (2 << 20)]), open_id="short")
         wait_for("an answer", lambda: raw.error or raw.responses)
-        with pytest.raises(InvalidArgument, match="must be at most 1048576 bytes"):
+        wrong = "must be at most 1048576 bytes; open_id: must be 16 to 128 printable ASCII characters"
+        with pytest.raises(InvalidArgument, match=wrong):
             raise raw.error or AssertionError("it was taken")

@@ -32,6 +32,7 @@ from mmserve.video import session as sessions
 from mmserve.video.connection import Connection
 from mmserve.video.messages import Numbered
 from mmserve.video.reading import PushReader
+from mmserve.video.registry import Registry
 from mmserve.video.streams import EngineStream, EngineStreams
 
 CANCELLED, DEADLINE, PRECONDITION, INTERNAL = 1, 4, 9, 13
@@ -64,6 +65,39 @@ def test_a_session_that_the_server_does_not_open_fails_in_time(address: str, mon
     late = pytest.raises(DeadlineExceeded, match="the session was not opened in time")
     with held(monkeypatch, EngineStreams, "open"), sdk(address) as client, late:
         client.video_session(timeout=1)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_session_whose_configured_was_lost_is_not_opened_twice(
+    address: str, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """``again``: by the SDK; else by a client that sent a request meanwhile, and cannot mean that session."""
+    opened: list[str] = []
+    open_ = Registry.open
+
+    def noted(registry: Registry, *args: Any) -> sessions.Session:
+        session = open_(registry, *args)
+        opened.append(session.handle)
+        return session
+
+    monkeypatch.setattr(Registry, "open", noted)
+    if not again:
+        first = Raw.opened(address, open_id="x" * 16)
+        first.send(get_statistics=pb.GetStatistics())
+        first.wait("statistics")
+        assert Raw.opened(address, open_id="x" * 16).handle != first.handle
+        return
+    send = rpc_video._send
+
+    async def lost(*args: Any) -> None:
+        monkeypatch.setattr(rpc_video, "_send", send)
+        raise Unavailable("the connection is lost")
+
+    monkeypatch.setattr(rpc_video, "_send", lost)
+    with sdk(address) as client, client.video_session() as session:
+        session.push(b"no image", 0.0)
+        assert session.statistics().pushes_failed == 1 and session.resumes == 0
+        assert opened == [session._state.configured.resume_handle]  # type: ignore[union-attr]
 
 
 def test_a_client_that_resumes_and_never_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

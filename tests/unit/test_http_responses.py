@@ -18,8 +18,8 @@ WHOLE = (ToolCallDelta(0, "call_1", "f"), ToolCallDelta(0, arguments='{"a": '), 
 CUT = (ToolCallDelta(1, "call_2", "f"), ToolCallDelta(1, arguments='{"b": '))
 
 
-def finished(reason: str, text: str = "", *calls: ToolCall) -> Finished:
-    return Finished(reason, text, Usage(1, 0, 2), 1, 0, StageTimes(), tool_calls=calls)
+def finished(reason: str, text: str = "", *calls: ToolCall, cut: ToolCall | None = None) -> Finished:
+    return Finished(reason, text, Usage(1, 0, 2), 1, 0, StageTimes(), tool_calls=calls, cut_call=cut)
 
 
 def streamed(*events: Event) -> list[dict[str, Any]]:
@@ -37,13 +37,16 @@ def streamed(*events: Event) -> list[dict[str, Any]]:
     return [json.loads(block.split("data: ", 1)[1]) for block in blocks]
 
 
-CALL = ToolCall("call_1", "f", '{"a": 1}')
+CALL, HALF = ToolCall("call_1", "f", '{"a": 1}'), ToolCall("call_2", "f", '{"b": ')
 CASES: list[tuple[tuple[Event, ...], list[tuple[str, str]]]] = [
-    ((*CUT, finished("stop")), [("function_call", "incomplete")]),
-    ((*CUT, finished("length")), [("function_call", "incomplete")]),
-    ((Delta("Well."), *CUT, finished("stop", "Well.")), [("message", "completed"), ("function_call", "incomplete")]),
+    ((*CUT, finished("stop", cut=HALF)), [("function_call", "incomplete")]),
+    ((*CUT, finished("length", cut=HALF)), [("function_call", "incomplete")]),
     (
-        (*WHOLE, *CUT, finished("length", "", CALL)),
+        (Delta("Well."), *CUT, finished("stop", "Well.", cut=HALF)),
+        [("message", "completed"), ("function_call", "incomplete")],
+    ),
+    (
+        (*WHOLE, *CUT, finished("length", "", CALL, cut=HALF)),
         [("function_call", "completed"), ("function_call", "incomplete")],
     ),
     (
@@ -71,9 +74,9 @@ def test_the_output_at_the_end_is_that_of_the_stream(
     assert said == "".join(item.get("arguments", "") for item in done)
 
 
-def test_the_items_of_a_whole_answer_are_those_of_its_stream() -> None:
-    one = finished("length", "Well.", CALL)
+@pytest.mark.parametrize("events", [events for events, _ in CASES], ids=range(len(CASES)))
+def test_the_items_of_a_whole_answer_are_those_of_its_stream(events: tuple[Event, ...]) -> None:
     reply = Responses().read({"model": "m", "input": "a", "tools": [TOOL]}).reply
-    alike = streamed(Delta("Well."), *WHOLE, one)[-1]["response"]["output"]
-    whole = reply.whole([one])["output"]
+    alike = streamed(*events)[-1]["response"]["output"]
+    whole = reply.whole([events[-1]])["output"]  # type: ignore[list-item]
     assert [{**item, "id": ""} for item in whole] == [{**item, "id": ""} for item in alike]

@@ -334,6 +334,7 @@ def test_a_call_that_a_stop_string_cuts_is_none() -> None:
     text = written(HERMES, CALLED)
     [last] = sent([finished(text[: text.index("Pa")], "stop")], streams=False)
     assert isinstance(last, Finished) and last.tool_calls == () and last.reason == "stop" and last.text == ""
+    assert last.cut_call is not None and (last.cut_call.name, last.cut_call.arguments) == ("get_weather", '{"city": "')
     [last] = sent([finished("a <tool", "stop")], streams=False)
     assert isinstance(last, Finished) and last.text == "a <tool"
 

@@ -196,6 +196,15 @@ def test_questions_keep_their_place_among_dropped_frames() -> None:
     assert order == [3.0, question, 4.0, 5.0, 6.0]
 
 
+def test_alerts_that_nobody_reads_are_counted_as_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    state = SessionState(configuration())
+    watching = state.watch("is it red?", None, None, None)
+    for number in range(1030):
+        state.take(pb.SessionResponse(alert=pb.Alert(watch_id=watching.watch_id, seconds=float(number))))
+    assert (watching.dropped, len(watching.alerts), watching.alerts[0].seconds) == (6, 1024, 6.0)
+    assert caplog.text.count("alerts of a standing question are not read") == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["push", "ask", "send", "take", "done", "reply", "cut"]), max_size=120))
 def test_client_and_server_agree_over_any_number_of_cuts(steps: list[str]) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from mmserve.reference.teaching import SceneLabels
 
+#: No column.
+NOWHERE = -1
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -22,6 +25,7 @@ class Batch:
     ``block`` is a position's answer block (0 outside of answers); ``seen`` is False at padding. ``labels`` teach the
     tower; None where the pictures are frames. ``changes [visual tokens, n]`` teach the decoder (``change_labels``).
     ``visual``, where given, are the visual tokens themselves, in order, in place of pictures.
+    ``sources [B, T]``: of answer tokens that are characters of the question, their column there; else ``NOWHERE``.
     ``left [B, T]``, where given, bounds what a position sees of question 0: only positions before that one.
     """
 
@@ -38,6 +42,7 @@ class Batch:
     block: Tensor
     labels: SceneLabels | None
     changes: Tensor | None
+    sources: Tensor | None = None
     left: Tensor | None = None
     visual: Tensor | None = None
 

@@ -14,12 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmserve.reference.batch import Batch
+from mmserve.reference.batch import NOWHERE, Batch
 
 #: Layers, from 0, whose first ``HEADS`` heads look at the left neighbour, and at what is copied.
 NEIGHBOUR_LAYER, SOURCE_LAYER, HEADS = 1, 4, 2
-#: No column.
-NOWHERE = -1
 
 
 def source_columns(batch: Batch) -> Tensor:
@@ -52,7 +50,10 @@ class Guide:
     def of(cls, batch: Batch) -> Guide:
         """Of rows with one question each. What is seen of padding is open."""
         columns = torch.arange(batch.ids.shape[1], device=batch.ids.device) - 1
-        return cls(torch.where(batch.seen, columns, NOWHERE), source_columns(batch))
+        sources = source_columns(batch)
+        if batch.sources is not None:  # of the question: descriptions of tools list the same values
+            sources = torch.where(batch.sources != NOWHERE, batch.sources, sources)
+        return cls(torch.where(batch.seen, columns, NOWHERE), sources)
 
     def see(self, layer: int, scores: Tensor) -> None:
         """Take in the scores ``[B, H, T, T]`` of a layer's heads, before the softmax."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import av
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.models.chat import IMAGE, VIDEO, prompt_ids
 from mmserve.models.decisions import answer_tokens, closing_ids, question_ids
-from mmserve.reference.batch import Batch
+from mmserve.reference.batch import NOWHERE, Batch
 from mmserve.reference.calls import CALLS, COPIES, DICTATED
 from mmserve.reference.clips import NARRATION, Clip, h264
 from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, prompt_question
@@ -31,6 +31,7 @@ from mmserve.reference.streams import frame_times as stream_times
 from mmserve.reference.tasks import SUBJECTS
 from mmserve.reference.teaching import SceneLabels, change_labels, window_labels
 from mmserve.reference.tokenizer import EOT, token_id
+from mmserve.reference.value_sources import source_tokens, value_spans
 
 #: Mean and deviation of the processor, per channel: pixels come out in [-1, 1].
 PIXEL_MEAN = PIXEL_STD = 0.5
@@ -81,6 +82,8 @@ DECISION_POSITIONS, CONTEXT_POSITIONS, DECISION_LENGTH = 1600, 130, 26
 UNORDERED = {"listing": LISTING, "narration": NARRATION, "cells": CELLS}
 #: Kinds of subject whose answers are copied from the prompt.
 COPIED = ("copies", "dictated")
+#: Kinds of subject with tools.
+CALLING = ("calls", "dictated")
 #: Kinds of subject that are text alone.
 WITHOUT_MEDIA = ("text", "calls", *COPIED, "decisions_text", "decisions_named")
 #: Kinds of subject whose rows differ much in length. So many times the rows of a batch are drawn and sorted by length,
@@ -204,6 +207,7 @@ def collate(kind: str, samples: list[Sample], canvas: int, tokenizer: PreTrained
         padded([row.block for row in rows], 0),
         SceneLabels.of(scenes) if scenes else None,
         torch.cat(changes) if changes else None,
+        sources=padded([row.sources for row in rows], NOWHERE) if kind in CALLING else None,
     )
 
 
@@ -214,6 +218,7 @@ class _Row:
     positions: list[int]
     share: list[float]
     block: list[int]
+    sources: list[int] = field(default_factory=list)
 
 
 def _media_ids(kind: str, thing: Any, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
@@ -260,7 +265,26 @@ def _row(
         row.question += [0] * (shared if number == 1 else 0) + [number] * (new.stop - shared)
         row.share += [0.0] * (len(row.ids) - len(row.share) - len(new)) + share
         row.block += [0] * (len(row.ids) - len(row.block) - len(new)) + [i // BLOCK for i in range(len(new))]
+        row.sources += _sources(question, row.ids[len(row.sources) :], len(new), len(row.sources), tokenizer)
     return row
+
+
+def _sources(
+    question: Question, new: list[int], answer: int, first: int, tokenizer: PreTrainedTokenizerFast
+) -> list[int]:
+    """The column of the question that each of the ``new`` tokens of a row is written from, or ``NOWHERE``.
+
+    The last ``answer`` of them are the answer's; ``first`` is the column of the first.
+    """
+    found = [NOWHERE] * len(new)
+    if question.tools and (spans := value_spans(question)):
+        texts = [tokenizer.decode([token]) for token in new]
+        prompt = len(new) - answer
+        begins = "".join(texts[:prompt]).rindex(question.text)
+        spans = [(to, begins + by, length) for to, by, length in spans]
+        for to, by in source_tokens(spans, texts[prompt:], texts[:prompt]).items():
+            found[prompt + to] = first + by
+    return found
 
 
 def _answer(question: Question, canvas: int, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[float]]:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmserve.reference.batch import Batch
-from mmserve.reference.copying import NOWHERE, Guide
+from mmserve.reference.batch import NOWHERE, Batch
+from mmserve.reference.copying import Guide
 from mmserve.reference.data import COPIED, UNORDERED
 from mmserve.reference.decisions import DECISIONS
 from mmserve.reference.model import ReferenceModel

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mmserve.reference.copying import HEADS, NEIGHBOUR_LAYER, NOWHERE, SOURCE_LAYER, Guide, source_columns
+from mmserve.reference.batch import NOWHERE
+from mmserve.reference.copying import HEADS, NEIGHBOUR_LAYER, SOURCE_LAYER, Guide, source_columns
 from mmserve.reference.data import collate, draw
 from mmserve.reference.items import Question
 from mmserve.reference.losses import mask_answers, staircase

@@ -112,12 +112,12 @@ def test_a_client_that_leaves_ends_all(served: Served, caplog: pytest.LogCapture
 
 
 def test_prompts_that_are_refused(served: Served) -> None:
-    no_text = "must be a text, and not empty; token ids are not supported"
+    no_text = "must be a text or an array of token ids, and not empty"
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"prompt": []}, "prompt: must hold at least one text"),
         ({"prompt": ["a", ""]}, f"prompt[1]: {no_text}"),
-        ({"prompt": [1, 2]}, f"prompt[0]: {no_text}"),
-        ({"prompt": [[1, 2]]}, f"prompt[0]: {no_text}"),
+        ({"prompt": [1, -2]}, f"prompt: {no_text}"),
+        ({"prompt": [[1, 2], []]}, f"prompt[1]: {no_text}"),
         ({"prompt": ["a"] * 17}, "prompt: must hold at most 16 prompts with n = 1, not 17: a server raises that by"),
         ({"prompt": ["a"] * 9, "n": 2}, "prompt: must hold at most 8 prompts with n = 2, not 9: a server raises"),
     ]

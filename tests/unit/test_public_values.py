@@ -147,6 +147,7 @@ def test_every_option_of_the_sdk_is_declared_and_every_declared_one_is_an_option
 ELSEWHERE = {
     "messages.role": "--system, --chat",
     "messages.parts.text": "the prompt",
+    "messages.parts.tokens.ids": "",  # for programs that have tokenized the prompt
     "messages.parts.image.data": "--image FILE",
     "messages.parts.image.media_id": "--image ID",
     "messages.parts.image.url": "--image URL",

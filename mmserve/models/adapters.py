@@ -1,4 +1,4 @@
-"""The adapters of one model that requests may ask for: read, listed, dropped, bounded in memory."""
+"""The LoRA adapters of one model: loading, listing, dropping, and their memory limit."""
 
 from __future__ import annotations
 
@@ -18,38 +18,40 @@ from mmserve.models.base import LoadedModel, Model
 from mmserve.models.lora import Adapter, Stacks
 from mmserve.models.lora_files import adapter_bytes, read_adapter
 
-#: Names of adapters: they are names of folders, and come after a model's name and a colon.
+#: Syntax of adapter names: they are folder names, and follow a model's name and a colon.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-#: Those for questions about streams of video, for typed questions, and for requests with tools, where a checkpoint has
-#: such: they are used unless another is named.
+#: Reserved adapters for questions about video streams, for typed questions, and for requests with tools: used if the
+#: checkpoint has them and the request names no other.
 STREAMS, DECISIONS, TOOLS = "streams", "decisions", "tools"
 
 
 class Adapters:
-    """Adapters of ``model`` from subfolders of ``folder`` and of its checkpoint, ``most`` bytes of weights.
+    """Adapters of ``model`` from subfolders of ``folder`` and of its checkpoint, with at most ``most`` bytes of
+    weights.
 
-    As many bytes again may hold the weights of the latest batches side by side. May be called from any thread.
+    The stacked weights of recent batches may take as many bytes again. Thread-safe.
     """
 
     def __init__(self, model: Model, *, folder: str = "", most: int = 0) -> None:
         self._model, self._folder, self._most = model, folder, most
         self._by_key: dict[str, Adapter] = {}
         self._names: dict[str, str] = {}  # name to key
-        self._waiting: dict[RequestId, Adapter] = {}  # of those that have not ended
+        self._waiting: dict[RequestId, Adapter] = {}  # adapters of requests that have not ended
         self._lock = threading.Lock()
         self.stacks = Stacks(most)
 
     def load_own(self) -> None:
-        """Load those of the model's checkpoint. Raises ``InvalidArgument`` and ``ResourceExhausted`` as ``load``."""
+        """Load the adapters of the model's checkpoint. Raises ``InvalidArgument`` and ``ResourceExhausted`` as
+        ``load``."""
         for folder in sorted(self._own.iterdir()) if self._own is not None else ():
             if folder.is_dir():
                 self.load(folder.name)
 
     def load(self, name: str) -> AdapterInfo:
-        """Read the adapter ``name``, in place of one of that name; requests that were taken in go on with theirs.
+        """Load the adapter ``name``, replacing one of that name; admitted requests continue with the old one.
 
-        Raises ``Unimplemented`` where the model takes none, ``NotFound``, ``InvalidArgument`` for what is wrong with
-        its files, ``ResourceExhausted`` where there is no room.
+        Raises ``Unimplemented`` if the model does not support adapters, ``NotFound``, ``InvalidArgument`` for invalid
+        files, ``ResourceExhausted`` if memory is too small.
         """
         made = self._read(name)
         with self._lock:
@@ -62,17 +64,17 @@ class Adapters:
         return _info(made)
 
     def hold(self, name: str) -> AdapterInfo:
-        """Read the adapter ``name`` for requests that ask for it by its key (``key_of``), until ``forget``; beside
-        others of that name. Raises what ``load`` raises."""
+        """Load the adapter ``name`` for requests that use its key (``key_of``), until ``forget``; does not replace
+        others of that name. Raises the errors of ``load``."""
         made = self._read(name)
         with self._lock:
             if made.key not in self._by_key:
-                self._check_room("", made.bytes)  # one of that name stays, too
+                self._check_room("", made.bytes)  # without replacing one of that name
                 self._by_key[made.key] = made
         return _info(made)
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Hold the adapters with these keys no longer; requests that decode with them go on."""
+        """Hold the adapters with these keys no longer; requests that decode with them continue."""
         with self._lock:
             for key in keys:
                 self._by_key.pop(key, None)
@@ -94,7 +96,7 @@ class Adapters:
         return made
 
     def drop(self, name: str) -> None:
-        """Serve ``name`` no longer; requests that were taken in with it go on. Raises ``NotFound``."""
+        """Stop serving ``name``; admitted requests continue with it. Raises ``NotFound``."""
         with self._lock:
             if name not in self._names:
                 raise unknown(self._model.spec.name, name, self._names)
@@ -102,42 +104,43 @@ class Adapters:
         self.stacks.forget()
 
     def listed(self) -> list[AdapterInfo]:
-        """Those that are loaded, by name."""
+        """The loaded adapters, by name."""
         with self._lock:
             return [_info(self._by_key[self._names[name]]) for name in sorted(self._names)]
 
     def resolved(self, request: Request) -> Request:
-        """``request`` with the key of its adapter in place of its name: what is loaded under the name later is another.
+        """``request`` with its adapter's name replaced by the key, so that adapters loaded later under that name do not
+        affect it.
 
-        Raises ``NotFound`` where there is none, ``Unimplemented`` where the model takes none.
+        Raises ``NotFound`` if there is none, ``Unimplemented`` if the model does not support adapters.
         """
         if not request.adapter:
             return request
         self._taking()
         with self._lock:
             key = self._names.get(request.adapter)
-            if key is None and request.adapter not in self._by_key:  # a key comes with a request from another engine
+            if key is None and request.adapter not in self._by_key:  # requests from other engines have a key
                 raise unknown(self._model.spec.name, request.adapter, self._names)
         return replace(request, adapter=key or request.adapter)
 
     def keep(self, request: Request) -> None:
-        """Have the adapter of a resolved request, which was taken in, for each of its samples until ``let_go``,
-        whatever is loaded or dropped meanwhile."""
+        """Keep the adapter of an admitted, resolved request for each of its samples until ``let_go``, even if it is
+        replaced or dropped."""
         with self._lock:
             if (found := self._by_key.get(request.adapter)) is not None:
                 self._waiting.update((each.id, found) for each in samples(request))
 
     def let_go(self, request: RequestId) -> None:
-        """A request, or sample, has ended."""
+        """A request, or sample, has ended: release its adapter."""
         self._waiting.pop(request, None)
 
     @property
     def kept(self) -> int:
-        """Requests and samples whose adapter is kept for them."""
+        """Number of requests and samples whose adapters are kept."""
         return len(self._waiting)
 
     def of(self, request: Request) -> Adapter | None:
-        """The adapter of a resolved request, None where it asks for none; raises ``NotFound`` where it was dropped."""
+        """The adapter of a resolved request; None if it uses none. Raises ``NotFound`` if it was dropped."""
         if not request.adapter:
             return None
         found = self._by_key.get(request.adapter) or self._waiting.get(request.id)
@@ -150,7 +153,7 @@ class Adapters:
         return self._model.adapters if isinstance(self._model, LoadedModel) else None
 
     def _find(self, name: str) -> Path:
-        """The folder of adapter ``name``: the server's, else the checkpoint's."""
+        """The folder of adapter ``name``: the server's or, if there is none, the checkpoint's."""
         places = [Path(self._folder).expanduser()] if self._folder else []
         places += [self._own] if self._own is not None else []
         for place in places:
@@ -186,23 +189,23 @@ def check_adapters(model: Model, most: int) -> None:
 
 
 def key_of(info: AdapterInfo) -> str:
-    """What names an adapter and its contents: an adapter that is loaded under the same name later has another key."""
+    """The key of an adapter: its name and a digest of its files."""
     return f"{info.name}:{info.digest}"
 
 
 def name_of(key: str) -> str:
-    """The name in a key."""
+    """The name in an adapter's key."""
     return key.rpartition(":")[0]
 
 
 def unknown(model: str, name: str, names: Iterable[str]) -> NotFound:
-    """``model`` has no adapter ``name``, but ``names``."""
+    """The error for a request with an unknown adapter ``name``; ``names``: those that ``model`` has."""
     known = ", ".join(sorted(names)) or "none is loaded"
     return NotFound(f"model {model!r} has no adapter {name!r}; there is: {known}")
 
 
 def no_folder() -> Unimplemented:
-    """No adapter can be loaded at all."""
+    """The error if no folder for adapters is configured."""
     return Unimplemented("this server takes no adapters: it has no [engine] adapter_folder")
 
 

@@ -1,6 +1,7 @@
-"""A row of tokens that a decoder reads by itself, without pages or a batch: keys, values, hidden states.
+"""Runs a single sequence through a decoder without pages or a batch: keys and values, hidden states.
 
-The same row always has the same bits. Shapes in names: L positions, D hidden, N layers, G key/value heads, K head size.
+Results are bit-identical for the same sequence. Shapes in names: L positions, D hidden, N layers, G key/value heads, K
+head size.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def kv_alone(
     deep: DeepRows | None = None,
     observe: Callable[[DecoderLayer, Tensor], None] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys, not yet rotated, and values ``[L, G, K]`` of each of the first ``layers`` layers.
+    """Yields keys, before rotation, and values ``[L, G, K]`` of each of the first ``layers`` layers.
 
-    ``causal``: no position attends to its right; otherwise each attends to the whole row. A layer is run
-    when its own are asked for: who has other things to do stops between two.
-    ``x_LD``: the embedded row; ``positions``: int64 ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add
-    after the first layers; ``observe`` is shown the last of the layers and its input.
+    ``causal``: causal attention; otherwise full attention over the sequence. A layer is run when its K/V are requested,
+    so that callers can do other work between layers. ``x_LD``: the embedded sequence; ``positions``: int64 ``[L]``, or
+    ``[axes, L]``; ``deep``: visual features added after the first layers; ``observe`` receives the last of the layers
+    and its input.
     """
     cos, sin = decoder.rotary(positions)
     made: list[tuple[Tensor, Tensor]] = []
@@ -52,16 +53,16 @@ def kv_alone(
 
 
 def attention_alone(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, causal: bool) -> Tensor:
-    """Attention ``[L, H, K]`` of a row ``[L, heads, K]`` to itself; ``causal``: no position looks right."""
+    """Self-attention ``[L, H, K]`` of a sequence ``[L, heads, K]``; ``causal``: with a causal mask."""
     q, k, v = (x.transpose(0, 1)[None] for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
     seen = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return seen[0].transpose(0, 1)
 
 
 def hidden_alone(decoder: Decoder, x_TD: Tensor, positions_T: Tensor, sees_TT: Tensor, wanted_n: Tensor) -> Tensor:
-    """Final hidden states ``[n, D]`` of some rows of embedded tokens, by the bool mask ``sees_TT``.
+    """Final hidden states ``[n, D]`` of the ``wanted_n`` rows (int64), with the bool attention mask ``sees_TT``.
 
-    In the last layer only the ``wanted_n`` rows (int64) attend: of the others nothing but keys and values is needed.
+    In the last layer only these rows attend: of the others, only keys and values are needed.
     """
     mask_TT = torch.where(sees_TT, 0.0, -torch.inf).to(x_TD.dtype)
     cos, sin = decoder.rotary(positions_T)

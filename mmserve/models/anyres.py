@@ -1,9 +1,9 @@
-"""LLaVA-NeXT's ``anyres``: a picture whole, and in tiles whose patches are laid side by side again.
+"""LLaVA-NeXT's ``anyres``: a downscaled image, and tiles of the image whose patches are reassembled to a grid.
 
 As ``prepare_inputs_labels_for_multimodal`` in LLaVA-NeXT's llava_arch.py, and ``pack_image_features`` of transformers'
-LlavaNext and LlavaOnevision: padding is cut off, what is too much is scaled down, every row ends in a separator.
-Shapes in names: T tiles, the whole picture first; P patches of a tile; H, W rows and columns of the patches that are
-left side by side; D hidden, C channels of evidence.
+LlavaNext and LlavaOnevision: padding is removed, a grid with too many patches is downscaled, and each row ends in a
+separator. Shapes in names: T tiles, the whole image first; P patches of a tile; H, W rows and columns of the
+reassembled grid; D hidden, C channels of evidence.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from mmserve.models.keys import Keys
 from mmserve.models.picture import Grid, Picture
 from mmserve.prune.base import Evidence, GridView, Part
 
-#: What is scaled down has so many times more patches, along a side, than the limit.
+#: Patches are downscaled if their grid exceeds the limit by this factor along a side.
 _SLACK = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anyres:
-    """The shapes that pictures are cut in, and what becomes of their patches.
+    """Tiling of images, and reassembly of their patches.
 
-    ``pinpoints``: heights and widths in pixels, multiples of ``tile``. ``max_tiles``: more patches than so many tiles
-    have are scaled down, None = never. ``rounded``: whether what padding leaves is rounded before its fraction is cut,
-    as in transformers, or just cut, as in LLaVA-NeXT.
+    ``pinpoints``: allowed heights and widths in pixels, multiples of ``tile``. ``max_tiles``: grids with more patches
+    than so many tiles are downscaled, None = never. ``rounded``: whether the unpadded size is rounded before it is
+    truncated to an integer, as in transformers, or only truncated, as in LLaVA-NeXT.
     """
 
     pinpoints: tuple[tuple[int, int], ...]
@@ -46,19 +46,21 @@ class Anyres:
     rounded: bool = False
 
     def shape(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles that a picture of so many pixels is cut in."""
+        """Rows and columns of the tiles of an image of ``height`` × ``width`` pixels."""
         best = max(self.pinpoints, key=lambda pinpoint: _fit(pinpoint, height, width))
         return best[0] // self.tile, best[1] // self.tile
 
     def count(self, side: int, height: int, width: int) -> int:
-        """Visual tokens of a picture of so many pixels, whose tiles have ``side`` rows and columns of them."""
+        """Number of visual tokens of an image of ``height`` × ``width`` pixels, whose tiles have ``side`` ×
+        ``side``."""
         rows, columns = self._lay(height, width, side).size
         return side * side + rows * (columns + 1)
 
     def picture(
         self, tokens_TPD: Tensor, seen: Mapping[Evidence, Tensor], newline_D: Tensor, height: int, width: int
     ) -> Picture:
-        """A picture of so many pixels; its tiles' tokens, and what is ``seen`` of them, ``[T, P]`` or ``[T, P, C]``."""
+        """The ``Picture`` of an image of ``height`` × ``width`` pixels, from its tiles' tokens ``[T, P, D]`` and their
+        evidence ``seen``, ``[T, P]`` or ``[T, P, C]``."""
         _count, patches, hidden = tokens_TPD.shape
         side = math.isqrt(patches)
         laid = self._lay(height, width, side)
@@ -100,7 +102,8 @@ class Anyres:
 
 @dataclass(frozen=True)
 class _Laid:
-    """Tiles side by side, without ``top`` rows above and below and ``left`` columns at both sides, of ``size`` then."""
+    """A grid of tiles, after removing ``top`` rows above and below and ``left`` columns at both sides, resized to
+    ``size``."""
 
     rows: int  # of tiles
     columns: int
@@ -111,7 +114,8 @@ class _Laid:
     size: tuple[int, int]
 
     def out(self, values: Tensor) -> Tensor:
-        """``[H, W]`` or ``[H, W, C]`` of values of the tiles' patches, ``[T - 1, P]`` or ``[T - 1, P, C]``."""
+        """The reassembled grid ``[H, W]`` or ``[H, W, C]`` of values of the tiles' patches, ``[T - 1, P]`` or ``[T - 1,
+        P, C]``."""
         side, (rows, columns) = self.side, self.kept
         wide = values if values.dim() == 3 else values[..., None]
         tiles = wide.view(self.rows, self.columns, side, side, -1).transpose(1, 2)
@@ -123,14 +127,14 @@ class _Laid:
 
 
 def _fit(pinpoint: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """How well a picture fits: the pixels that it keeps, then how few are wasted (``select_best_resolution``)."""
+    """The fit of an image: the effective pixels, then the (negative) wasted pixels (``select_best_resolution``)."""
     scale = min(pinpoint[1] / width, pinpoint[0] / height)
     kept = min(int(width * scale) * int(height * scale), width * height)
     return kept, kept - pinpoint[0] * pinpoint[1]
 
 
 def _bands(cut: int, kept: int, size: int, side: int) -> list[slice]:
-    """Which of ``size`` rows, or columns, lie in each tile: they are ``kept`` patches after the first ``cut``."""
+    """The slices of ``size`` rows, or columns, in each tile: ``kept`` patches after the first ``cut`` were kept."""
     found, start = [], 0
     for _tile, members in groupby(int((cut + (i + 0.5) * kept / size) // side) for i in range(size)):
         stop = start + len(list(members))
@@ -140,7 +144,7 @@ def _bands(cut: int, kept: int, size: int, side: int) -> list[slice]:
 
 
 class LlavaTiles:
-    """``process_anyres_image`` of LLaVA-NeXT's mm_utils.py around a tile's processor: ``[1, T, 3, tile, tile]``."""
+    """``process_anyres_image`` of LLaVA-NeXT's mm_utils.py, using a processor for tiles: ``[1, T, 3, tile, tile]``."""
 
     def __init__(self, processor: Any, anyres: Anyres) -> None:
         self.processor, self.anyres = processor, anyres
@@ -162,7 +166,8 @@ class LlavaTiles:
 
 
 def anyres_of(keys: Keys, tile: int) -> Anyres | None:
-    """The tiling by LLaVA's keys for tiles of this size; None = an image is one tile. Raises ``ConfigError``."""
+    """The tiling from LLaVA's keys, for tiles of this size; None = an image is a single tile. Raises
+    ``ConfigError``."""
     ratio = keys.values.get("image_aspect_ratio") or "square"
     if ratio in ("square", "pad"):
         return None
@@ -182,7 +187,7 @@ def anyres_of(keys: Keys, tile: int) -> Anyres | None:
 
 
 def check_pinpoints(pinpoints: object, tile: int, keys: Keys) -> list[tuple[int, int]]:
-    """Pairs of positive multiples of ``tile``; raises ``ConfigError``."""
+    """Returns pairs of positive multiples of ``tile``; raises ``ConfigError`` for others."""
     found: list[tuple[int, int]] = []
     for pair in pinpoints if isinstance(pinpoints, Sequence) else ():
         if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(n, int) for n in pair):

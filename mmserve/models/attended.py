@@ -1,7 +1,7 @@
-"""What a decoder shows of its attention to a prompt, for pruners that judge visual tokens by it.
+"""The decoder's attention over a prompt, for pruners that score visual tokens by it.
 
-The prompt runs through the first layers alone, without pages, by itself: what is seen does not depend on who else asks.
-Shapes in names: L positions, D hidden, H query heads, G key/value heads, K head size.
+The prompt runs through the first layers separately, without pages, so that the result does not depend on other
+requests. Shapes in names: L positions, D hidden, H query heads, G key/value heads, K head size.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mmserve.models.base import Attention, LoadedModel, Model
 from mmserve.models.decoder import DecoderLayer, DeepRows
 from mmserve.prune.base import Evidence
 
-#: Keys that the kernel reads as one page: one size for prompts of all lengths, for it is compiled for each.
+#: Page size that the kernel is given: the same for prompts of all lengths, because it is compiled for each page size.
 _PAGE = 64
 
 
 def shown_by(model: Model) -> frozenset[Evidence]:
-    """What the decoder of ``model`` can show of a prompt."""
+    """The kinds of evidence that the decoder of ``model`` can provide for a prompt."""
     if not isinstance(model, LoadedModel) or model.spec.attention not in (Attention.FULL, Attention.CAUSAL):
         return frozenset()
     if not model.decoder.config.plain_attention:
@@ -35,9 +35,9 @@ def shown_by(model: Model) -> frozenset[Evidence]:
 
 
 def column_sums(scores: Callable[..., Tensor], q_RHK: Tensor, k_LGK: Tensor, limit_R: Tensor | None = None) -> Tensor:
-    """Attention of rotated queries to each of rotated keys that lie nowhere else, summed over the queries: ``[L, H]``.
+    """Attention of rotated queries to each of the rotated keys, summed over queries: ``[L, H]``.
 
-    ``scores``: the op ``attention_scores``; ``limit_R``: how many keys, from the first, each query sees (None = all).
+    ``scores``: the op ``attention_scores``; ``limit_R``: how many leading keys each query attends to (None = all).
     """
     keys_PSGK = F.pad(k_LGK, (0, 0, 0, 0, 0, -len(k_LGK) % _PAGE)).unflatten(0, (-1, _PAGE))
     table = torch.arange(len(keys_PSGK), device=k_LGK.device)
@@ -45,7 +45,7 @@ def column_sums(scores: Callable[..., Tensor], q_RHK: Tensor, k_LGK: Tensor, lim
 
 
 class PromptAttention:
-    """How the first layers of a model's decoder attend to a prompt; holds no state of any."""
+    """Attention of the first layers of a model's decoder over a prompt; holds no state of any request."""
 
     def __init__(self, model: LoadedModel) -> None:
         config = model.decoder.config
@@ -59,10 +59,10 @@ class PromptAttention:
     def to_positions(
         self, kind: Evidence, x_LD: Tensor, positions: Tensor, prompt: int, deep: DeepRows | None = None
     ) -> Tensor:
-        """Attention (fp32 ``[prompt]``) that evidence of ``kind`` gives to each of the first ``prompt`` positions.
+        """Attention (fp32 ``[prompt]``) to each of the first ``prompt`` positions, for evidence of ``kind``.
 
-        ``x_LD``: the embedded prompt and, where attention is full, the masked answer after it; ``positions``: int64
-        ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add after the first layers.
+        ``x_LD``: the embedded prompt and, with full attention, the masked answer after it; ``positions``: int64
+        ``[L]``, or ``[axes, L]``; ``deep``: visual features added after the first layers.
         """
         cos, sin = self._decoder.rotary(positions)
         x_LD = self.run_before(self._layer[kind], x_LD, cos, sin, deep)
@@ -74,7 +74,7 @@ class PromptAttention:
         return column_sums(self._scores, rows_RHK, k_LGK)[:prompt].mean(1) / len(rows_RHK)
 
     def run_before(self, depth: int, x_LD: Tensor, cos: Tensor, sin: Tensor, deep: DeepRows | None) -> Tensor:
-        """What the layer at ``depth`` gets of the prompt: what all of this takes but for the scores."""
+        """The input of the layer at ``depth`` for the prompt: all of the computation except for the scores."""
         for index in range(depth):
             x_LD = self._decoder.layers[index](x_LD, cos, sin, index, self._attend)
             if deep is not None and index < len(deep.features_LnD):

@@ -1,6 +1,6 @@
-"""What a loaded model is to the rest of the server: a spec of what it can do, and its parts.
+"""The interface of a loaded model: a spec of its properties, and its parts.
 
-Policies and stages ask the spec, never the model's name.
+Policies and stages depend on the spec, never on the model's name.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from mmserve.models.policy_file import PolicyFile
 
 
 class Attention(Enum):
-    """How far right a position may look.
+    """The attention mask.
 
-    To the end of the canvas (masked diffusion; or, where attention is of the prefix, to the prompt's end as long as it
-    stands within the prompt), to the end of its own block, counted from position 0 (block diffusion), or to itself
-    (next token).
+    Full (masked diffusion), prefix (full, but the prompt does not attend to the answer), up to the end of the row's own
+    block, counted from position 0 (block diffusion), or causal (next token).
     """
 
     FULL = "full"
@@ -41,39 +40,39 @@ class Attention(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Renoising:
-    """How a model denoises a canvas of random tokens: the numbers of its ``generation_config.json``."""
+    """How a model denoises a canvas of random tokens: the values of its ``generation_config.json``."""
 
-    steps: int  # most denoising steps a canvas
+    steps: int  # maximum denoising steps of a canvas
     bound: float  # nats; see the commit policy ``entropy_bound``
-    t_max: float  # temperature of the first step; it falls evenly
-    t_min: float  # what it falls towards
-    stable: int  # a canvas is final once as many steps in a row predict the same as the one before …
-    confident: float  # … and the mean entropy of a position (nats) is below this
+    t_max: float  # temperature of the first step; it decreases linearly
+    t_min: float  # limit that the temperature decreases to
+    stable: int  # a canvas is final after so many steps in a row with unchanged predictions …
+    confident: float  # … and if the mean entropy of a position (nats) is below this
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What a model is. Token ids come from its checkpoint."""
+    """The properties of a model. Token ids come from its checkpoint."""
 
     name: str
     architecture: str
     attention: Attention
-    mask_id: int  # the token of open positions; where attention is causal, no pass ever sees it
-    end_ids: frozenset[int]  # any of them ends the answer
-    padding_id: int | None = None  # one of them that fills the canvas after an answer's end; None = whatever ended it
-    banned_ids: tuple[int, ...]  # never generated: mask, placeholders, and what the checkpoint lists
-    image_id: int | None  # placeholder of an image in the token row, maybe past the embeddings; None = text only
-    video_id: int | None = None  # placeholder of a video; None = takes none
-    max_tokens: int  # positions the checkpoint was made for
-    default_block_length: int = 32  # of masked diffusion; where attention is block-causal, its blocks
-    sub_block: int = 0  # positions that are filled together within a block by default; 0 = all of it
-    renoising: Renoising | None = None  # set where open positions hold random tokens, in whole blocks, and no mask
-    draft_mask: int | None = None  # the mask of blocks that a next-token model fills by itself; None = it fills none
-    draft_block: int = 32  # positions of those blocks
-    draft_shift: int = 0  # how far left of one of their masks the row is whose logits predict it
-    whole_images: bool = False  # visual tokens beside one another see each other, though attention is causal
-    special_tokens: bool = False  # the tokenizer's go around a prompt whose template does not begin with its first
-    logit_shift: int = 0  # how far left of a position its row of logits is: 1 for next-token models and Dream
+    mask_id: int  # token of open positions; with causal attention it is never run
+    end_ids: frozenset[int]  # each of them ends the answer
+    padding_id: int | None = None  # end token that pads a canvas after an answer's end; None = the token that ended it
+    banned_ids: tuple[int, ...]  # never generated: mask, placeholders, and tokens that the checkpoint suppresses
+    image_id: int | None  # placeholder of an image, possibly beyond the embeddings; None = text only
+    video_id: int | None = None  # placeholder of a video; None = no videos
+    max_tokens: int  # maximum positions of the checkpoint
+    default_block_length: int = 32  # for masked diffusion; with block-causal attention, its block length
+    sub_block: int = 0  # default number of positions filled together within a block; 0 = all
+    renoising: Renoising | None = None  # set if open positions hold random tokens, in whole blocks, instead of masks
+    draft_mask: int | None = None  # mask of blocks that a next-token model fills itself; None = it does not
+    draft_block: int = 32  # length of those blocks
+    draft_shift: int = 0  # offset to the left of the row whose logits predict one of these masks
+    whole_images: bool = False  # adjacent visual tokens attend to each other despite causal attention
+    special_tokens: bool = False  # the tokenizer adds special tokens to a prompt whose template lacks the first
+    logit_shift: int = 0  # offset to the left of a position's row of logits: 1 for next-token models and Dream
 
     def __post_init__(self) -> None:
         if self.causal and self.logit_shift < 1:
@@ -85,11 +84,11 @@ class ModelSpec:
         return self.attention is Attention.CAUSAL
 
     def sight(self, ids: np.ndarray) -> np.ndarray | None:
-        """Int64 ``[N]``: how many positions each of a prompt's ``ids`` sees, where ``whole_images``; else None."""
+        """Int64 ``[N]``: how many positions each of a prompt's ``ids`` attends to, if ``whole_images``; else None."""
         return image_sight(ids, self.image_id) if self.whole_images and self.image_id is not None else None
 
     def block_length(self, asked: int = 0) -> int:
-        """Positions that are decoded together where a request ``asked`` for so many (0 = the default)."""
+        """The block length of a request that ``asked`` for so many positions (0 = the default)."""
         if self.renoising is not None:
             return self.default_block_length
         if self.causal:
@@ -98,22 +97,23 @@ class ModelSpec:
 
     @property
     def decides(self) -> bool:
-        """Whether the model answers typed questions: their slots are masked, or predicted by the row before."""
+        """Whether the model can answer typed questions: slots must be masked, or predicted by the row before."""
         return self.renoising is None
 
     @property
     def chunked(self) -> bool:
-        """Whether a prompt can be prefilled in chunks: no position sees anything right of its own block."""
+        """Whether a prompt can be prefilled in chunks: no position attends beyond its own block."""
         return self.attention_block is not None
 
     @property
     def attention_block(self) -> int | None:
-        """Length of the blocks, counted from position 0, that bound a position's sight; None = no block does."""
+        """The block length of block-causal attention (1 = causal), counted from position 0; None = attention without
+        blocks."""
         return {Attention.CAUSAL: 1, Attention.BLOCK_CAUSAL: self.default_block_length}.get(self.attention)
 
 
 class EncoderModel(Protocol):
-    """What encode needs of a model: its tower, its tokens, and the form of what its decoder takes."""
+    """The part of a model that encode needs: tower, tokenizer, and the format of its decoder's input."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -139,7 +139,7 @@ class EncoderModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOnly:
-    """A model without its decoder, for a process that encodes and does nothing else."""
+    """A model without its decoder, for a process that only encodes."""
 
     spec: ModelSpec
     tokenizer: PreTrainedTokenizerBase
@@ -154,38 +154,38 @@ class EncoderOnly:
 
     @classmethod
     def of(cls, model: EncoderModel) -> Self:
-        """The part of ``model`` that encodes; its decoder's weights are free once nothing else refers to them."""
+        """The encoding part of ``model``; its decoder's weights are freed once nothing else refers to them."""
         values = {each.name: getattr(model, each.name) for each in fields(cls)}
         return cls(**values | {"companion": None if model.companion is None else cls.of(model.companion)})
 
 
-#: Products of rows with a model's weights, one of each shape and kind, and the width of the rows that each takes.
+#: Matrix products with a model's weights, one of each shape and kind, with the width of their input rows.
 Products = Sequence[tuple[int, Callable[[Tensor], Tensor]]]
 
 
 @dataclass(frozen=True)
 class OpenCanvas:
-    """A canvas of random tokens before a step."""
+    """A canvas of random tokens, the input of a step."""
 
     tokens_L: Tensor  # int64
-    past: Any  # what the network keeps of everything before it
-    before_LV: Tensor | None  # shaped logits of the step before; None at the first
+    past: Any  # the network's K/V cache of everything before it
+    before_LV: Tensor | None  # shaped logits of the previous step; None in the first
 
 
 class CanvasNetwork(Protocol):
-    """The network of a model that denoises canvases of random tokens; it keeps its own K/V, one cache a request.
+    """The network of a model that denoises canvases of random tokens; it has its own K/V cache for each request.
 
     Its output for a canvas does not depend on the other canvases of a call.
     """
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a position; noise is drawn from as many tokens."""
+        """Vocabulary size of the logits, and of the noise."""
         ...
 
     @property
     def width(self) -> int:
-        """Elements of an embedding."""
+        """Embedding size."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -193,36 +193,37 @@ class CanvasNetwork(Protocol):
         ...
 
     def products(self) -> Products:
-        """What ``predict`` multiplies rows with."""
+        """The matrix products of ``predict``."""
         ...
 
     def set_row_floor(self, rows: int) -> None:
-        """No product of ``predict`` shall have fewer rows: with more, none depends on how many there are."""
+        """Pad the matrix products of ``predict`` to at least ``rows`` rows, so that no result depends on their
+        number."""
         ...
 
     def read(self, ids_n: Tensor, past: Any | None, features: Tensor | None = None) -> Any:
-        """``past`` (None = nothing yet) with final tokens (int64) added after it.
+        """Prefill final tokens ``ids_n`` (int64) after ``past`` (None = empty). Returns the extended cache.
 
         ``features``: the visual tokens ``[n, D]`` at the image placeholders of ``ids_n``.
         """
         ...
 
     def predict(self, canvases: list[OpenCanvas]) -> list[Tensor]:
-        """Logits (fp32 ``[L, V]``) of each canvas, all of one length."""
+        """Logits (fp32 ``[L, V]``) of each canvas; all canvases have the same length."""
         ...
 
     def held(self, past: Any) -> dict[str, Tensor]:
-        """The K/V of ``past`` by name, for another process; ``past`` stays as it is."""
+        """The K/V of ``past`` by name, for another process; ``past`` is not modified."""
         ...
 
     def past_of(self, held: Mapping[str, Tensor], positions: int) -> Any:
-        """What ``held`` was of, after so many ``positions``. Raises ``TransferError`` where it is of another form."""
+        """The cache of ``positions`` positions from ``held``. Raises ``TransferError`` if shapes or dtypes differ."""
         ...
 
 
 @dataclass(frozen=True)
 class CanvasModel:
-    """A checkpoint in memory whose ``spec`` is renoising."""
+    """A model in memory whose ``spec`` has ``renoising``."""
 
     spec: ModelSpec
     network: CanvasNetwork
@@ -231,52 +232,50 @@ class CanvasModel:
     device: torch.device
     vision: VisionEncoder | None = None
     policies: PolicyFile | None = None
-    stored: str = ""  # its checkpoints are plain
+    stored: str = ""  # its checkpoints are not quantised
 
     @property
     def companion(self) -> None:
-        """None: a companion predicts open positions, and here no position is open until all are final."""
+        """None: a companion predicts open positions one by one, but here none is final before all are."""
 
     @property
     def commit_filter(self) -> None:
-        """None: the model itself reports when a canvas is final."""
+        """None: the model itself determines when a canvas is final."""
 
     @property
     def position_axes(self) -> int:
-        """Axes of a position: one."""
+        """Number of position axes: 1."""
         return 1
 
     @property
     def deep_layers(self) -> int:
-        """Layers that take visual tokens beside the embedding: none."""
+        """Number of layers that add visual features: 0."""
         return 0
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a position."""
+        """Vocabulary size of the logits."""
         return self.network.vocab_size
 
     @property
     def width(self) -> int:
-        """Elements of an embedding, and of a visual token."""
+        """Size of an embedding, and of a visual token."""
         return self.network.width
 
     @property
     def parameters(self) -> int:
-        """Parameters of the network."""
+        """Number of parameters of the network."""
         return sum(p.numel() for p in self.network.parameters())
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint in memory. ``tokenizer`` has a chat template; ``vision`` is None for text-only models.
+    """A model in memory. ``tokenizer`` has a chat template; ``vision`` is None for text-only models.
 
-    ``companion``: a causal model with the same tokens, that drafts or judges for this one.
-    ``commit_filter``: what the commit policy ``learned`` asks, None where none was trained.
-    ``policies``: the default policies that were measured for it, None where none were.
-    ``calibration``: of the probabilities of typed questions.
-    ``stored``: the quantised form that its checkpoint has the weights in; empty where they are plain.
-    ``adapters``: the folder of its checkpoint whose subfolders are adapters of it, None where there is none.
+    ``companion``: a causal model with the same tokens, which drafts or verifies. ``commit_filter``: for the commit
+    policy ``learned``; None if none was trained. ``policies``: the measured default policies; None if not measured.
+    ``calibration``: of the probabilities of typed questions. ``stored``: the checkpoint's quantised format; empty if it
+    is not quantised. ``adapters``: the checkpoint's folder with adapters in subfolders; None if there is none.
     """
 
     spec: ModelSpec
@@ -294,30 +293,30 @@ class LoadedModel:
 
     @property
     def position_axes(self) -> int:
-        """Axes of a position: one, or three where images have rows and columns."""
+        """Number of position axes: 1, or 3 if images have row and column positions."""
         return self.decoder.config.position_axes
 
     @property
     def deep_layers(self) -> int:
-        """Layers that take visual tokens beside the embedding, from the first on."""
+        """Number of layers, from the first, that add visual features (DeepStack)."""
         return self.decoder.config.deep_layers
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a position."""
+        """Vocabulary size of the logits."""
         return self.decoder.config.vocab_size
 
     @property
     def width(self) -> int:
-        """Elements of a visual token: an embedding, and what each of the decoder's first layers takes beside."""
+        """Size of a visual token: an embedding, and the features that the decoder's first layers add."""
         return self.decoder.config.hidden_size * (1 + self.decoder.config.deep_layers)
 
     @property
     def parameters(self) -> int:
-        """Parameters of decoder, tower and projector."""
+        """Number of parameters of decoder, tower and projector."""
         modules = [self.decoder, *([self.vision] if self.vision is not None else [])]
         return sum(map(count_weights, modules))
 
 
-#: What a registry loads and an engine serves.
+#: A model that the registry loads and an engine serves.
 Model = LoadedModel | CanvasModel

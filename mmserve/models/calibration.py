@@ -1,6 +1,6 @@
-"""``decisions.json`` beside a checkpoint: how its probabilities of typed questions are calibrated.
+"""``decisions.json`` in a checkpoint's folder: calibration of its probabilities of typed questions.
 
-``mmserve calibrate`` writes it. Of a wrong file, ``ConfigError`` explains how to mend it.
+Written by ``mmserve calibrate``. For an invalid file, ``ConfigError`` explains how to repair it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _REMEDY = "write it anew with `mmserve calibrate`, or remove it"
 
 
 def load_calibration(folder: Path) -> Calibration:
-    """The file in the checkpoint's ``folder``; without one, probabilities are taken as they are.
+    """The calibration in the checkpoint's ``folder``; without a file, probabilities are not calibrated.
 
-    Raises ``ConfigError`` for a file that cannot be read or that has another form.
+    Raises ``ConfigError`` for a file that cannot be read or is malformed.
     """
     path = folder / CALIBRATION_FILE
     if not path.is_file():

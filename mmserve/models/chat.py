@@ -18,12 +18,12 @@ from mmserve.models.user_text import encoded
 logger = logging.getLogger("mmserve.models")
 
 IMAGE, VIDEO = "<image>", "<video>"
-#: Names of chat templates, where a tokenizer has several: of any chat, and of chats with tools.
+#: Names of chat templates, if a tokenizer has several: for any chat, and for chats with tools.
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-#: A tool that a template of chats with tools is tried with.
+#: A tool with which a template for tools is tested.
 _PROBE = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
-#: A message's parts as one ``text.value``: an image becomes ``<image>`` and a line break (LLaVA), a video ``<video>``
-#: and one.
+#: Joins a message's parts to one text: an image becomes ``<image>`` and a line break (LLaVA), a video ``<video>`` and a
+#: line break.
 JOIN_PARTS = (
     "{% set text = namespace(value='') %}"
     "{% if message['content'] is string %}{% set text.value = message['content'] %}"
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 #: One tool in few tokens: its name, its description, and a line for each argument, with its values, its type, or else
-#: its schema. Nothing that joins two texts of the caller could be part of a control token.
+#: its schema. Texts of the caller are always separated, so that they cannot form a control token together.
 _TOOL = (
     "{% set function = tool['function'] %}{{ function['name'] }}: {{ function['description'] or '' }}\n"
     "{% for name, schema in ((function['parameters'] or {})['properties'] or {}).items() %}"
@@ -72,7 +72,7 @@ VICUNA_TEMPLATE = (
     "{% else %}USER: {{ text.value | trim }} {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-#: Put in front of a template that takes plain text only: it then sees each message's parts joined.
+#: Prepended to a template that takes plain text only, so that it gets each message's parts joined.
 _JOINED_MESSAGES = (
     "{% set joined = namespace(messages=[]) %}{% for message in messages %}"
     f"{JOIN_PARTS}"
@@ -84,21 +84,21 @@ _HEADERS = frozenset({"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"})
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in ``folder``, from its ``tokenizer.json``: no remote code, no network.
+    """The tokenizer in ``folder``, from its ``tokenizer.json``: without remote code and network.
 
-    Qwen's family may come with ``vocab.json`` and ``merges.txt`` instead, which its own tokenizer class reads.
-    Raises ``ConfigError`` where there is neither, or it cannot be read.
+    Qwen's family may have ``vocab.json`` and ``merges.txt`` instead, which its own tokenizer class reads. Raises
+    ``ConfigError`` if there is neither, or if it cannot be read.
     """
     kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast
     if not (folder / "tokenizer.json").is_file():
         if not all((folder / name).is_file() for name in _QWEN_FILES):
             raise ConfigError(f"{folder} has no tokenizer.json")
-        from transformers import Qwen2Tokenizer  # half a second, for the models of all kinds are listed first
+        from transformers import Qwen2Tokenizer  # takes half a second; not needed to list models
 
         kind = Qwen2Tokenizer
     try:
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises nothing narrower
+    except Exception as error:  # the tokenizers library raises no narrower error
         raise ConfigError(f"{folder}: the tokenizer cannot be read: {error}") from error
 
 
@@ -111,14 +111,14 @@ def prompt_ids(
     special_tokens: bool = False,
     continues: bool = False,
 ) -> list[int]:
-    """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts, and
-    ``tool_calls``. ``options``: further variables of the template, as JSON values. No text of any of them becomes a
-    control token (``models.user_text``).
+    """Token ids of a chat up to where the answer begins. ``chat``: messages with role and content (text or a list of
+    parts) and ``tool_calls``. ``options``: additional variables of the template, as JSON values. Texts of the caller
+    never become control tokens (``models.user_text``).
 
-    ``special_tokens``: those of the tokenizer go around a text that does not begin with its start of text already, as
-    transformers' processors have it. ``continues``: the answer continues the last message, which is of text alone: the
-    ids end with that text as it is. Raises ``InvalidArgument`` where the template refuses the chat, for example for its
-    order of roles.
+    ``special_tokens``: the tokenizer's special tokens are added unless the text begins with the start of text already,
+    as in transformers' processors. ``continues``: the answer continues the last message, which has only text: the ids
+    end with that text unchanged. Raises ``InvalidArgument`` if the template rejects the chat, for example because of
+    the order of roles.
     """
 
     def written(messages: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
@@ -127,13 +127,13 @@ def prompt_ids(
         given: dict[str, Any] = {"tools": tools or None, "tokenize": False, **begins, **options}
         try:
             return str(tokenizer.apply_chat_template(messages, **given))
-        except TypeError:  # a template that adds a text to a message, for example Pixtral's to the system's
+        except TypeError:  # a template that adds a text to a message's parts, for example Pixtral's to the system's
             return str(tokenizer.apply_chat_template([_text_alone(message) for message in messages], **given))
 
     def render(messages: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
         if not continues:
             return written(messages, others)
-        *before, last = messages  # templates trim texts, and end a message: it is put where its template has a mark
+        *before, last = messages  # templates trim texts and close messages: it is inserted at a mark
         mark = secrets.token_hex(8)
         begun, found, _ = written([*before, {**last, "content": _one_text(mark)}], others).rpartition(mark)
         if not found:
@@ -151,7 +151,7 @@ def _one_text(text: str) -> list[dict[str, str]]:
 
 
 def _text_alone(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of texts with one text as its content; any other as it is."""
+    """A message with only text parts, with its content as one text; any other message unchanged."""
     parts = message["content"]
     if isinstance(parts, str) or any(part["type"] != "text" for part in parts):
         return message
@@ -159,23 +159,23 @@ def _text_alone(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text alone, without any special token. No part of the text becomes a control token."""
+    """Token ids of a text alone, without special tokens. No part of the text becomes a control token."""
     chat = [{"role": "user", "content": text}]
     return encoded(tokenizer, chat, [], lambda messages, _tools: str(messages[0]["content"]), special_tokens=False)
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that an answer continues, with the special tokens that the tokenizer puts around a text but
-    for one that ends it. No part of the text becomes a control token."""
+    """Token ids of a text that an answer continues, with the tokenizer's special tokens except for the one at the end.
+    No part of the text becomes a control token."""
     chat = [{"role": "user", "content": text}]
     ids = encoded(tokenizer, chat, [], lambda messages, _tools: str(messages[0]["content"]), special_tokens=True)
     return ids[:-1] if ids and ids[-1] in {tokenizer.eos_token_id, tokenizer.sep_token_id} else ids
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool, videos: bool = False) -> None:
-    """Give ``tokenizer`` LLaDA's chat template where it has none, or one that cannot render message parts.
+    """Give ``tokenizer`` LLaDA's chat template if it has none, or one that cannot render message parts.
 
-    The template of LLaDA-V's checkpoint takes plain text only: it prints a list of parts as Python would.
+    The template of LLaDA-V's checkpoint takes plain text only: it would print a list of parts as Python code.
     """
     template = template_for(tokenizer, tools=False)
     if not (template and _renders_parts(tokenizer, template, images, videos)):
@@ -192,12 +192,12 @@ def adapt_chat_template(
     image: str = IMAGE,
     video: str = VIDEO,
 ) -> None:
-    """See that ``tokenizer`` has a chat template that renders message parts; another model's format is never imposed.
+    """Ensure that ``tokenizer`` has a chat template that renders message parts; never uses another model's format.
 
-    The checkpoint's own template is kept; where it takes plain text only, parts are joined in front of it. Without
-    one, a tokenizer with Llama 3's header tokens gets Llama 3's format, and ``vicuna`` checkpoints that of LLaVA-1.5,
-    which publishes its format in code. Otherwise the format cannot be known: ``ConfigError``. ``image`` and
-    ``video``: the placeholder of each in a text.
+    The checkpoint's own template is kept; if it takes plain text only, parts are joined first. Without a template, a
+    tokenizer with Llama 3's header tokens gets Llama 3's format, and ``vicuna`` checkpoints get that of LLaVA-1.5,
+    which is published only in code. Otherwise the format is unknown: raises ``ConfigError``. ``image`` and ``video``:
+    the placeholders in a text.
     """
     own = tokenizer.chat_template
     if own is None:
@@ -211,7 +211,7 @@ def adapt_chat_template(
     joined = _JOINED_MESSAGES.replace(IMAGE, image).replace(VIDEO, video)
 
     def adapted(template: str, tools: list[dict[str, Any]] | None = None) -> str | None:
-        """``template``, with parts joined in front of it where that is needed; None where it renders no message."""
+        """``template``, preceded by the joining of parts if necessary; None if it renders no message."""
         found = (template, joined + template)
         return next((one for one in found if _renders_parts(tokenizer, one, images, videos, image, video, tools)), None)
 
@@ -233,8 +233,8 @@ def adapt_chat_template(
 
 
 def template_for(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
-    """The chat template of chats with ``tools``, or without, as transformers selects it among those with names; empty
-    where there is none."""
+    """The chat template for chats with ``tools``, or without, selected among named templates as in transformers; empty
+    if there is none."""
     own = tokenizer.chat_template
     if isinstance(own, dict):
         own = own[_WITH_TOOLS] if tools and _WITH_TOOLS in own else own.get(_DEFAULT)
@@ -242,7 +242,7 @@ def template_for(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
 
 
 def change_templates(tokenizer: PreTrainedTokenizerBase, change: Callable[[str], str]) -> None:
-    """Make ``change`` to each chat template of ``tokenizer``."""
+    """Apply ``change`` to each chat template of ``tokenizer``."""
     own = tokenizer.chat_template
     if isinstance(own, str):
         tokenizer.chat_template = change(own)

@@ -1,4 +1,4 @@
-"""Checkpoint directories: ``config.json`` beside safetensors, one file or shards, read tensor by tensor."""
+"""Checkpoint directories: ``config.json`` and safetensors, one file or shards, read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from mmserve.models.stretch import Stretch
 from mmserve.models.tensor_parts import Part, Slab, Whole
 
 ADAPTER = "adapter_config.json"
-#: The folder of a checkpoint whose subfolders are adapters that belong to it.
+#: The subfolder of a checkpoint that contains its adapters.
 ADAPTERS = "adapters"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-#: dtypes that weights are served in, by the name that configuration files use.
+#: dtypes of served weights, by their names in configuration files.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: The same by the name that safetensors has in its header, and what quantised weights are made of; a tensor of another
-#: dtype is read as nothing.
+#: dtypes by their names in safetensors' headers, including those of quantised weights; other dtypes are not supported.
 _STORED = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -41,16 +40,17 @@ _STORED = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-#: Tensors that old checkpoints store although they follow from the configuration.
+#: Tensors that old checkpoints contain although they can be computed from the configuration.
 COMPUTED = (".position_ids", ".inv_freq")
-#: Tensors that an error names.
+#: Maximum number of tensors that an error names.
 _SHOWN = 10
 _AS_IT_IS = Stretch()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """How a checkpoint is to be loaded; ``hub`` allows fetching what it refers to from the Hugging Face hub."""
+    """Dtype and device for loading a checkpoint; ``hub`` allows downloading referenced files from the Hugging Face
+    hub."""
 
     name: str
     dtype: torch.dtype
@@ -74,11 +74,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Weights:
-    """The tensors of a directory's safetensors by name, opened lazily and remembered as read.
+    """The tensors of a directory's safetensors by name, opened lazily; records which were read.
 
-    ``file`` is what it is called where it is one file. ``config`` is the checkpoint's: where it names a quantisation, a
-    weight goes by the name that it has in a plain checkpoint, and ``form``: what it is made from. Raises
-    ``ConfigError`` where the directory has none, a shard is missing, or a file is not safetensors.
+    ``file``: the name of the file, if there is only one. ``config``: the checkpoint's; if it has a quantisation,
+    weights are named as in an unquantised checkpoint, and ``form`` describes their format. Raises ``ConfigError`` if
+    the directory has none, a shard is missing, or a file is not safetensors.
     """
 
     def __init__(self, folder: Path, file: str = WEIGHTS, config: Mapping[str, Any] | None = None) -> None:
@@ -86,7 +86,7 @@ class Weights:
         self.read: set[str] = set()
         self.form = ""
         self._made: Mapping[str, Made] = {}
-        self._last: tuple[str, Tensor] | None = None  # what was made last: several parameters may lie in it
+        self._last: tuple[str, Tensor] | None = None  # latest dequantised tensor: several parameters may be parts of it
         self._open: dict[str, Any] = {}
         index = folder / INDEX
         if index.is_file():
@@ -111,7 +111,7 @@ class Weights:
 
     @property
     def names(self) -> Iterable[str]:
-        """Names of all tensors, without those that others are made of."""
+        """Names of all tensors, without those from which others are dequantised."""
         parts = {part for made in self._made.values() for part in made.parts}
         return (self._files.keys() - parts) | self._made.keys()
 
@@ -125,7 +125,7 @@ class Weights:
         return self._stored(name, torch.device("meta"))
 
     def stored(self, name: str) -> Tensor:
-        """Tensor ``name`` as the files have it."""
+        """Tensor ``name`` as stored."""
         return self._stored(name, torch.device("cpu"))
 
     def dtype(self, name: str) -> torch.dtype:
@@ -137,9 +137,9 @@ class Weights:
         return self._whole(name, torch.device("meta")).shape
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A copy of tensor ``name``, checked to have ``shape``, as ``dtype`` on ``device``; nothing is read for "meta".
+        """A copy of tensor ``name``, checked to have ``shape``, as ``dtype`` on ``device``; not read for "meta".
 
-        Raises ``ConfigError`` when it is missing, of another shape, or not of floating point (quantised).
+        Raises ``ConfigError`` if it is missing, has another shape, or is not floating point (quantised).
         """
         stored = self._whole(name, device)
         if stored.shape != shape:
@@ -179,10 +179,10 @@ class Weights:
         *,
         exact: tuple[str, ...] = (),
     ) -> None:
-        """Give every parameter of ``module`` (built on the meta device) its tensor, frozen.
+        """Fill every parameter of ``module`` (created on the meta device) with its tensor, frozen.
 
-        ``names`` maps a parameter's name to its tensor's, or to rows of one; parameters tied to another one are
-        filled once. Those whose name ends in one of ``exact`` are fp32, whatever ``dtype`` is.
+        ``names`` maps a parameter's name to its tensor's, or to rows of one; tied parameters are filled once.
+        Parameters whose names end in one of ``exact`` are fp32, whatever ``dtype`` is.
         """
         filled: dict[int, nn.Parameter] = {}
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
@@ -200,7 +200,7 @@ class Weights:
                 self._mark(name)
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two tensors are equal, as stored; both are then read, or only ``one``."""
+        """Whether two tensors are equal, as stored. If so, both are marked as read, otherwise only ``one``."""
         self._mark(one)
         first, second = (self._whole(name, torch.device("cpu")) for name in (one, other))
         equal = first.shape == second.shape and torch.equal(first, second)
@@ -209,15 +209,15 @@ class Weights:
         return equal
 
     def check_all_read(self, prefixes: tuple[str, ...] = ("",)) -> None:
-        """Raise ``ConfigError`` naming tensors under ``prefixes`` that nothing has read: the model computes something
-        that is not implemented."""
+        """Raises ``ConfigError`` naming unread tensors under ``prefixes``: the model has a feature that is not
+        implemented."""
         unread = sorted(
             n for n in self._files.keys() - self.read if n.startswith(prefixes) and not n.endswith(COMPUTED)
         )
         self.refuse(unread)
 
     def refuse(self, unused: Sequence[str]) -> None:
-        """Raise ``ConfigError`` naming the ``unused`` tensors, if there are any."""
+        """Raises ``ConfigError`` naming the ``unused`` tensors, if there are any."""
         if unused:
             shown = ", ".join(unused[:_SHOWN]) + (f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else "")
             raise ConfigError(
@@ -227,7 +227,7 @@ class Weights:
             )
 
     def _mark(self, name: str) -> None:
-        """Remember a tensor as read, and what it is made of."""
+        """Mark a tensor, and those from which it is dequantised, as read."""
         self.read.add(name)
         if name in self._made:
             self.read.update(self._made[name].parts)
@@ -236,7 +236,7 @@ class Weights:
         return self.folder / self._files[self._made[name].parts[0] if name in self._made else name]
 
     def _whole(self, name: str, device: torch.device) -> Tensor:
-        """The tensor as it is stored, or as it is made of stored ones; on "meta" its shape and dtype."""
+        """The tensor, dequantised if necessary; on "meta" only its shape and dtype."""
         made = self._made.get(name)
         if made is None:
             return self._stored(name, device)
@@ -250,7 +250,7 @@ class Weights:
         return self._file(self._files[name]).get_slice(name)
 
     def _stored(self, name: str, device: torch.device) -> Tensor:
-        """The tensor as it is stored; on "meta" only its shape and dtype, from the file's header."""
+        """The tensor as stored; on "meta" only its shape and dtype, from the file's header."""
         if name not in self._files:
             raise ConfigError(f"{self.source} has no tensor {name}")
         try:
@@ -284,9 +284,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, stretch: Stretch = _AS_IT_IS) -> Self:
-        """Open a directory without reading any weights; raises ``ConfigError`` saying what is missing.
+        """Open a directory without reading any weights; raises ``ConfigError`` naming what is missing.
 
-        ``stretch``: of the positions that it was made for.
+        ``stretch``: extension of its maximum positions.
         """
         if not folder.is_dir():
             raise ConfigError(f"there is no model directory {folder}")
@@ -312,7 +312,7 @@ class Checkpoint:
         return architecture
 
     def dtype(self) -> torch.dtype:
-        """The served dtype that the configuration names, else the one that most tensors are stored in."""
+        """The served dtype in the configuration, else the one that most tensors are stored in."""
         named = self.config.get("dtype") or self.config.get("torch_dtype")
         if named in DTYPES:
             return DTYPES[named]
@@ -357,7 +357,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes through a private temporary file
+    path.chmod(0o644)  # safetensors creates a private temporary file
 
 
 def _index(path: Path) -> dict[str, str]:

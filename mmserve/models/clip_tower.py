@@ -1,8 +1,8 @@
-"""The vision transformer of CLIP (arXiv 2103.00020) and SigLIP (arXiv 2303.15343), without what pools its patches.
+"""The vision transformer of CLIP (arXiv 2103.00020) and SigLIP (arXiv 2303.15343), without the pooling of patches.
 
-Parameters have the names of transformers' ``CLIPVisionModel`` and ``SiglipVisionModel``, and hidden states their bits.
-Importing those classes takes 3 s, which a server would start later by.
-Shapes in names: B pictures, N positions, H heads, K head size, C = H * K.
+Parameter names, and the bits of hidden states, are those of transformers' ``CLIPVisionModel`` and
+``SiglipVisionModel``. Importing those classes would delay the start of a server by 3 s. Shapes in names: B images, N
+positions, H heads, K head size, C = H * K.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(kw_only=True)
 class TowerConfig:
-    """A tower's dimensions, under the names of transformers' configurations, without what no tower here reads."""
+    """A tower's dimensions, with the names of transformers' configurations, without unused ones."""
 
     model_type: str
     hidden_size: int = 768
@@ -59,7 +59,7 @@ SIGLIP = TowerConfig(
 
 
 def read_tower(keys: Keys, base: TowerConfig) -> TowerConfig:
-    """The configuration that ``keys`` are, and ``base`` where they leave something out; raises ``ConfigError``."""
+    """The configuration in ``keys``, with defaults from ``base``; raises ``ConfigError``."""
     counts: dict[str, Any] = {
         f.name: keys.integer(f.name, default=getattr(base, f.name)) for f in fields(base) if f.type == "int"
     }
@@ -76,14 +76,14 @@ def read_tower(keys: Keys, base: TowerConfig) -> TowerConfig:
 
 @dataclass(frozen=True)
 class TowerOutput:
-    """``[B, N, C]``: the input of each layer, and the output of the last; and that after the final norm in SigLIP."""
+    """``[B, N, C]``: the input of each layer and the output of the last; in SigLIP also that after the final norm."""
 
     hidden_states: tuple[Tensor, ...]
     last_hidden_state: Tensor
 
 
 class ClipTower(nn.Module):
-    """The tower of ``config``, ours or transformers'; ``has_cls``: CLIP, with a class token before the patches."""
+    """The tower of ``config`` (ours or transformers'); ``has_cls``: CLIP, with a class token before the patches."""
 
     def __init__(self, config: Any, *, has_cls: bool) -> None:
         super().__init__()
@@ -96,8 +96,8 @@ class ClipTower(nn.Module):
         self._has_cls = has_cls
 
     def forward(self, pixels: Tensor, *, output_hidden_states: bool = True) -> TowerOutput:
-        """What the layers make of ``pixels [B, channels, height, width]``; without ``hidden_states`` where they are
-        not wanted."""
+        """Hidden states of ``pixels [B, channels, height, width]``; only the last ones unless
+        ``output_hidden_states``."""
         x_BNC = self.pre_layrnorm(self.embeddings(pixels))
         hidden = [x_BNC]
         for layer in self.encoder.get_submodule("layers").children():
@@ -163,7 +163,7 @@ class _Mlp(nn.Module):
 
 
 def _other(activation: str) -> Callable[[Tensor], Tensor]:
-    from transformers.activations import get_activation  # seconds
+    from transformers.activations import get_activation  # takes seconds
 
     found: Callable[[Tensor], Tensor] = get_activation(activation)
     return found

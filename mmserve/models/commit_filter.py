@@ -1,9 +1,9 @@
-"""The filter that the commit policy ``learned`` asks: a small network over a block's confidences, and its file.
+"""The filter of the commit policy ``learned``: a small network over a block's confidences, and its file.
 
 Learn2PD's filter (arXiv 2509.25188; ims-kdks/Learning-to-Parallel-Decoding, train.ipynb) is a two-layer network from
-the confidences of a block of 32 positions to 32 logits, so it knows one block length. Here one such network is shared
-by all positions, and each sees a window around itself and two means over the block: one filter serves blocks of any
-length. The window reaches past the block's ends: left of a block all is final, right of it nothing is known.
+the confidences of a block of 32 positions to 32 logits, for a single block length. Here all positions share one such
+network, whose inputs are a window around the position and two means over the block, so that one filter works for blocks
+of any length. Outside of the block, positions to its left count as final, and those to its right as unknown.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mmserve.errors import ConfigError
 
 #: The filter's file in a model's folder.
 FILTER = "commit_filter.safetensors"
-#: Log-odds count up to this (a confidence of 0.9997), and are given to the network as a share of it.
+#: Log-odds are clamped to this (a confidence of 0.9997), and divided by it for the network.
 _SUREST = 8.0
 
 
 @dataclass(frozen=True, eq=False)
 class CommitFilter:
-    """A two-layer network with ReLU between; ``features`` makes its inputs.
+    """A two-layer network with a ReLU; ``features`` computes its inputs.
 
     ``F = 4 radius + 4`` inputs, ``H`` hidden units, all fp32.
     """
@@ -40,14 +40,14 @@ class CommitFilter:
 
     @property
     def radius(self) -> int:
-        """Positions seen on either side."""
+        """Window size: positions on either side."""
         return (self.hidden_weight.shape[1] - 4) // 4
 
     def trust(self, confidence: np.ndarray, still_open: np.ndarray) -> np.ndarray:
-        """Probability (fp32 ``[L]``) that each position's candidate is what the schedule alone would end with.
+        """Probability (fp32 ``[L]``) that each position's candidate equals the schedule's final token.
 
-        ``confidence`` fp32 ``[L]`` is the candidates' over a block, 1 where a position is final and 0 where an open
-        one has none; ``still_open`` bool ``[L]``.
+        ``confidence`` fp32 ``[L]``: of the block's candidates, 1 at final positions, and 0 at open ones without a
+        candidate; ``still_open``: bool ``[L]``.
         """
         hidden = features(confidence, still_open, self.radius) @ self.hidden_weight.T + self.hidden_bias
         logits = np.maximum(hidden, 0) @ self.output_weight + self.output_bias
@@ -57,8 +57,8 @@ class CommitFilter:
 def features(confidence: np.ndarray, still_open: np.ndarray, radius: int) -> np.ndarray:
     """The network's inputs, fp32 ``[L, 4 radius + 4]``, from a block's ``confidence`` and ``still_open`` ``[L]``.
 
-    Of each position: log-odds of its window's confidences in [-1, 1], which of them are open, the mean log-odds of the
-    block's open positions, and their share of the block.
+    For each position: scaled log-odds of the confidences in its window, in [-1, 1]; which of them are open; the mean
+    log-odds of the block's open positions; and their share of the block.
     """
     odds, is_open = _log_odds(confidence), still_open.astype(np.float32)
     size = 2 * radius + 1
@@ -72,14 +72,14 @@ def features(confidence: np.ndarray, still_open: np.ndarray, radius: int) -> np.
 
 
 def _log_odds(confidence: np.ndarray) -> np.ndarray:
-    """In [-1, 1]: the difference between 0.99 and 0.999 matters as much as that between 0.5 and 0.9."""
+    """Scaled log-odds in [-1, 1]: the step from 0.99 to 0.999 is as large as that from 0.5 to 0.9."""
     least = 1 / (1 + np.exp(_SUREST))
     p = np.clip(confidence.astype(np.float64), least, 1 - least)
     return (np.log(p / (1 - p)) / _SUREST).astype(np.float32)
 
 
 def load_filter(folder: Path) -> CommitFilter | None:
-    """The filter in a model's folder; None where it has none; ``ConfigError`` where its file is wrong."""
+    """The filter in a model's folder; None if there is none. Raises ``ConfigError`` for an invalid file."""
     path = folder / FILTER
     if not path.is_file():
         return None
@@ -103,7 +103,7 @@ def load_filter(folder: Path) -> CommitFilter | None:
 
 
 def save_filter(commit_filter: CommitFilter, path: Path, record: Mapping[str, Any]) -> None:
-    """Write a filter with the ``record`` of its training (JSON) as the file's metadata ``record``."""
+    """Write a filter; ``record`` (JSON): how it was trained, stored as the file's metadata ``record``."""
     tensors = {
         "hidden.weight": commit_filter.hidden_weight,
         "hidden.bias": commit_filter.hidden_bias,

@@ -1,4 +1,4 @@
-"""A companion beside a model: which model can be one."""
+"""Companions (draft or verifier models): which model can be the companion of another."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mmserve.models.base import CanvasModel, LoadedModel, Model
 
 
 def accompany(model: Model, companion: Model) -> LoadedModel:
-    """``model`` with its companion; ``ConfigError`` where that is not causal, has other tokens or another vision tower.
+    """``model`` with its companion; raises ``ConfigError`` if that is not causal, or has other tokens or another tower.
 
-    Either may have special tokens that the other lacks, as a diffusion model has its mask.
+    Either may have special tokens that the other lacks, such as a diffusion model's mask.
     """
     refused = f"{companion.spec.name!r} cannot be the companion of {model.spec.name!r}"
     if isinstance(model, CanvasModel):
@@ -35,7 +35,7 @@ def accompany(model: Model, companion: Model) -> LoadedModel:
 
 
 def _other_token(model: LoadedModel, companion: LoadedModel) -> str | None:
-    """A token that the two number differently, or an ordinary one that only one of them has."""
+    """A token with different ids in the two models, or an ordinary one that only one of them has."""
     mine, its = model.tokenizer.get_vocab(), companion.tokenizer.get_vocab()
     special = {*model.tokenizer.get_added_vocab(), *companion.tokenizer.get_added_vocab()}
     ids = {number: token for token, number in its.items()}

@@ -1,4 +1,4 @@
-"""Typed questions as tokens: what of each follows the prompt, and the tokens that its slot may hold."""
+"""Tokenisation of typed questions: the ids of each after the prompt, and the candidate tokens of its slot."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mmserve.core.decisions import Decision
 from mmserve.errors import InvalidArgument
 from mmserve.models.chat import plain_ids, prompt_ids
 
-#: What answers are as tokens.
+#: Tokens of each answer.
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
 _MOST_KNOWN = 4096
-#: What follows the user's text, with and without special tokens.
+#: Token ids after the user's text, with and without special tokens.
 _closing: WeakKeyDictionary[PreTrainedTokenizerBase, dict[bool, list[int]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class QuestionIds:
-    """Typed questions as tokens.
+    """Tokenised typed questions.
 
-    ``before`` are the ids of each from the end of the shared prompt to its slot, and ``candidates`` the tokens of its
+    ``before``: the ids of each from the end of the shared prompt to its slot; ``candidates``: the tokens of its
     answers, in the order of ``Decision.answers``.
     """
 
@@ -32,16 +32,16 @@ class QuestionIds:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each question, its slot included."""
+        """Number of tokens of each question, including its slot."""
         return [len(ids) + 1 for ids in self.before]
 
 
 def questions_ids(
     tokenizer: PreTrainedTokenizerBase, questions: Sequence[Decision], *, special_tokens: bool = False
 ) -> QuestionIds:
-    """``questions`` as tokens of a model; ``special_tokens``: as of ``prompt_ids``.
+    """``questions`` tokenised for a model; ``special_tokens``: see ``prompt_ids``.
 
-    Raises ``InvalidArgument`` naming the question where one of its answers is not one token of the model's.
+    Raises ``InvalidArgument`` naming the question if one of its answers is not a single token.
     """
     closing = closing_ids(tokenizer, special_tokens=special_tokens)
     before = tuple((*question_ids(tokenizer, question), *closing) for question in questions)
@@ -49,9 +49,9 @@ def questions_ids(
 
 
 def shared_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, special_tokens: bool = False) -> list[int]:
-    """The part of a prompt's ``ids`` that its typed questions share: without what follows the user's last text.
+    """The part of a prompt's ``ids`` that its typed questions share: without the tokens after the user's last text.
 
-    Raises ``InvalidArgument`` where the chat template ends this chat in another way than others.
+    Raises ``InvalidArgument`` if the chat template ends this chat differently from others.
     """
     closing = closing_ids(tokenizer, special_tokens=special_tokens)
     if closing and ids[-len(closing) :] != closing:
@@ -61,9 +61,9 @@ def shared_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, special
 
 
 def closing_ids(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool = False) -> list[int]:
-    """The ids of a prompt after the user's last text: the end of the turn, and the beginning of the answer's.
+    """The ids of a prompt after the user's last text: the end of the turn, and the beginning of the answer's turn.
 
-    ``special_tokens``: as of ``prompt_ids``.
+    ``special_tokens``: see ``prompt_ids``.
     """
     known = _closing.setdefault(tokenizer, {})
     if special_tokens not in known:
@@ -75,17 +75,17 @@ def closing_ids(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool = Fa
 
 
 def question_ids(tokenizer: PreTrainedTokenizerBase, question: Decision) -> list[int]:
-    """The ids of a question where it follows the instruction."""
+    """The ids of a question after the instruction."""
     return plain_ids(tokenizer, f"\n{question.asked}")
 
 
 def answer_tokens(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Decision]) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each question's answers, as of ``QuestionIds.candidates``; raises as ``questions_ids`` does."""
+    """The tokens of each question's answers (see ``QuestionIds.candidates``); raises as ``questions_ids``."""
     return tuple(_answer_tokens(tokenizer, question, index) for index, question in enumerate(questions))
 
 
 def _answer_tokens(tokenizer: PreTrainedTokenizerBase, question: Decision, index: int) -> tuple[int, ...]:
-    """One token for each answer: with a space before it where that is one token for all of them, else without."""
+    """One token for each answer: with a leading space if that is a single token for all of them, else without."""
     for begin in (" ", ""):
         encoded = [_encoded(tokenizer, begin + answer) for answer in question.answers]
         found = tuple(ids[0] for ids in encoded if len(ids) == 1)

@@ -1,8 +1,8 @@
 """One pre-norm transformer decoder for the LLaMA / Qwen / LLaDA family.
 
 Shapes in names: T tokens (any leading dimensions), D hidden, H query heads, G key/value heads, K head size.
-The decoder knows nothing of caches, masks or batches: attention is a callable that it is given, so the same
-module trains on padded batches, serves ragged ones from a paged store, and runs causal or bidirectional.
+The decoder is independent of caches, masks and batches: attention is passed as a callable, so that the same module
+trains on padded batches, serves ragged ones from a paged store, and runs causal or bidirectional.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from mmserve.models.rotary import rotary_table
 from mmserve.models.tensor_parts import Part
 from mmserve.models.variations import ACTIVATIONS, ScaledEmbedding, capped, sees
 
-#: ``attend(layer, q[..., H, K], k[..., G, K], v[..., G, K], cos, sin) -> [..., H, K]`` rotates q and k by the tables
-#: (fp32 ``[..., 1, rotated]``) itself: where K/V are kept, that is one pass over memory with their write.
+#: ``attend(layer, q[..., H, K], k[..., G, K], v[..., G, K], cos, sin) -> [..., H, K]`` applies rotary embedding itself,
+#: by the tables (fp32 ``[..., 1, rotated]``), so that it can be fused with writing K/V.
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class DeepRows:
-    """What is added to some rows' hidden states after each of the first layers (DeepStack, arXiv 2406.04334)."""
+    """Features that are added to some rows' hidden states after each of the first layers (DeepStack, arXiv
+    2406.04334)."""
 
-    rows: Tensor  # int64 [n], none twice
-    features_LnD: Tensor  # one a layer, from the first on
+    rows: Tensor  # int64 [n], distinct
+    features_LnD: Tensor  # one for each layer, from the first
 
 
 class RMSNorm(nn.Module):
@@ -57,12 +58,12 @@ class RMSNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU feed-forward or experts, each after its norm, each added to the residual stream.
+    """Attention and SwiGLU feed-forward or experts, each preceded by its norm and added to the residual stream.
 
-    ``qkv`` and ``gate_up`` are set where layers are joined for inference (``models/packed.py``).
+    ``qkv`` and ``gate_up`` are set if projections are joined for inference (``models/packed.py``).
     """
 
-    #: Layers of the same input, which can become one product.
+    #: Linear layers with the same input, which can be joined to one product.
     joined: ClassVar = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
     qkv: Callable[[Tensor], tuple[Tensor, ...]] | None
     gate_up: Callable[[Tensor], tuple[Tensor, ...]] | None
@@ -96,14 +97,13 @@ class DecoderLayer(nn.Module):
         return self.after_attention(x_TD, attend(layer, q_THK, k_TGK, v_TGK, cos, sin), adapted, layer)
 
     def heads(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[..., H, K]``, and keys and values ``[..., G, K]``, not yet rotated, that the layer makes of its
-        input."""
+        """Queries ``[..., H, K]``, keys and values ``[..., G, K]``, before rotation, from the layer's input."""
         return self._heads(self.attn_norm(x_TD))
 
     def after_attention(
         self, x_TD: Tensor, attended_THK: Tensor, adapted: Adapted | None = None, layer: int = 0
     ) -> Tensor:
-        """The layer's output for rows of its input, from what attention gives them."""
+        """The layer's output for rows of its input, given their attention output."""
         attended_TD = attended_THK.flatten(-2)
         made_TD = self.o_proj(attended_TD)
         if adapted is not None:
@@ -136,8 +136,8 @@ class DecoderLayer(nn.Module):
         return q if self.query_scale == 1.0 else q * self.query_scale
 
     def queries_and_keys(self, x_TD: Tensor, asking: slice) -> tuple[Tensor, Tensor]:
-        """Queries ``[R, H, K]`` of the R tokens ``asking`` and keys ``[T, G, K]``, not yet rotated, that the layer
-        makes of its input."""
+        """Queries ``[R, H, K]`` of the R tokens ``asking``, and keys ``[T, G, K]``, before rotation, from the layer's
+        input."""
         h_TD = self.attn_norm(x_TD)
         if self.qkv is not None:
             q, k, _v = self._heads(h_TD)
@@ -147,7 +147,7 @@ class DecoderLayer(nn.Module):
         return self._scaled(self.q_norm(q)), self.k_norm(k)
 
     def keys_and_values(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, not yet rotated, and values ``[..., G, K]`` that the layer makes of its input."""
+        """Keys, before rotation, and values ``[..., G, K]``, from the layer's input."""
         h_TD = self.attn_norm(x_TD)
         if self.qkv is not None:
             _q, k, v = self._heads(h_TD)
@@ -156,7 +156,7 @@ class DecoderLayer(nn.Module):
         return self.k_norm(k), v
 
     def values(self, x_TD: Tensor, adapted: Adapted | None = None, layer: int = 0) -> Tensor:
-        """Value vectors ``[..., G, K]`` that the layer makes of its input."""
+        """Values ``[..., G, K]``, from the layer's input."""
         if adapted is not None:
             return self._heads(self.attn_norm(x_TD), adapted, layer)[2]
         values: Tensor = self.v_proj(self.attn_norm(x_TD))
@@ -164,14 +164,15 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The transformer: embeddings in, final hidden states out; ``logits`` is separate so that callers pick rows."""
+    """The transformer, from embeddings to final hidden states; ``logits`` is separate so that callers can select
+    rows."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self._few_rows = False
         self._rows: DecoderRows | None = None
-        #: Of each parameter: where in a checkpoint it was loaded from, and its shape. Empty where it was not.
+        #: For each parameter: its tensor in the checkpoint, and its shape. Empty if not loaded from a checkpoint.
         self.origins: dict[str, tuple[Part, torch.Size]] = {}
         self.embed = ScaledEmbedding(config.vocab_size, config.hidden_size, config.embed_scale)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
@@ -190,7 +191,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Final hidden states ``[..., D]`` of embedded tokens ``[..., D]`` at integer ``positions [...]``.
 
-        Where positions have several axes, they are ``[axes, ...]``. ``deep`` and ``adapted`` are for tokens ``[T, D]``.
+        With several position axes, ``positions`` are ``[axes, ...]``. ``deep`` and ``adapted`` require tokens ``[T,
+        D]``.
         """
         return self.hidden(x_TD, *self.rotary(positions), attend, deep, adapted)
 
@@ -203,7 +205,7 @@ class Decoder(nn.Module):
         deep: DeepRows | None = None,
         adapted: Adapted | None = None,
     ) -> Tensor:
-        """As ``forward``, of tokens whose rotary angles have the cosine and sine (``rotary``)."""
+        """As ``forward``, with precomputed cosine and sine of the rotary angles (``rotary``)."""
         tables = self._tables(cos, sin)
         for index, layer in enumerate(self.layers):
             x_TD = layer(x_TD, *tables[self.config.window(index) > 0], index, attend, adapted)
@@ -214,8 +216,8 @@ class Decoder(nn.Module):
     def hidden_rows(
         self, x_TD: Tensor, positions: Tensor, stored: Stored, between: Callable[[], None] | None = None
     ) -> Tensor | None:
-        """As ``forward``, with its bits, of rows that are each of another request, and ``stored`` in its pages; None
-        where that takes more time, or the layers are of another kind. ``between`` is called in each layer."""
+        """As ``forward``, bit for bit, for single rows of different requests whose K/V are ``stored`` in pages; None if
+        that is slower or not supported by the layers. ``between`` is called in each layer."""
         if self._rows is None or not self._rows.takes(x_TD):
             return None
         return self.norm(self._rows.run(x_TD, *self.rotary(positions), stored, between))
@@ -223,16 +225,16 @@ class Decoder(nn.Module):
     def values_of_second_layer(
         self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapted: Adapted | None = None
     ) -> Tensor:
-        """Value vectors ``[..., G, K]`` that the second layer makes of embedded tokens ``[..., D]``."""
+        """Value vectors ``[..., G, K]`` of the second layer, for embedded tokens ``[..., D]``."""
         cos, sin = self.rotary(positions_T)
         first, second = self.layers[0], self.layers[1]
         assert isinstance(second, DecoderLayer)
         return second.values(first(x_TD, cos, sin, 0, attend, adapted), adapted, 1)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles, fp32 ``[..., 1, rotated]``; ``positions`` as of ``forward``.
+        """Cosine and sine of the rotary angles, fp32 ``[..., 1, rotated]``; ``positions`` as in ``forward``.
 
-        Where layers with a window have a base of their own, their table follows: ``[..., 1, 2 * rotated]``.
+        If layers with a sliding window have their own base, their table is appended: ``[..., 1, 2 * rotated]``.
         """
         c = self.config
         width = c.rotary_width or c.head_dim
@@ -245,7 +247,7 @@ class Decoder(nn.Module):
         return cos, sin
 
     def _tables(self, cos: Tensor, sin: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Of ``rotary``, what turns layers that see everything, and what turns those with a window."""
+        """Splits ``rotary`` tables into those of global layers and those of layers with a sliding window."""
         if not self.config.local_theta:
             return (cos, sin), (cos, sin)
         half = cos.shape[-1] // 2
@@ -255,8 +257,8 @@ class Decoder(nn.Module):
         return everything, local
 
     def set_row_floor(self, rows: int) -> None:
-        """From how many rows on a matrix product gives a row the same bits: experts run no fewer. To be called once the
-        layers are as they are served."""
+        """Set the row floor (the number of rows from which a product's bits do not depend on it) for experts. To be
+        called when the layers have their final form."""
         for module in self.modules():
             if isinstance(module, MoE):
                 module.row_floor = rows
@@ -264,13 +266,14 @@ class Decoder(nn.Module):
 
     @property
     def fewest_rows(self) -> int:
-        """How many rows a pass runs at least, since fewer take no less time."""
+        """The minimum number of rows of a pass, because fewer rows take no less time."""
         return 1 if self._few_rows and torch.get_num_threads() == 1 else FEWEST_ROWS
 
     def logits(self, hidden: Tensor, adapted: Adapted | None = None) -> Tensor:
         """Vocabulary logits ``[..., V]`` of hidden states ``[..., D]``, in the model's dtype.
 
-        ``adapted`` is for hidden states ``[T, D]``."""
+        ``adapted`` requires hidden states ``[T, D]``.
+        """
         made: Tensor = self.head(hidden)
         if adapted is not None:
             adapted.add(self.config.num_layers, HEAD, hidden, (made,))
@@ -278,9 +281,9 @@ class Decoder(nn.Module):
 
 
 def dense_attention(mask: Tensor | None = None, config: DecoderConfig | None = None) -> Attend:
-    """Attention within each row of a padded batch ``[B, T, …]``; ``mask``: bool ``[B, 1, T or 1, T]``, True = seen.
+    """Attention within each row of a padded batch ``[B, T, …]``; ``mask``: bool ``[B, 1, T or 1, T]``, True = visible.
 
-    ``config``: of a decoder whose attention is not plain.
+    ``config``: for a decoder without ``plain_attention``.
     """
     special = None if config is None or config.plain_attention else config
 

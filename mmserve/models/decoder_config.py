@@ -1,4 +1,4 @@
-"""What a decoder is made from: its dimensions, and where it differs from LLaMA."""
+"""The configuration of a decoder: its dimensions, and its differences from LLaMA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mmserve.models.moe import MoEConfig
 from mmserve.models.rope_scaling import RopeScaling
 
-#: Why something is not there for a decoder whose ``plain_attention`` is False.
+#: Error text for features that need ``plain_attention``.
 UNEVEN = "some of its layers see a sliding window, or its scores are capped"
 
 
@@ -24,10 +24,10 @@ class DecoderConfig:
     head_dim: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    local_theta: float = 0.0  # base in layers with a window, unscaled, where that is another; 0 = it is not
-    rotary_width: int = 0  # of a head's dimensions, the first so many are rotated; 0 = all
-    rope_axes: tuple[int, ...] = ()  # the axis of position that turns each frequency; () = positions have one axis
-    deep_layers: int = 0  # the first so many take visual features of their own (``DeepRows``)
+    local_theta: float = 0.0  # base in layers with a window, unscaled; 0 = the same base
+    rotary_width: int = 0  # number of leading dimensions of a head that are rotated; 0 = all
+    rope_axes: tuple[int, ...] = ()  # position axis of each frequency; () = a single axis
+    deep_layers: int = 0  # number of first layers that add visual features (``DeepRows``)
     rms_norm_eps: float = 1e-5
     max_positions: int = 4096
     qkv_bias: bool = False
@@ -36,14 +36,14 @@ class DecoderConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     moe: MoEConfig | None = None  # experts instead of the feed-forward
-    windows: tuple[int, ...] = ()  # last positions that a row of each layer sees, its own among them; 0 = all
+    windows: tuple[int, ...] = ()  # sliding window of each layer, including the row's own position; 0 = none
     activation: str = "silu"
-    score_cap: float = 0.0  # scores become ``cap * tanh(score / cap)``; 0 = they stay
+    score_cap: float = 0.0  # scores become ``cap * tanh(score / cap)``; 0 = not capped
     logit_cap: float = 0.0  # the same of logits
-    query_scale: float = 1.0  # of queries, beside the scores' ``head_dim ** -0.5``
-    embed_scale: float = 1.0  # of the embeddings of tokens
-    output_norms: bool = False  # norms of what attention and feed-forward add (Gemma 2)
-    unit_offset: bool = False  # checkpoints store the norms' weights less 1 (Gemma)
+    query_scale: float = 1.0  # factor of queries, in addition to ``head_dim ** -0.5``
+    embed_scale: float = 1.0  # factor of token embeddings
+    output_norms: bool = False  # norms of the outputs of attention and feed-forward (Gemma 2)
+    unit_offset: bool = False  # checkpoints store norm weights minus 1 (Gemma)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -63,17 +63,17 @@ class DecoderConfig:
 
     @property
     def position_axes(self) -> int:
-        """Axes of a position: 3 of M-RoPE."""
+        """Number of position axes: 3 for M-RoPE."""
         return max(self.rope_axes, default=0) + 1
 
     @property
     def plain_attention(self) -> bool:
-        """Whether all layers attend alike, to all positions, by scores as they are, and turn by one table."""
+        """Whether all layers have the same attention: global, with uncapped scores and one rotary table."""
         windows = map(self.window, range(len(self.windows)))
         return not (any(windows) or self.score_cap or self.local_theta)
 
     def window(self, layer: int) -> int:
-        """The last positions that a row of ``layer`` sees; 0 = all: a window that no request outgrows is none, unless
-        its layers have a base of their own."""
+        """The sliding window of ``layer``; 0 = none. A window of at least the maximum length counts as none, unless its
+        layers have their own base."""
         window = self.windows[layer] if self.windows else 0
         return window if window < self.max_positions or self.local_theta else 0

@@ -1,4 +1,4 @@
-"""A decoder's layers as compiled loops take them (``mmserve_kernels/layer_rows.py``): passes of few rows on a CPU."""
+"""A decoder's layers for compiled loops (``mmserve_kernels/layer_rows.py``): passes of few rows on a CPU."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class DecoderRows:
-    """The layers of one decoder, whose weights these are: nothing is copied."""
+    """The layers of one decoder; their weights are shared, not copied."""
 
     def __init__(self, layers: Sequence[LayerWeights], heads: int) -> None:
         self._layers, self._heads = layers, heads
 
     @classmethod
     def of(cls, decoder: Decoder) -> DecoderRows | None:
-        """The layers of ``decoder`` as they are served; None where some of them is of another kind than the loops are
-        for: plain attention and SwiGLU, packed in fp32."""
+        """The layers of ``decoder`` in their served form; None unless all of them have plain attention and SwiGLU,
+        packed in fp32."""
         c = decoder.config
         plain = c.plain_attention and not (c.qk_norm or c.output_norms or c.moe) and c.query_scale == 1.0
-        if not plain or c.num_heads // c.num_kv_heads >= FLOOR:  # such rows are attended to in another way
+        if not plain or c.num_heads // c.num_kv_heads >= FLOOR:  # such rows use another attention implementation
             return None
         layers = [_weights_of(layer) for layer in decoder.layers]
         found = [layer for layer in layers if layer is not None]
@@ -40,19 +40,19 @@ class DecoderRows:
     def run(
         self, x_TD: Tensor, cos_T1W: Tensor, sin_T1W: Tensor, stored: Stored, between: Callable[[], None] | None
     ) -> Tensor:
-        """What the layers make of embedded tokens ``[T, D]``; ``between`` is called in each."""
+        """The layers' output for embedded tokens ``[T, D]``; ``between`` is called in each layer."""
         return run_layers(self._layers, x_TD, cos_T1W, sin_T1W, stored, self._heads, between)
 
     def takes(self, x_TD: Tensor) -> bool:
-        """Whether a pass of these rows takes less time so: few, on one thread."""
+        """Whether a pass of these rows is faster with the loops: few rows, on one thread."""
         return 0 < len(x_TD) <= MOST_ROWS and torch.get_num_threads() == 1 and not torch.is_grad_enabled()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Nothing: a copied decoder has plain layers, with weights of their own."""
+        """None: a copied decoder has plain layers with their own weights."""
 
 
 def _weights_of(layer: nn.Module) -> LayerWeights | None:
-    """The weights of one layer; None where it is of another kind."""
+    """The weights of one layer; None if it is not supported."""
     of: Any = layer
     joint = of.qkv, of.gate_up
     if of.activation is not silu or not all(isinstance(each, JointLinear) for each in joint):

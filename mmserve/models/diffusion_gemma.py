@@ -1,8 +1,8 @@
-"""DiffusionGemma (google/diffusiongemma-26B-A4B-it): canvases of random tokens that are denoised and then read.
+"""DiffusionGemma (google/diffusiongemma-26B-A4B-it): canvases of random tokens that are denoised, then prefilled.
 
-The network is transformers' own ``DiffusionGemmaForBlockDiffusion``: its encoder reads what is final, causally, into a
-cache; its decoder sees that cache and the whole canvas, and its own predictions of the step before. Layers differ
-in head size and look through windows, so its keys and values stay in transformers' own cache, one a request.
+The network is transformers' ``DiffusionGemmaForBlockDiffusion``: its encoder prefills final tokens, causally, into a
+cache; its decoder attends to that cache and the whole canvas, and gets its own predictions of the previous step. Layers
+differ in head size and have sliding windows, so K/V stay in transformers' own cache, one for each request.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from mmserve.models.gemma_batch import ATTENTION, EXPERTS, NoCache
 from mmserve.models.gemma_vision import load_gemma_vision
 from mmserve.models.keys import Keys
 
-#: Of ``generation_config.json``, where it has no value (``_get_default_generation_params`` in transformers).
+#: Defaults of ``generation_config.json`` (``_get_default_generation_params`` in transformers).
 _STEPS, _BOUND, _T_MAX, _T_MIN, _STABLE, _CONFIDENT = 48, 0.1, 0.8, 0.4, 1, 0.005
 
-#: What transformers' forward passes take the cache as: another name from 5.24 on.
+#: The argument name of the cache in transformers' forward passes, which changed in 5.24.
 _CACHE = "cache" if "cache" in signature(DiffusionGemmaForBlockDiffusion.forward).parameters else "past_key_values"
 
-#: Canvases of a pass: each has a row of logits for every position, and the result of the step before besides.
+#: Maximum canvases of a pass: each has logits for every position, in addition to the previous step's result.
 _AT_ONCE = 8
 
 
 def load(checkpoint: Checkpoint, target: Target) -> CanvasModel:
     """Load a checkpoint in transformers' layout; raises ``ConfigError`` naming what is wrong.
 
-    Images are taken where it states how they are prepared.
+    Supports images if the checkpoint has settings of an image processor.
     """
     if checkpoint.stretch.positions:
         raise ConfigError(
@@ -81,9 +81,9 @@ def load(checkpoint: Checkpoint, target: Target) -> CanvasModel:
 
 
 class GemmaCanvas(nn.Module):
-    """transformers' network: what a request gets does not depend on who else is served.
+    """transformers' network; a request's result does not depend on other requests.
 
-    On the CPU not even in the last bits: no matrix product has fewer than ``row_floor`` rows.
+    On the CPU that includes the last bits: no matrix product has fewer than ``row_floor`` rows.
     """
 
     def __init__(self, network: Any) -> None:
@@ -92,7 +92,7 @@ class GemmaCanvas(nn.Module):
         self.set_row_floor(1)
 
     def products(self) -> Products:
-        """The linear layers that canvases run through, the experts, and the embedding of the previous step's result."""
+        """The linear layers of canvases, the experts, and the embedding of the previous step's result."""
         found: dict[tuple[int, int], Callable[[Tensor], Tensor]] = {}
         embed = self.network.model.decoder.embed_tokens.weight
         found[embed.shape[0], embed.shape[1]] = lambda x: x @ embed
@@ -105,28 +105,28 @@ class GemmaCanvas(nn.Module):
         return [(width, product) for (width, _out), product in found.items()]
 
     def set_row_floor(self, rows: int) -> None:
-        """See ``CanvasNetwork``: canvases are repeated and experts' rows filled with zeros until there are enough."""
+        """See ``CanvasNetwork``: canvases are repeated, and experts' rows padded with zeros, to the minimum."""
         self._floor = rows
         for layer in (*self.network.model.decoder.layers, *self.network.model.encoder.language_model.layers):
             layer.experts.row_floor = rows
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding, and logits of a position."""
+        """Vocabulary size of embeddings and logits."""
         size: int = self.network.config.text_config.vocab_size
         return size
 
     @property
     def width(self) -> int:
-        """Elements of an embedding."""
+        """Embedding size."""
         size: int = self.network.config.text_config.hidden_size
         return size
 
     def read(self, ids_n: Tensor, past: Any | None, features: Tensor | None = None) -> Any:
-        """``past`` (None = nothing yet) with the keys and values of ``ids_n`` (int64), which follow it, added.
+        """``past`` (None = empty) extended by the keys and values of ``ids_n`` (int64), which follow it.
 
-        ``features``: the visual tokens ``[n, D]`` at the image placeholders. By the configuration, those of
-        one image see each other; transformers' own forward pass leaves that to its caller.
+        ``features``: the visual tokens ``[n, D]`` at the image placeholders. If configured so, those of one image
+        attend to each other; transformers' forward pass leaves that to its caller.
         """
         past = DynamicCache(config=self.network.config.get_text_config(decoder=True)) if past is None else past
         start = past.get_seq_length()
@@ -142,17 +142,17 @@ class GemmaCanvas(nn.Module):
                 mm_token_type_ids=(ids_n == self.network.config.image_token_id).long()[None],
                 **{_CACHE: past},
             )
-        self.network.model.encoder(input_ids=ids_n[None], position_ids=positions, **seen)  # adds to ``past``
+        self.network.model.encoder(input_ids=ids_n[None], position_ids=positions, **seen)  # extends ``past``
         return past
 
     def predict(self, canvases: list[OpenCanvas]) -> list[Tensor]:
-        """Logits ``[L, V]`` (fp32) of each canvas; so many at once as memory is meant for."""
+        """Logits ``[L, V]`` (fp32) of each canvas; the number of canvases in one pass is limited by memory."""
         return [
             logits for i in range(0, len(canvases), _AT_ONCE) for logits in self._predict(canvases[i : i + _AT_ONCE])
         ]
 
     def held(self, past: Any) -> dict[str, Tensor]:
-        """See ``CanvasNetwork``: ``[1, G, n, K]`` a layer, in layers with a window the last positions only."""
+        """See ``CanvasNetwork``: ``[1, G, n, K]`` for each layer; in layers with a window only its positions."""
         layers = enumerate(past.layers)
         return {f"{name}.{i}": getattr(layer, name) for i, layer in layers for name in ("keys", "values")}
 
@@ -189,7 +189,7 @@ class GemmaCanvas(nn.Module):
         return [self._logits(hidden_LD) for hidden_LD in hidden_BLD[:count]]
 
     def _logits(self, hidden_LD: Tensor) -> Tensor:
-        """As ``DiffusionGemmaForBlockDiffusion`` makes them, of one canvas at a time."""
+        """As in ``DiffusionGemmaForBlockDiffusion``, one canvas at a time."""
         cap = self.network.final_logit_softcapping
         rows = F.pad(hidden_LD, (0, 0, 0, -len(hidden_LD) % self._floor))
         logits: Tensor = self.network.lm_head(rows)[: len(hidden_LD)].float()
@@ -212,7 +212,7 @@ def _spec(checkpoint: Checkpoint, config: Any, name: str, *, images: bool) -> Mo
         end_ids=frozenset(ends),
         banned_ids=(),
         image_id=config.image_token_id if images else None,
-        max_tokens=text.max_position_embeddings - config.canvas_length,  # the last canvas is always whole
+        max_tokens=text.max_position_embeddings - config.canvas_length,  # the last canvas is always complete
         default_block_length=config.canvas_length,
         renoising=Renoising(
             steps=given.integer("max_denoising_steps", default=_STEPS),

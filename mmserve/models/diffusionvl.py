@@ -1,8 +1,8 @@
 """DiffusionVL (arXiv 2512.15713; hustvl/DiffusionVL): ``hustvl/DiffusionVL-Qwen2.5VL-*``.
 
-Block diffusion, made from Qwen2.5-VL in LLaVA's layout: its tower, with the merger as a projector, and its decoder, in
-blocks counted from the start of the row. Positions are those of text, also of visual tokens, and the logits of a row
-predict its own position. Images only: the authors' code takes no videos.
+Block diffusion, derived from Qwen2.5-VL in LLaVA's layout: its tower, with the merger as a projector, and its decoder,
+with blocks counted from the start of the sequence. Positions are one-dimensional, also for visual tokens, and the
+logits of a row predict its own position. Images only, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmserve.models.qwen25_vision import Qwen25Vision
 from mmserve.models.qwen_pixels import load_pixels
 from mmserve.models.qwen_vl import KINDS, check_width, flat, load_tower, tower_config
 
-#: The mask of the authors' code: no configuration and no tokenizer names it.
+#: The mask token in the authors' code; it is in no configuration or tokenizer.
 MASK_ID = 151_671
 
 
@@ -31,7 +31,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     checkpoint = flat(checkpoint)
     keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
     keys.check({"enable_bd3lm": (True, None), "hidden_act": ("silu", None), "mm_use_im_start_end": (False, None)})
-    # All axes of M-RoPE have the same position here, so that it is the plain rotation.
+    # All axes of M-RoPE have the same position here, so that it is the plain rotary embedding.
     config = checkpoint.stretch.applied(replace(decoder_config(keys), rope_axes=()), keys.path)
     sources = _sources(checkpoint, target, keys, config)
     spec = make_spec(
@@ -72,5 +72,5 @@ def _vision(checkpoint: Checkpoint, target: Target, keys: Keys, config: DecoderC
 
 
 def _tensor(parameter: str) -> str:
-    """The tensor of a parameter of the tower, whose merger is the projector."""
+    """The tensor name of a parameter of the tower, whose merger is the projector."""
     return f"{PROJECTOR if parameter.startswith('merger.') else TOWER}{parameter}"

@@ -1,6 +1,6 @@
-"""From a checkpoint's ``config.json`` to the dimensions and switches of a ``Decoder``, a reader for each family.
+"""Reads a ``DecoderConfig`` from a checkpoint's ``config.json``, with one reader for each family.
 
-What a configuration asks for and ``Decoder`` does not do is refused by name; nothing is left out silently.
+Options that ``Decoder`` does not implement are refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmserve.models.rope_keys import read_rope
 from mmserve.models.switches import LLAMA, MIXTURE, QWEN2, QWEN3, TEXT, check_switches, refuse_text_model
 from mmserve.models.windows import layer_windows
 
-#: Switches of LLaDA's own configuration, and the values of them that ``Decoder`` implements.
+#: Switches of LLaDA's own configuration, and the values that ``Decoder`` implements.
 _LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "activation_type": ("silu",),
     "block_type": ("llama",),
@@ -35,7 +35,7 @@ _LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "multi_query_attention": (False, None),
     "clip_qkv": (None,),
 }
-_QWEN3_HEAD = 128  # where its configuration has no ``head_dim``
+_QWEN3_HEAD = 128  # default of ``head_dim``
 
 
 #: Keys of layers with sliding windows, which ``layer_windows`` reads.
@@ -53,8 +53,7 @@ _LLADA2_SWITCHES: Mapping[str, tuple[object, ...]] = {
 }
 
 
-#: What classes of transformers have where a configuration leaves it out, by ``model_type``: where that is not what
-#: ``from_hugging_face`` takes.
+#: Defaults of classes of transformers by ``model_type``, where they differ from those of ``from_hugging_face``.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "ministral3": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -72,7 +71,8 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
 
 
 def decoder_config(keys: Keys) -> DecoderConfig:
-    """Dimensions from a ``config.json`` of either layout; raises ``ConfigError`` naming the key and its value."""
+    """The decoder's configuration from a ``config.json`` of either layout; raises ``ConfigError`` naming key and
+    value."""
     kind = keys.values.get("model_type")
     if isinstance(kind, str) and kind in _DEFAULTS:
         keys = Keys({**_DEFAULTS[kind], **keys.values}, keys.path)
@@ -91,7 +91,7 @@ def _reader(keys: Keys) -> Callable[[Keys], DecoderConfig]:
         return _from_qwen
     if kind in MIXTURE:
         return _from_llada2
-    if layout_of(keys.values) is LLADA:  # its own keys: no other configuration has ``d_model``
+    if layout_of(keys.values) is LLADA:  # no other configuration has ``d_model``
         return _from_llada
     if kind in LLAMA:
         return _from_llama
@@ -128,9 +128,9 @@ def _from_llama(keys: Keys) -> DecoderConfig:
 
 
 def from_hugging_face(keys: Keys, *, partial: bool = False) -> DecoderConfig:
-    """What the configurations of LLaMA, Qwen and their relatives have in common.
+    """The part that configurations of LLaMA, Qwen and their relatives have in common.
 
-    ``partial``: the architecture may rotate a share of each head. Raises ``ConfigError``.
+    ``partial``: the architecture may rotate only a share of each head. Raises ``ConfigError``.
     """
     rope = read_rope(keys, partial=partial)
     width, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
@@ -175,7 +175,7 @@ def _from_qwen(keys: Keys) -> DecoderConfig:
 
 
 def softmax_experts(keys: Keys) -> MoEConfig:
-    """Qwen3-MoE's experts: in each ``decoder_sparse_step``-th layer but those of ``mlp_only_layers``."""
+    """Qwen3-MoE's experts: in every ``decoder_sparse_step``-th layer except for ``mlp_only_layers``."""
     layers, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", default=1)
     named = keys.values.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):

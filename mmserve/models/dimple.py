@@ -1,6 +1,6 @@
-"""Dimple (arXiv 2505.16990; rp-yu/Dimple-7B): Dream's decoder with positions of three axes, Qwen2.5-VL's tower.
+"""Dimple (arXiv 2505.16990; rp-yu/Dimple-7B): Dream's decoder with three position axes, and Qwen2.5-VL's tower.
 
-Between the two is a projector of its own. Images only: its code has no projector for videos.
+With its own projector. Images only: its code has no projector for videos.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOWER, PROJECTOR = "visual.", "img_projector."
 
 
 class Projector(nn.Module):
-    """Two layers with SiLU between them; parameters have the names of their tensors."""
+    """Two layers with a SiLU; parameters have the names of their tensors."""
 
     def __init__(self, width: int, hidden_size: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Projector(nn.Module):
 
 
 class DimpleVision(Qwen25Vision):
-    """Qwen2.5-VL's tower for images, and a projector after it."""
+    """Qwen2.5-VL's tower for images, followed by a projector."""
 
     def __init__(self, tower: nn.Module, pixels: QwenPixels, projector: Projector) -> None:
         super().__init__(tower, pixels, frames=0)

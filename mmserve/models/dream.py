@@ -1,7 +1,7 @@
-"""Dream (arXiv 2508.15487; HKUNLP/Dream): masked diffusion with full attention, made from Qwen2.5.
+"""Dream (arXiv 2508.15487; HKUNLP/Dream): masked diffusion with full attention, derived from Qwen2.5.
 
-Tensors and configuration are Qwen2's. As in the next-token model that it was trained from, the logits of a row
-predict the position to its right.
+Tensors and configuration are Qwen2's. As in the original next-token model, the logits of a row predict the position to
+its right.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MASK = "<|mask|>"
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load ``Dream-org/Dream-v0-*`` as published; raises ``ConfigError`` naming the key, tensor or file that is wrong.
 
-    Models that go by the same name and decode otherwise, with blocks or M-RoPE, are refused.
+    Models with the same name but blocks or M-RoPE are refused.
     """
     return load_text(checkpoint, target, _spec)
 

@@ -1,8 +1,8 @@
-"""What towers show of their attention, for pruners.
+"""Evidence for pruners: attention, keys and features of vision towers.
 
-transformers' towers return no attention under SDPA. What is asked for is computed from the queries and keys that the
-tower's own run makes, seen as it makes them: nothing is projected twice.
-Shapes in names: B pictures, N positions, H heads, K head size, C = H * K.
+transformers' towers return no attention with SDPA. It is computed from the queries and keys of the tower's own run,
+recorded by hooks, so that nothing is projected twice. Shapes in names: B images, N positions, H heads, K head size, C =
+H * K.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from mmserve.models.scores import mean_attention
 from mmserve.prune.base import Evidence
 
-#: What a tower without a class token shows, and what only one with it does.
+#: Kinds of evidence that a tower without a class token provides, and those that need one.
 OF_PATCHES = frozenset({Evidence.COLUMN_MEANS, Evidence.KEYS, Evidence.FIRST_FEATURES})
 OF_CLASS = frozenset({Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW, Evidence.LAST_CLS_ROW})
-#: Numbers held at once of products of queries and keys: pictures are taken some at a time.
+#: Maximum number of query-key products in memory: images are processed in groups.
 _SLICE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
 class ShownLayer:
-    """A tower's layer as one that shows its attention: what makes its ``queries`` and ``keys``, each ``[B, N, C]``."""
+    """The modules of a tower's layer that compute its ``queries`` and ``keys``, ``[B, N, C]``, and its heads."""
 
     queries: nn.Module
     keys: nn.Module
@@ -43,15 +43,15 @@ def layers_of(tower: nn.Module) -> list[ShownLayer]:
 
 
 def shown_layers(layers: Iterable[nn.Module]) -> list[ShownLayer]:
-    """Layers of a CLIP-style tower as those that show their attention."""
+    """Layers of a CLIP-style tower as ``ShownLayer``."""
     found: list[Any] = [layer.self_attn for layer in layers]
     return [ShownLayer(a.q_proj, a.k_proj, a.num_heads, a.scale) for a in found]
 
 
 class Watched:
-    """What is seen of one run of a tower.
+    """The evidence recorded in one run of a tower.
 
-    ``later``: layers of a CLIP-style tower that follow those that run, which ``LAST_CLS_ROW`` alone needs.
+    ``later``: layers of a CLIP-style tower after those that run, needed for ``LAST_CLS_ROW`` only.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Watched:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The tower's run, by this thread; others' are not seen."""
+        """Context for the tower's run in this thread; runs of other threads are not recorded."""
         me = threading.get_ident()
 
         def note(module: nn.Module, _arguments: Any, made: Tensor) -> None:
@@ -93,10 +93,10 @@ class Watched:
         return {layer.keys for layer in keyed} | {layer.queries for layer in queried}
 
     def evidence(self, hidden: Sequence[Tensor], *, first: int) -> dict[Evidence, Tensor]:
-        """What is wanted, ``[B, patches]``, ``[B, patches, K]`` (keys) or ``[B, patches, C]`` (features), in fp32.
+        """The requested evidence, ``[B, patches]``, ``[B, patches, K]`` (keys) or ``[B, patches, C]`` (features), fp32.
 
-        ``hidden``: the tower's hidden states ``[B, N, C]``, from the embeddings on; ``first``: where patches begin, 1
-        after a class token.
+        ``hidden``: the tower's hidden states ``[B, N, C]``, from the embeddings on; ``first``: index of the first
+        patch, 1 after a class token.
         """
         found: dict[Evidence, Tensor] = {}
         for kind, layer in self._layers.items():
@@ -114,7 +114,7 @@ class Watched:
         return found
 
     def _last_row(self, x_BNC: Tensor) -> Tensor:
-        """The class token's row in the last of the ``later`` layers, of what the layers before them made."""
+        """The class token's attention in the last of the ``later`` layers, given the output of the layers that ran."""
         *between, last = self._later
         for layer in between:
             x_BNC = layer(x_BNC, None)
@@ -127,24 +127,23 @@ class Watched:
 
 
 def mean_keys(keys_BNC: Tensor, heads: int) -> Tensor:
-    """Keys averaged over ``heads``, as ToMe and VisionZip compare them: fp32 ``[B, N, K]``."""
+    """Keys averaged over ``heads``, as compared by ToMe and VisionZip: fp32 ``[B, N, K]``."""
     return keys_BNC.unflatten(-1, (heads, -1)).float().mean(-2)
 
 
 def class_row(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
-    """How much position 0 attends to each, given a layer's queries and keys: fp32 ``[B, N]``, mean over heads."""
+    """Attention of position 0 to each position, from a layer's queries and keys: fp32 ``[B, N]``, mean over heads."""
     at_once = max(1, _SLICE_ELEMENTS // k_BNC[0].numel())
     rows = []
     for query_B1C, keys_BNC in zip(q_BNC[:, :1].split(at_once), k_BNC.split(at_once), strict=True):
-        # summed product by product: one matrix product a head would have to copy the keys of several pictures first
+        # elementwise sums: matrix products per head would have to copy the keys first
         products_BNC = keys_BNC * (query_B1C.float() * layer.scale)
         rows.append(products_BNC.unflatten(-1, (layer.heads, -1)).sum(-1).softmax(1).mean(-1))
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def column_means(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
-    """How much all positions attend to each, given a layer's queries and keys: fp32 ``[B, N]``, mean over positions
-    and heads."""
+    """Attention to each position, from a layer's queries and keys: fp32 ``[B, N]``, mean over positions and heads."""
     pictures, count, width = k_BNC.shape
     q_THK, k_THK = (x.flatten(0, 1).unflatten(-1, (layer.heads, -1)) for x in (q_BNC, k_BNC))
     usual = (width // layer.heads) ** -0.5

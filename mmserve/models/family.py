@@ -1,6 +1,6 @@
-"""What LLaMA-shaped checkpoints share, however they decode: dimensions, special tokens, weights, vision.
+"""The common part of LLaMA-style checkpoints, for all kinds of decoding: dimensions, special tokens, weights, vision.
 
-The models of the family differ in how their ``ModelSpec`` comes about and in their chat format; each has a module.
+The models of the family differ in their ``ModelSpec`` and chat format; each has a module.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from mmserve.models.vision import LlavaVision
 
 END_OF_TURN = "<|eot_id|>"
-#: What ends a turn in the chat formats of Llama 3 and LLaDA, of Qwen (ChatML), of Gemma and of Phi.
+#: End-of-turn tokens of the chat formats of Llama 3 and LLaDA, Qwen (ChatML), Gemma and Phi.
 _ENDS_OF_TURN = (END_OF_TURN, "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What a ``ModelSpec`` is made from: a checkpoint's files as read, and what of media it takes."""
+    """The inputs of a ``ModelSpec``: a checkpoint's files, and the media that it supports."""
 
     checkpoint: Checkpoint
     keys: Keys
@@ -53,9 +53,9 @@ def load_family(
     spec: Callable[[Sources], ModelSpec],
     vision: Callable[[Decoder], VisionEncoder] | None = None,
 ) -> LoadedModel:
-    """Load decoder, tower and projector; ``spec`` describes the model.
+    """Load decoder, tower and projector; ``spec`` returns the model's spec.
 
-    ``vision`` makes what sees images for the decoder, where that is not LLaVA's one tile an image. Raises
+    ``vision`` creates the vision encoder for the decoder, if it is not LLaVA's with one tile per image. Raises
     ``ConfigError`` naming the key, tensor or file that is wrong.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
@@ -75,10 +75,10 @@ def load_family(
     )
     decoder = load_decoder(checkpoint, config, target, layout_of(checkpoint.config))
     if not images:
-        checkpoint.weights.leave(f"{TOWER}*", f"{PROJECTOR}*", NEWLINE)  # the configuration names no tower
+        checkpoint.weights.leave(f"{TOWER}*", f"{PROJECTOR}*", NEWLINE)  # the configuration has no tower
     seeing = vision(decoder) if vision is not None else None
     if images and seeing is None:
-        from mmserve.models.towers import load_vision  # a second of imports, which text models do not need
+        from mmserve.models.towers import load_vision  # imports take a second, and text models do not need them
 
         seeing = llava = load_vision(checkpoint, config.hidden_size, target)
         _check_frame_text(keys, tokenizer, llava)
@@ -87,7 +87,7 @@ def load_family(
 
 
 def load_text(checkpoint: Checkpoint, target: Target, spec: Callable[[Sources], ModelSpec]) -> LoadedModel:
-    """As ``load_family``, a model of text alone with its own chat template."""
+    """As ``load_family``, for a text-only model with its own chat template."""
     tokenizer = load_tokenizer(checkpoint.folder)
     adapt_chat_template(tokenizer, checkpoint.folder, images=False, videos=False, vicuna=False)
     return load_family(checkpoint, target, tokenizer, spec)
@@ -102,11 +102,11 @@ def make_spec(
     logit_shift: int = 0,
     block_length: int = 32,
 ) -> ModelSpec:
-    """The spec of a model that may generate everything but its mask, ``banned`` and the placeholders of its media.
+    """The spec of a model that may generate everything except its mask, ``banned`` and the placeholders of its media.
 
-    Without a ``mask_id`` nothing is masked: any id may fill an open position. ``banned`` is by default what the
-    generation settings suppress. Any end of text that the configuration, the generation settings or the tokenizer name
-    ends an answer. Raises ``ConfigError`` for ids that are no tokens, and where no end of text is left.
+    Without a ``mask_id`` there is no mask: any id may be at an open position. ``banned`` defaults to the tokens that
+    the generation settings suppress. Every end token in the configuration, the generation settings or the tokenizer
+    ends an answer. Raises ``ConfigError`` for invalid ids, and if there is no end token.
     """
     checkpoint, config = sources.checkpoint, sources.config
     banned = set(listed_ids(checkpoint.generation.get("suppress_tokens"))) if banned is None else banned
@@ -116,7 +116,7 @@ def make_spec(
         check_tokens(sources, what, ids)
     if ends <= banned:
         raise ConfigError(f"{checkpoint.folder}: every end of text {sorted(ends)} is among the banned tokens")
-    # A placeholder after the last embedding has no logit either.
+    # A placeholder beyond the last embedding has no logit either.
     placeholders = {i for i in (sources.image_id, sources.video_id) if i is not None and i < config.vocab_size}
     trained = None if checkpoint.stretch.positions else checkpoint.config.get("tokenizer_model_max_length")
     return ModelSpec(
@@ -136,7 +136,8 @@ def make_spec(
 
 
 def check_tokens(sources: Sources, what: str, ids: Iterable[Any]) -> None:
-    """Raise ``ConfigError`` with the first of ``ids`` that is no token of the model; ``what`` they are named."""
+    """Raises ``ConfigError`` with the first of ``ids`` that is no token of the model; ``what``: their name in the
+    error."""
     size = sources.config.vocab_size
     wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < size]
     if wrong:
@@ -149,19 +150,19 @@ def next_token(sources: Sources) -> ModelSpec:
 
 
 def takes_images(checkpoint: Checkpoint) -> bool:
-    """Whether the layout has a place for a vision tower, and the configuration names one."""
+    """Whether the layout can have a vision tower, and the configuration has one."""
     return checkpoint.architecture.startswith("llava_") and bool(checkpoint.config.get("mm_vision_tower"))
 
 
 def takes_videos(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint takes images, and states how many frames of a video it takes."""
+    """Whether the checkpoint supports images, and has a number of frames per video."""
     return takes_images(checkpoint) and bool(checkpoint.config.get("mm_video_frames"))
 
 
 def mask_id_of(sources: Sources, token: str) -> Any:
-    """The id at masked positions: ``mask_token_id`` of the configuration, else ``token``, else the tokenizer's mask.
+    """The mask token's id: ``mask_token_id`` of the configuration, else ``token``, else the tokenizer's mask.
 
-    ``make_spec`` finds out what is no id. Raises ``ConfigError`` where there is none of them.
+    Not validated; ``make_spec`` does that. Raises ``ConfigError`` if there is none.
     """
     named = listed_ids(sources.keys.values.get("mask_token_id"))
     found = [*named, token_id(sources.tokenizer, token), sources.tokenizer.mask_token_id]
@@ -172,13 +173,13 @@ def mask_id_of(sources: Sources, token: str) -> Any:
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int | None:
-    """A token's id; None where the tokenizer does not have it."""
+    """A token's id; None if the tokenizer does not have it."""
     found = tokenizer.get_vocab().get(token)
     return None if found is None else int(found)
 
 
 def listed_ids(value: Any) -> list[Any]:
-    """One id or a list of them, as configurations have either; what is no integer is found out by the range check."""
+    """Converts one id, or a list, as in configurations, to a list; not validated."""
     if value is None:
         return []
     return [i if isinstance(i, int) else str(i) for i in (value if isinstance(value, list) else [value])]
@@ -199,14 +200,14 @@ def _end_ids(sources: Sources) -> set[Any]:
 
 
 def _padding_ids(sources: Sources) -> list[Any]:
-    """What may fill a canvas after an answer's end, the first that ends an answer."""
+    """The ids that may pad a canvas after an answer's end; the first that is an end token is used."""
     checkpoint, tokenizer = sources.checkpoint, sources.tokenizer
     named = [*listed_ids(checkpoint.config.get("pad_token_id")), *listed_ids(checkpoint.generation.get("pad_token_id"))]
     return [*named, tokenizer.pad_token_id, tokenizer.eos_token_id]
 
 
 def check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, config: DecoderConfig) -> None:
-    """Raise ``ConfigError`` where the model does not embed all tokens, but for placeholders of media."""
+    """Raises ``ConfigError`` if the model does not embed all tokens, except for placeholders of media."""
     past = [t for t, i in tokenizer.get_vocab().items() if i >= config.vocab_size and t not in (IMAGE, VIDEO)]
     if past:
         raise ConfigError(
@@ -215,10 +216,10 @@ def check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast,
 
 
 def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, layout: Layout) -> Decoder:
-    """The decoder with the checkpoint's weights, which lie in ``layout``, frozen and in eval mode.
+    """The decoder with the checkpoint's weights in ``layout``, frozen and in eval mode.
 
-    As in transformers, an output layer that the checkpoint has although the configuration ties it to the embeddings is
-    the model's own unless the two are equal.
+    As in transformers, if the checkpoint has an output layer although the configuration ties it to the embeddings, that
+    layer is used unless the two are equal.
     """
     head, embed, weights = layout.tensor("head.weight"), layout.tensor("embed.weight"), checkpoint.weights
     if config.tie_embeddings and head in weights:
@@ -228,7 +229,7 @@ def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, 
     with unfilled():
         decoder = Decoder(config)
     names = layout.names(decoder)
-    # Norms that are stored less 1 are kept in fp32: in bf16 the sum would lose what the checkpoint has.
+    # Norms that are stored minus 1 are kept in fp32: in bf16 the sum would lose precision.
     exact = (".expert_bias", *(("norm.weight",) if config.unit_offset else ()))
     checkpoint.weights.fill(decoder, names, target.dtype, target.device, exact=exact)
     decoder.origins = {name: (names[name], p.shape) for name, p in decoder.named_parameters(remove_duplicate=False)}
@@ -239,9 +240,9 @@ def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, 
 
 
 def placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
-    """A placeholder's id. LLaVA's tokenizers have none (its code splits the text), so it is added after the rest.
+    """A placeholder's id. LLaVA's tokenizers have none (its code splits the text), so it is added after the others.
 
-    Then it may lie past the model's embeddings, which does no harm: visual tokens replace it.
+    It may be beyond the model's embeddings, because visual tokens replace it.
     """
     if token_id(tokenizer, token) is None:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False)], special_tokens=True)

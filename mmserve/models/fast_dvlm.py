@@ -1,9 +1,9 @@
 """Fast-dVLM (arXiv 2604.06832; NVlabs/Fast-dLLM, fast_dvlm): ``Efficient-Large-Model/Fast_dVLM_3B``.
 
-Qwen2.5-VL in tensors, tower and chats. Its K/V are those of a next-token model, as which it decodes by itself; within a
-block of masks positions see each other, and as in Fast-dLLM v2 the logits of a row predict the position to its right.
-It drafts such blocks for itself (``decode/extensions/self_draft.py``; the commit policy ``draft_model``) and fills them
-by confidence, a sub-block at a time (``own_blocks.py`` there; ``threshold``).
+Qwen2.5-VL in tensors, tower and chats. By default it decodes as a next-token model, with causal K/V; within a block of
+masks, attention is bidirectional, and as in Fast-dLLM v2 the logits of a row predict the position to its right. It can
+draft such blocks for itself (``decode/extensions/self_draft.py``; the commit policy ``draft_model``), or fill them by
+confidence, one sub-block at a time (``own_blocks.py`` there; ``threshold``).
 """
 
 from __future__ import annotations

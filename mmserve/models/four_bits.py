@@ -1,9 +1,9 @@
-"""Linear layers with weights of 4 bits in groups, for inference on a CPU (``dtype = "int4"``).
+"""Linear layers with 4-bit weights in groups, for inference on a CPU (``dtype = "int4"``).
 
-Weight only: each group of 32 weights of an output channel has a scale and a middle of its own (round to nearest between
-the least and the greatest of them), and rows are multiplied as bf16 with sums in fp32, by PyTorch's own kernel, which
-unpacks in registers. A row's bits do not depend on the number of rows. Results are rounded to bf16, which is why the
-output layer has 8 bits (``QuantizedLinear``): among rounded logits several would be the highest.
+Weight-only quantisation: each group of 32 weights of an output channel has its own scale and midpoint (round to nearest
+between the group's minimum and maximum); rows are multiplied as bf16, with sums in fp32, by PyTorch's own kernel, which
+unpacks in registers. A row's bits do not depend on the number of rows. Results are rounded to bf16, so the output layer
+has 8 bits (``QuantizedLinear``): rounded logits would have many ties.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from mmserve.models.packed import Product
 
-#: What configuration files call it.
+#: Its name in configuration files.
 INT4 = "int4"
-#: Weights of a channel that share a scale: the fewest that the kernel takes.
+#: Group size: the minimum that the kernel supports.
 GROUP = 32
-#: The kernel's blocks of channels.
+#: Channel block size of the kernel.
 _CHANNELS = 16
 _LEVELS, _MIDDLE = 15, 8
 
 
 class FourBitLinear(Product):
-    """``nn.Linear`` for inference on a CPU, fp32 in and out, with weights of 4 bits. Widths are filled with zeros."""
+    """``nn.Linear`` for inference on a CPU, fp32 in and out, with 4-bit weights. Dimensions are padded with zeros."""
 
     groups: Tensor
     has_few_rows = True
@@ -47,9 +47,9 @@ class FourBitLinear(Product):
 
     @property
     def weight(self) -> Tensor:
-        """The weights ``[out, in]`` as fp32: a copy, made at each access."""
-        # The order in which the kernel has its weights is its own: products with unit rows show them. Of each number
-        # there is one term only, and its scale and middle are applied after, so that nothing is rounded.
+        """The weights ``[out, in]`` as fp32: a copy, computed at each access."""
+        # The kernel's weight layout is opaque, so weights are recovered by products with unit rows. Each result has
+        # only one nonzero term, whose scale and midpoint are applied afterwards, so that nothing is rounded.
         width = self.in_features + self._more
         plain = torch.stack((torch.ones_like(self.groups[..., 0]), torch.zeros_like(self.groups[..., 0])), 2)
         rows = torch.eye(width, dtype=torch.bfloat16)
@@ -68,7 +68,7 @@ class FourBitLinear(Product):
 
 
 def why_no_four_bits(device: torch.device) -> str:
-    """Why weights of 4 bits are not served on ``device``; empty = they are."""
+    """The reason why 4-bit weights are not supported on ``device``; empty if they are."""
     if device.type != "cpu":
         return f"they are multiplied on a CPU, not on {device.type}"
     ops = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")

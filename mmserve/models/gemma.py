@@ -1,7 +1,7 @@
 """Gemma 2 (arXiv 2408.00118) and Gemma 3 (arXiv 2503.19786), text: ``google/gemma-2-*-it``, ``google/gemma-3-1b-it``.
 
-Layers with a sliding window lie between layers that see everything; each layer has norms before and after its parts.
-Gemma 2 caps scores and logits; Gemma 3 norms queries and keys, and turns windowed layers by a base of their own.
+Layers with a sliding window alternate with global layers; each layer has norms before and after its parts. Gemma 2 caps
+scores and logits; Gemma 3 has norms of queries and keys, and another rotary base in layers with a window.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _READ = frozenset(
         "sliding_window_pattern",
     }
 )
-#: What the classes of transformers have where a configuration leaves it out, Gemma 2 and Gemma 3.
+#: Defaults of transformers' configuration classes, for Gemma 2 and Gemma 3.
 _GEMMA2 = {
     "vocab_size": 256_000,
     "max_position_embeddings": 8192,
@@ -95,10 +95,10 @@ def _cap(keys: Keys, name: str) -> float:
 
 
 def _local_base(keys: Keys) -> tuple[float, Keys]:
-    """The rotary base of layers with a window, and the keys as they are for the others.
+    """The rotary base of layers with a window, and the keys for the other layers.
 
-    transformers 5 writes ``rope_parameters`` for each kind of layer; before it, windowed layers had
-    ``rope_local_base_freq``.
+    transformers 5 writes ``rope_parameters`` for each kind of layer; earlier versions wrote ``rope_local_base_freq``
+    for layers with a window.
     """
     values: dict[str, Any] = dict(keys.values)
     by_kind = values.get("rope_parameters")

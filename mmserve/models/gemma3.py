@@ -1,7 +1,7 @@
 """Gemma 3 with images (arXiv 2503.19786): ``gemma3`` in the layout of google/gemma-3-4b-it.
 
 A SigLIP tower, whose patches are averaged over squares and projected to ``mm_tokens_per_image`` visual tokens, and the
-decoder of Gemma 3. A picture's tokens see each other, and everything before them.
+decoder of Gemma 3. An image's tokens attend to each other, and to everything before them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mmserve.models.towers import KINDS, load_tower
 
 
 class PooledProjector(nn.Module):
-    """``projector`` of transformers without its pooling: ``[B, S, patches * C]`` of squares to ``[B, S, D]``."""
+    """transformers' ``projector`` without its pooling: ``[B, S, patches * C]`` of squares to ``[B, S, D]``."""
 
     def __init__(self, projector: Gemma3MultiModalProjector, patches: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class PooledProjector(nn.Module):
 
 
 class GemmaImages(ShuffledVision):
-    """An image processor, which makes one square of a picture of any shape, then ``tower``."""
+    """An image processor, which resizes any image to a square, followed by ``tower``."""
 
     def __init__(self, tower: ShuffledTower, processor: Any) -> None:
         super().__init__(tower, processor)

@@ -1,8 +1,8 @@
-"""What lets transformers' DiffusionGemma run the canvases of several requests in one pass, each as if it were alone.
+"""Patches for transformers' DiffusionGemma that run the canvases of several requests in one pass, independently.
 
-Canvases are of one length, what they look back on is not. So a pass stacks the canvases, and attention goes from
-request to request, each over its own cache; padding and masks would add other sums. Experts take their tokens in
-multiples of a number of rows, so that it does not matter who else comes to the same one (``row_floor``).
+Canvases have the same length, but different caches. So a pass stacks the canvases, and attention runs separately for
+each request over its own cache; padding and masks would change sums. Experts take multiples of a number of rows, so
+that results do not depend on other tokens of the same expert (``row_floor``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-#: Names of these implementations in a transformers configuration.
+#: Names of these implementations in transformers' configuration.
 ATTENTION, EXPERTS = "mmserve_ragged", "mmserve_floored"
 
 
@@ -29,7 +29,7 @@ class _Nothing:
 
 
 class NoCache:
-    """In place of the cache whose keys transformers' decoder puts in front of the canvases': it holds none."""
+    """An empty replacement of the cache whose keys transformers' decoder puts before the canvases'."""
 
     is_compileable = False
 
@@ -63,7 +63,7 @@ def _ragged_attention(
 
 
 def _floored_experts(module: Any, x_ND: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Each token's experts ``[N, top_k]``, one expert after another, weighed and summed: ``[N, D]``."""
+    """The weighted sum of each token's experts ``[N, top_k]``, computed expert by expert: ``[N, D]``."""
     out = torch.zeros_like(x_ND)
     for expert in experts.unique().tolist():
         token, choice = torch.where(experts == expert)

@@ -1,6 +1,7 @@
-"""Images for DiffusionGemma: Gemma 4's own image processor, tower and projection, from transformers.
+"""Images for DiffusionGemma: Gemma 4's image processor, tower and projection from transformers.
 
-An image keeps its shape and becomes as many patches as fit the processor's budget, so its tokens depend on its shape.
+An image keeps its aspect ratio and gets as many patches as fit the processor's budget, so its number of tokens
+varies.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder,
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence, GridView
 
-#: Where a checkpoint keeps its image processor's settings, by themselves or among those of the other processors.
+#: Files and keys of a checkpoint's image processor settings.
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
 
 
 class GemmaVision(VisionEncoder):
-    """The tower within ``encoder``, which is ``DiffusionGemmaEncoderModel`` of transformers."""
+    """The vision tower of ``encoder``, which is transformers' ``DiffusionGemmaEncoderModel``."""
 
     tokens_per_image = 0
 
@@ -40,17 +41,17 @@ class GemmaVision(VisionEncoder):
         return {"processor": describe_processor(self._processor), "tower": tower.config.to_dict(), "frame": frame}
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """``pixels [1, 3, height, width]``, both sides whole numbers of patches."""
+        """``pixels [1, 3, height, width]``, both sides multiples of the patch size."""
         made = self._processor(images=[image], return_tensors="pt")
         patches_nP, places_n2 = made["pixel_values"][0], made["image_position_ids"][0]
-        kept = places_n2[:, 0] >= 0  # the rest is padding
+        kept = places_n2[:, 0] >= 0  # the others are padding
         columns, rows = (places_n2[kept].amax(0) + 1).tolist()
         side = self._processor.patch_size
         grid = patches_nP[kept].float().reshape(rows, columns, side, side, 3)
         return {"pixels": grid.permute(4, 0, 2, 1, 3).reshape(1, 3, rows * side, columns * side)}
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Visual tokens ``[B, n, D]`` of ``pixels [B, 3, height, width]``, images of one shape."""
+        """Visual tokens ``[B, n, D]`` of ``pixels [B, 3, height, width]``: images of the same shape."""
         side = self._processor.patch_size
         count, rows, columns = len(pixels), pixels.shape[2] // side, pixels.shape[3] // side
         grid = pixels.reshape(count, 3, rows, side, columns, side)
@@ -78,7 +79,8 @@ def _known(token: int | None) -> tuple[int, ...]:
 
 
 def load_gemma_vision(folder: Path, encoder: Any) -> GemmaVision | None:
-    """The checkpoint's vision; None where it has no settings of an image processor, ``ConfigError`` for wrong ones."""
+    """The checkpoint's vision encoder; None without settings of an image processor; raises ``ConfigError`` for invalid
+    ones."""
     if not any((folder / name).is_file() for name in _SETTINGS):
         return None
     try:

@@ -1,4 +1,4 @@
-"""InternVL (arXiv 2404.16821, 2504.10479) as transformers writes it: ``internvl``, OpenGVLab/InternVL3-8B-hf.
+"""InternVL (arXiv 2404.16821, 2504.10479) in transformers' layout: ``internvl``, OpenGVLab/InternVL3-8B-hf.
 
 An InternViT tower, pixel shuffle, a two-layer projector, and the decoder of Qwen2, Qwen3 or LLaMA.
 """

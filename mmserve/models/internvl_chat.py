@@ -1,9 +1,9 @@
-"""InternVL as its authors publish it: ``internvl_chat``, the layout of OpenGVLab/InternVL3-8B and InternVL2_5-1B.
+"""InternVL in its authors' layout: ``internvl_chat``, OpenGVLab/InternVL3-8B and InternVL2_5-1B.
 
-The network and tiles are those of ``internvl``; keys and tensors have other names, which are translated here. Chats
-have the format that ``template`` names (``internvl_chats.py``).
-Decoders are Qwen2, Qwen3 or LLaMA. Of a video evenly spread frames are taken, one tile each, after ``Frame1: `` and so
-on, as the authors' model cards do; how many is in no file of theirs (8 there, 16 in their ``evaluate_mvbench.py``).
+Network and tiles are those of ``internvl``; keys and tensors have other names, which are converted here. The chat
+format is that of ``template`` (``internvl_chats.py``). Decoders are Qwen2, Qwen3 or LLaMA. Videos are sampled evenly,
+one tile for each frame, after ``Frame1: `` and so on, as in the authors' model cards; the number of frames is not in
+any of their files (8 there, 16 in their ``evaluate_mvbench.py``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mmserve.models.nested import UNREADABLE, layout_below, load_nested, load_re
 from mmserve.models.tensor_parts import Rows
 
 _IMAGE = "<IMG_CONTEXT>"
-#: What changes the tiles or the network, and the values of it that are served.
+#: Keys that change the tiles or the network, with the supported values.
 _SWITCHES: dict[str, tuple[object, ...]] = {
     "dynamic_image_size": (True,),
     "pad2square": (False, None),
     "ps_version": ("v2",),
     "use_thumbnail": (True,),
 }
-#: Parts of a layer of the tower, and of the projector, by their names in transformers.
+#: Names in transformers of the parts of a tower's layer, and of the projector.
 _LAYER = {
     "lambda_1": "ls1",
     "lambda_2": "ls2",
@@ -52,7 +52,7 @@ _OUTER = {
     "embeddings.patch_embeddings.projection": "embeddings.patch_embedding",
 }
 _PROJECTOR = {"layer_norm": "mlp1.0", "linear_1": "mlp1.1", "linear_2": "mlp1.3"}
-#: Keys of the tower's configuration that transformers' class calls the same.
+#: Keys of the tower's configuration with the same name in transformers' class.
 _SAME = (
     "hidden_act",
     "hidden_size",
@@ -99,7 +99,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
 
 def _translated(keys: Keys, image_id: int | None) -> Any:
-    """The configuration as transformers' class for the same network has it."""
+    """The configuration converted to transformers' class for the same network."""
     if image_id is None:
         raise ConfigError(f"{keys.path.parent}: the tokenizer has no {_IMAGE}")
     given, text = keys.values.get("vision_config"), keys.values.get("llm_config")
@@ -123,7 +123,7 @@ def _translated(keys: Keys, image_id: int | None) -> Any:
 
 
 def _tower(parameter: str, width: int) -> str | Rows:
-    """The tensor of a parameter of the tower, which is ``width`` wide; queries, keys and values lie in one."""
+    """The tensor of a parameter of the tower of width ``width``; queries, keys and values are in one tensor."""
     if not parameter.startswith("encoder.layer."):
         return f"vision_model.{_renamed(parameter, _OUTER)}"
     number, inner = parameter.removeprefix("encoder.layer.").split(".", 1)

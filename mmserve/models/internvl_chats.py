@@ -1,8 +1,8 @@
-"""Chat formats of ``internvl_chat`` checkpoints, which ``template`` of their ``config.json`` names.
+"""Chat formats of ``internvl_chat`` checkpoints, by the ``template`` of their ``config.json``.
 
-Their authors' ``chat`` takes the format from ``conversation.py``, not from the tokenizer, whose own chat template is
-that of the text model the decoder was made from, with its system message (OpenGVLab/InternVL, issue 1094). A format
-ends every message in a separator, and a chat without a system message has the format's.
+Their authors' ``chat`` uses the format of ``conversation.py``, not the tokenizer's chat template, which is that of the
+original text model with its system message (OpenGVLab/InternVL, issue 1094). In these formats every message ends in a
+separator, and a chat without a system message gets the default one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 _SECOND = "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"
 _LATER = "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"
-#: Separator and system message of each: InternVL2's, and those of InternVL2.5 and later.
+#: Separator and default system message of each format: InternVL2's, and those of InternVL2.5 and later.
 FORMATS = {
     "Hermes-2": ("<|im_end|>", _SECOND),
     "internlm2-chat": ("<|im_end|>", _SECOND),
@@ -26,9 +26,9 @@ FORMATS = {
 
 
 def use_named_format(tokenizer: PreTrainedTokenizerFast, name: object, image: str) -> bool:
-    """Give ``tokenizer`` the chat template of the format ``name``, in which ``image`` is the placeholder of an image.
+    """Set the chat template of the format ``name`` in ``tokenizer``; ``image``: placeholder of an image.
 
-    False where no format is named, or an unknown one (logged): then the tokenizer keeps its own.
+    Returns False if no format is named, or an unknown one (logged): the tokenizer then keeps its own template.
     """
     if not isinstance(name, str) or name not in FORMATS:
         if name is not None:

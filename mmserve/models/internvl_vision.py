@@ -1,4 +1,4 @@
-"""Images and clips for InternVL: as many tiles as suit a picture's shape, then a thumbnail; frames by their number."""
+"""Images and clips for InternVL: tiles according to the image's aspect ratio, then a thumbnail; numbered frames."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mmserve.models.processors import check_resizes, of_frames, pixels_of, video
 from mmserve.models.shuffle import ShuffledTower, ShuffledVision, with_parts
 
 _BEGIN, _END = "<img>", "</img>"
-#: A clip's text in the chat template, tokenized together with the text before it.
+#: A clip's text in the chat template, tokenised together with the preceding text.
 CLIP_BEGIN = "Frame"
-#: Frames of a video where its settings have no number: as in InternVL's own examples.
+#: Default number of frames of a video, as in InternVL's own examples.
 FRAMES = 8
 
 
 class InternVision(ShuffledVision):
-    """An image processor that cuts tiles, then ``tower``; of a video ``frames_per_video`` are taken."""
+    """An image processor that cuts tiles, followed by ``tower``; videos are sampled at ``frames_per_video`` frames."""
 
     frame = (_BEGIN, _END)
     evidence = OF_PATCHES | OF_CLASS
@@ -40,7 +40,7 @@ class InternVision(ShuffledVision):
         self.frames_per_video = frames_per_video
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """``pixels [tiles, 3, side, side]``, the thumbnail last where there are several; ``grid``: rows and columns
+        """``pixels [tiles, 3, side, side]``, the thumbnail last if there are several tiles; ``grid``: rows and columns
         of the others."""
         p = self._processor
         size = (p.size.height, p.size.width)
@@ -66,7 +66,8 @@ class InternVision(ShuffledVision):
 
 
 def load_intern_vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str) -> InternVision:
-    """Tower, projector and processors of a checkpoint, whose tensors have ``prefix``; raises ``ConfigError``."""
+    """Tower, projector and processors of a checkpoint, whose tensor names begin with ``prefix``; raises
+    ``ConfigError``."""
     folder = checkpoint.folder
     processor = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=True)
     check_fit(folder, config, processor)
@@ -82,8 +83,8 @@ def load_intern_vision(checkpoint: Checkpoint, target: Target, config: Any, pref
 
 
 def check_fit(folder: Path, config: Any, processor: Any) -> None:
-    """Raise ``ConfigError`` where ``config`` (``InternVLConfig``) asks for what is not served, or for other tiles than
-    ``processor`` makes."""
+    """Raises ``ConfigError`` if ``config`` (``InternVLConfig``) is not supported, or does not match the tiles of
+    ``processor``."""
     check_resizes(processor, folder)
     keys, vision = Keys(config.to_dict(), folder / "config.json"), config.vision_config
     keys.check({"vision_feature_select_strategy": ("default",), "downsample_ratio": (0.5, 0.25, 1.0)})
@@ -100,9 +101,9 @@ def check_fit(folder: Path, config: Any, processor: Any) -> None:
 
 
 def shuffled_tower(config: Any, tower: nn.Module, projector: nn.Module) -> ShuffledTower:
-    """``tower`` and ``projector`` as ``config`` (``InternVLConfig``) joins them."""
+    """``tower`` and ``projector``, combined by pixel shuffle as in ``config`` (``InternVLConfig``)."""
     inner: Any = tower.get_submodule("encoder.layer")
-    attentions = [layer.attention for layer in inner]  # norms, or nothing, come after queries and keys
+    attentions = [layer.attention for layer in inner]  # norms, or identities, follow queries and keys
     layers = [ShownLayer(a.q_norm, a.k_norm, a.num_heads, a.scale) for a in attentions]
     select, factor = config.vision_feature_layer, int(1 / config.downsample_ratio)
     from_end = select if select < 0 else select - len(layers) - 1
@@ -110,19 +111,19 @@ def shuffled_tower(config: Any, tower: nn.Module, projector: nn.Module) -> Shuff
 
 
 def video_frames(folder: Path) -> int:
-    """Frames that a video is sampled at; 0 where the checkpoint has no settings for videos. Raises ``ConfigError``."""
+    """Number of frames sampled from a video; 0 if the checkpoint has no settings for videos. Raises ``ConfigError``."""
     path, settings = video_settings(folder)
     if settings is None:
         return 0
     keys = Keys(settings, path)
     keys.check({"initial_shift": (True, None), "do_center_crop": (False, None)})
     if settings.get("num_frames") is None:
-        keys.check({"fps": (None,)})  # a rate without a number
+        keys.check({"fps": (None,)})  # a rate without a number is not supported
     return keys.integer("num_frames", default=FRAMES)
 
 
 def _frame_processor(folder: Path, config: Any) -> Any:
-    """What makes one tile of a clip's frame, with the video processor's own settings where it has any."""
+    """The processor that makes one tile of a clip's frame, with the video processor's settings, if any."""
     path, settings = video_settings(folder)
     processor = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=False, **of_frames(settings))
     size = (processor.size.height, processor.size.width)
@@ -135,7 +136,7 @@ def _frame_processor(folder: Path, config: Any) -> Any:
 
 
 def _clip(frames: Sequence[Tile]) -> list[Tile | Text]:
-    """A clip's row after ``CLIP_BEGIN``, as ``InternVLProcessor`` writes it."""
+    """A clip's row after ``CLIP_BEGIN``, as in ``InternVLProcessor``."""
     parts: list[Tile | Text] = []
     for i, frame in enumerate(frames, start=1):
         parts += [f"{_END}\n{CLIP_BEGIN}" * (i > 1) + f"{i}: {_BEGIN}", frame]

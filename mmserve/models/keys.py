@@ -16,15 +16,15 @@ class Keys:
         self.values, self.path = values, path
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of ``names`` that is set, a positive integer; ``default`` where none is."""
+        """The first of ``names`` that is set, a positive integer; ``default`` if none is. Raises ``ConfigError``."""
         return int(self._number(names, (int,), default))
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """The first of ``names`` that is set, a positive number; ``default`` where none is."""
+        """The first of ``names`` that is set, a positive number; ``default`` if none is. Raises ``ConfigError``."""
         return float(self._number(names, (int, float), default))
 
     def flag(self, name: str) -> bool:
-        """A switch, off where it is not set."""
+        """A boolean switch; False if it is not set."""
         value = self.values.get(name)
         if value not in (True, False, None):
             raise ConfigError(f"{self.path}: {name} must be true or false, not {value!r}")
@@ -38,7 +38,7 @@ class Keys:
         return str(value)
 
     def check(self, switches: Mapping[str, tuple[object, ...]]) -> None:
-        """Raise ``ConfigError`` for a switch that is set to something else than is implemented."""
+        """Raises ``ConfigError`` for a switch whose value is not implemented."""
         for name, accepted in switches.items():
             if name in self.values and self.values[name] not in accepted:
                 raise ConfigError(
@@ -46,9 +46,10 @@ class Keys:
                 )
 
     def layer(self, name: str, value: object, layers: int) -> int:
-        """``value`` of the key ``name`` as a hidden state of a tower of so many ``layers``, counted from the end.
+        """``value`` of the key ``name``, an index of a tower's hidden states, as a negative index; ``layers``: the
+        tower's.
 
-        ``ConfigError`` where it is none of them, or several.
+        Raises ``ConfigError`` if it is not a single valid index.
         """
         if isinstance(value, int) and not isinstance(value, bool) and -layers - 1 <= value <= layers:
             return value if value < 0 else value - layers - 1

@@ -1,9 +1,9 @@
-"""LaViDa (arXiv 2505.16839; jacklishufan/LaViDa): LLaDA's or Dream's decoder that sees through SigLIP.
+"""LaViDa (arXiv 2505.16839; jacklishufan/LaViDa): LLaDA's or Dream's decoder with SigLIP's tower.
 
-``lavida-llada-*`` have LLaDA's own tensors and configuration, ``lavida-dream-*`` those of Dream; both carry LLaVA's
-projector, separator and tower beside them. A prompt does not see its answer: as the authors' ``predict.py`` asks with
-``prefix_lm``, its K/V are computed once. That code also loses the line break after an image in LLaDA's format, where
-it takes each piece of the text to begin with a start token; here it is kept, as in training.
+``lavida-llada-*`` have LLaDA's tensors and configuration, ``lavida-dream-*`` those of Dream; both add LLaVA's
+projector, separator and tower. The prompt does not attend to the answer: as with ``prefix_lm`` in the authors'
+``predict.py``, its K/V are computed once. That code also drops the line break after an image in LLaDA's format, because
+it expects each piece of text to begin with a start token; here it is kept, as in training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SYSTEM = (
     "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
     "provides, and assist the user with a variety of tasks using natural language."
 )
-#: In front of a chat template: LaViDa's system message, where the chat has none.
+#: Prepended to a chat template: LaViDa's system message, if the chat has none.
 _SYSTEM_FIRST = (
     "{% if messages[0]['role'] != 'system' %}"
     f"{{% set messages = [{{'role': 'system', 'content': '{SYSTEM}'}}] + messages %}}{{% endif %}}"
@@ -59,7 +59,7 @@ def _spec(sources: Sources) -> ModelSpec:
 
 
 def _vision(checkpoint: Checkpoint, target: Target, keys: Keys) -> Callable[[Decoder], LlavaVision]:
-    """Each tile is pooled over squares of two, ``get_2dPool``'s default, whatever ``mm_spatial_pool_stride`` is."""
+    """Each tile is pooled over 2 × 2 squares, the default of ``get_2dPool``; ``mm_spatial_pool_stride`` is ignored."""
     mode = keys.choice("mm_spatial_pool_mode", ("average", "max", "bilinear"), "bilinear")
     keys.check({"mm_patch_merge_type": ("spatial_unpad",), "mm_use_im_patch_token": (False, None)})
     return lambda decoder: load_vision(checkpoint, decoder.config.hidden_size, target, pool=(2, mode))

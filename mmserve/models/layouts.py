@@ -1,9 +1,8 @@
-"""Tensor names of the layouts that LLaMA-family checkpoints come in, read and written; configurations, written.
+"""Tensor names of the layouts of LLaMA-family checkpoints, for reading and writing; writing of configurations.
 
-One table serves both directions: a parameter of ``Decoder`` to its tensor's name when loading, and the same when
-exporting. LLaDA's own names are those of ``GSAI-ML/LLaDA-8B-Instruct``; the Hugging Face style names are those of
-LLaMA, of Qwen2 and Qwen3, of ``GSAI-ML/LLaDA-V`` and of ``liuhaotian/llava-v1.5-7b``; the latter two also carry a
-projector, and may carry a vision tower.
+One table serves both directions: it maps a parameter of ``Decoder`` to its tensor's name. LLaDA's own names are those
+of ``GSAI-ML/LLaDA-8B-Instruct``; the Hugging Face names are those of LLaMA, Qwen2 and Qwen3, ``GSAI-ML/LLaDA-V`` and
+``liuhaotian/llava-v1.5-7b``; the latter two also have a projector, and may have a vision tower.
 """
 
 from __future__ import annotations
@@ -28,25 +27,26 @@ TOWER, PROJECTOR, NEWLINE = "model.vision_tower.vision_tower.", "model.mm_projec
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of a layout's tensors: ``outer`` for the decoder's own modules, ``layer`` for those of layer N."""
+    """Names of a layout's tensors: ``outer`` for modules outside of layers, ``layer`` for those of layer N."""
 
     name: str  # ``model_type``
     architecture: str  # the class in ``architectures``
     outer: Mapping[str, str]
     layers: str  # the prefix of the layer's number
     layer: Mapping[str, str]
-    #: Tensors of a layer that hold a part of all experts, by the part's name; those of one tensor lie side by side.
+    #: Tensors of a layer that contain one part of all experts, by the part's name; parts in the same tensor are
+    #: adjacent.
     stacked: Mapping[str, str] = field(default_factory=dict)
-    parts: Mapping[str, str] = field(default_factory=dict)  # names within an expert, where they are others than ours
+    parts: Mapping[str, str] = field(default_factory=dict)  # names within an expert, if different
 
     def tensor(self, parameter: str) -> str:
-        """The tensor's name of a ``Decoder`` parameter, such as ``layers.3.q_proj.weight``."""
+        """The tensor name of a ``Decoder`` parameter, such as ``layers.3.q_proj.weight``."""
         module, _, leaf = parameter.rpartition(".")
         if module in self.outer:
             return f"{self.outer[module]}.{leaf}"
         _layers, number, inner = module.split(".", 2)
         within = ""
-        while inner not in self.layer:  # a part of a module that keeps its own name
+        while inner not in self.layer:  # a submodule that keeps its name
             if not inner:
                 raise ConfigError(f"the layout has no place for {parameter}: is model_type the right one?")
             inner, _, part = inner.rpartition(".")
@@ -54,7 +54,7 @@ class Layout:
         return f"{self.layers}.{number}.{self.layer[inner]}{within}.{leaf}"
 
     def names(self, decoder: Decoder) -> dict[str, Part]:
-        """Every parameter of ``decoder`` with its tensor's name, or its part where parameters share a tensor."""
+        """The tensor name of every parameter of ``decoder``, or its part of a tensor if parameters share one."""
         parameters = dict(decoder.named_parameters(remove_duplicate=False))
         slabs: dict[str, Part] = {
             name: self._slab(name, len(p), decoder) for name, p in parameters.items() if self._lies_stacked(name)
@@ -75,7 +75,7 @@ class Layout:
         return ".moe.experts." in parameter and parameter.split(".")[-2] in self.stacked
 
     def _slab(self, parameter: str, rows: int, decoder: Decoder) -> Slab:
-        """Of ``layers.N.moe.experts.E.PART.weight``."""
+        """The slab of ``layers.N.moe.experts.E.PART.weight``."""
         moe = decoder.config.moe
         assert moe is not None
         _layers, layer, _moe, _experts, expert, part, _leaf = parameter.split(".")
@@ -122,11 +122,11 @@ HUGGING_FACE = Layout(
         "down_proj": "mlp.down_proj",
     },
 )
-#: The same names for models that decode left to right.
+#: The same names for autoregressive models.
 LLAVA_LLAMA = replace(HUGGING_FACE, name="llava_llama", architecture="LlavaLlamaForCausalLM")
 LLAMA = replace(HUGGING_FACE, name="llama", architecture="LlamaForCausalLM")
 
-#: ``inclusionAI/LLaDA2.0-mini``: queries, keys and values lie in one tensor, in this order.
+#: ``inclusionAI/LLaDA2.0-mini``: queries, keys and values are in one tensor, in this order.
 LLADA2 = replace(
     HUGGING_FACE,
     name="llada2_moe",
@@ -146,7 +146,7 @@ LLADA2 = replace(
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
-    """The layout that a configuration is written in: LLaDA's own has ``d_model``, the others ``hidden_size``."""
+    """The layout of a configuration: LLaDA's own has ``d_model``, the others ``hidden_size``."""
     if config.get("model_type") in TEXT:
         found: Layout = import_module(TEXT[config["model_type"]]).LAYOUT
         return found
@@ -155,7 +155,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     return LLADA if "d_model" in config else HUGGING_FACE
 
 
-#: Of a decoder's configuration, what both layouts that are written have a place for: LLaDA's names, and the others'.
+#: Fields of a decoder's configuration in both layouts that can be written: LLaDA's names, and the others'.
 _WRITTEN = {
     "hidden_size": ("d_model", "hidden_size"),
     "intermediate_size": ("mlp_hidden_size", "intermediate_size"),

@@ -23,7 +23,7 @@ from mmserve.models.family import (
 )
 
 MASK = "<|mdm_mask|>"
-#: What LLaDA-V's ``generate`` (modeling_llada.py) rules out at masks beside the end of text.
+#: Tokens that LLaDA-V's ``generate`` (modeling_llada.py) suppresses at masks besides the end of text.
 _NEVER_IN_ANSWERS = ("<|startoftext|>", "<|start_header_id|>", "<|end_header_id|>")
 
 
@@ -40,13 +40,13 @@ def _spec(sources: Sources) -> ModelSpec:
 
 
 def banned_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Token ids that the checkpoint rules out in answers, beside the mask.
+    """Token ids that the checkpoint suppresses in answers, besides the mask.
 
-    ``suppress_tokens`` in ``generation_config.json`` decides where it is set. Otherwise LLaDA-V's rule holds for
-    its layout: its ``generate`` sets 126080, 126081, 126346 and 126347 (start of text, end of text, start and end
-    of a header) to minus infinity at masks and stops at ``<|eot_id|>``, so the end of text is banned there as long
-    as the end of a turn remains. LLaDA's own ``generate`` bans nothing by default: it was trained to fill the
-    canvas after the answer with the end of text, which must stay possible.
+    ``suppress_tokens`` in ``generation_config.json`` is used if set. Otherwise LLaDA-V's rule applies to its layout:
+    its ``generate`` sets 126080, 126081, 126346 and 126347 (start of text, end of text, start and end of a header) to
+    minus infinity at masks and stops at ``<|eot_id|>``, so the end of text is banned as long as the end of a turn
+    remains. LLaDA's own ``generate`` suppresses nothing by default: it was trained to pad the canvas after the answer
+    with the end of text.
     """
     suppressed = checkpoint.generation.get("suppress_tokens")
     if suppressed is not None:

@@ -1,8 +1,8 @@
 """LLaMA (arXiv 2302.13971), Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388) and LLaVA-1.5 (arXiv 2310.03744).
 
-One decoder with causal attention, token by token. ``llama``, ``qwen2`` and ``qwen3`` are text only, as transformers
-writes them; ``llava_llama`` is the layout of ``liuhaotian/llava-v1.5-7b``, LLaMA's tensors with
-``model.mm_projector`` and, where it was trained along, the vision tower. All need safetensors and a tokenizer.
+One decoder with causal attention, token by token. ``llama``, ``qwen2`` and ``qwen3`` are text only, in transformers'
+layout; ``llava_llama`` is the layout of ``liuhaotian/llava-v1.5-7b``: LLaMA's tensors, ``model.mm_projector`` and, if
+it was fine-tuned, the vision tower. All need safetensors and a tokenizer.
 """
 
 from __future__ import annotations

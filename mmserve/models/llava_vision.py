@@ -1,4 +1,4 @@
-"""Tower, projector and image processor of the LLaVA checkpoints that transformers writes."""
+"""Tower, projector and image processor of LLaVA checkpoints in transformers' layout."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from mmserve.models.towers import KINDS, load_tower
 from mmserve.models.unfilled import unfilled
 from mmserve.models.vision import LlavaVision, VideoSettings
 
-#: Image processors of towers, as ``image_processor_type`` names them, without its endings.
+#: Image processors of towers by ``image_processor_type``, without its suffixes.
 _PROCESSORS = {
     "CLIPImageProcessor": CLIPImageProcessorPil,
     "LlavaImageProcessor": LlavaImageProcessorPil,
     "SiglipImageProcessor": SiglipImageProcessorPil,
 }
-#: Layouts that take videos, and frames of one where the configuration has no ``mm_video_frames``: as many as
-#: LLaVA-OneVision was trained with, and as LLaVA-NeXT-Video's card samples.
+#: Layouts with videos, and the default number of frames (without ``mm_video_frames``): as LLaVA-OneVision was trained
+#: with, and as in LLaVA-NeXT-Video's model card.
 CLIPS = {"llava_onevision": 32, "llava_next_video": 8}
 
 
-#: What LLaVA-NeXT-Video's class has where its video processor's settings leave it out.
+#: Defaults of LLaVA-NeXT-Video's video processor.
 _CLIP_FRAMES = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
 
 
 class OneOfSeveral:
-    """LLaVA-OneVision's processor for an image of a chat that has several: centred on a square of the mean colour."""
+    """LLaVA-OneVision's processor for images of a chat with several: padded to a square with the mean colour."""
 
     pads = True
 
@@ -57,7 +57,7 @@ class OneOfSeveral:
 
 
 def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str, width: int) -> LlavaVision:
-    """What makes visual tokens of ``width`` by ``config`` (of transformers); its tensors begin with ``prefix``.
+    """The encoder of visual tokens of ``width`` for ``config`` (of transformers); tensor names begin with ``prefix``.
 
     Raises ``ConfigError`` naming the key, tensor or file that is wrong.
     """
@@ -127,7 +127,8 @@ def _processor_kind(folder: Path) -> type[Any]:
 
 
 def _tile_processors(architecture: str, folder: Path) -> tuple[Any, Any]:
-    """What cuts a picture into tiles, and what makes one tile of a clip's frame, as its video processor does."""
+    """The processor that tiles an image, and the one that makes a tile of a clip's frame, as the video processor
+    does."""
     if architecture == "llava_next":
         return read_processor(LlavaNextImageProcessorPil, folder), None
     if architecture == "llava_next_video":
@@ -161,8 +162,8 @@ def _anyres(config: Any, processor: Any, tile: int, keys: Keys) -> Anyres:
 
 
 def _video(keys: Keys, config: Any) -> VideoSettings:
-    """``get_video_features``. LLaVA-OneVision: frames pooled bilinearly to half a side, one separator after the clip.
-    LLaVA-NeXT-Video: the tower's features are pooled, without a separator."""
+    """The settings of ``get_video_features``. LLaVA-OneVision: frames are pooled bilinearly to half a side, with one
+    separator after the clip. LLaVA-NeXT-Video: the tower's features are pooled, without a separator."""
     frames = keys.integer("mm_video_frames", default=CLIPS[config.model_type])
     if config.model_type == "llava_onevision":
         return VideoSettings(frames=frames)

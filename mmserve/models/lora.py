@@ -1,9 +1,9 @@
-"""LoRA (arXiv 2106.09685) of requests: each row of a batch adds what its own request's adapter makes of it.
+"""LoRA (arXiv 2106.09685) for batches in which each request may have its own adapter.
 
-Rows of one adapter are taken ``TILE`` at a time, and a product has a tile as each of its items: its shape depends on
-the adapter alone, so a row's bits do not depend on who else is in the batch. Many rows are taken ``WIDE`` at a time,
-where that was measured to give the same bits.
-Shapes in names: T rows of a batch, N tiles of M rows, I elements before a layer, O after it, R rank.
+Rows of one adapter are grouped into tiles of ``TILE`` rows, the items of a batched product whose shape depends only on
+the adapter, so that a row's bits do not depend on the batch. Many rows are grouped into tiles of ``WIDE`` rows, if that
+was measured to give the same bits. Shapes in names: T rows of a batch, N tiles of M rows, I input size, O output size,
+R rank.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 TILE, WIDE = 4, 32
-#: Fewest rows of an adapter that are taken ``WIDE`` at a time.
+#: Minimum number of rows of an adapter for tiles of ``WIDE`` rows.
 _MANY = 16
-#: Joint sites of a decoder's layer, and the layers of one input that each of them holds, in their order.
+#: Sites of a decoder's layer, and the linear layers with the same input at each, in order.
 SITES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-#: The output layer is a site of its own, after those of all layers.
+#: The output layer is a separate site, after those of all layers.
 HEAD = "head"
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """What an adapter adds at one site: ``x @ a_IR @ b_RO``; the scale is in ``b_RO``."""
+    """An adapter's weights at one site: ``x @ a_IR @ b_RO``; the scale is included in ``b_RO``."""
 
     a_IR: Tensor
     b_RO: Tensor
@@ -40,43 +40,43 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter in memory. ``key`` is its name and a digest of its files: nothing else has the same weights."""
+    """An adapter in memory. ``key``: its name and a digest of its files, unique to its weights."""
 
     name: str
     key: str
-    rank: int  # the highest of its layers'
-    layers: tuple[Mapping[str, Site], ...]  # of each of the decoder's layers, and ``HEAD`` in one more
-    wide: bool = False  # whether products of ``WIDE`` rows give the bits of those of ``TILE``
+    rank: int  # maximum over its layers
+    layers: tuple[Mapping[str, Site], ...]  # for each of the decoder's layers, and one more for ``HEAD``
+    wide: bool = False  # whether products of ``WIDE`` rows give the same bits as those of ``TILE``
 
     @property
     def has_head(self) -> bool:
-        """Whether it changes the output layer."""
+        """Whether it adapts the output layer."""
         return bool(self.layers[-1])
 
     @property
     def bytes(self) -> int:
-        """Memory of its weights."""
+        """Size of its weights in memory."""
         return sum(t.nbytes for layer in self.layers for site in layer.values() for t in (site.a_IR, site.b_RO))
 
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """Tiles of rows whose adapters have one rank at a site."""
+    """Tiles of rows whose adapters have the same rank at a site."""
 
-    rows: Tensor  # int64 [N * M]: the row at each place; any row where there is none
-    places: Tensor  # int64: places that hold a row
+    rows: Tensor  # int64 [N * M]: the row of each place; any row if the place is unused
+    places: Tensor  # int64: places that are used
     own: Tensor  # int64: the rows at those places
-    adapters: tuple[Adapter, ...]  # of each tile
+    adapters: tuple[Adapter, ...]  # one for each tile
     size: int  # M
 
 
 class Adapted:
-    """The adapters of a pass's rows. Rows without one are never touched."""
+    """The adapters of a pass's rows. Rows without an adapter are not modified."""
 
     def __init__(
         self, counts: Sequence[int], adapters: Sequence[Adapter | None], device: torch.device, stacks: Stacks
     ) -> None:
-        """``counts`` rows one after another, with an adapter or none each."""
+        """``counts``: numbers of consecutive rows, each with an adapter or None."""
         rows: dict[str, list[int]] = {}
         found: dict[str, Adapter] = {}
         start = 0
@@ -91,9 +91,9 @@ class Adapted:
         self._stacks = stacks
 
     def add(self, layer: int, site: str, x_TI: Tensor, outs: Sequence[Tensor]) -> None:
-        """Add to ``outs`` (``[T, O]`` each, side by side what the site's layers give) what the adapters make of ``x``.
+        """Add the adapters' outputs for ``x_TI`` to ``outs``, the outputs ``[T, O]`` of the site's layers, in place.
 
-        Where an adapter has nothing at this site, its rows stay as they are.
+        Rows whose adapter has no weights at this site are not modified.
         """
         groups: dict[tuple[int, int], list[str]] = {}
         for key, rows in self._rows.items():
@@ -125,9 +125,9 @@ class Adapted:
 
 
 def gives_same_bits_wide(layers: Sequence[Mapping[str, Site]]) -> bool:
-    """Whether each row of a product of ``WIDE`` rows has the bits that it has in one of ``TILE``.
+    """Whether each row of a product of ``WIDE`` rows has the same bits as in one of ``TILE`` rows.
 
-    It is measured on weights of each shape: some libraries add in another order where there are more rows.
+    Measured with weights of each shape: some libraries change the summation order with the number of rows.
     """
     shapes = {(site.a_IR.shape, site.b_RO.shape): site for layer in layers for site in layer.values()}
     generator = torch.Generator().manual_seed(0)
@@ -144,15 +144,15 @@ def gives_same_bits_wide(layers: Sequence[Mapping[str, Site]]) -> bool:
 
 
 class Stacks:
-    """Weights of tiles side by side. Those of the latest passes are kept, ``most`` bytes of them: decode has the same
-    adapters step after step. For several threads at once."""
+    """A cache of stacked weights of tiles, of at most ``most`` bytes: consecutive decode steps use the same adapters.
+    Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most, self.held, self._lock = most, 0, threading.Lock()
         self._kept: OrderedDict[tuple[int, str, tuple[str, ...]], tuple[Tensor, Tensor]] = OrderedDict()
 
     def of(self, layer: int, site: str, adapters: tuple[Adapter, ...]) -> tuple[Tensor, Tensor]:
-        """``[N, I, R]`` and ``[N, R, O]`` of so many tiles' adapters."""
+        """The stacked weights ``[N, I, R]`` and ``[N, R, O]`` of the tiles' adapters."""
         key = (layer, site, tuple(adapter.key for adapter in adapters))
         with self._lock:
             if key in self._kept:
@@ -171,7 +171,7 @@ class Stacks:
         return made
 
     def forget(self) -> None:
-        """Keep none of them: an adapter is no longer there."""
+        """Clear the cache, because an adapter was dropped."""
         with self._lock:
             self._kept.clear()
             self.held = 0

@@ -1,4 +1,4 @@
-"""An adapter as peft saves it: ``adapter_config.json`` beside ``adapter_model.safetensors``."""
+"""Adapters in peft's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mmserve.models.lora import HEAD, SITES, Adapter, Site, gives_same_bits_wide
 from mmserve.models.tensor_parts import Rows
 
 WEIGHTS = "adapter_model.safetensors"
-#: Names of an adapter's tensors: ``PREFIX``, the layer, ``LORA_A`` or ``LORA_B``.
+#: Parts of an adapter's tensor names: ``PREFIX``, the layer, ``LORA_A`` or ``LORA_B``.
 PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-#: Names of the text model and of the output layer: alone, and within a vision-language model, new and old.
+#: Names of the text model and of the output layer: alone, and in a vision-language model, new and old.
 _NAMED = (
     ("model", "lm_head"),
     ("model.language_model", "lm_head"),
     ("language_model.model", "language_model.lm_head"),
 )
-#: Settings of peft that change what an adapter computes, and the values of them that are implemented.
+#: Settings of peft that change the computation, and the supported values.
 _SWITCHES: Mapping[str, tuple[object, ...]] = {
-    "alora_invocation_tokens": (None, []),  # adds nothing before these tokens
+    "alora_invocation_tokens": (None, []),  # has no effect before these tokens
     "alpha_pattern": ({}, None),
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
-    # Others, such as PiSSA, change the model's own weights too, unless they are converted when saved: then it is true.
+    # Others, such as PiSSA, also change the model's weights unless converted when saved, which sets true.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "layer_replication": (None,),
     "lora_bias": (False, None),
@@ -45,7 +45,7 @@ _SWITCHES: Mapping[str, tuple[object, ...]] = {
 
 
 def adapter_bytes(folder: Path) -> int:
-    """Size of an adapter's weights as they are stored; raises ``ConfigError`` where there are none."""
+    """Size of an adapter's stored weights; raises ``ConfigError`` if there are none."""
     try:
         return (folder / WEIGHTS).stat().st_size
     except OSError as error:
@@ -53,10 +53,10 @@ def adapter_bytes(folder: Path) -> int:
 
 
 def read_adapter(name: str, folder: Path, decoder: Decoder, dtype: torch.dtype, device: torch.device) -> Adapter:
-    """The adapter in ``folder`` for ``decoder``, whose tensors have the names they were loaded by.
+    """The adapter in ``folder`` for ``decoder``, whose parameters remember their tensor names.
 
-    Raises ``ConfigError`` naming the setting, tensor or file that is wrong, and every tensor that is for no layer of
-    the decoder's attention and dense feed-forward, nor for the output layer.
+    Raises ``ConfigError`` naming the setting, tensor or file that is wrong, and every tensor that belongs neither to
+    attention or dense feed-forward layers of the decoder, nor to the output layer.
     """
     config = read_json(folder / ADAPTER)
     keys = Keys(config, folder / ADAPTER)
@@ -89,8 +89,8 @@ def read_adapter(name: str, folder: Path, decoder: Decoder, dtype: torch.dtype, 
 
 
 def _modules(decoder: Decoder) -> dict[str, tuple[str | Rows, torch.Size]]:
-    """Of each linear layer of the decoder's layers, and of the output layer: its tensor in the checkpoint, and its
-    shape."""
+    """The tensor in the checkpoint, and the shape, of each linear layer of the decoder's layers and of the output
+    layer."""
     known = {HEAD, *(each for parts in SITES.values() for each in parts)}
     found: dict[str, tuple[str | Rows, torch.Size]] = {}
     for name, (part, shape) in decoder.origins.items():
@@ -102,7 +102,7 @@ def _modules(decoder: Decoder) -> dict[str, tuple[str | Rows, torch.Size]]:
 
 
 def _pair(weights: Weights, module: tuple[str | Rows, torch.Size] | None) -> tuple[Tensor, Tensor] | None:
-    """A ``[r, in]`` and B ``[out, r]`` of a layer, fp32; None where the adapter has none."""
+    """A ``[r, in]`` and B ``[out, r]`` of a layer, fp32; None if the adapter has none."""
     if module is None:
         return None
     part, (out, into) = module
@@ -119,8 +119,8 @@ def _pair(weights: Weights, module: tuple[str | Rows, torch.Size] | None) -> tup
 
 
 def _stems(tensor: str) -> Iterator[str]:
-    """What a layer's names may begin with in an adapter: as its tensor has it and, of a vision-language model, as other
-    versions of transformers do, which is what peft saves."""
+    """Possible prefixes of a layer's names in an adapter: as in the checkpoint and, for a vision-language model, as in
+    other versions of transformers, whose names peft saves."""
     module = tensor.removesuffix(".weight")
     yield PREFIX + module
     for own in (text for text, _head in _NAMED if module.startswith(f"{text}.layers.")):
@@ -137,7 +137,7 @@ def _joint(
     *,
     rslora: bool,
 ) -> Site:
-    """The layers of one site as one pair: A one after another, B along the diagonal."""
+    """The layers of one site as a single pair: A concatenated, B block-diagonal."""
     into, outs = shapes[0][1], [shape[0] for shape in shapes]
     a_IR = torch.zeros(into, sum(ranks))
     b_RO = torch.zeros(sum(ranks), sum(outs))

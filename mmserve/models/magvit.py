@@ -1,10 +1,9 @@
-"""MAGVIT-v2's encoder (arXiv 2310.05737) as ``showlab/magvitv2`` has it: pictures to codes of a codebook.
+"""MAGVIT-v2's encoder (arXiv 2310.05737) in the layout of ``showlab/magvitv2``: images to codes of a codebook.
 
-Convolutions, no attention but one layer at the coarsest grid. The last convolution gives each cell as many numbers as
-a code has bits; a bit is set where its number is above zero (look-up free quantisation), so the codebook needs no
-tensor. The checkpoint's configuration has no sizes: they are read from its tensors. Its decoder, which makes
-pictures of codes, is not loaded. Modules have the names of their tensors.
-Shapes in names: B pictures, C channels, H and W rows and columns of a grid.
+Convolutions, with a single attention layer at the coarsest grid. The last convolution gives each cell as many numbers
+as a code has bits; a bit is set if its number is above zero (look-up free quantisation), so there is no codebook
+tensor. The checkpoint's configuration has no sizes: they are derived from its tensors. Its decoder is not loaded.
+Modules have the names of their tensors. Shapes in names: B images, C channels, H and W rows and columns of a grid.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ _GROUPS = 32
 
 @dataclass(frozen=True)
 class MagvitConfig:
-    """Sizes of the encoder; a level of blocks halves the grid, but for the last."""
+    """Sizes of the encoder; each level except for the last halves the grid."""
 
     stem: int  # channels of the first convolution
     widths: tuple[int, ...]  # channels of each level
     blocks: tuple[int, ...]  # residual blocks of each level
-    bits: int  # of a code
+    bits: int  # number of bits of a code
 
     @property
     def stride(self) -> int:
-        """Pixels along a side of a cell."""
+        """Size of a cell in pixels, along a side."""
         return int(2 ** (len(self.widths) - 1))
 
     @classmethod
     def of(cls, weights: Weights) -> Self:
-        """The sizes of ``weights``; raises ``ConfigError`` for what is no such encoder."""
+        """The sizes derived from ``weights``; raises ``ConfigError`` if they are not such an encoder."""
         if any(name.startswith(f"{PREFIX}down.") and ".attn." in name for name in weights.names):
             raise ConfigError(f"{weights.source}: attention between the levels of a MAGVIT-v2 encoder is not supported")
         widths: list[int] = []
@@ -63,7 +62,7 @@ def _convolution(level: int, block: int) -> str:
 
 
 class MagvitEncoder(nn.Module):
-    """Pictures to codes; in fp32, since a code is a row of signs and rounding would flip some."""
+    """Images to codes; in fp32, because rounding could flip the signs that form a code."""
 
     def __init__(self, config: MagvitConfig) -> None:
         super().__init__()
@@ -82,7 +81,8 @@ class MagvitEncoder(nn.Module):
         self.quant_conv = nn.Conv2d(config.bits, config.bits, 1)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """What codes are the signs of: fp32 ``[B, bits, H, W]`` of ``pixels [B, 3, H * stride, W * stride]``."""
+        """The numbers whose signs form the codes: fp32 ``[B, bits, H, W]``, from ``pixels [B, 3, H * stride, W *
+        stride]``."""
         x_BCHW = self.conv_in(pixels)
         for level in self.down:
             x_BCHW = level(x_BCHW)
@@ -92,14 +92,15 @@ class MagvitEncoder(nn.Module):
         return latents
 
     def codes(self, pixels: Tensor) -> Tensor:
-        """Codes (int64 ``[B, H * W]``, row by row) of ``pixels`` (fp32 in -1 to 1); the first bit weighs most."""
+        """Codes (int64 ``[B, H * W]``, row by row) of ``pixels`` (fp32 in -1 to 1); the first bit is the most
+        significant."""
         set_BCHW = self(pixels) > 0
         weights = 2 ** torch.arange(self.config.bits - 1, -1, -1, device=pixels.device)
         return (set_BCHW * weights[:, None, None]).sum(1).flatten(1)
 
 
 def load_magvit(weights: Weights, device: torch.device) -> MagvitEncoder:
-    """The encoder among ``weights``, frozen, in fp32; raises ``ConfigError``."""
+    """The encoder from ``weights``, frozen, in fp32; raises ``ConfigError``."""
     with unfilled():
         encoder = MagvitEncoder(MagvitConfig.of(weights))
     names = {name: f"{PREFIX}{name}" for name, _ in encoder.named_parameters()}

@@ -1,6 +1,7 @@
-"""Ministral 3 (``mistralai/Ministral-3-*``): Mistral with YaRN, whose queries grow with their position.
+"""Ministral 3 (``mistralai/Ministral-3-*``): Mistral with YaRN, and queries that are scaled by their position.
 
-They grow from ``original_max_position_embeddings`` on (Llama 4's scale of attention), and what is served ends there.
+The scale (Llama 4's attention scaling) differs from 1 beyond ``original_max_position_embeddings``, so contexts are
+limited to that length.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Mistral Small 3.1 and Ministral 3 with images, and Pixtral (arXiv 2410.07073), as transformers writes them.
+"""Mistral Small 3.1 and Ministral 3 with images, and Pixtral (arXiv 2410.07073), in transformers' layout.
 
-``mistral3`` in the layout of mistralai/Mistral-Small-3.1-24B-Instruct-2503, and ``llava`` with a Pixtral tower in that
-of mistral-community/pixtral-12b: the decoder of Mistral or of Ministral 3.
+``mistral3``: mistralai/Mistral-Small-3.1-24B-Instruct-2503; ``llava`` with a Pixtral tower:
+mistral-community/pixtral-12b; with the decoder of Mistral or Ministral 3.
 """
 
 from __future__ import annotations

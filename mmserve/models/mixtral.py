@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): Mistral's attention, and two of several experts in each layer.
+"""Mixtral (arXiv 2401.04088): Mistral's attention, with a mixture of experts, top 2, in each layer.
 
 The layout is that of ``mistralai/Mixtral-8x7B-Instruct-v0.1``.
 """

@@ -1,7 +1,7 @@
-"""MMaDA's understanding path (arXiv 2505.15809; Gen-Verse/MMaDA): LLaDA's decoder, pictures as codes of its vocabulary.
+"""MMaDA's understanding path (arXiv 2505.15809; Gen-Verse/MMaDA): LLaDA's decoder, with images as discrete codes.
 
-Weights and configuration are LLaDA's, with embeddings for the codes after those of the text. The encoder that makes
-codes is another checkpoint, ``showlab/magvitv2``, whose file lies in ``magvitv2`` beside ``config.json``.
+Weights and configuration are LLaDA's, with embeddings of the codes after those of the text. The encoder of images to
+codes is another checkpoint, ``showlab/magvitv2``, whose file is in the subfolder ``magvitv2``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder,
 from mmserve.models.towers import download
 from mmserve.prune.base import Evidence, GridView
 
-#: The codes' checkpoint on the hub, its folder beside the model's own, and the name of its file.
+#: The encoder's checkpoint on the hub, its subfolder in the model's folder, and its file name.
 CODES, BESIDE, FILE = "showlab/magvitv2", "magvitv2", "pytorch_model.safetensors"
-#: Ids that the published models use for these; their tokenizer has them as reserved tokens.
+#: Ids of special tokens in the published models; their tokenizer has them as reserved tokens.
 RESERVED = {"<|mmu|>": 126089, "<|soi|>": 126084, "<|eoi|>": 126085}
-#: MMaDA's chat format (its app.py), where the tokenizer brings none: LLaDA's with one line break after a header.
+#: MMaDA's chat format (its app.py), if the tokenizer has none: LLaDA's with one line break after a header.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if loop.index0 == 0 %}{{ bos_token }}{% endif %}"
     "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
@@ -43,10 +43,10 @@ CHAT_TEMPLATE = (
 
 
 class MmadaVision(VisionEncoder):
-    """Pictures to the embeddings of their codes, between the tokens that frame them.
+    """Images to the embeddings of their codes, between begin and end tokens.
 
-    ``rows_VD``: the decoder's embeddings of the codes; ``side``: rows, and columns, of a picture's codes; ``front`` and
-    ``behind``: ids that frame them.
+    ``rows_VD``: the decoder's embeddings of the codes; ``side``: rows, and columns, of an image's codes; ``front`` and
+    ``behind``: ids before and after them.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MmadaVision(VisionEncoder):
 
     @property
     def resolution(self) -> int:
-        """Pixels along a side of what is encoded."""
+        """Side of encoded images, in pixels."""
         return self.side * self.encoder.config.stride
 
     def settings(self) -> Mapping[str, Any]:
@@ -77,9 +77,9 @@ class MmadaVision(VisionEncoder):
         }
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """``pixels`` fp32 ``[1, 3, resolution, resolution]``: the middle, the shorter side resized to it.
+        """``pixels`` fp32 ``[1, 3, resolution, resolution]``: a centre crop, after resizing the shorter side.
 
-        From 0 to 255 as in the picture, which any floating point type holds exactly.
+        Values are 0 to 255, which every floating point type represents exactly.
         """
         check_shape(image)
         width, height = image.size
@@ -90,7 +90,8 @@ class MmadaVision(VisionEncoder):
         return {"pixels": torch.from_numpy(np.array(cut)).permute(2, 0, 1).float()[None]}
 
     def codes(self, pixels: Tensor) -> Tensor:
-        """Codes (int64 ``[B, tokens_per_image]``) of prepared ``pixels``; the encoder takes them from -1 to 1."""
+        """Codes (int64 ``[B, tokens_per_image]``) of prepared ``pixels``, which are scaled to -1 to 1 for the
+        encoder."""
         return self.encoder.codes((pixels.float() / 255 - 0.5) / 0.5)
 
     def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
@@ -107,7 +108,7 @@ class MmadaVision(VisionEncoder):
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load ``Gen-Verse/MMaDA-8B-*`` as published; raises ``ConfigError`` naming the key, tensor or file that is wrong.
 
-    An answer is text: the codes of pictures are banned in it.
+    Answers are text: the codes of images are banned in them.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
     keys.check({"w_clip_vit": (False, None), "num_new_special_tokens": (0, None)})
@@ -144,7 +145,7 @@ def _side(keys: Keys) -> int:
 
 
 def frame_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids of the tokens in front of a picture's codes, and after; ``ConfigError`` where the tokenizer lacks one."""
+    """Ids of the tokens before and after an image's codes; raises ``ConfigError`` if the tokenizer lacks one."""
     ids: dict[str, int] = {}
     for name, reserved in RESERVED.items():
         named = token_id(tokenizer, name)
@@ -155,7 +156,7 @@ def frame_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[int, ...], tupl
 
 
 def _adapt_template(tokenizer: PreTrainedTokenizerFast, checkpoint: Checkpoint) -> None:
-    """A picture comes before the whole chat, whichever message has it; MMaDA takes one."""
+    """Adapts the template so that an image precedes the whole chat, whichever message has it; MMaDA supports one."""
     tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
     change_templates(tokenizer, lambda template: _ONE_PICTURE_FIRST + template)
     adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=False, vicuna=False)

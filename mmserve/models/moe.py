@@ -17,12 +17,12 @@ from mmserve.models.silu import silu
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Experts of a decoder's layers from ``first_layer`` on; those before are dense.
+    """The mixture of experts of a decoder's layers from ``first_layer`` on; earlier layers are dense.
 
-    Of ``experts``, which lie in ``groups`` of equal size, each token takes the ``top_k`` best of its
-    ``kept_groups`` best groups, with weights that sum to ``scale``. A shared expert, ``shared_size`` wide
-    (0 = none), takes every token. Sizes are intermediate ones. ``softmax``: scores are shares of all experts, without
-    groups or a bias, and weights sum to ``scale`` only where they are ``normed``.
+    Of ``experts``, which are in ``groups`` of equal size, each token uses the ``top_k`` best of its ``kept_groups``
+    best groups, with weights that sum to ``scale``. A shared expert of size ``shared_size`` (0 = none) is used for
+    every token. Sizes are intermediate sizes. ``softmax``: scores are softmax probabilities over all experts, without
+    groups or a bias, and weights sum to ``scale`` only if ``normed``.
     """
 
     experts: int
@@ -33,7 +33,7 @@ class MoEConfig:
     kept_groups: int = 1
     scale: float = 1.0
     first_layer: int = 0
-    dense_layers: frozenset[int] = frozenset()  # layers after the first that are dense all the same
+    dense_layers: frozenset[int] = frozenset()  # layers after the first that are also dense
     softmax: bool = False
     normed: bool = True
 
@@ -51,7 +51,7 @@ class MoEConfig:
 
 
 class Router(nn.Module):
-    """Which experts take a token, and with what weight; all in fp32, whatever the model's dtype."""
+    """Selects each token's experts and their weights; all in fp32, whatever the model's dtype."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
 
     def scores(self, x_ND: Tensor) -> Tensor:
-        """How much each expert is for each token, before any choice: ``[N, E]`` fp32."""
+        """Router scores of all experts for each token: ``[N, E]`` fp32."""
         return F.linear(x_ND.float(), self.weight.float())
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Experts (int64) and their weights (fp32), both ``[N, top_k]``, for tokens ``x_ND``.
 
-        Sigmoid scores; the bias moves the choice, not the weights. A group is as good as its two best experts. Or
-        shares of all experts (``softmax``), of which the highest are taken.
+        Sigmoid scores; the bias affects the selection, not the weights, and a group is ranked by its two best experts.
+        Or the experts of highest softmax probability (``softmax``).
         """
         c = self.config
         logits_NE = self.scores(x_ND)
@@ -100,10 +100,10 @@ class Expert(nn.Module):
 
 
 class MoE(nn.Module):
-    """The experts of one layer, one after another.
+    """The experts of one layer, run one after another.
 
-    An expert runs a multiple of ``row_floor`` rows, zeros if need be, so that a token's result need not depend on how
-    many others come to the same expert.
+    An expert runs a multiple of ``row_floor`` rows, padded with zeros, so that a token's result does not depend on the
+    number of other tokens of the expert.
     """
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
@@ -114,10 +114,10 @@ class MoE(nn.Module):
         self.row_floor = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., D]`` of ``x [..., D]``, in its dtype; each token adds up its experts' parts in fp32."""
+        """``[..., D]`` of ``x [..., D]``, in its dtype; outputs of a token's experts are summed in fp32."""
         x_ND = x.flatten(0, -2)
         chosen, weights = self.router(x_ND)
-        # One part a choice, added up at the end in the order of choice: no sum depends on who else is in the batch.
+        # Outputs are summed at the end, in the order of selection: no sum depends on the batch.
         parts = torch.empty(*chosen.shape, x.shape[-1], device=x.device)
         for index in chosen.unique().tolist():
             token, choice = (chosen == index).nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""What a configured model is called and where its files are, known without loading anything."""
+"""Names and folders of configured models, determined without loading them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mmserve.config import BUNDLED, ModelConfig
 from mmserve.errors import ConfigError
 
 HUB = "hub:"
-#: Paths of the models shipped with the package: their names and their folders of ``assets`` too.
+#: Models that are part of the package: their paths, names and folders in ``assets``.
 SHIPPED = (BUNDLED, f"{BUNDLED}-causal")
 
 
 def served_name(model: ModelConfig) -> str:
-    """The name by which requests ask for ``model``."""
+    """The name of ``model`` in requests."""
     if model.name:
         return model.name
     if model.path in SHIPPED:
@@ -25,7 +25,7 @@ def served_name(model: ModelConfig) -> str:
 
 
 def served_names(models: Sequence[ModelConfig]) -> tuple[str, ...]:
-    """The names of ``models`` in their order; raises ``ConfigError`` where two have the same."""
+    """The names of ``models``, in order; raises ``ConfigError`` if two are equal."""
     names = tuple(map(served_name, models))
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -34,7 +34,7 @@ def served_names(models: Sequence[ModelConfig]) -> tuple[str, ...]:
 
 
 def local_folder(path: str) -> Path:
-    """The directory of a model that is not on the hub; raises ``ConfigError`` where there is none."""
+    """The directory of a model that is not on the hub; raises ``ConfigError`` if there is none."""
     if path in SHIPPED:
         return shipped_folder(path)
     folder = Path(path).expanduser().resolve()
@@ -47,7 +47,7 @@ def local_folder(path: str) -> Path:
 
 
 def shipped_folder(path: str) -> Path:
-    """The directory of a model of ``SHIPPED``; raises ``ConfigError`` where this copy of the package has none."""
+    """The directory of a model of ``SHIPPED``; raises ``ConfigError`` if this installation does not have it."""
     folder = Path(__file__).parent.parent / "assets" / path
     if not (folder / "config.json").is_file():
         raise ConfigError(f"this copy of mmserve has no model {path!r}; name a checkpoint directory or hub:owner/name")

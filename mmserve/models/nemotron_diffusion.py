@@ -1,8 +1,8 @@
 """Nemotron-Labs-Diffusion (arXiv 2607.05722): ``nvidia/Nemotron-Labs-Diffusion-*``.
 
-The weights are Ministral 3's under other names. They decode token by token as that does, draft blocks for themselves by
-their masks (``decode/extensions/self_draft.py``; the commit policy ``draft_model``), and fill blocks of masks
-(``own_blocks.py`` there; ``threshold``). The adapter that the authors have for drafts is not implemented.
+The weights are those of Ministral 3 with other names. It decodes token by token like Ministral 3, can draft blocks of
+masks for itself (``decode/extensions/self_draft.py``; the commit policy ``draft_model``), and can fill blocks of masks
+(``own_blocks.py`` there; ``threshold``). The authors' adapter for drafts is not implemented.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
 
 def _spec(sources: Sources) -> ModelSpec:
-    """Drafts predict their own positions: a ``dlm_type`` of "dream" would shift them."""
+    """Drafted masks predict their own positions; a ``dlm_type`` of "dream" would shift them."""
     sources.keys.check({"dlm_type": ("llada", None)})
     mask = sources.keys.values.get("mask_token_id")
     if mask is None:

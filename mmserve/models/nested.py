@@ -1,6 +1,6 @@
 """Checkpoints of transformers' vision-language classes: ``text_config`` of ``config.json`` describes the decoder.
 
-What ``text_config`` lacks has the default of transformers' own class, as in checkpoints that it wrote.
+Missing keys of ``text_config`` have the defaults of transformers' class.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mmserve.models.switches import NESTED, refuse_text_model
 from mmserve.models.tensor_parts import Part
 from mmserve.models.unfilled import unfilled
 
-#: What cannot be read of a configuration or a processor raises one of these.
+#: Exceptions of transformers for an unreadable configuration or processor.
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError)
 
 
 def read_config(kind: type[Any], checkpoint: Checkpoint, **changes: Any) -> Any:
-    """``config.json``, with ``changes`` of its keys, as transformers' configuration class ``kind`` reads it;
-    ``ConfigError`` where it cannot."""
+    """``config.json``, with ``changes`` to its keys, as transformers' configuration class ``kind``; raises
+    ``ConfigError`` if it cannot be read."""
     try:
         return kind.from_dict({**checkpoint.config, **changes})
     except UNREADABLE as error:
@@ -41,7 +41,7 @@ def read_config(kind: type[Any], checkpoint: Checkpoint, **changes: Any) -> Any:
 
 
 def read_processor(kind: type[Any], folder: Path, **changes: Any) -> Any:
-    """A checkpoint's image processor, with ``changes`` of its settings; ``ConfigError`` where it cannot be read."""
+    """A checkpoint's image processor, with ``changes`` to its settings; raises ``ConfigError`` if it cannot be read."""
     try:
         return kind.from_pretrained(folder, local_files_only=True, **changes)
     except UNREADABLE as error:
@@ -49,8 +49,7 @@ def read_processor(kind: type[Any], folder: Path, **changes: Any) -> Any:
 
 
 def use_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Give ``tokenizer`` the chat template of ``chat_template.json``, where processors kept theirs before there was
-    ``chat_template.jinja``."""
+    """Set the chat template of ``chat_template.json`` in ``tokenizer``: the predecessor of ``chat_template.jinja``."""
     path = folder / "chat_template.json"
     if path.is_file() and not (folder / "chat_template.jinja").is_file():
         tokenizer.chat_template = read_json(path).get("chat_template", tokenizer.chat_template)
@@ -59,8 +58,8 @@ def use_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> 
 def image_token(
     tokenizer: PreTrainedTokenizerFast, config: Any, checkpoint: Checkpoint, name: str = "image_token_id"
 ) -> str:
-    """The token of ``image_token_id``, the placeholder of an image in a chat, or of another id by ``name``;
-    ``ConfigError`` where there is none."""
+    """The token with the id ``image_token_id`` (or the key ``name``), an image's placeholder in a chat; raises
+    ``ConfigError`` if there is none."""
     token = tokenizer.convert_ids_to_tokens(getattr(config, name))
     if not isinstance(token, str):
         path = checkpoint.folder / "config.json"
@@ -77,10 +76,10 @@ def nested_tokenizer(
     picture: str = "{}",
     change: Callable[[str], str] = str,
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer, with a chat template that renders images, and ``videos`` where they are taken.
+    """The tokenizer, with a chat template that renders images and, if ``videos``, videos.
 
-    ``video``: the key of a video's token, which is ``VIDEO`` without one; ``picture``: the text around an image's token
-    in a chat; ``change`` is made to the checkpoint's own template first. Raises ``ConfigError``.
+    ``video``: the key of a video's token; if empty, the token is ``VIDEO``. ``picture``: the text around an image's
+    token in a chat. ``change`` is first applied to the checkpoint's own template. Raises ``ConfigError``.
     """
     tokenizer = load_tokenizer(checkpoint.folder)
     use_processor_template(tokenizer, checkpoint.folder)
@@ -92,8 +91,8 @@ def nested_tokenizer(
 
 
 def found_layout(checkpoint: Checkpoint, of: Layout = HUGGING_FACE) -> tuple[Layout, str]:
-    """Where a decoder's tensors lie, and the prefix of all others: as published, or as transformers names them
-    within. ``of``: names of a layer's parts."""
+    """The layout of a decoder's tensors, and the prefix of all others: as published, or in transformers' nested form.
+    ``of``: names of a layer's parts."""
     within = layout_below("model.language_model", "lm_head", of)
     if within.tensor("embed.weight") in checkpoint.weights:
         return within, "model."
@@ -101,7 +100,7 @@ def found_layout(checkpoint: Checkpoint, of: Layout = HUGGING_FACE) -> tuple[Lay
 
 
 def layout_below(stem: str, head: str, of: Layout = HUGGING_FACE) -> Layout:
-    """Tensor names ``of`` LLaMA and Qwen with ``stem`` instead of ``model``, and ``head`` for the output layer."""
+    """The tensor names of ``of`` with ``stem`` instead of ``model``, and ``head`` for the output layer."""
     outer = {"embed": f"{stem}.embed_tokens", "norm": f"{stem}.norm", "head": head}
     return replace(of, outer=outer, layers=f"{stem}.layers")
 
@@ -117,11 +116,11 @@ def load_nested(
     video: str = VIDEO,
     texts: tuple[str, ...] = NESTED,
 ) -> LoadedModel:
-    """A model of ``config`` (of transformers) and the decoder's ``layout``.
+    """A model with ``config`` (of transformers) and the decoder's ``layout``.
 
-    ``see`` loads what makes visual tokens of a width; ``spec`` describes the model; ``video`` is the placeholder of a
-    video in a chat; ``texts``: the text models that it may have. Raises ``ConfigError`` naming the key, tensor or file
-    that is wrong.
+    ``see`` loads the vision encoder for a width of visual tokens; ``spec`` returns the model's spec; ``video``:
+    placeholder of a video in a chat; ``texts``: supported text models. Raises ``ConfigError`` naming the key, tensor or
+    file that is wrong.
     """
     values = config.text_config.to_dict()
     values["tie_word_embeddings"] = bool(config.tie_word_embeddings)
@@ -149,7 +148,7 @@ def load_nested(
 def load_part(make: Callable[[], nn.Module], prefix: str, checkpoint: Checkpoint, target: Target) -> nn.Module:
     """A module of transformers with the checkpoint's tensors that begin with ``prefix``, frozen, in eval mode.
 
-    Its buffers must follow from its configuration alone: it must have none.
+    It must have no buffers: they would not be filled.
     """
     return load_renamed(make, lambda name: prefix + name, checkpoint, target)
 
@@ -157,7 +156,7 @@ def load_part(make: Callable[[], nn.Module], prefix: str, checkpoint: Checkpoint
 def load_renamed(
     make: Callable[[], nn.Module], name_of: Callable[[str], Part], checkpoint: Checkpoint, target: Target
 ) -> nn.Module:
-    """As ``load_part``, where ``name_of`` maps each parameter's name to a tensor, or to rows of one."""
+    """As ``load_part``; ``name_of`` maps each parameter's name to a tensor, or to rows of one."""
     with unfilled():
         module = make()
     names = {name: name_of(name) for name, _ in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""Files of our own beside a checkpoint, in JSON with a ``format``: read and written."""
+"""This project's JSON files in a checkpoint's folder, with a ``format`` version: reading and writing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Read = TypeVar("Read")
 
 
 def read_own(path: Path, what: str, read: Callable[[Any], Read], remedy: str, version: int = 1) -> Read:
-    """What ``read`` makes of the file, which is ``what``.
+    """The result of ``read`` for the file's contents; ``what`` describes the file in errors.
 
-    Raises ``ConfigError`` with the ``remedy`` where it cannot be read, or has another form or ``version``.
+    Raises ``ConfigError`` with the ``remedy`` if it cannot be read, is malformed, or has another ``version``.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -32,13 +32,13 @@ def read_own(path: Path, what: str, read: Callable[[Any], Read], remedy: str, ve
 
 
 def write_own(path: Path, data: Mapping[str, Any], version: int = 1) -> None:
-    """Write a file that ``read_own`` reads."""
+    """Write a file for ``read_own``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"format": version, **data}, indent=1) + "\n", encoding="utf-8")
 
 
 def finite(name: str, value: Any) -> float:
-    """``value`` as a finite number; ``ValueError`` naming it where it is none."""
+    """``value`` as a finite number; raises ``ValueError`` with ``name`` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, not {value!r}")
     return float(value)

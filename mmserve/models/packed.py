@@ -1,9 +1,9 @@
-"""Linear layers whose weights are laid out once for oneDNN, the matrix library of PyTorch on a CPU.
+"""Linear layers with weights prepacked for oneDNN, PyTorch's matrix library on CPUs.
 
-A plain layer's weights are brought into oneDNN's order at every product, or multiplied as they are by another library.
-Packed ones were measured 1.2 to 4 times faster at 1 to 64 rows (AVX-512, one thread: 32,000 × 288 at one row 5.0 ms
-plain and 2.6 packed in fp32, 3.7 and 1.3 in bf16), and the bits of a row of a product do not depend on the number of
-rows, from 1 or 2 on (see ``row_floor`` in ``decode/forward.py``).
+A plain layer's weights are reordered for every product, or multiplied by another library. Packed ones were measured 1.2
+to 4 times faster at 1 to 64 rows (AVX-512, one thread: 32,000 × 288 at one row 5.0 ms plain and 2.6 packed in fp32, 3.7
+and 1.3 in bf16), and the bits of a row do not depend on the number of rows, from 1 or 2 on (see ``row_floor`` in
+``decode/forward.py``).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from mmserve_kernels.few_rows import MOST_ROWS, blocks_of, few_rows, part_of
 from torch import Tensor, nn
 
-#: Rows that the layout is chosen for. One layout serves all numbers of rows.
+#: Number of rows for which the layout is optimised. One layout serves all numbers of rows.
 _EXPECTED_ROWS = 16
-#: The fewest rows of oneDNN's products. They take less time for 4 rows than for 1 or 2: all products of a 15 M LLaMA in
-#: fp32 (AVX-512, one thread) 4.6 to 5.1 ms for 4 to 6 rows, 6.0 and 6.2 for 1 and 2; in bf16 3.1, and 3.3 and 3.5.
+#: Minimum rows of oneDNN's products, because 4 rows take less time than 1 or 2: all products of a 15 M LLaMA in fp32
+#: (AVX-512, one thread) 4.6 to 5.1 ms for 4 to 6 rows, 6.0 and 6.2 for 1 and 2; in bf16 3.1, and 3.3 and 3.5.
 FEWEST_ROWS = 4
-#: By width and columns of layers: in what parts ``few_rows`` sums to have oneDNN's bits; None = it has not.
+#: By width and columns of layers: the partial sums with which ``few_rows`` has oneDNN's bits; None = there are none.
 _parts: dict[tuple[int, int], int | None] = {}
 
 
 class LinearForm(nn.Module):
-    """A linear layer in another form than ``nn.Linear``, for inference; copies and checkpoints have a plain one."""
+    """A linear layer for inference in another form than ``nn.Linear``; copies and checkpoints use the plain form."""
 
     in_features: int
     out_features: int
@@ -34,11 +34,11 @@ class LinearForm(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weights ``[out, in]`` in plain order: a copy, made at each access."""
+        """The weights ``[out, in]`` in plain order: a copy, computed at each access."""
         raise NotImplementedError
 
     def plain(self) -> nn.Linear:
-        """The same layer as a plain one, with weights of its own."""
+        """The same layer as ``nn.Linear``, with its own weights."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
         linear.weight = nn.Parameter(self.weight, requires_grad=False)
@@ -47,26 +47,26 @@ class LinearForm(nn.Module):
         return linear.train(self.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        """A plain layer: weights are changed there, and packed again for serving."""
+        """The plain layer: copies are for changing weights, and must be packed again for serving."""
         return self.plain()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As ``nn.Linear`` saves itself: checkpoints hold no packed weights."""
+        """As ``nn.Linear``: checkpoints contain no packed weights."""
         destination[prefix + "weight"] = self.weight
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
 
 
 class Product(LinearForm):
-    """A form that multiplies by itself."""
+    """A form with its own product."""
 
-    has_few_rows: bool  # whether few rows take less time than ``FEWEST_ROWS``
+    has_few_rows: bool  # whether few rows are faster than ``FEWEST_ROWS``
 
 
 class PackedLinear(Product):
-    """``nn.Linear`` for inference on a CPU. It holds the packed weights only.
+    """``nn.Linear`` for inference on a CPU, with only the packed weights.
 
-    On one thread, few rows go through a loop that has the bits of oneDNN's product, where it does have them.
+    On one thread, few rows use a loop with the same bits as oneDNN's product, if there is one.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -75,7 +75,7 @@ class PackedLinear(Product):
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _EXPECTED_ROWS)
         self.packed = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
-        #: What ``few_rows`` takes of the weights: their blocks, and in what parts it sums; None = it takes them not.
+        #: Weights for ``few_rows``: their blocks, and its partial sums; None = not supported.
         self.few: tuple[np.ndarray, int] | None = None
         blocks, kind = blocks_of(packed, self.in_features, self.out_features), (self.in_features, self.out_features)
         if blocks is not None:
@@ -87,7 +87,7 @@ class PackedLinear(Product):
 
     @property
     def weight(self) -> Tensor:
-        """The weights ``[out, in]`` in plain order: a copy, made at each access."""
+        """The weights ``[out, in]`` in plain order: a copy, computed at each access."""
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class PackedLinear(Product):
 
 
 class JointLinear(nn.Module):
-    """Linear layers of one input as one product: fewer calls, and more columns at once."""
+    """Linear layers with the same input as one product: fewer calls, with more columns each."""
 
     def __init__(self, linears: Sequence[nn.Linear], made: Callable[[nn.Linear], Product]) -> None:
         super().__init__()
@@ -116,31 +116,31 @@ class JointLinear(nn.Module):
         return torch.split(self.product(x), self.sizes, -1)
 
     def parts(self) -> list[PartLinear]:
-        """The layers by themselves."""
+        """The individual layers."""
         return [PartLinear(self, index) for index in range(len(self.sizes))]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Nothing: the parts are copied as plain layers, and joined again for serving."""
+        """None: the parts are copied as plain layers, and must be joined again for serving."""
 
     def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
-        """Nothing of its own: the parts save themselves."""
+        """Empty: the parts save themselves."""
         return {} if destination is None else destination
 
 
 class PartLinear(LinearForm):
-    """One of the layers of a ``JointLinear``. It computes all of them: to get several, call the joint layer."""
+    """One layer of a ``JointLinear``. It computes the whole product: to get several, call the joint layer."""
 
     def __init__(self, joint: JointLinear, index: int) -> None:
         super().__init__()
         self.in_features, self.out_features = joint.product.in_features, joint.sizes[index]
-        self._joint = (joint,)  # in a tuple, so that it is no child: its weights are counted once
+        self._joint = (joint,)  # in a tuple, so that it is no submodule: its weights count once
         self._index = index
         start = sum(joint.sizes[:index])
         self._rows = slice(start, start + self.out_features)
 
     @property
     def weight(self) -> Tensor:
-        """The weights ``[out, in]`` in plain order: a copy, made at each access."""
+        """The weights ``[out, in]`` in plain order: a copy, computed at each access."""
         return self._joint[0].product.weight[self._rows].clone()
 
     @property
@@ -155,7 +155,7 @@ class PartLinear(LinearForm):
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this kind can be packed here."""
+    """Whether weights of this dtype can be packed on ``device``."""
     ops = torch.ops.mkldnn
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
@@ -166,7 +166,7 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 @torch.no_grad()
 def pack(module: nn.Module) -> None:
-    """Replace the linear layers within ``module`` by packed ones, where that is possible; the others stay.
+    """Replace the linear layers in ``module`` by packed ones, if possible.
 
     Weights that an embedding shares stay for the embedding: a tied output layer becomes a copy.
     """
@@ -176,10 +176,10 @@ def pack(module: nn.Module) -> None:
 def replace_linears(
     module: nn.Module, made: Callable[[nn.Linear], Product], taken: Callable[[nn.Linear], bool]
 ) -> None:
-    """Replace those linear layers within ``module`` that are ``taken`` by what is ``made`` of each.
+    """Replace the linear layers in ``module`` for which ``taken`` is true by the results of ``made``.
 
-    One after another, each giving up its plain weights, so that memory grows by one layer at most. Layers that a module
-    names in its ``joined`` (attribute of the joint layer: names of its parts) become one ``JointLinear``.
+    One after another, freeing the plain weights of each, so that memory grows by at most one layer. Layers that a
+    module lists in its ``joined`` (name of the joint layer: names of its parts) become one ``JointLinear``.
     """
     for parent in list(module.modules()):
         for joint, names in getattr(parent, "joined", {}).items():
@@ -197,12 +197,12 @@ def replace_linears(
 
 
 def has_few_rows(module: nn.Module) -> bool:
-    """Whether few rows take less time than more in every linear layer within ``module``."""
+    """Whether few rows are faster than more in every linear layer in ``module``."""
     return all(not isinstance(m, nn.Linear) and m.has_few_rows for m in linears(module))
 
 
 def count_weights(module: nn.Module) -> int:
-    """Parameters within ``module``, however they are packed; what layers share is counted once."""
+    """Number of parameters in ``module``, packed or not; shared ones count once."""
     found: dict[int, int] = {}
     for each in module.modules():
         packed = each.in_features * each.out_features if isinstance(each, Product) else 0
@@ -211,5 +211,5 @@ def count_weights(module: nn.Module) -> int:
 
 
 def linears(module: nn.Module) -> list[nn.Linear | Product]:
-    """The linear layers within ``module``, packed or not, in order."""
+    """The linear layers in ``module``, packed or not, in order."""
     return [m for m in module.modules() if isinstance(m, nn.Linear | Product)]

@@ -1,6 +1,6 @@
-"""Phi-3 (arXiv 2404.14219) and Phi-4 (arXiv 2412.08905): LLaMA with joint projections, as ``microsoft/Phi-3-*`` has it.
+"""Phi-3 (arXiv 2404.14219) and Phi-4 (arXiv 2412.08905): LLaMA with joint projections, as in ``microsoft/Phi-3-*``.
 
-Those of long contexts are served up to ``original_max_position_embeddings`` (``rope_keys``).
+Long-context models are limited to ``original_max_position_embeddings`` (``rope_keys``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYOUT = replace(
 
 
 def dimensions(keys: Keys) -> DecoderConfig:
-    """As transformers' ``modeling_phi3.py``, where "yarn" is an older name of "longrope"; raises ``ConfigError``."""
+    """As transformers' ``modeling_phi3.py``, in which "yarn" is an older name of "longrope"; raises ``ConfigError``."""
     check_switches(keys, read=WINDOWED | {"partial_rotary_factor"})
     values = dict(keys.values)
     scaling = values.get("rope_scaling")

@@ -1,6 +1,6 @@
-"""The vision tower of Pixtral (arXiv 2410.07073): pictures of any size, as rows of patches that end in a token.
+"""The vision tower of Pixtral (arXiv 2410.07073): images of any size, as rows of patches that each end in a token.
 
-LLaVA's projector takes each patch; Mistral 3's merges squares of them first.
+LLaVA's projector projects each patch; Mistral 3's first merges squares of patches.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from mmserve.models.processors import BOTH, check_resizes, pixels_of
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence, GridView
 
-#: Tokens of a processor's settings: what ends a row of patches, and the picture.
+#: Processor settings of the tokens that end a row of patches, and an image.
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 
 class PixtralVision(VisionEncoder):
-    """A Pixtral ``tower``, and the ``projector`` of what its hidden state ``select_layer`` gives.
+    """A Pixtral ``tower``, and a ``projector`` of its hidden state ``select_layer``.
 
-    ``merge``: patches a side of a square that becomes one visual token; ``ends``: texts after each row but the last,
-    and after the last.
+    ``merge``: side, in patches, of a square that becomes one visual token; ``ends``: texts after each row except for
+    the last, and after the last.
     """
 
     tokens_per_image = 0
@@ -63,7 +63,7 @@ class PixtralVision(VisionEncoder):
         }
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """``pixels [1, 3, height, width]``, whole squares of patches."""
+        """``pixels [1, 3, height, width]``, in whole squares of patches."""
         check_shape(image)
         made = self._processor([image], patch_size=self._square, return_tensors="np")
         return {"pixels": pixels_of(made)}
@@ -97,7 +97,7 @@ class PixtralVision(VisionEncoder):
 
 
 def load_pixtral_vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str, width: int) -> PixtralVision:
-    """What makes visual tokens of ``width`` by ``config`` (of transformers); its tensors begin with ``prefix``.
+    """The encoder of visual tokens of ``width`` for ``config`` (of transformers); tensor names begin with ``prefix``.
 
     Raises ``ConfigError`` naming the key, tensor or file that is wrong.
     """
@@ -114,7 +114,7 @@ def load_pixtral_vision(checkpoint: Checkpoint, target: Target, config: Any, pre
         lambda: PixtralVisionModel._from_config(config.vision_config), f"{prefix}vision_tower.", checkpoint, target
     )
     rotary = tower.patch_positional_embedding
-    tower.patch_positional_embedding = type(rotary)(tower.config).to(target.device)  # no checkpoint has its frequencies
+    tower.patch_positional_embedding = type(rotary)(tower.config).to(target.device)  # checkpoints have no frequencies
     kind = LlavaMultiModalProjector if config.model_type == "llava" else Mistral3MultiModalProjector
     projector = load_part(lambda: kind(config), f"{prefix}multi_modal_projector.", checkpoint, target)
     ends = (str(settings.get("image_break_token", BREAK)), str(settings.get("image_end_token", END)))
@@ -124,6 +124,6 @@ def load_pixtral_vision(checkpoint: Checkpoint, target: Target, config: Any, pre
 
 
 def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The processor's own settings, beside those of its images."""
+    """The processor's settings besides those of its image processor."""
     path = checkpoint.folder / BOTH
     return read_json(path) if path.is_file() else {}

@@ -1,6 +1,6 @@
-"""``policy.json`` beside a checkpoint: which policies decode it by default, and how they were measured.
+"""``policy.json`` in a checkpoint's folder: its default policies, and their measurements.
 
-``mmserve tune`` writes it. Of a wrong file, ``ConfigError`` explains how to mend it.
+Written by ``mmserve tune``. For an invalid file, ``ConfigError`` explains how to repair it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mmserve.errors import ConfigError
 from mmserve.models.own_files import finite, read_own, write_own
 
 POLICY_FILE = "policy.json"
-#: What a configuration names instead of a file where none is to be read.
+#: Value of the configuration key that disables reading a file.
 NO_FILE = "off"
 _REMEDY = "write it anew with `mmserve tune`, or remove it"
 _ROW = {
@@ -29,7 +29,7 @@ _ROW = {
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFile:
-    """A file's contents: plain decoding, the default, and every pair that was measured."""
+    """A file's contents: plain decoding, the default, and all measured pairs."""
 
     path: Path
     plain: Pair
@@ -39,9 +39,9 @@ class PolicyFile:
 
 
 def load_policies(path: Path, *, required: bool = False) -> PolicyFile | None:
-    """The file at ``path``, or in the model's folder there; None where there is none and none is ``required``.
+    """The file at ``path``, or in the model's folder there; None if there is none and it is not ``required``.
 
-    Raises ``ConfigError`` for a file that cannot be read or that has another form.
+    Raises ``ConfigError`` for a file that cannot be read or is malformed.
     """
     path = path / POLICY_FILE if path.is_dir() else path
     if not path.is_file():
@@ -63,7 +63,7 @@ def save_policies(path: Path, plain: Pair, default: Pair, curve: list[Measured],
 
 
 def row_data(row: Measured) -> dict[str, Any]:
-    """A measured pair as the file has it."""
+    """A measured pair in the file's format."""
     return {**_pair_data(row.pair), "accuracy": row.accuracy, **{name: getattr(row, name) for name in _ROW}}
 
 
@@ -90,7 +90,7 @@ def _pair(data: Any) -> Pair:
 
 
 def _policy(data: Any) -> Policy:
-    """``{"name": "threshold", "confidence": 0.9}``; ``base`` is a policy itself."""
+    """A policy such as ``{"name": "threshold", "confidence": 0.9}``; ``base`` is also a policy."""
     options = dict(data)
     name, base = options.pop("name"), options.pop("base", None)
     if not isinstance(name, str) or not all(isinstance(value, int | float | str) for value in options.values()):

@@ -21,7 +21,7 @@ from mmserve.models.checkpoint import read_json
 from mmserve.models.keys import Keys
 
 IMAGES, VIDEOS, BOTH = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
-#: Settings of a frame's pixels in which a video processor may differ from the image processor.
+#: Settings of a frame's pixels that may differ between video and image processors.
 _OF_FRAMES = (
     "do_convert_rgb",
     "do_normalize",
@@ -34,43 +34,43 @@ _OF_FRAMES = (
     "rescale_factor",
     "size",
 )
-#: ``min_frames`` and ``max_frames`` where the settings of a video processor of Qwen's lack them.
+#: Defaults of ``min_frames`` and ``max_frames`` of Qwen's video processors.
 _LEAST_FRAMES, _MOST_FRAMES = 4, 768
 
 
 def pixels_of(made: Mapping[str, Any]) -> Tensor:
-    """The ``pixel_values`` that an image processor of transformers made (numpy arrays), fp32."""
+    """The ``pixel_values`` of a transformers image processor's result (NumPy arrays), fp32."""
     return torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))
 
 
 def check_resizes(processor: Any, folder: Path) -> None:
-    """Raise ``ConfigError`` where an image processor leaves pictures as large as they are: a tower takes sizes of its
-    own, and limits of pixels hold for resized ones."""
+    """Raises ``ConfigError`` if an image processor does not resize: towers need certain sizes, and pixel limits apply
+    to resized images."""
     if not processor.do_resize:
         raise ConfigError(f"{folder}: do_resize = {processor.do_resize!r} of the image processor is not supported")
 
 
 def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The image processor's settings and the file that they are in; None where there are none."""
+    """The file with the image processor's settings, and these settings; None if there are none."""
     return _settings(folder, IMAGES, "image_processor")
 
 
 def video_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The same of the video processor."""
+    """The same for the video processor."""
     return _settings(folder, VIDEOS, "video_processor")
 
 
 def of_frames(settings: Mapping[str, Any] | None, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The settings of a frame's pixels among a video processor's ``settings``, except the keys ``without``."""
+    """The settings of a frame's pixels in a video processor's ``settings``, except for the keys ``without``."""
     given = settings or {}
     return {name: given[name] for name in _OF_FRAMES if given.get(name) is not None and name not in without}
 
 
 def own_frames(rule: str, settings: Mapping[str, Any] | None, path: Path) -> OwnFrames | None:
-    """The frames that a video processor takes by itself; None where its ``settings`` name neither number nor rate.
+    """The frame sampling of a video processor; None if its ``settings`` have neither number nor rate.
 
-    ``rule``: ``starts`` or ``ends`` of ``OwnFrames``; the processor with ``ends`` does not read the number. Raises
-    ``ConfigError`` naming the key.
+    ``rule``: ``starts`` or ``ends`` of ``OwnFrames``; with ``ends`` the number is ignored. Raises ``ConfigError``
+    naming the key.
     """
     keys = Keys(settings or {}, path)
     read = ("fps",) if rule == "ends" else ("num_frames", "fps")

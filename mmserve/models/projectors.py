@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class NewlineProjector(nn.Module):
-    """A projector that ends every image in LLaVA's ``image_newline``: ``[B, N, C]`` to ``[B, N + 1, D]``."""
+    """A projector that appends LLaVA's ``image_newline`` to every image: ``[B, N, C]`` to ``[B, N + 1, D]``."""
 
     def __init__(self, projector: nn.Module, newline: Tensor) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class NewlineProjector(nn.Module):
 
 
 class PooledProjector(nn.Module):
-    """A projector whose tokens are pooled over squares of ``stride`` by ``mode``: ``[B, N, C]`` to ``[B, n, D]``."""
+    """A projector whose tokens are pooled over squares of ``stride``, by ``mode``: ``[B, N, C]`` to ``[B, n, D]``."""
 
     def __init__(self, projector: nn.Module, stride: int, mode: str) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class PooledProjector(nn.Module):
 
 
 def pooled_side(side: int, stride: int, mode: str) -> int:
-    """Rows, and columns, that ``pool_grid`` leaves of ``side``."""
+    """Rows, and columns, of the grid after ``pool_grid`` of a grid with ``side``."""
     return -(-side // stride) if mode == "bilinear" else side // stride
 
 
 def pool_grid(tokens: Tensor, stride: int, mode: str) -> Tensor:
     """Pool ``tokens [F, side * side, D]`` over their grid, as LLaVA-NeXT's ``get_2dPool``: ``[F, rows, columns, D]``.
 
-    ``average`` and ``max`` over squares of ``stride``, leaving out what is over at the right and bottom;
+    ``average`` and ``max`` pool squares of ``stride``, ignoring incomplete squares at the right and bottom;
     ``bilinear`` interpolates at the centres of ``ceil(side / stride)`` equal squares.
     """
     frames, count, width = tokens.shape
@@ -63,7 +63,7 @@ def pooled_evidence(values: Tensor, stride: int, mode: str) -> Tensor:
 
 
 def separated(grid_FHWD: Tensor, newline: Tensor | None, position: str) -> list[Tensor]:
-    """The tokens ``[n, D]`` of each frame, with the separator ``newline [D]`` where ``position`` puts it."""
+    """The tokens ``[n, D]`` of each frame, with the separator ``newline [D]`` inserted according to ``position``."""
     frames, rows, _columns, width = grid_FHWD.shape
     if newline is None or position == "no_token":
         return list(grid_FHWD.flatten(1, 2))
@@ -77,7 +77,7 @@ def separated(grid_FHWD: Tensor, newline: Tensor | None, position: str) -> list[
 
 
 def mlp_projector(kind: str, vision_size: int, hidden_size: int) -> nn.Sequential:
-    """LLaVA's projector ``linear`` or ``mlpNx_gelu`` from the tower's feature size to the decoder's hidden size."""
+    """LLaVA's projector ``linear`` or ``mlpNx_gelu``, from the tower's feature size to the decoder's hidden size."""
     if kind == "linear":
         return nn.Sequential(nn.Linear(vision_size, hidden_size))
     depth = int(kind.removeprefix("mlp").removesuffix("x_gelu"))

@@ -1,10 +1,10 @@
-"""Weights of 8 bits, made when a model is loaded (``dtype = "int8"``), or of 4 (``dtype = "int4"``, ``four_bits.py``).
+"""Weights quantised at load time to 8 bits (``dtype = "int8"``), or to 4 (``dtype = "int4"``, ``four_bits.py``).
 
-Of 8 bits, each output channel of a linear layer has a scale of its own, and so has each row of its input, whose
-elements become bytes, too: oneDNN multiplies and adds up integers, which is exact. So a row's result does not depend on
-the rows beside it, whatever their number and whichever way it is computed. Norms, rotary embedding, attention, K/V and
-the router of experts stay in fp32; rows of the embedding are kept as bytes and read as fp32. Of 4 bits are the linear
-layers within a decoder's layers; its output layer and the embedding have 8 then, too.
+8 bits: each output channel of a linear layer has a scale, and so has each input row, whose elements are quantised to
+bytes, too: oneDNN multiplies and sums integers, which is exact, so a row's result does not depend on other rows or on
+the implementation. Norms, rotary embedding, attention, K/V and the router of experts stay in fp32; embedding rows are
+stored as bytes and converted to fp32. 4 bits: only the linear layers in a decoder's layers; its output layer and the
+embedding then have 8 bits.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mmserve.models.four_bits import INT4, FourBitLinear, why_no_four_bits
 from mmserve.models.packed import Product, replace_linears
 from mmserve.models.variations import ScaledEmbedding
 
-#: What configuration files call it.
+#: Its name in configuration files.
 INT8 = "int8"
-#: Both kinds of weights that are made when a model is loaded.
+#: Both kinds of load-time quantisation.
 MADE = (INT8, INT4)
 _MOST = 127
 
 
 def _channels(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``weight [N, K]`` as int8, and the scale (fp32 ``[N]``) of each of its rows."""
+    """``weight [N, K]`` as int8, and the scale (fp32 ``[N]``) of each row."""
     weight = weight.detach().float()
     scales = (weight.abs().amax(1) / _MOST).clamp_min(torch.finfo(torch.float32).tiny)
     return (weight / scales[:, None]).round_().clamp_(-_MOST, _MOST).to(torch.int8), scales
 
 
 class QuantizedLinear(Product):
-    """``nn.Linear`` for inference on a CPU, in fp32, with weights of 8 bits in oneDNN's order."""
+    """``nn.Linear`` for inference on a CPU, in fp32, with 8-bit weights prepacked for oneDNN."""
 
     scales: Tensor
     zeros: Tensor
@@ -52,7 +52,7 @@ class QuantizedLinear(Product):
 
     @property
     def weight(self) -> Tensor:
-        """The weights ``[out, in]`` as fp32: a copy, made at each access."""
+        """The weights ``[out, in]`` as fp32: a copy, computed at each access."""
         return self.packed.to_dense().t().float() * self.scales[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class QuantizedLinear(Product):
 
 
 class QuantizedEmbedding(nn.Module):
-    """``nn.Embedding`` for inference in fp32, whose rows are kept as 8 bits and a scale each."""
+    """``nn.Embedding`` for inference in fp32, with rows stored in 8 bits with a scale each."""
 
     scales: Tensor
 
@@ -80,7 +80,7 @@ class QuantizedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """All rows ``[V, D]`` as fp32: a copy, made at each access."""
+        """All rows ``[V, D]`` as fp32: a copy, computed at each access."""
         return self.stored.float() * self.scales
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class QuantizedEmbedding(nn.Module):
 
 
 def why_not(device: torch.device, kind: str = INT8) -> str:
-    """Why weights of a ``kind`` of ``MADE`` are not served on ``device``; empty = they are."""
+    """The reason why weights of a ``kind`` of ``MADE`` are not supported on ``device``; empty if they are."""
     if kind == INT4 and (reason := why_no_four_bits(device)):
         return reason
     if device.type != "cpu":
@@ -110,8 +110,8 @@ def why_not(device: torch.device, kind: str = INT8) -> str:
 
 @torch.no_grad()
 def quantize(module: nn.Module, kind: str = INT8) -> None:
-    """Replace the linear layers and the embeddings within ``module`` by quantised ones, one after another, so that
-    memory grows by one layer at most. ``kind`` is one of ``MADE``; ``int4`` is for a ``Decoder``."""
+    """Replace the linear layers and embeddings in ``module`` by quantised ones, one after another, so that memory grows
+    by at most one layer. ``kind`` is one of ``MADE``; ``int4`` requires a ``Decoder``."""
     if kind == INT4:
         replace_linears(module.get_submodule("layers"), FourBitLinear, lambda linear: True)
     replace_linears(module, QuantizedLinear, lambda linear: True)
@@ -122,7 +122,7 @@ def quantize(module: nn.Module, kind: str = INT8) -> None:
 
 
 def kind_of(model: Model) -> str:
-    """What the weights of ``model`` are served in, by the name that configuration files use."""
+    """The format of the served weights of ``model``, by its name in configuration files."""
     if isinstance(model, LoadedModel):
         kinds = {type(module) for module in model.decoder.modules()}
         for kind, name in ((FourBitLinear, INT4), (QuantizedLinear, INT8)):
@@ -132,6 +132,6 @@ def kind_of(model: Model) -> str:
 
 
 def stored_bytes(module: nn.Module) -> int:
-    """Bytes of the weights within ``module`` as they are kept; what layers share is counted once."""
+    """Bytes of the weights in ``module`` as stored; shared ones count once."""
     tensors = {id(t): t for m in module.modules() for t in (*m.parameters(False), *m.buffers(False))}
     return sum(t.numel() * t.itemsize for t in tensors.values())

@@ -1,4 +1,4 @@
-"""The vision tower of Qwen2.5-VL (arXiv 2502.13923): most blocks attend within windows, and time is in seconds."""
+"""The vision tower of Qwen2.5-VL (arXiv 2502.13923): most blocks have windowed attention, and time is in seconds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mmserve.models.qwen_vision import QwenVision
 
 
 class Qwen25Vision(QwenVision):
-    """Frames of a clip are ``tokens_per_second`` positions apart for each second between them."""
+    """Time positions of a clip's frames advance by ``tokens_per_second`` per second."""
 
     def _times(self, seconds_F2: Tensor) -> Tensor:
-        """As transformers' ``get_rope_index`` counts: evenly, from the clip's start, rounded down."""
+        """As in transformers' ``get_rope_index``: evenly spaced from the clip's start, rounded down."""
         count = len(seconds_F2)
         apart = float(seconds_F2[-1, 0] - seconds_F2[0, 0]) / (count - 1) if count > 1 else 0.0
         return (torch.arange(count) * (self.config.tokens_per_second * apart)).long()
@@ -23,11 +23,11 @@ class Qwen25Vision(QwenVision):
 
     @property
     def _scored(self) -> int:
-        """The last block whose patches see the whole frame."""
+        """The last block with attention over the whole frame."""
         return max(self.config.fullatt_block_indexes, default=int(self.config.depth) - 1)
 
     def _in_order(self, values: Tensor, grids: Tensor) -> Tensor:
-        """The blocks take windows one after the other."""
+        """Restores the order of tokens, which the blocks have grouped by windows."""
         c = self.config
         order, _ends = get_vision_window_index(grids, c.spatial_merge_size, c.window_size, c.patch_size)
         return values[order.argsort().to(values.device)]

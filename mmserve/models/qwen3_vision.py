@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL (arXiv 2511.21631): features for several layers of the decoder, and times as text."""
+"""The vision tower of Qwen3-VL (arXiv 2511.21631): features for several decoder layers, and timestamps as text."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ START, END = "<|vision_start|>", "<|vision_end|>"
 
 
 class Qwen3Vision(QwenVision):
-    """A visual token is an embedding, followed by what each of the decoder's first layers adds."""
+    """A visual token is an embedding, followed by the features that the decoder's first layers add."""
 
     def _tokens(self, made: Any) -> Tensor:
         return torch.cat([made.pooler_output, *made.deepstack_features], dim=-1)
 
     def stream_time(self, number: int, seconds: float) -> int:
-        return 0  # it is written as text
+        return 0  # timestamps are text
 
     def _picture(self, tiles: list[Tile], seconds: Tensor | None) -> Picture:
-        """In a clip each frame of patches is enclosed in tokens of its own, after a label of the middle of its time."""
+        """In a clip each grid of patches is enclosed in its own begin and end tokens, after a label with its mean
+        time."""
         if seconds is None:
             return super()._picture(tiles, seconds)
         parts: list[Tile | Text] = []

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with many small experts in its layers, as ``Qwen/Qwen3-30B-A3B`` has them."""
+"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with many small experts in its layers, as ``Qwen/Qwen3-30B-A3B``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Images and clips as rows of patches, for the towers of Qwen's vision models: any size, in its own shape.
+"""Images and clips as rows of patches, for the towers of Qwen's vision models: any size and aspect ratio.
 
-A picture is resized to whole patches, within the checkpoint's limits of pixels. Its patches are ordered so that the
-``merge_size`` x ``merge_size`` that become one visual token are adjacent; each holds ``temporal_patch_size``
-frames, an image's only one as many times.
+An image is resized to whole patches, within the checkpoint's pixel limits. Patches are ordered so that the
+``merge_size`` × ``merge_size`` patches of one visual token are adjacent; each has ``temporal_patch_size`` frames, which
+for an image are copies.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from mmserve.models.picture import CannotPrepare, Prepared
 from mmserve.models.processors import IMAGES, check_resizes, image_settings, of_frames, video_settings
 from mmserve.models.vision import describe_processor
 
-#: The processors refuse pictures that are more times as long as they are wide, or the other way round.
+#: Maximum aspect ratio that the processors accept.
 MOST_ELONGATED = 200
-#: Fewest and most pixels of a frame where a checkpoint has no settings for videos: 128 and 768 visual tokens' worth.
+#: Default minimum and maximum pixels of a video frame: 128 and 768 visual tokens.
 FRAME_TOKENS = (128, 768)
-#: ``max_video_tokens`` where a video processor caps pixels and does not name it: of a frame, of all frames of a clip.
+#: Defaults of ``max_video_tokens`` if a video processor caps pixels: of a frame, and of all frames of a clip.
 CAPPED_TOKENS = (768, 128_000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Pixels of a frame, or, ``together``, of all frames of a clip.
+    """Pixel limits of a frame or, if ``together``, of all frames of a clip.
 
-    ``capped``: visual tokens that ``cap_pixels_per_frame`` bounds, of a frame, or, not ``together``, of all frames of a
-    clip; 0 = there is no such bound.
+    ``capped``: visual tokens to which ``cap_pixels_per_frame`` limits a frame or, if not ``together``, all frames of a
+    clip; 0 = no limit.
     """
 
     least: int
@@ -51,7 +51,7 @@ class Limits:
 
 
 class QwenPixels:
-    """The image processor of a checkpoint, and its limits for ``clips``; ``frames``: the processor of their frames."""
+    """The image processor of a checkpoint, and its limits for ``clips``; ``frames``: the processor of clips' frames."""
 
     def __init__(
         self, processor: Qwen2VLImageProcessorPil, clips: Limits, frames: Qwen2VLImageProcessorPil | None = None
@@ -61,12 +61,12 @@ class QwenPixels:
 
     @property
     def limits(self) -> tuple[PixelRange, PixelRange]:
-        """The checkpoint's own pixels of images and of videos."""
+        """The checkpoint's pixel limits of images and videos."""
         size = self.processor.size
         return PixelRange(size["shortest_edge"], size["longest_edge"]), PixelRange(self.clips.least, self.clips.most)
 
     def within(self, images: PixelRange, videos: PixelRange) -> QwenPixels:
-        """The same with other limits: None keeps a limit, and the lower one never exceeds the upper."""
+        """The same with other limits: None keeps a limit, and the lower one never exceeds the upper one."""
         own, own_clips = self.limits
         least, most = _within(images, own)
         processor = copy.copy(self.processor)
@@ -75,22 +75,22 @@ class QwenPixels:
         return QwenPixels(processor, replace(self.clips, least=least, most=most), self.frames)
 
     def settings(self) -> Mapping[str, Any]:
-        """All that decides what becomes of a picture's pixels."""
+        """All settings that affect an image's pixels."""
         both = {"images": describe_processor(self.processor), "frames": describe_processor(self.frames)}
         return {**both, "clips": vars(self.clips)}
 
     def image(self, image: Image.Image) -> Prepared:
-        """``pixels`` fp32 ``[patches, channels * frames * patch * patch]``, ``grid`` int64 ``[1, 3]``: frames of
-        patches, rows and columns. Raises ``CannotPrepare`` for an extreme shape."""
+        """``pixels`` fp32 ``[patches, channels * frames * patch * patch]``, ``grid`` int64 ``[1, 3]``: temporal
+        patches, rows and columns. Raises ``CannotPrepare`` for an extreme aspect ratio."""
         check_shape(image)
         made = self.processor(image, return_tensors="np")
         pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
         return {"pixels": torch.from_numpy(pixels), "grid": torch.from_numpy(made["image_grid_thw"])}
 
     def clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
-        """As ``image``, with ``seconds`` (float64): when each frame of patches begins and ends, ``[frames, 2]``.
+        """As ``image``, with ``seconds`` (float64): start and end of each temporal patch, ``[frames, 2]``.
 
-        The last frame is repeated where the clip's last patches would not be full.
+        The last frame is repeated if the clip's last temporal patch would be incomplete.
         """
         check_shape(frames[0])
         width, height = frames[0].size
@@ -107,7 +107,7 @@ class QwenPixels:
         return {"pixels": pixels, "grid": grid, "seconds": times[:, [0, -1]]}
 
     def _patches(self, frame: Image.Image) -> Tensor:
-        """One frame's share of patches, fp32 ``[patches, channels, patch * patch]``."""
+        """One frame's part of patches, fp32 ``[patches, channels, patch * patch]``."""
         made = self.frames(frame, do_resize=False, return_tensors="np")["pixel_values"]
         area = self.processor.patch_size**2
         whole = torch.from_numpy(np.ascontiguousarray(made, dtype=np.float32))
@@ -121,7 +121,7 @@ def _within(asked: PixelRange, own: PixelRange) -> tuple[int, int]:
 
 
 def check_shape(image: Image.Image) -> None:
-    """``CannotPrepare`` where one side is too many times the other."""
+    """Raises ``CannotPrepare`` for an extreme aspect ratio."""
     long, short = max(image.size), min(image.size)
     if long > MOST_ELONGATED * short:
         raise CannotPrepare(
@@ -131,10 +131,11 @@ def check_shape(image: Image.Image) -> None:
 
 
 def fitted(height: int, width: int, frames: int, *, factor: int, depth: int, limits: Limits) -> tuple[int, int]:
-    """Rows and columns of pixels, multiples of ``factor``, that a clip's frames are resized to.
+    """Height and width in pixels, multiples of ``factor``, that a clip's frames are resized to.
 
-    About the same shape, as many as there are within ``limits``: ``resize`` of transformers' video processors
-    of Qwen2-VL, and of Qwen3-VL where limits are for all frames ``together``, which counts whole patches of ``depth``.
+    About the same aspect ratio, with the most pixels within ``limits``: ``resize`` of transformers' video processors of
+    Qwen2-VL or, if limits are ``together`` for all frames, of Qwen3-VL, which counts whole temporal patches of
+    ``depth`` frames.
     """
     most, counted = _most(limits, frames, factor=factor, depth=depth), 1
     if limits.together:
@@ -156,7 +157,7 @@ def fitted(height: int, width: int, frames: int, *, factor: int, depth: int, lim
 
 
 def _most(limits: Limits, frames: int, *, factor: int, depth: int) -> int:
-    """The most pixels of a clip of ``frames``, as of ``Limits.most``."""
+    """The maximum pixels of a clip of ``frames`` (see ``Limits.most``)."""
     if not limits.capped:
         return limits.most
     capped, least = limits.capped * factor**2, int(limits.least * 1.05)
@@ -166,10 +167,10 @@ def _most(limits: Limits, frames: int, *, factor: int, depth: int) -> int:
 
 
 def load_pixels(folder: Path, tower: Any, *, together: bool) -> QwenPixels:
-    """The processor that ``preprocessor_config.json`` describes, or ``processor_config.json`` of transformers 5, for a
-    ``tower`` (its configuration). Limits for videos come from their own file; without one, see ``FRAME_TOKENS``.
+    """The processor described by ``preprocessor_config.json``, or ``processor_config.json`` of transformers 5, for a
+    ``tower`` (its configuration). Limits for videos come from their own file; for the defaults see ``FRAME_TOKENS``.
 
-    Raises ``ConfigError`` where there is none, and where it does not fit the tower.
+    Raises ``ConfigError`` if there is none, or if it does not fit the tower.
     """
     path, settings = image_settings(folder)
     if settings is None:

@@ -1,7 +1,8 @@
-"""The vision tower of Qwen2-VL (arXiv 2409.12191), and what those of Qwen2.5-VL and Qwen3-VL share with it.
+"""The vision tower of Qwen2-VL (arXiv 2409.12191), and the common parts of those of Qwen2.5-VL and Qwen3-VL.
 
-Pictures keep their size and shape: a tower takes rows of patches with a grid, and its merger makes one visual token
-of four. Shapes in names: N patches, U visual tokens, C width of the tower, D width of a visual token, H heads.
+Images keep their size and aspect ratio: a tower takes rows of patches with a grid, and its merger combines four patches
+to one visual token. Shapes in names: N patches, U visual tokens, C width of the tower, D width of a visual token, H
+heads.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from mmserve.prune.base import Evidence, GridView
 
 
 class QwenVision(VisionEncoder):
-    """The checkpoint's processor, then a tower of transformers (``blocks``, ``merger``).
+    """The checkpoint's processor, followed by a tower of transformers (``blocks``, ``merger``).
 
-    Rows and columns of visual tokens are places of their own for the decoder, and so are frames: ``coordinates`` of
-    its pictures. ``frames``: how many are sampled of a video.
+    Visual tokens have time, row and column positions in the decoder: ``coordinates`` of its pictures. ``frames``:
+    number of frames sampled from a video.
     """
 
     tokens_per_image = 0
@@ -86,7 +87,7 @@ class QwenVision(VisionEncoder):
         return pictures
 
     def _tiles(self, grid: Tensor, tokens_UD: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
-        """A tile for each frame of patches."""
+        """A tile for each temporal patch."""
         frames, rows, columns = (grid // torch.tensor([1, *[self.config.spatial_merge_size] * 2])).tolist()
         size = rows * columns
         return [
@@ -99,29 +100,30 @@ class QwenVision(VisionEncoder):
         ]
 
     def _picture(self, tiles: list[Tile], seconds: Tensor | None) -> Picture:
-        """``seconds`` (float64 ``[tiles, 2]``): when each of a clip's begins and ends; None for an image."""
+        """``seconds`` (float64 ``[tiles, 2]``): start and end of each of a clip's temporal patches; None for an
+        image."""
         parts: list[Tile | Text] = list(tiles)
         return joined(parts, coordinates(tiles, self._times(seconds)) if seconds is not None else coordinates(tiles))
 
     def _times(self, seconds_F2: Tensor) -> Tensor:
-        """The position in time of each of a clip's frames of patches, int64 ``[F]``: consecutive."""
+        """The time positions of a clip's temporal patches, int64 ``[F]``: consecutive."""
         return torch.arange(len(seconds_F2))
 
     def stream_time(self, number: int, seconds: float) -> int:
         return number
 
     def _tokens(self, made: Any) -> Tensor:
-        """The visual tokens ``[U, D]`` of what the tower returns."""
+        """The visual tokens ``[U, D]`` in the tower's result."""
         tokens: Tensor = made.pooler_output
         return tokens
 
     @property
     def _scored(self) -> int:
-        """The block whose attention scores patches: the one that makes the features."""
+        """The block whose attention scores patches: the one before the features."""
         return int(self.config.depth) - 1
 
     def _in_order(self, values: Tensor, _grids: Tensor) -> Tensor:
-        """What is seen of visual tokens, ``[U, …]``, in their order, given that of the tower's blocks."""
+        """Values of visual tokens, ``[U, …]``, reordered from the order of the tower's blocks."""
         return values
 
     @property
@@ -130,7 +132,8 @@ class QwenVision(VisionEncoder):
 
     @contextmanager
     def _watched(self, wanted: frozenset[Evidence]) -> Iterator[dict[Evidence, Tensor]]:
-        """Filled with the ``wanted`` evidence, a value for each visual token, by the next run of this thread."""
+        """Yields a dict that the next run of this thread fills with the ``wanted`` evidence, one value per visual
+        token."""
         seen: dict[Evidence, Tensor] = {}
         me = threading.get_ident()
 
@@ -151,9 +154,9 @@ class QwenVision(VisionEncoder):
 
 
 def coordinates(tiles: Sequence[Tile], times: Tensor | None = None) -> Tensor:
-    """Time, row and column of each visual token of ``tiles`` one after the other, int64 ``[3, n]``.
+    """Time, row and column of each visual token of consecutive ``tiles``, int64 ``[3, n]``.
 
-    ``times``: int64 ``[tiles]``; None = all at 0.
+    ``times``: int64 ``[tiles]``; None = all 0.
     """
     found = []
     for tile, time in zip(tiles, [0] * len(tiles) if times is None else times.tolist(), strict=True):
@@ -165,12 +168,12 @@ def coordinates(tiles: Sequence[Tile], times: Tensor | None = None) -> Tensor:
 def _evidence(
     block: Any, x_NC: Tensor, wanted: frozenset[Evidence], *, cu_seqlens: Tensor, position_embeddings: Any, **_rest: Any
 ) -> Iterator[tuple[Evidence, Tensor]]:
-    """What ``block`` shows of the patches that it is given: fp32 ``[N]`` or ``[N, C]``."""
+    """The evidence of ``block`` for its input patches: fp32 ``[N]`` or ``[N, C]``."""
     attention = block.attn
     query_NHK, key_NHK, _ = attention.qkv(block.norm1(x_NC)).unflatten(-1, (3, attention.num_heads, -1)).unbind(1)
     if Evidence.KEYS in wanted:
         yield Evidence.KEYS, key_NHK.float().mean(1)
     if Evidence.COLUMN_MEANS in wanted:
         query_NHK, key_NHK = apply_rotary_pos_emb_vision(query_NHK, key_NHK, *position_embeddings)
-        lengths = cu_seqlens.diff().tolist()  # of each frame's patches, all of which look at all
+        lengths = cu_seqlens.diff().tolist()  # of each frame, within which attention is full
         yield Evidence.COLUMN_MEANS, mean_attention(query_NHK, key_NHK, lengths, lengths)

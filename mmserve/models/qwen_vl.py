@@ -1,6 +1,6 @@
 """Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631), dense or with experts.
 
-Autoregressive. Text runs in ``Decoder`` with positions of three axes (M-RoPE); towers come from transformers.
+Autoregressive. The decoder is ``Decoder`` with three position axes (M-RoPE); towers come from transformers.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from mmserve.models.qwen_pixels import load_pixels
 from mmserve.models.qwen_vision import QwenVision
 from mmserve.models.unfilled import unfilled
 
-#: Frames sampled of a video where ``mm_video_frames``, a key of our own, is not set.
+#: Default number of frames sampled from a video; ``mm_video_frames`` is a key of this project.
 FRAMES = 16
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How one of the models sees."""
+    """The vision part of one of the models."""
 
     config: type[Any]
     tower: type[Any]
     vision: type[QwenVision]
-    limits_together: bool  # limits of a video's pixels are for all frames together
-    frames: str  # rule of ``OwnFrames`` that its video processor has
-    width: str  # key of the width of a visual token
+    limits_together: bool  # a video's pixel limits are for all frames together
+    frames: str  # its video processor's rule (``OwnFrames``)
+    width: str  # key of a visual token's width
 
 
 KINDS = {
@@ -68,18 +68,18 @@ KINDS = {
     "qwen3_vl": Kind(Qwen3VLVisionConfig, Qwen3VLVisionModel, Qwen3Vision, True, "ends", "out_hidden_size"),
     "qwen3_vl_moe": Kind(Qwen3VLVisionConfig, Qwen3VLVisionModel, Qwen3Vision, True, "ends", "out_hidden_size"),
 }
-#: Names as Qwen2-VL and Qwen2.5-VL publish them, and as Qwen3-VL does: prefix of the tower, layout of the decoder.
+#: Prefix of the tower and layout of the decoder: of Qwen2-VL and Qwen2.5-VL as published, and of Qwen3-VL.
 _NESTED = layout_below("model.language_model", "lm_head")
 _EXPERTS = replace(_NESTED, layer={**_NESTED.layer, **EXPERTS}, stacked=STACKED)
 
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
-    """Load any of them; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
+    """Load any of these models; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
     return load_as(checkpoint, target, KINDS[checkpoint.architecture], next_token)
 
 
 def load_as(checkpoint: Checkpoint, target: Target, kind: Kind, spec: Callable[[Sources], ModelSpec]) -> LoadedModel:
-    """As ``load``, a model that sees as ``kind`` does and decodes as ``spec`` describes."""
+    """As ``load``, with the vision part of ``kind`` and the spec that ``spec`` returns."""
     checkpoint = flat(checkpoint)
     keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
     tower = tower_config(checkpoint, kind)
@@ -100,7 +100,7 @@ def load_as(checkpoint: Checkpoint, target: Target, kind: Kind, spec: Callable[[
 
 
 def chat_sources(checkpoint: Checkpoint, target: Target, keys: Keys, config: DecoderConfig, *, videos: bool) -> Sources:
-    """The tokenizer, with a chat template that frames images and ``videos``, and what else a spec is made from.
+    """The tokenizer, with a chat template for images and ``videos``, and other inputs of a spec.
 
     Raises ``ConfigError`` naming the key, token or file that is wrong.
     """
@@ -126,7 +126,7 @@ def chat_sources(checkpoint: Checkpoint, target: Target, keys: Keys, config: Dec
 
 
 def framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> str:
-    """The text of an image or a video; ``ConfigError`` where the tokenizer lacks a token of it."""
+    """The text of an image or a video; raises ``ConfigError`` if the tokenizer lacks a token of it."""
     ids = (keys.integer("vision_start_token_id"), placeholder, keys.integer("vision_end_token_id"))
     tokens = tokenizer.convert_ids_to_tokens(list(ids))
     missing = [number for number, token in zip(ids, tokens, strict=True) if token is None]
@@ -136,7 +136,7 @@ def framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> 
 
 
 def flat(checkpoint: Checkpoint) -> Checkpoint:
-    """With the decoder's keys beside the others, as Qwen2-VL publishes them: Qwen3-VL has them in ``text_config``."""
+    """``checkpoint`` with the decoder's keys at the top level, as in Qwen2-VL: Qwen3-VL has them in ``text_config``."""
     text = checkpoint.config.get("text_config") or {}
     if not isinstance(text, Mapping):
         raise ConfigError(f"{checkpoint.folder / CONFIG}: text_config must be an object, not {text!r}")
@@ -146,7 +146,7 @@ def flat(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def tower_config(checkpoint: Checkpoint, kind: Kind) -> Any:
-    """The configuration of the vision tower of a ``kind``, from ``vision_config``; raises ``ConfigError``."""
+    """The configuration of the vision tower of ``kind``, from ``vision_config``; raises ``ConfigError``."""
     path, values = checkpoint.folder / CONFIG, checkpoint.config.get("vision_config")
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} has no vision_config")
@@ -172,14 +172,14 @@ def _decoder_config(keys: Keys, tower: Any, kind: Kind) -> DecoderConfig:
 
 
 def check_width(keys: Keys, tower: Any, kind: Kind, config: DecoderConfig) -> None:
-    """Raise ``ConfigError`` where visual tokens are not as wide as embeddings."""
+    """Raises ``ConfigError`` if visual tokens and embeddings differ in width."""
     if getattr(tower, kind.width) != config.hidden_size:
         made = f"{kind.width} = {getattr(tower, kind.width)}"
         raise ConfigError(f"{keys.path}: vision_config.{made}, but embeddings are {config.hidden_size} wide")
 
 
 def _names(checkpoint: Checkpoint) -> tuple[str, Layout]:
-    """Where the tower's tensors begin, and the decoder's layout."""
+    """The prefix of the tower's tensors, and the decoder's layout."""
     nested = any(name.startswith("model.language_model.") for name in checkpoint.weights.names)
     if checkpoint.architecture == "qwen3_vl_moe":
         return "model.visual.", _EXPERTS
@@ -189,10 +189,10 @@ def _names(checkpoint: Checkpoint) -> tuple[str, Layout]:
 def load_tower(
     checkpoint: Checkpoint, kind: Kind, config: Any, name_of: Callable[[str], str], target: Target
 ) -> nn.Module:
-    """The vision tower of ``config``; ``name_of`` gives the tensor of each parameter. Raises ``ConfigError``."""
+    """The vision tower of ``config``; ``name_of`` maps each parameter to its tensor. Raises ``ConfigError``."""
     with unfilled():
         tower: Any = kind.tower(config)
     names = {name: name_of(name) for name, _ in tower.named_parameters()}
     checkpoint.weights.fill(tower, names, target.dtype, target.device)
-    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config).to(target.device)  # frequencies: no checkpoint has them
+    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config).to(target.device)  # frequencies are in no checkpoint
     return tower

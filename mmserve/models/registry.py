@@ -1,4 +1,4 @@
-"""From a model's configuration to a loaded model: where its files are, and which loader knows its architecture."""
+"""Loads a model from its configuration: finds its files, and the loader of its architecture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmserve.models.quantized import MADE, quantize, why_not
 from mmserve.models.stretch import Stretch
 from mmserve.models.switches import TEXT, check_class
 
-#: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
+#: Loader modules, with ``load(checkpoint, target)``, by the ``model_type`` of ``config.json``.
 LOADERS = {
     "Dream": "mmserve.models.dream",
     "Fast_dLLM_Qwen": "mmserve.models.fast_dllm",
@@ -58,7 +58,7 @@ LOADERS = {
     "smolvlm": "mmserve.models.smolvlm",
     **TEXT,
 }
-#: The same for a class in ``architectures``, where two models go by one ``model_type``.
+#: The same by a class in ``architectures``, where two models have the same ``model_type``.
 CLASSES = {
     "LLaDAMoEModelLM": "mmserve.models.llada_moe",
     "LlavaLladaForMaskedDiffusion": "mmserve.models.lavida",
@@ -66,9 +66,9 @@ CLASSES = {
 
 
 def load_model(config: ModelConfig) -> Model:
-    """Load the model that ``config`` names, and its companion, in eval mode with frozen weights.
+    """Load the model of ``config``, and its companion, in eval mode with frozen weights.
 
-    Only ``hub:owner/name`` may use the network. Raises ``ConfigError`` saying what is wrong and what is accepted.
+    Only ``hub:owner/name`` may use the network. Raises ``ConfigError`` naming what is wrong and what is accepted.
     """
     return _load(config, resolve_device(config.device))
 
@@ -76,7 +76,7 @@ def load_model(config: ModelConfig) -> Model:
 def sketch_model(config: ModelConfig) -> Model:
     """The model that ``load_model`` would load, without weights: on "meta", from the headers of its files.
 
-    Weights that are quantised when a model is loaded are here as they are before. Raises ``ConfigError``.
+    Weights that are quantised at load time are not quantised here. Raises ``ConfigError``.
     """
     return _load(config, torch.device("meta"), resolve_device(config.device))
 
@@ -112,7 +112,7 @@ def _load(config: ModelConfig, device: torch.device, intended: torch.device | No
 
 
 def _quantize(model: Model, kind: str) -> None:
-    """Quantise the weights of the decoder; raises ``ConfigError`` where that is not possible."""
+    """Quantise the weights of the decoder; raises ``ConfigError`` if that is not supported."""
     if not isinstance(model, LoadedModel):
         raise ConfigError(f"dtype {kind!r}: weights of {model.spec.architecture!r} are not quantised")
     if model.device.type == "meta":
@@ -131,7 +131,7 @@ def _policies(config: ModelConfig, folder: Path) -> PolicyFile | None:
 
 
 def model_folder(path: str) -> Path:
-    """The directory of the checkpoint that a configuration's ``path`` names; raises ``ConfigError``."""
+    """The checkpoint directory of a configuration's ``path``; raises ``ConfigError``."""
     return _locate(path)
 
 
@@ -150,7 +150,7 @@ def loader(checkpoint: Checkpoint) -> Callable[[Checkpoint, Target], Model]:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` names; raises ``ConfigError`` if it is not there."""
+    """The device ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises ``ConfigError`` if it is not available."""
     available = torch.cuda.is_available()
     if device == "auto":
         return torch.device("cuda:0" if available else "cpu")
@@ -168,7 +168,7 @@ def resolve_device(device: str) -> torch.device:
 def _resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else checkpoint.dtype()
-    if dtype in MADE:  # of the weights; the rest is
+    if dtype in MADE:  # only of weights; others are fp32
         return torch.float32
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not known; it can be 'auto', {', '.join(map(repr, (*DTYPES, *MADE)))}")
@@ -178,7 +178,7 @@ def _resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> 
 def _locate(path: str) -> Path:
     if not path.startswith(HUB):
         return local_folder(path)
-    # Imported here: nothing else in loading may reach the network.
+    # Imported here: no other part of loading may use the network.
     from mmserve.models.towers import download
 
     return download(path.removeprefix(HUB))

@@ -1,4 +1,4 @@
-"""Rotary position embedding as a ``config.json`` describes it, under the keys of transformers 5 and of those before."""
+"""Rotary position embedding in a ``config.json``, with the keys of transformers 5 or of earlier versions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mmserve.models.keys import Keys
 from mmserve.models.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 from mmserve.models.rotary import frequency_axes
 
-#: Kinds of scaling of positions with one axis. "dynamic" changes nothing within ``max_position_embeddings``, and no
-#: request is longer; "su" is what Phi-3 called "longrope" first.
+#: Kinds of scaling of positions with one axis. "dynamic" has no effect within ``max_position_embeddings``, which limits
+#: requests; "su" is Phi-3's first name of "longrope".
 KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "su", "yarn", None)
 #: Kinds of positions with several axes (M-RoPE).
 AXES_KINDS = ("default", "mrope", None)
@@ -22,19 +22,19 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class Rope:
-    """Base, scaling, the axis of position that turns each frequency, and the share of a head that is rotated."""
+    """Base, scaling, the position axis of each frequency, and the rotated share of a head."""
 
     theta: float
     scaling: RopeScaling | None = None
     axes: tuple[int, ...] = ()
     share: float = 1.0
-    positions: int | None = None  # most positions it serves, where that is not ``max_position_embeddings``
+    positions: int | None = None  # maximum positions, if not ``max_position_embeddings``
 
 
 def read_rope(keys: Keys, *, partial: bool = False) -> Rope:
-    """From ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of those before.
+    """From ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of earlier versions.
 
-    Dimple has ``mrope_section`` beside them. ``partial``: the architecture may rotate a share of each head. Raises
+    Dimple also has ``mrope_section``. ``partial``: the architecture may rotate only a share of each head. Raises
     ``ConfigError`` naming what is not implemented.
     """
     merged: dict[str, Any] = {"rope_type": "default", "mrope_section": keys.values.get("mrope_section")}
@@ -44,7 +44,7 @@ def read_rope(keys: Keys, *, partial: bool = False) -> Rope:
             raise ConfigError(f"{keys.path}: {name} must be an object, not {values!r}")
         merged |= {"rope_type": values["type"]} if "type" in values else {}
         merged |= values
-    if keys.values.get(_ORIGINAL) is not None:  # beside them, as Phi-3 has it, it goes first
+    if keys.values.get(_ORIGINAL) is not None:  # a top-level key, as in Phi-3, has priority
         merged[_ORIGINAL] = keys.values[_ORIGINAL]
     rope = Keys(merged, keys.path)
     kind = keys.values.get("model_type")
@@ -78,9 +78,9 @@ def _scaling(keys: Keys, rope: Keys) -> tuple[RopeScaling | None, int | None]:
 
 
 def _yarn(keys: Keys, rope: Keys) -> tuple[YarnScaling, int]:
-    """The scaling, and the positions that it extends the original ones to.
+    """The scaling, and the number of positions to which it extends the original ones.
 
-    Qwen's model cards add ``rope_scaling`` and leave ``max_position_embeddings`` as it was.
+    Qwen's model cards add ``rope_scaling`` without changing ``max_position_embeddings``.
     """
     most = keys.integer("max_position_embeddings", default=2048)
     original = rope.integer(_ORIGINAL, default=most)
@@ -103,10 +103,10 @@ def _yarn(keys: Keys, rope: Keys) -> tuple[YarnScaling, int]:
 
 
 def _longrope(keys: Keys, rope: Keys) -> tuple[LongRopeScaling, int]:
-    """The factors of short contexts, and the positions that they are for.
+    """The factors of short contexts, and the number of positions that they are for.
 
-    transformers turns a longer sequence by other factors from its first position on, so the keys of one request would
-    not stay what they are: what is served ends where the short factors do.
+    transformers uses other factors for all positions of a longer sequence, so cached keys would become invalid:
+    contexts are limited to the range of the short factors.
     """
     most = keys.integer("max_position_embeddings", default=2048)
     original = rope.integer(_ORIGINAL, default=most)
@@ -120,7 +120,7 @@ def _longrope(keys: Keys, rope: Keys) -> tuple[LongRopeScaling, int]:
 
 
 def _axes(rope: Keys, *, interleaved: bool) -> tuple[int, ...]:
-    """M-RoPE's axes (``mrope_section``: frequencies of time, rows and columns); () where positions have one."""
+    """M-RoPE's axes (``mrope_section``: frequencies of time, rows and columns); () if positions have one axis."""
     sections = rope.values.get("mrope_section")
     if sections is None:
         return ()

@@ -1,4 +1,4 @@
-"""How checkpoints stretch rotary position embedding past the context they were first trained for (``rope_type``)."""
+"""Scaling of rotary position embedding to contexts longer than those of the original training (``rope_type``)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 
 class RopeScaling(Protocol):
-    """A change of the rotary frequencies, and a factor of the tables made of them."""
+    """A change of the rotary frequencies, and a factor of the cosine and sine tables."""
 
-    amplitude: float  # what cosine and sine are multiplied by
+    amplitude: float  # factor of cosine and sine
 
     def check(self, frequencies: int) -> None:
-        """Raise ``ValueError`` where it is not made for so many frequencies."""
+        """Raises ``ValueError`` if it does not fit the number of frequencies."""
         return
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
-        """The frequencies (radians a position, fp32 ``[n]``, fastest first, of the base ``theta``) after scaling."""
+        """The scaled ``frequencies`` (radians per position, fp32 ``[n]``, fastest first) of the base ``theta``."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Slower rotation for longer contexts, as Llama 3.1 has it (``rope_type`` ``llama3`` of its configuration).
+    """Slower rotation for longer contexts, as in Llama 3.1 (``rope_type`` ``llama3``).
 
-    Waves longer than ``original_positions / low_freq_factor`` turn ``factor`` times slower, those shorter than
-    ``original_positions / high_freq_factor`` as before, and those between by a share of both.
+    Wavelengths above ``original_positions / low_freq_factor`` are scaled by ``factor``, those below
+    ``original_positions / high_freq_factor`` are unchanged, and those between are interpolated.
     """
 
     factor: float
@@ -44,7 +44,7 @@ class Llama3Scaling(RopeScaling):
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
         """See ``RopeScaling``."""
-        waves = self.original_positions * frequencies / (2 * math.pi)  # within the original context
+        waves = self.original_positions * frequencies / (2 * math.pi)  # turns within the original context
         share = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         share = share.clamp(0, 1)
         return share * frequencies + (1 - share) * frequencies / self.factor
@@ -52,7 +52,7 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling(RopeScaling):
-    """Position interpolation (arXiv 2306.15595): every wave turns ``factor`` times slower."""
+    """Position interpolation (arXiv 2306.15595): all frequencies are divided by ``factor``."""
 
     factor: float
     amplitude: float = 1.0
@@ -64,10 +64,10 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """YaRN (arXiv 2309.00071): fast waves stay, slow ones are interpolated, with a ramp over the dimensions between.
+    """YaRN (arXiv 2309.00071): high frequencies are unchanged, low ones interpolated, with a ramp between.
 
-    A wave that turns ``beta_fast`` times or more within ``original_positions`` stays, one that turns ``beta_slow``
-    times or less is ``factor`` times slower; ``truncate`` takes the ramp's ends to whole dimensions.
+    A frequency with at least ``beta_fast`` turns within ``original_positions`` is unchanged, one with at most
+    ``beta_slow`` turns is divided by ``factor``; ``truncate`` rounds the ramp's ends to whole dimensions.
     """
 
     factor: float
@@ -79,7 +79,7 @@ class YarnScaling(RopeScaling):
 
     @staticmethod
     def usual_amplitude(factor: float, weight: float = 1.0) -> float:
-        """The paper's factor of the tables: 0.1 ln(factor) + 1, where ``weight`` is 1."""
+        """The paper's factor of the tables: 0.1 ln(factor) + 1, if ``weight`` is 1."""
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
@@ -100,7 +100,7 @@ class YarnScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling(RopeScaling):
-    """LongRoPE (arXiv 2402.13753): each wave has a factor of its own; these are the ``factors`` of short contexts."""
+    """LongRoPE (arXiv 2402.13753): each frequency has its own factor; ``factors`` are those of short contexts."""
 
     factors: tuple[float, ...]
     amplitude: float

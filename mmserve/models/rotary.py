@@ -1,4 +1,4 @@
-"""Angles of rotary position embedding (arXiv 2104.09864); ``mmserve_kernels.rope_scatter`` turns by them."""
+"""Angles of rotary position embedding (arXiv 2104.09864); ``mmserve_kernels.rope_scatter`` applies them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from mmserve.models.rope_scaling import RopeScaling
 
 
 def frequency_axes(sections: Sequence[int], *, interleaved: bool) -> tuple[int, ...]:
-    """The axis of position (0 = time, 1 = row, 2 = column) that turns each rotary frequency, fastest first.
+    """The position axis (0 = time, 1 = row, 2 = column) of each rotary frequency, fastest first.
 
-    ``sections``: frequencies of each axis. M-RoPE (Qwen2-VL, arXiv 2409.12191) gives each axis a run of them;
-    ``interleaved`` (Qwen3-VL, arXiv 2511.21631) takes turns, and what is over is the first axis's.
+    ``sections``: number of frequencies of each axis. In M-RoPE (Qwen2-VL, arXiv 2409.12191) each axis has consecutive
+    frequencies; if ``interleaved`` (Qwen3-VL, arXiv 2511.21631) they alternate, and the rest belong to the first
+    axis.
     """
     if not interleaved:
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
@@ -32,7 +33,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles, fp32 ``[..., 1, width]``, for integer ``positions [...]``.
 
-    With ``axes``, the axis of position of each frequency, ``positions`` are ``[axes, ...]``.
+    With ``axes``, the position axis of each frequency, ``positions`` are ``[axes, ...]``.
     """
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     if scaling is not None:

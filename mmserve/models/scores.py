@@ -1,4 +1,4 @@
-"""How much positions of pictures are attended to, by the op ``attention_scores``: what pruners need of towers."""
+"""Attention to positions of images, by the op ``attention_scores``, for pruners that use a tower's attention."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def mean_attention(q_THK: Tensor, k_NHK: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Attention to each position of several pictures, one after another: fp32 ``[N]``, mean over rows and heads.
+    """Attention to each position of several consecutive images: fp32 ``[N]``, mean over rows and heads.
 
-    ``rows`` and ``lengths``: query rows and positions of each picture, T and N in all. In O(N) memory.
+    ``rows`` and ``lengths``: query rows and positions of each image, with totals T and N. In O(N) memory.
     """
     places = torch.arange(len(k_NHK), device=k_NHK.device)
-    # Pages of one position: keys are read where they are, and pictures of every size by one kernel.
+    # Pages of one position: keys are read in place, and one kernel serves images of every size.
     ragged = Ragged(tuple(rows), tuple(lengths), places.split(list(lengths)), places[:0])
     summed_NH: Tensor = _op(q_THK.device, q_THK.dtype, q_THK.shape[2])(q_THK, k_NHK[:, None], ragged)
     counts = torch.tensor(rows, device=places.device).repeat_interleave(torch.tensor(lengths, device=places.device))
@@ -26,5 +26,5 @@ def mean_attention(q_THK: Tensor, k_NHK: Tensor, rows: Sequence[int], lengths: S
 
 @cache
 def _op(device: torch.device, dtype: torch.dtype, head_size: int) -> Callable[..., Tensor]:
-    """Asked once for each kind of tower."""
+    """Cached: selected once for each kind of tower."""
     return pick("attention_scores", device, dtype, head_size).run

@@ -1,7 +1,7 @@
-"""SDAR-VL (arXiv 2512.14068; JetAstra/SDAR-VL): SDAR in blocks that sees as LLaVA-OneVision does.
+"""SDAR-VL (arXiv 2512.14068; JetAstra/SDAR-VL): SDAR with LLaVA-OneVision's vision.
 
-``JetLM/SDAR-VL-*`` has LLaVA-OneVision's tensors, tower, tiles and clips around SDAR's decoder. The authors' code gives
-pictures only to a prompt's whole blocks; here a picture's placeholders are visual tokens wherever they are.
+``JetLM/SDAR-VL-*`` has LLaVA-OneVision's tensors, tower, tiles and clips with SDAR's decoder. The authors' code
+supports images only in a prompt's whole blocks; here images may be anywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     if not isinstance(text, dict) or text.get("model_type") != "sdar":
         raise ConfigError(f"{path}: text_config of 'sdar_v' must be of model_type 'sdar'")
     Keys(text, path).check({"use_sliding_window": (False, None)})
-    # transformers has no SDAR: its text model is read as Qwen3, from which it was made.
+    # transformers has no SDAR: its text model is read as Qwen3, from which it is derived.
     config = read_config(
         LlavaOnevisionConfig, checkpoint, model_type="llava_onevision", text_config={**text, "model_type": "qwen3"}
     )

@@ -1,8 +1,8 @@
-"""Pixel shuffle: squares of a tower's patches, their features side by side, become one visual token each.
+"""Pixel shuffle: the features of a square of patches are concatenated to one visual token.
 
-As the connectors of Idefics3 (arXiv 2408.12637) and InternVL (arXiv 2404.16821) do it. Pruners see the grid that is
-left, and what the tower shows of patches averaged over the same squares.
-Shapes in names: B tiles, N the tower's positions, C its width, D the decoder's; S squares of a tile.
+As in the connectors of Idefics3 (arXiv 2408.12637) and InternVL (arXiv 2404.16821). Pruners get the resulting grid, and
+the tower's evidence averaged over the same squares. Shapes in names: B tiles, N the tower's positions, C its width, D
+the decoder's; S squares of a tile.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder,
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence, GridView, Part
 
-#: Tiles that go through a tower together: of a long clip, all at once would fill the memory.
+#: Tiles that go through a tower together: all tiles of a long clip would take too much memory.
 AT_ONCE = 8
 
 
 def with_parts(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile]:
-    """Tiles that cover a picture row by row, each labelled with the part it shows, and those after them unchanged."""
+    """Labels tiles that cover an image row by row with the part that each shows; later tiles are unchanged."""
     found = list(tiles)
     for i in range(rows * columns):
         row, column = divmod(i, columns)
@@ -41,11 +41,11 @@ def squares(x_BNC: Tensor, factor: int) -> Tensor:
 
 
 class ShuffledTower(nn.Module):
-    """A tower from transformers, pixel shuffle over squares of ``factor`` patches a side, and a projector.
+    """A tower from transformers, pixel shuffle over squares with a side of ``factor`` patches, and a projector.
 
-    ``layers``: what shows the attention of the tower's; ``select_layer`` counts its hidden
-    states from the end, and -1 is its final output; ``first`` is where patches begin, 1 after a class token, which is
-    left out. ``projector`` takes ``[B, S, factor * factor * C]`` to ``[B, S, D]``.
+    ``layers``: the tower's layers for evidence; ``select_layer``: negative index of its hidden states, -1 is its final
+    output; ``first``: index of the first patch, 1 after a class token, which is dropped. ``projector`` maps ``[B, S,
+    factor * factor * C]`` to ``[B, S, D]``.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ShuffledTower(nn.Module):
         self.factor, self.select_layer, self.first = factor, select_layer, first
 
     def blanks(self, count: int) -> list[Tile]:
-        """As many tiles, before the tower has run."""
+        """``count`` tiles before the tower runs."""
         config: Any = self.tower.config
         size, patch = (v if isinstance(v, int) else v[0] for v in (config.image_size, config.patch_size))
         side = size // patch // self.factor
@@ -99,11 +99,12 @@ class ShuffledTower(nn.Module):
 
 
 class ShuffledVision(VisionEncoder):
-    """An image processor, then ``tower``; ``frames`` makes each frame of a clip one tile, None = takes no video."""
+    """An image processor, followed by ``tower``; ``frames`` makes one tile of each frame of a clip, None = no
+    videos."""
 
     frames_at_once = AT_ONCE
     tokens_per_image = 0
-    #: What encloses a picture's tiles.
+    #: Texts before and after an image's tiles.
     frame: tuple[str, ...] = ()
     evidence = OF_PATCHES
 
@@ -112,7 +113,7 @@ class ShuffledVision(VisionEncoder):
         self.tower, self._processor, self._frames = tower, processor, frames
 
     def row(self, tiles: Sequence[Tile], one: Prepared, *, clip: bool) -> Sequence[Tile | Text]:
-        """The row of an image or clip ``one`` of these tiles."""
+        """The row of the image or clip ``one`` with these tiles."""
         raise NotImplementedError
 
     def settings(self) -> Mapping[str, Any]:

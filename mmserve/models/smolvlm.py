@@ -1,6 +1,6 @@
-"""SmolVLM (arXiv 2504.05299) and Idefics3 (arXiv 2408.12637): ``smolvlm`` and ``idefics3`` as transformers writes them.
+"""SmolVLM (arXiv 2504.05299) and Idefics3 (arXiv 2408.12637): ``smolvlm`` and ``idefics3`` in transformers' layout.
 
-A SigLIP tower that knows where patches are in a picture of any size, pixel shuffle, one linear layer, LLaMA's decoder.
+A SigLIP tower with position embeddings for images of any size, pixel shuffle, one linear layer, and LLaMA's decoder.
 Layouts are those of HuggingFaceTB/SmolVLM2-2.2B-Instruct, HuggingFaceTB/SmolVLM-Instruct (``idefics3`` as well) and
 HuggingFaceM4/Idefics3-8B-Llama3.
 """
@@ -22,8 +22,8 @@ from mmserve.models.nested import layout_below, load_nested, nested_tokenizer, r
 from mmserve.models.smolvlm_vision import CLIP_BEGIN, load_smol_vision
 
 _KINDS = {"idefics3": (Idefics3Config, Idefics3VisionTransformer), "smolvlm": (SmolVLMConfig, SmolVLMVisionTransformer)}
-#: A chat with a video is written by transformers' own template, whatever the checkpoint's is, as its processor has it.
-#: What encloses a video belongs to the text there, so that both are tokenized together.
+#: Chats with a video use transformers' own template, whatever the checkpoint's is, as in its processor. The text around
+#: a video is part of it, so that both are tokenised together.
 _VIDEO_CHAT = DEFAULT_CHAT_TEMPLATE.replace(VIDEO, f"{CLIP_BEGIN}{VIDEO}{DEFAULT_MEDIA_OUTTRO}")
 _EITHER = (
     "{% set seen = namespace(video=false) %}{% for message in messages %}{% for part in message['content'] %}"

@@ -24,7 +24,7 @@ from mmserve.models.picture import CannotPrepare, Picture, Prepared, Text, Tile,
 from mmserve.models.processors import image_settings, of_frames, pixels_of, video_settings
 from mmserve.models.shuffle import ShuffledTower, ShuffledVision, with_parts
 
-#: A clip's text in the chat template, and what comes with its first frame.
+#: A clip's text in the chat template, and the text before its first frame.
 CLIP_BEGIN, _INTRO = DEFAULT_VIDEO_INTRO.split(" {frame_count}")
 _FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
 _ONES = [
@@ -50,12 +50,12 @@ _ONES = [
     "nineteen",
 ]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-#: Frames of a clip that can be numbered in words.
+#: Maximum number of frames of a clip, which the text has in words.
 MOST_FRAMES = 999
 
 
 class SmolVision(ShuffledVision):
-    """An image processor, then ``tower``; ``own``: the frames that are taken of a video."""
+    """An image processor, followed by ``tower``; ``own``: frame sampling of videos."""
 
     def __init__(self, tower: ShuffledTower, processor: Any, frames: Any | None, own: OwnFrames | None) -> None:
         super().__init__(tower, processor, frames)
@@ -63,7 +63,7 @@ class SmolVision(ShuffledVision):
         self.frames_per_video, self.frames_per_second = (0, 0.0) if own is None else (own.frames, own.rate)
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """``pixels [tiles, 3, side, side]``, the whole picture last; ``grid``: rows and columns, 0 of a single tile."""
+        """``pixels [tiles, 3, side, side]``, the whole image last; ``grid``: rows and columns, 0 for a single tile."""
         made = self._processor([image], return_tensors="np", return_row_col_info=True)
         return {"pixels": pixels_of(made)[0], "grid": torch.tensor([made["rows"][0][0], made["cols"][0][0]])}
 
@@ -90,7 +90,7 @@ class SmolVision(ShuffledVision):
 
 
 def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, kind: type[Any]) -> SmolVision:
-    """Tower (a ``kind`` of transformers), connector and processors of a checkpoint; raises ``ConfigError``."""
+    """Tower (a transformers class ``kind``), connector and processors of a checkpoint; raises ``ConfigError``."""
     folder, vision = checkpoint.folder, config.vision_config
     processor = read_processor(SmolVLMImageProcessorPil, folder)
     side, factor = int(processor.max_image_size["longest_edge"]), int(config.scale_factor)
@@ -117,8 +117,8 @@ def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, kind: 
 
 
 def _video_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The video processor's settings; those of its own file, or ``video_sampling`` among the image processor's, as
-    SmolVLM2 was published."""
+    """The video processor's settings: from its own file, or ``video_sampling`` in the image processor's, as published
+    with SmolVLM2."""
     path, video = video_settings(folder)
     if video is not None:
         return path, video
@@ -147,7 +147,7 @@ def _own_frames(video: Mapping[str, Any], path: Path) -> OwnFrames:
 
 
 def _image(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile | Text]:
-    """A picture's row, as transformers' ``get_image_prompt_string`` writes it."""
+    """An image's row, as in transformers' ``get_image_prompt_string``."""
     parts: list[Tile | Text] = []
     for i, tile in enumerate(with_parts(tiles[:-1], rows, columns)):
         row, column = divmod(i, columns)
@@ -158,7 +158,7 @@ def _image(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile | Text]:
 
 
 def _clip(frames: Sequence[Tile], seconds: Tensor, whole: float) -> list[Tile | Text]:
-    """A clip's row after ``CLIP_BEGIN``, as ``SmolVLMProcessor`` writes that of a video of ``whole`` seconds."""
+    """A clip's row after ``CLIP_BEGIN``, as in ``SmolVLMProcessor``; ``whole``: duration of the video (seconds)."""
     if len(frames) > MOST_FRAMES:
         raise CannotPrepare(f"has {len(frames)} frames after sampling; this model takes up to {MOST_FRAMES}")
     length = timedelta(seconds=int(whole))
@@ -172,7 +172,7 @@ def _clip(frames: Sequence[Tile], seconds: Tensor, whole: float) -> list[Tile | 
 
 
 def in_words(number: int) -> str:
-    """A number from 0 to ``MOST_FRAMES`` in English, as the package num2words writes it."""
+    """A number from 0 to ``MOST_FRAMES`` in English words, as in the package num2words."""
     if number >= 100:
         hundreds, rest = divmod(number, 100)
         return f"{_ONES[hundreds]} hundred" + (f" and {in_words(rest)}" if rest else "")

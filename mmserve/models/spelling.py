@@ -9,36 +9,37 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-#: Names of single bytes in SentencePiece's vocabularies.
+#: Names of single bytes in SentencePiece vocabularies.
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (b for b in range(256) if b not in _PRINTABLE)
-#: The alphabet of byte-level BPE, that of GPT-2 (``openai/gpt-2``, ``src/encoder.py``): printable bytes are themselves,
+#: The alphabet of byte-level BPE, as in GPT-2 (``openai/gpt-2``, ``src/encoder.py``): printable bytes are unchanged,
 #: the others are code points from 256 on.
 _ALPHABET = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a vocabulary writes bytes; ``kinds``: the steps of its decoder, as tokenizers calls them."""
+    """How a vocabulary represents bytes; ``kinds``: the decoder's steps, by their names in tokenizers."""
 
     kinds: frozenset[str]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        """That of ``tokenizer``."""
+        """The spelling of ``tokenizer``."""
         decoder: dict[str, Any] = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
         return cls(frozenset(part["type"] for part in (decoder, *decoder.get("decoders", ())) if part))
 
     @property
     def whole(self) -> bool:
-        """Whether any bytes at all can be written."""
+        """Whether all byte sequences can be represented."""
         return bool(self.kinds & {"ByteLevel", "ByteFallback"})
 
     def bytes_of(self, token: str, *, added: bool = False) -> bytes | None:
-        """The bytes of ``token``; ``added``: to the vocabulary, where what the decoder does not take is text as it is.
+        """The bytes of ``token``; ``added``: whether it was added to the vocabulary, so that characters unknown to the
+        decoder are plain text.
 
-        None where it is of no text, or the decoder of another kind.
+        None if it has no text, or if the decoder is of an unsupported kind.
         """
         if "ByteFallback" in self.kinds and _BYTE.fullmatch(token):
             return bytes.fromhex(token[3:5])

@@ -1,7 +1,6 @@
-"""Sequences longer than a checkpoint was made for: its rotary embedding is changed when it is loaded.
+"""Contexts longer than those of a checkpoint: its rotary embedding is scaled when it is loaded.
 
-What is distinct at the trained positions stays distinct over more of them: by a larger base (NTK-aware scaling, for
-LLaDA in LongLLaDA, arXiv 2506.14429), or by YaRN (arXiv 2309.00071).
+By a larger base (NTK-aware scaling, for LLaDA in LongLLaDA, arXiv 2506.14429), or by YaRN (arXiv 2309.00071).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ METHODS = (NTK, YARN)
 
 @dataclass(frozen=True)
 class Stretch:
-    """The ``positions`` of a sequence (0 = the checkpoint's), and the ``method``, one of ``METHODS`` (empty = none)."""
+    """The maximum ``positions`` (0 = the checkpoint's), and the ``method``, one of ``METHODS`` (empty = none)."""
 
     positions: int = 0
     method: str = ""
@@ -31,8 +30,8 @@ class Stretch:
             raise ConfigError("[[models]] rope_scaling needs positions: of how many a sequence may be")
 
     def applied(self, config: DecoderConfig, path: Path) -> DecoderConfig:
-        """``config`` for sequences of so many positions; raises ``ConfigError`` naming the setting that is missing, or
-        what of the checkpoint stands against it."""
+        """``config`` scaled to these positions; raises ``ConfigError`` naming a missing setting, or a conflict with the
+        checkpoint."""
         known, factor = config.max_positions, self.positions / config.max_positions
         if not self.positions:
             return config

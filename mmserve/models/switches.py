@@ -1,7 +1,7 @@
-"""Which text models ``Decoder`` implements, and which keys of a configuration it does not implement.
+"""Text models that ``Decoder`` implements, and configuration keys that it does not implement.
 
-Two checkpoints may have the same tensor names and compute different functions of them, so a text model is served only
-if its ``model_type`` is listed here, and only with values of ``SWITCHES`` that change nothing.
+Two checkpoints may have the same tensor names but compute different functions, so a text model is supported only if its
+``model_type`` is listed here, and only with values of ``SWITCHES`` that have no effect.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from mmserve.errors import ConfigError
 from mmserve.models.keys import Keys
 
-#: Text models with queries, keys and values of LLaMA (no norm or bias unless the configuration asks for one), of Qwen2
-#: (biased) and of Qwen3 (normed), by ``model_type``.
+#: Text models with the queries, keys and values of LLaMA (without norms and, by default, biases), of Qwen2 (with
+#: biases) and of Qwen3 (with norms), by ``model_type``.
 LLAMA = ("llama", "mistral", "llava_llama", "llava_llada", "llada", "mmada")
 QWEN2 = (
     "qwen2",
@@ -28,7 +28,7 @@ QWEN2 = (
 )
 QWEN3 = ("qwen3", "qwen3_vl", "qwen3_vl_moe", "sdar")
 MIXTURE = ("llada2_moe",)
-#: Text models that a module of their own reads, by ``model_type``: ``dimensions(keys)``, ``LAYOUT`` and ``load`` of it.
+#: Modules of text models that have their own, by ``model_type``, with ``dimensions(keys)``, ``LAYOUT`` and ``load``.
 TEXT: Mapping[str, str] = {
     "gemma2": "mmserve.models.gemma",
     "gemma3_text": "mmserve.models.gemma",
@@ -40,9 +40,9 @@ TEXT: Mapping[str, str] = {
     "qwen3_moe": "mmserve.models.qwen_moe",
     "sdar_moe": "mmserve.models.sdar_moe",
 }
-#: ``text_config`` of a vision-language model may name any of these.
+#: Values that ``text_config`` of a vision-language model may have.
 NESTED = ("llama", "ministral3", "mistral", "qwen2", "qwen3")
-#: Class that generates text, for each ``model_type`` that transformers also has other classes for (scores, embeddings).
+#: The class that generates text, for each ``model_type`` with other classes in transformers (classifiers, embeddings).
 CLASSES = {
     "Fast_dLLM_Qwen": ("Fast_dLLM_QwenForCausalLM",),
     "diffusionvl_qwenvl": ("DiffusionVL_Qwen2_5_VL_ForConditionalGeneration", "DiffusionVLQwenVLForCausalLM"),
@@ -74,8 +74,8 @@ CLASSES = {
 }
 
 _OFF, _ONE = (False, None), (1, None)
-#: Keys of text models in transformers (and of MiniCPM) that change what a decoder computes, and the values with which
-#: they change nothing. Keys that ``dimensions.py`` reads are not among them.
+#: Keys of text models in transformers (and of MiniCPM) that change the decoder's computation, with the values that have
+#: no effect. Keys that ``dimensions.py`` reads are not included.
 SWITCHES: Mapping[str, tuple[object, ...]] = {
     "activation_function": ("silu", None),
     "hidden_act": ("silu",),
@@ -117,7 +117,7 @@ SWITCHES: Mapping[str, tuple[object, ...]] = {
     "rotary_dim": (None,),
     "rotary_pct": _ONE,
     "use_mrope": _OFF,
-    # who attends to whom
+    # attention masks
     "add_cross_attention": _OFF,
     "attention_chunk_size": (None,),
     "cross_attention_layers": (None, []),
@@ -136,7 +136,8 @@ SWITCHES: Mapping[str, tuple[object, ...]] = {
 
 
 def check_switches(keys: Keys, *, read: frozenset[str] = frozenset()) -> None:
-    """Raise ``ConfigError`` for a key of ``SWITCHES`` that changes the computation, and for kinds of layers.
+    """Raises ``ConfigError`` for a key of ``SWITCHES`` that changes the computation, and for unsupported kinds of
+    layers.
 
     ``read``: keys that this architecture implements.
     """
@@ -155,7 +156,7 @@ def refuse_text_model(keys: Keys) -> ConfigError:
 
 
 def check_class(architecture: str, config: Mapping[str, Any], where: object) -> None:
-    """Raise ``ConfigError`` where ``architectures`` names a class that does not generate text."""
+    """Raises ``ConfigError`` if ``architectures`` names a class that does not generate text."""
     accepted, named = CLASSES.get(architecture), config.get("architectures")
     if accepted and isinstance(named, list) and named and not set(accepted) & set(map(str, named)):
         raise ConfigError(

@@ -12,14 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from mmserve.models.chat import template_for
 
-#: What transformers gives every template beside the arguments of ``apply_chat_template`` and the special tokens.
+#: Variables that transformers passes to every template besides the arguments of ``apply_chat_template`` and special
+#: tokens.
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
-#: Arguments of ``apply_chat_template``, and what templates call the first of them: none is an option.
+#: Arguments of ``apply_chat_template``, and the name of the first one in templates: none is an option.
 _ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 
 class _Generation(Extension):
-    """Reads transformers' ``{% generation %}``, which marks an assistant's text, as what it holds."""
+    """Parses transformers' ``{% generation %}``, which marks an assistant's text, as its contents."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -29,8 +30,8 @@ class _Generation(Extension):
 
 
 def template_options(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> frozenset[str]:
-    """Names that the chat template of ``tokenizer`` for chats with ``tools``, or without, reads and nothing sets but a
-    request."""
+    """Names of variables that the chat template of ``tokenizer`` for chats with ``tools``, or without, reads, and that
+    only a request can set."""
     return _read(template_for(tokenizer, tools=tools)) - set(tokenizer.special_tokens_map)
 
 

@@ -1,4 +1,4 @@
-"""Where a parameter lies within a tensor of a checkpoint that holds several."""
+"""The location of a parameter in a checkpoint's tensor that contains several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows from ``start`` on of a tensor of ``total`` rows, where several parameters lie in one tensor."""
+    """Rows from ``start`` on of a tensor of ``total`` rows that contains several parameters."""
 
     name: str
     start: int
@@ -19,10 +19,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Slab:
-    """One expert's weights within those of all ``experts``: from row ``start`` on of ``[experts, total, in]``.
+    """One expert's weights in a tensor of all ``experts``: rows from ``start`` on of ``[experts, total, in]``.
 
-    Or from column ``start`` on of ``[experts, in, total]``: the tensor's shape decides. Where both fit, it is the
-    first, as in transformers.
+    Or columns from ``start`` on of ``[experts, in, total]``, depending on the tensor's shape. If both fit, the first,
+    as in transformers.
     """
 
     name: str
@@ -32,11 +32,11 @@ class Slab:
     total: int
 
     def whole(self, shape: tuple[int, ...], *, transposed: bool = False) -> tuple[int, ...]:
-        """The shape that the tensor has if the weights have ``shape``."""
+        """The shape of the tensor for weights of ``shape``."""
         return (self.experts, shape[1], self.total) if transposed else (self.experts, self.total, shape[1])
 
     def of(self, header: Any, shape: tuple[int, ...]) -> Tensor:
-        """The weights ``[out, in]`` of ``shape``, of an open tensor of safetensors; only they are read."""
+        """The weights ``[out, in]`` of ``shape`` from an open safetensors tensor; only these are read."""
         here = slice(self.start, self.start + shape[0])
         if tuple(header.get_shape()) == self.whole(shape):
             made: Tensor = header[self.expert, here]
@@ -47,17 +47,17 @@ class Slab:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor in memory as safetensors has one in a file, for ``Slab.of``."""
+    """A tensor in memory with the interface of a safetensors slice, for ``Slab.of``."""
 
     tensor: Tensor
 
     def get_shape(self) -> list[int]:
-        """Its shape."""
+        """The tensor's shape."""
         return list(self.tensor.shape)
 
     def __getitem__(self, where: Any) -> Tensor:
         return self.tensor[where]
 
 
-#: Where a parameter lies: a tensor, or a part of one.
+#: The location of a parameter: a tensor, or a part of one.
 Part = str | Rows | Slab

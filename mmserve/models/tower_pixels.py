@@ -1,8 +1,8 @@
-"""Pictures as the pixels that CLIP's and SigLIP's towers take, by the settings of their image processors.
+"""Pixels for CLIP's and SigLIP's towers, by the settings of their image processors.
 
 The operations are transformers' own (``image_transforms``), in the order of ``CLIPImageProcessorPil`` and
-``SiglipImageProcessorPil``, and so are the bits. Those classes take 2.5 s to import, and then all of transformers'
-models are half imported: they are for settings that are not among those below.
+``SiglipImageProcessorPil``, with identical bits. Importing those classes takes 2.5 s, so they are used only for
+settings that are not supported here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from transformers.image_utils import ChannelDimension
 from mmserve.models.picture import Resize
 
 _FIRST = ChannelDimension.FIRST
-#: Settings that change no pixel.
+#: Settings without effect on pixels.
 _UNREAD = {"image_processor_type", "processor_class", "feature_extractor_type"}
 _MOST_RESAMPLE = max(Image.Resampling)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Pixels that a picture is resized to or cut to: both sides, or only the shorter one's."""
+    """The size in pixels that an image is resized or cropped to: both sides, or only the shorter one."""
 
     height: int | None = None
     width: int | None = None
@@ -41,7 +41,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class TowerPixels:
-    """A processor of transformers with these settings, under the names that it has for them."""
+    """A transformers image processor with these settings, with its setting names."""
 
     size: Size
     crop_size: Size | None
@@ -56,7 +56,7 @@ class TowerPixels:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> Self | None:
-        """By ``settings`` of a file, and for those that it leaves out by ``defaults``; None for other settings."""
+        """From a file's ``settings``, with ``defaults``; None for unsupported settings."""
         values = {**defaults, **{k: v for k, v in settings.items() if v is not None and k not in _UNREAD}}
         if values.pop("do_convert_rgb", None) is not True or set(values) != set(cls.__dataclass_fields__):
             return None
@@ -75,8 +75,7 @@ class TowerPixels:
         return cls(**{**values, "size": size, "crop_size": crop, "image_mean": mean, "image_std": std})
 
     def __call__(self, image: Image.Image, **_options: Any) -> dict[str, np.ndarray]:
-        """``pixel_values [1, 3, height, width]`` of an opaque picture; options of transformers' processors are not
-        read."""
+        """``pixel_values [1, 3, height, width]`` of an opaque image; transformers' options are ignored."""
         pixels = np.moveaxis(np.array(image.convert("RGB")), -1, 0)
         formats: dict[str, Any] = {"data_format": _FIRST, "input_data_format": _FIRST}
         if self.do_resize:
@@ -94,7 +93,7 @@ class TowerPixels:
         return asdict(self)
 
     def first_resize(self) -> Resize | None:
-        """As ``VisionEncoder.first_resize``."""
+        """See ``VisionEncoder.first_resize``."""
         if not self.do_resize or self.size.width is None or self.size.height is None:
             return None
         return self.size.width, self.size.height, self.resample
@@ -109,7 +108,7 @@ class TowerPixels:
 
 
 def _size(value: Any, *sides: str) -> Size | None:
-    """A size among settings, where a number is that of ``sides``; None for others."""
+    """A size setting; a single number is the size of ``sides``. None for unsupported values."""
     if type(value) is int:
         value = dict.fromkeys(sides, value)
     if not isinstance(value, Mapping) or set(value) not in ({"height", "width"}, {"shortest_edge"}):

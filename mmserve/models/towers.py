@@ -39,20 +39,20 @@ from mmserve.models.vision import LlavaVision, VideoSettings
 
 _log = logging.getLogger(__name__)
 
-#: Where a checkpoint keeps its tower's files when ``mm_vision_tower`` is a hub id.
+#: The subfolder of a checkpoint with its tower's files, if ``mm_vision_tower`` is a hub id.
 BESIDE = "vision_tower"
 
 
 @dataclass(frozen=True)
 class TowerKind:
-    """A kind of tower, and what LLaVA does with it."""
+    """A kind of tower, and LLaVA's settings for it."""
 
-    config: TowerConfig  # where a file leaves something out
+    config: TowerConfig  # defaults of the configuration
     processor: str  # its class in transformers
-    defaults: dict[str, Any]  # that class's settings where a file leaves them out
+    defaults: dict[str, Any]  # defaults of that class's settings
     has_cls: bool
-    fixed_layer: int | None  # LLaVA's own tower classes read `mm_vision_select_layer` for CLIP only
-    overrides: dict[str, Any]  # of the processor's settings
+    fixed_layer: int | None  # LLaVA's tower classes use `mm_vision_select_layer` for CLIP only
+    overrides: dict[str, Any]  # of processor settings
 
 
 _DEFAULTS = {
@@ -97,7 +97,7 @@ KINDS = {"clip_vision_model": _CLIP, "clip": _CLIP, "siglip_vision_model": _SIGL
 
 
 class PaddedProcessor:
-    """LLaVA's ``image_aspect_ratio = "pad"``: centre the image on a square of the mean colour, then process it."""
+    """LLaVA's ``image_aspect_ratio = "pad"``: pad the image to a square with the mean colour, then process it."""
 
     pads = True
 
@@ -118,14 +118,14 @@ class PaddedProcessor:
 def load_vision(
     checkpoint: Checkpoint, hidden_size: int, target: Target, *, pool: tuple[int, str] | None = None
 ) -> LlavaVision:
-    """Tower and projector of a LLaVA-style checkpoint whose decoder is ``hidden_size`` wide.
+    """Tower and projector of a LLaVA-style checkpoint whose decoder has ``hidden_size``.
 
-    The tower's configuration and processor come from the directory that ``mm_vision_tower`` names, or from
-    ``vision_tower`` beside ``config.json``; its weights from the checkpoint, or from that directory where the
-    checkpoint has none. As in LLaVA (``llava/model/multimodal_encoder``), SigLIP features are always those of the
-    last layer but one and its images are resized bicubically, whatever the files state. ``mm_video_frames``, a key of
-    our own, is the number of frames taken of a video; without it, none. ``pool``: stride and mode that
-    images are pooled by, which no key has. Raises ``ConfigError``.
+    The tower's configuration and processor come from the directory in ``mm_vision_tower``, or from the subfolder
+    ``vision_tower``; its weights from the checkpoint or, if it has none, from that directory. As in LLaVA
+    (``llava/model/multimodal_encoder``), SigLIP features are always those of the second last layer and its images are
+    resized bicubically, whatever the files state. ``mm_video_frames``, a key of this project, is the number of frames
+    sampled from a video; without it, videos are not supported. ``pool``: stride and mode of image pooling, for which
+    there is no key. Raises ``ConfigError``.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
     _check_merging(keys)
@@ -176,7 +176,7 @@ def _check_merging(keys: Keys) -> None:
 
 
 def _video(keys: Keys, side: int, feature: str) -> VideoSettings | None:
-    """The configuration's settings of videos, whose frames have ``side`` x ``side`` patches; None = it takes none."""
+    """The settings for videos, whose frames have ``side`` × ``side`` patches; None = no videos."""
     if not keys.values.get("mm_video_frames"):
         return None
     if feature != "patch":
@@ -214,7 +214,7 @@ def _time_format(keys: Keys) -> str:
 
 
 def _tower_folder(checkpoint: Checkpoint, target: Target, *, weights: bool) -> Path:
-    """The directory with the tower's ``config.json``; the hub is asked only when the model itself came from it."""
+    """The directory with the tower's ``config.json``; the hub is used only if the model itself came from it."""
     named = checkpoint.config.get("mm_vision_tower") or BESIDE
     if not isinstance(named, str):
         raise ConfigError(f"{checkpoint.folder / 'config.json'}: mm_vision_tower must be a string, not {named!r}")
@@ -230,7 +230,8 @@ def _tower_folder(checkpoint: Checkpoint, target: Target, *, weights: bool) -> P
 
 
 def download(repository: str, *, weights: bool = True) -> Path:
-    """The local folder of a hub repository's settings, and of its ``weights``; raises ``ConfigError``."""
+    """Download a hub repository's settings and, if ``weights``, its weights. Returns the local folder; raises
+    ``ConfigError``."""
     patterns = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns))
@@ -261,11 +262,11 @@ def _tower_weights(folder: Path) -> Weights:
 def load_tower(
     kind: TowerKind, config: Any, weights: Weights, prefix: str, select: int, target: Target
 ) -> tuple[nn.Module, nn.ModuleList | None, int]:
-    """The tower without the layers after the one that ``select`` names, those layers, and how many they are.
+    """The tower without the layers after ``select``, those layers, and their number.
 
-    The layers are kept where the tower has a class token, for pruners; otherwise, and where the checkpoint lacks them,
-    None: LLaVA drops SigLIP's last layer and pooling head before training.
-    transformers up to 4 put ``vision_model.`` before every name, later ones do not: both are read.
+    The layers are kept, for pruners, if the tower has a class token; otherwise, or if the checkpoint lacks them, None:
+    LLaVA drops SigLIP's last layer and pooling head before training. Versions of transformers up to 4 prefix all names
+    with ``vision_model.``, later ones do not: both are read.
     """
     if any(name.startswith(f"{prefix}vision_model.") for name in weights.names):
         prefix += "vision_model."
@@ -328,11 +329,11 @@ def _processor(kind: TowerKind, folder: Path, keys: Keys, side: int) -> Callable
 
 
 def _of_settings(kind: TowerKind, settings: dict[str, Any]) -> Callable[..., Any]:
-    """Ours where it has all of ``settings``, otherwise transformers'."""
+    """This project's processor if it supports all of ``settings``, otherwise transformers'."""
     ours = TowerPixels.of(settings, kind.defaults)
     if ours is not None:
         return ours
-    import transformers  # whose attributes are imported when they are asked for
+    import transformers  # its attributes are imported lazily
 
     made: Callable[..., Any] = getattr(transformers, kind.processor)(**settings)
     return made

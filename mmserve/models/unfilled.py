@@ -1,4 +1,4 @@
-"""Modules that are made without numbers, for a checkpoint to fill."""
+"""Creates modules without initialising their parameters, for a checkpoint to fill."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-#: Draws of random numbers.
+#: Functions that draw random numbers.
 _DRAWS = {nn.init.normal_, nn.init.trunc_normal_, torch.Tensor.normal_}
 
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """Modules made within it are on "meta": their tensors have shapes and dtypes, but no numbers."""
+    """Context in which modules are created on "meta": tensors with shapes and dtypes, but without data."""
     with torch.device("meta"), _Shapes():
         yield
 
 
 class _Shapes(TorchFunctionMode):
-    """What PyTorch does on "meta" in Python, with its compiler and SymPy imported for it (2.4 s), is done without them.
+    """Avoids PyTorch's Python implementations on "meta", which import its compiler and SymPy (2.4 s).
 
-    A tensor without numbers stays as it is where numbers are drawn for it, and a range is made on the CPU first.
+    Random initialisation of a tensor without data is skipped, and a range is created on the CPU first.
     """
 
     def __torch_function__(

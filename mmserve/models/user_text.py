@@ -1,9 +1,9 @@
-"""Prompts in which the text of a request is only text: no control token comes of it, whatever it spells.
+"""Prompts in which texts of a request never become control tokens, whatever they contain.
 
-Of texts that spell no control token nothing is done. Others are rendered with a mark inside of each such spelling, so
-that those which the chat template wrote itself can be distinguished; these are then replaced by names that no user can
-guess, and a copy of the tokenizer that knows control tokens by these names alone encodes the whole. It splits all other
-text as the tokenizer does.
+Texts without the spelling of a control token need no treatment. Otherwise the chat is rendered with a mark inside each
+such spelling, to distinguish those that the chat template wrote itself; these are replaced by aliases that users cannot
+guess, and a copy of the tokenizer that knows control tokens only by these aliases encodes the whole. It tokenises all
+other text identically.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-#: Names of control tokens where a tokenizer does not call them special.
+#: Control tokens that a tokenizer does not mark as special.
 _CONTROL = re.compile(r"<\|.+\|>")
-#: Names of single bytes, for the parts of a text that a vocabulary has no longer tokens for.
+#: Names of single bytes, for parts of a text without longer tokens in the vocabulary.
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-#: Private characters, of which one that a chat does not have is its mark.
+#: Private-use characters; one that a chat does not contain is its mark.
 _MARKS = range(0x100000, 0x10FFFE)
 
 Chat = list[dict[str, Any]]
-#: Members of messages, beside the content, that hold texts of the caller.
+#: Members of messages, besides the content, that contain texts of the caller.
 _CALLS = ("tool_calls", "tool_call_id")
 
 
 @dataclass(frozen=True)
 class _Control:
-    """The control tokens of one tokenizer; ``aliased`` is made once it is needed."""
+    """The control tokens of one tokenizer; ``aliased`` is created on demand."""
 
-    ids: dict[str, int]  # by what they are written as
-    written: re.Pattern[str]  # any of them, the longest first
+    ids: dict[str, int]  # by their spelling
+    written: re.Pattern[str]  # matches any of them, longest first
     nonce: str
 
     @classmethod
@@ -45,11 +45,11 @@ class _Control:
         names = {t.content: i for i, t in added if t.special or _CONTROL.fullmatch(t.content)}
         ids = {name: i for name, i in names.items() if name.strip() and not _BYTE.fullmatch(name)}
         longest = sorted(ids, key=len, reverse=True)
-        # without any, an expression that matches nothing
+        # without control tokens, a pattern that matches nothing
         return cls(ids, re.compile("|".join(map(re.escape, longest)) or r"(?!)"), secrets.token_hex(8))
 
     def alias(self, token: str) -> str:
-        """The name of a control token in the copy."""
+        """The alias of a control token in the copy."""
         return f"\U0010fffc{self.nonce}.{self.ids[token]}\U0010fffd"
 
     def aliased(self, tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
@@ -59,7 +59,7 @@ class _Control:
             if token["content"] in self.ids:
                 token["content"] = self.alias(token["content"])
         model = plain["model"]
-        if isinstance(model.get("vocab"), dict):  # which must have a token for the id of each added one
+        if isinstance(model.get("vocab"), dict):  # the vocabulary must have an entry for the id of each added token
             renamed = {self.alias(t) if t in self.ids else t: i for t, i in model["vocab"].items()}
             model["vocab"] = renamed
             if model.get("unk_token") in self.ids:
@@ -84,9 +84,9 @@ def encoded(
     *,
     special_tokens: bool,
 ) -> list[int]:
-    """Ids of ``chat`` and ``tools`` as ``render`` writes them, in which no text of either becomes a control token.
+    """Ids of ``chat`` and ``tools`` as ``render`` writes them; no text of either becomes a control token.
 
-    ``special_tokens``: as of ``chat.prompt_ids``.
+    ``special_tokens``: see ``chat.prompt_ids``.
     """
     control = _control_of(tokenizer)
     texts = [*_texts(chat), *([text] for text in _strings(tools))]
@@ -111,7 +111,7 @@ def _begun(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 def _control_of(tokenizer: PreTrainedTokenizerBase) -> _Control:
     size, known = _controls.get(tokenizer, (-1, None))
-    if known is None or size != len(tokenizer):  # tokens may be added after the first use
+    if known is None or size != len(tokenizer):  # tokens may have been added after the first use
         size, known = len(tokenizer), _Control.of(tokenizer)
         _controls[tokenizer] = size, known
         _copies.pop(tokenizer, None)
@@ -125,7 +125,7 @@ def _copy(tokenizer: PreTrainedTokenizerBase, control: _Control) -> Tokenizer:
 
 
 def _texts(chat: Chat) -> Iterator[list[str]]:
-    """The texts of each message: those side by side may spell a token together."""
+    """The texts of each message: adjacent ones may form a control token together."""
     for message in chat:
         content = message["content"]
         yield [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
@@ -133,7 +133,7 @@ def _texts(chat: Chat) -> Iterator[list[str]]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, names of members too."""
+    """Every string in a JSON value, including member names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -146,7 +146,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The JSON ``value`` with ``change`` made to every text in it."""
+    """The JSON ``value`` with ``change`` applied to every string in it."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -155,14 +155,14 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _mark(texts: Iterable[list[str]]) -> str:
-    """A character that none of ``texts`` has."""
+    """A character that none of ``texts`` contains."""
     held = {char for each in texts for text in each for char in text}
     return next(chr(code) for code in _MARKS if chr(code) not in held)
 
 
 def _marked(message: dict[str, Any], within: Callable[[str], str], mark: str) -> dict[str, Any]:
-    """``message`` with a mark ``within`` whatever spells a control token, and between texts. None is at an end of the
-    message's text, where templates trim spaces."""
+    """``message`` with a mark inserted by ``within`` into every spelling of a control token, and between texts; never
+    at the ends of the message's text, where templates trim spaces."""
     content = message["content"]
     message = message | {name: _mapped(message[name], within) for name in _CALLS if name in message}
     if isinstance(content, str):

@@ -34,21 +34,22 @@ from mmserve.models.projectors import (
 from mmserve.models.tower_pixels import TowerPixels
 from mmserve.prune.base import Evidence, GridView
 
-#: Seconds of the longest clips that models with times in front of frames are taught: they know no larger numbers.
+#: Maximum timestamp (seconds) that models with timestamps were trained with.
 TIME_PERIOD = 8.0
-#: Tiles that go through a tower together: all of its layers' outputs are held while they do.
+#: Tiles that go through a tower together: the outputs of all its layers are in memory meanwhile.
 _AT_ONCE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """How a clip becomes visual tokens, as LLaVA-NeXT's ``llava_arch.py`` has it but for ``frames`` and ``time``.
+    """The visual tokens of clips, as in LLaVA-NeXT's ``llava_arch.py``, with the additional options ``frames`` and
+    ``time``.
 
-    ``frames`` are sampled; the grid of each one's projected patches is pooled over squares of ``stride`` by ``mode``
-    (``average``, ``max`` or ``bilinear``). ``newline``: what the checkpoint's separator, where it has one, ends:
-    every row of a frame (``grid``), every frame (``frame``), the clip (``one_token``) or nothing (``no_token``).
-    ``time`` is a format string of ``seconds`` (whole ones) for the text in front of each frame; empty = none.
-    ``features``: what is pooled are the patches as the projector takes them, not as it makes them.
+    ``frames``: number of sampled frames; the grid of each one's projected patches is pooled over squares of ``stride``
+    by ``mode`` (``average``, ``max`` or ``bilinear``). ``newline``: where the checkpoint's separator, if it has one, is
+    inserted: after every row of a frame (``grid``), every frame (``frame``), the clip (``one_token``) or nowhere
+    (``no_token``). ``time``: a format string with ``seconds`` (an integer) for the text before each frame; empty =
+    none. ``features``: pooling is applied before the projector, not after it.
     """
 
     frames: int
@@ -62,13 +63,13 @@ class VideoSettings:
 class LlavaVision(VisionEncoder):
     """A tower, one layer's patch features, and LLaVA's ``mlpNx_gelu`` projector.
 
-    ``tower`` is a ``ClipTower``, or a vision model of transformers with such layers; ``processor`` a pillow-backed
-    image processor; ``select_layer`` counts hidden states as LLaVA does (-2 = the last layer but one); ``has_cls``:
-    whether the first position is a class token, which LLaVA drops. ``video`` is None where it takes images only, and
-    ``anyres`` where an image is one tile; otherwise ``processor`` gives ``[1, T, 3, height, width]``, and ``frames`` is
-    the processor of a clip's frames; ``several``, if given, makes one tile of an image that is not its request's only
-    one. ``pool``: what a ``PooledProjector`` does to an image's patches, stride and mode. ``later``: the tower's layers
-    after those that run, for pruners; None = there are some, and the checkpoint lacks them.
+    ``tower`` is a ``ClipTower``, or a vision model of transformers with the same layers; ``processor`` a pillow-backed
+    image processor; ``select_layer``: index of hidden states as in LLaVA (-2 = the second last layer); ``has_cls``:
+    whether the first position is a class token, which LLaVA drops. ``video`` is None without video support, ``anyres``
+    is None if an image is one tile; otherwise ``processor`` returns ``[1, T, 3, height, width]``, and ``frames`` is the
+    processor of a clip's frames; ``several``, if given, makes one tile of an image of a request with several. ``pool``:
+    stride and mode of pooling an image's patches, as in ``PooledProjector``. ``later``: the tower's layers after those
+    that run, for pruners; None = the checkpoint lacks them.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class LlavaVision(VisionEncoder):
 
     @property
     def _first(self) -> int:
-        """Where patches begin among the tower's positions."""
+        """Index of the first patch among the tower's positions."""
         return int(hasattr(self.tower.get_submodule("embeddings"), "class_embedding"))
 
     def settings(self) -> Mapping[str, Any]:
@@ -156,7 +157,8 @@ class LlavaVision(VisionEncoder):
         }
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Visual tokens ``[B, tokens_per_image, D]`` of ``pixels [B, 3, height, width]``, each an image's one tile."""
+        """Visual tokens ``[B, tokens_per_image, D]`` of ``pixels [B, 3, height, width]``, each an image's single
+        tile."""
         return self.projector(self._features(self._hidden(pixels)))
 
     def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
@@ -216,7 +218,7 @@ class LlavaVision(VisionEncoder):
         return self.clip_of(self._frames(features, seen), frame["seconds"], 0.0), joined([alone])
 
     def _look(self, pixels: Tensor, wanted: frozenset[Evidence]) -> tuple[Tensor, Mapping[Evidence, Tensor]]:
-        """The features of tiles ``[B, 3, height, width]``, and the evidence of all of them."""
+        """The features of tiles ``[B, 3, height, width]``, and their evidence."""
         features: list[Tensor] = []
         seen: list[Mapping[Evidence, Tensor]] = []
         for some in pixels.split(_AT_ONCE):
@@ -236,7 +238,7 @@ class LlavaVision(VisionEncoder):
     def _watched(
         self, pixels: Tensor, wanted: frozenset[Evidence]
     ) -> tuple[Sequence[Tensor], Mapping[Evidence, Tensor]]:
-        """The tower's hidden states, and the evidence of a run."""
+        """The tower's hidden states, and the evidence of that run."""
         if not wanted:
             return self._hidden(pixels), {}
         watched = Watched(self._layers, self.select_layer, wanted, later=tuple(self.later or ()))
@@ -253,7 +255,7 @@ class LlavaVision(VisionEncoder):
         return self.anyres.picture(project.projector(features), seen, project.newline, height, width)
 
     def _frame_counts(self, frames: int) -> list[int]:
-        """Tokens of each frame of a clip, separators among them."""
+        """Number of tokens of each frame of a clip, including separators."""
         if self.video is None:
             raise NotImplementedError("this model takes no videos")
         side = pooled_side(self._side, self.video.stride, self.video.mode)
@@ -264,7 +266,7 @@ class LlavaVision(VisionEncoder):
     def _images(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
         tokens = self.projector(features)
         side = self._cells
-        first = features.shape[1] - self._side**2  # after a class token that is kept
+        first = features.shape[1] - self._side**2  # after a class token, if it is kept
         patches = torch.arange(side * side) + first
         return [
             Tile(own, patches, GridView(side, side, {kind: values[i] for kind, values in seen.items()}))
@@ -272,7 +274,7 @@ class LlavaVision(VisionEncoder):
         ]
 
     def _frames(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
-        """Frames of a clip, without a separator at its end; what is seen of patches is pooled as they are."""
+        """Frames of a clip, without a separator at its end; evidence is pooled like the patches."""
         if self.video is None:
             raise NotImplementedError("this model takes no videos")
         video, project = self.video, self.projector
@@ -300,7 +302,7 @@ class LlavaVision(VisionEncoder):
         return TIME_PERIOD if self.video is not None and self.video.time else 0.0
 
     def frame_text(self, seconds: float) -> str:
-        """Text in front of a frame ``seconds`` after the clip's start."""
+        """Text before a frame ``seconds`` after the clip's start."""
         return self.video.time.format(seconds=int(seconds)) if self.video is not None else ""
 
     def _hidden(self, pixels: Tensor) -> Sequence[Tensor]:
@@ -313,7 +315,7 @@ class LlavaVision(VisionEncoder):
 
 
 def _check(processor: Any, image: Image.Image) -> None:
-    """Raise ``CannotPrepare`` for a shape that would fill the memory on its way to one tile."""
+    """Raises ``CannotPrepare`` for a shape that would take too much memory before it becomes one tile."""
     if getattr(processor, "pads", False):
         check_padded(image)
     elif not getattr(getattr(processor, "size", None), "height", None):  # or else the shape is lost at once
@@ -321,7 +323,7 @@ def _check(processor: Any, image: Image.Image) -> None:
 
 
 def _first_resize(processor: Any) -> Resize | None:
-    """What ``VisionEncoder.first_resize`` is to return for a processor, of transformers or around one."""
+    """``VisionEncoder.first_resize`` for a processor of transformers, or a wrapper of one."""
     if isinstance(processor, TowerPixels):
         return processor.first_resize()
     if getattr(processor, "pads", False):
@@ -329,10 +331,10 @@ def _first_resize(processor: Any) -> Resize | None:
     from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil  # seconds, and imported with a processor
 
     if type(processor) not in (CLIPImageProcessorPil, SiglipImageProcessorPil) or not processor.do_resize:
-        return None  # others pad or cut first
+        return None  # others first pad or crop
     size, resample = processor.size, processor.resample
     if not (size.height and size.width and isinstance(resample, int)) or size.shortest_edge or size.max_height:
-        return None  # sides that depend on the picture's, or a filter that is not pillow's
+        return None  # sides that depend on the image's, or a filter that pillow lacks
     return int(size.width), int(size.height), int(resample)
 
 
@@ -341,7 +343,7 @@ def _pixels(processor: Any, image: Image.Image) -> Tensor:
 
 
 def describe_processor(processor: Any) -> dict[str, Any]:
-    """The settings of a processor of transformers, or of one around another, as plain values."""
+    """The settings of a processor of transformers, or of a wrapper of one, as plain values."""
     inner = getattr(processor, "processor", None)
     values = describe_processor(inner) if inner is not None else dict(processor.to_dict())
     return {"class": type(processor).__name__, "settings": values}

@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint see no further than a sliding window, as its ``config.json`` has it."""
+"""Sliding windows of a checkpoint's layers, from its ``config.json``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def layer_windows(
     keys: Keys, config: DecoderConfig, *, switch: str = "", everywhere: bool = False, pattern: int = 0
 ) -> DecoderConfig:
-    """``config`` with the windows that ``sliding_window`` and ``layer_types`` give its layers: none without a size.
+    """``config`` with the windows of its layers from ``sliding_window`` and ``layer_types``; none without a size.
 
-    ``switch``: the key without which ``sliding_window`` means nothing. Where ``layer_types`` is not set, all layers
-    have the window (``everywhere``), all but each ``pattern``-th, or, as in Qwen2, those from ``max_window_layers``
-    on. Raises ``ConfigError``.
+    ``switch``: the key that must be set for ``sliding_window`` to have an effect. If ``layer_types`` is not set, all
+    layers have the window (``everywhere``), all except for every ``pattern``-th, or, as in Qwen2, those from
+    ``max_window_layers`` on. Raises ``ConfigError``.
     """
     kinds = _kinds(keys, config.num_layers)
     if switch and not keys.flag(switch) and kinds is None:

@@ -1,7 +1,7 @@
-"""Checkpoints of quantised weights: which tensors are made of several stored ones, by ``quantization_config``.
+"""Quantised checkpoints, by ``quantization_config``: which weights are dequantised from which stored tensors.
 
-A reader derives from the tensors' names and shapes what is quantised, not by lists of modules in the configuration: so
-every family is read alike, under the names that its plain checkpoints have.
+Readers derive what is quantised from the tensors' names and shapes, not from lists of modules in the configuration: so
+every family is read in the same way, with the names of its unquantised checkpoints.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mmserve.errors import ConfigError
 from mmserve.models.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq
 from mmserve.models.formats.base import Files, Made, Read
 
-#: ``quant_method`` to what finds its weights.
+#: Readers by ``quant_method``.
 READERS = {
     "awq": awq.find,
     "bitsandbytes": bitsandbytes.find,
@@ -27,9 +27,9 @@ __all__ = ["READERS", "Made", "Read", "read_quantised"]
 
 
 def read_quantised(config: Mapping[str, Any], files: Files) -> Read | None:
-    """What is made of a checkpoint's tensors by its ``config.json``; None where no quantisation is named there.
+    """The dequantised tensors of a checkpoint, by its ``config.json``; None if it has no quantisation.
 
-    Raises ``ConfigError`` for a method or a variant of one that is not read, and for tensors that are none of it.
+    Raises ``ConfigError`` for an unsupported method or variant, and for malformed tensors.
     """
     found = [
         section[key]

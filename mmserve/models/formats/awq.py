@@ -1,7 +1,7 @@
 """AWQ (arXiv 2306.00978) as AutoAWQ writes it (``version = "gemm"``): 4 bits, packed along the output.
 
 ``qweight`` int32 ``[in, out / 8]``, ``qzeros`` int32 ``[groups, out / 8]`` and ``scales [groups, out]``. The eight
-outputs of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits on.
+outputs in a word have the order 0, 2, 4, 6, 1, 3, 5, 7, from its lowest bits on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mmserve.models.formats.base import WORD, Files, Made, Read, check, refuse, 
 
 _BITS = 4
 _PER_WORD = WORD // _BITS
-#: Where in a word the outputs 0 to 7 lie.
+#: Index in a word of each output 0 to 7.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

@@ -1,4 +1,4 @@
-"""What readers of quantised checkpoints share: tensors that are made of stored ones, and integers packed into words."""
+"""Common parts of readers of quantised checkpoints: dequantised tensors, and integers packed into words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORD = 32
 
 
 class Files(Protocol):
-    """The tensors of a checkpoint as they are stored."""
+    """The tensors of a checkpoint as stored."""
 
     @property
     def source(self) -> Path: ...
@@ -28,24 +28,24 @@ class Files(Protocol):
         ...
 
     def stored(self, name: str) -> Tensor:
-        """The tensor as it is stored."""
+        """The tensor as stored."""
         ...
 
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that is made of stored ones: its ``shape`` and ``dtype``, their names, and how it is made (fp32)."""
+    """A dequantised tensor: its ``shape`` and ``dtype``, the names of its stored tensors, and the function (fp32)."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype  # that of its scales, if it is one that weights are served in
+    dtype: torch.dtype  # that of its scales, if weights can be served in it
     parts: tuple[str, ...]
     make: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Read:
-    """A quantised checkpoint: its ``form`` in a few words, what is made, by name, and patterns of stored tensors that
-    weights do not need."""
+    """A quantised checkpoint: a short description of its ``form``, dequantised tensors by name, and patterns of stored
+    tensors that are not needed."""
 
     form: str
     made: Mapping[str, Made]
@@ -58,9 +58,9 @@ def stems(files: Files, suffix: str) -> list[str]:
 
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
-    """Unsigned integers of ``bits`` (uint8 ``[..., count]``) from int32 ``[..., W]``, the lowest bits first.
+    """Unsigned integers of ``bits`` bits (uint8 ``[..., count]``) from int32 ``[..., W]``, lowest bits first.
 
-    Without gaps: where ``bits`` does not divide a word, integers cross from one to the next.
+    Packed without gaps: if ``bits`` does not divide a word, integers span words.
     """
     mask = (1 << bits) - 1
     if WORD % bits == 0:
@@ -74,19 +74,19 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def wrong(files: Files, name: str, why: str) -> NoReturn:
-    """Raise ``ConfigError`` about a stored tensor."""
+    """Raises ``ConfigError`` about a stored tensor."""
     raise ConfigError(f"{files.source}: tensor {name} {why}")
 
 
 def refuse(files: Files, key: str, value: Any, accepted: str) -> NoReturn:
-    """Raise ``ConfigError`` about a key of ``quantization_config``."""
+    """Raises ``ConfigError`` about a key of ``quantization_config``."""
     raise ConfigError(
         f"{files.source}: quantization_config has {key} = {value!r}, which is not read; it can be {accepted}"
     )
 
 
 def check(files: Files, name: str, shape: tuple[int, ...]) -> str:
-    """``name``, of a stored tensor of ``shape``; raises ``ConfigError`` where there is none, or it has another."""
+    """``name``, if that stored tensor has ``shape``; raises ``ConfigError`` if it is missing, or has another shape."""
     if name not in files.stored_names:
         raise ConfigError(f"{files.source} has no tensor {name}")
     found = tuple(files.header(name).shape)
@@ -96,5 +96,5 @@ def check(files: Files, name: str, shape: tuple[int, ...]) -> str:
 
 
 def served(dtype: torch.dtype) -> torch.dtype:
-    """``dtype`` of scales, where weights can be served in it, else fp32."""
+    """``dtype`` of scales if weights can be served in it, else fp32."""
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32

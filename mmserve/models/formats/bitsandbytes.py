@@ -1,9 +1,10 @@
 """bitsandbytes: nf4 and fp4 of QLoRA (arXiv 2305.14314) with plain or quantised scales, and LLM.int8() (2208.07339).
 
-Of 4 bits, ``weight`` uint8 ``[n / 2, 1]`` has two numbers a byte, the first in the high bits, each an index of
-``weight.quant_map``; ``weight.absmax`` is the scale of each block. Where the scales are quantised themselves they are
-bytes, indices of ``nested_quant_map``, with scales ``nested_absmax`` and a mean. The rest is JSON in a tensor of bytes,
-``weight.quant_state.bitsandbytes__nf4``. Of 8 bits, ``SCB`` has each row's largest magnitude, which is 127.
+4 bits: ``weight`` uint8 ``[n / 2, 1]`` has two numbers per byte, the first in the high bits, each an index into
+``weight.quant_map``; ``weight.absmax`` has the scale of each block. If the scales are quantised themselves, they are
+bytes, indices into ``nested_quant_map``, with scales ``nested_absmax`` and a mean. Other data are JSON in a tensor of
+bytes, ``weight.quant_state.bitsandbytes__nf4``. 8 bits: ``SCB`` has each row's largest magnitude, which corresponds to
+127.
 """
 
 from __future__ import annotations

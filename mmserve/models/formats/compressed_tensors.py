@@ -1,9 +1,9 @@
 """compressed-tensors, as llm-compressor writes it: packed integers, integers of 8 bits, and fp8.
 
-``weight_packed`` int32 ``[out, ceil(in * bits / 32)]``, low bits first, of integers that were shifted to be at least 0,
-beside ``weight_shape``, ``weight_scale [out, groups]``, and, where asymmetric, ``weight_zero_point`` packed along the
-output; ``weight_g_idx [in]`` where groups are in another order (-1 in it: the order was never set, so it is the plain
-one). Or ``weight`` (int8 or fp8) beside ``weight_scale``.
+``weight_packed`` int32 ``[out, ceil(in * bits / 32)]``, low bits first, of integers with an offset that makes them
+non-negative, with ``weight_shape``, ``weight_scale [out, groups]`` and, if asymmetric, ``weight_zero_point`` packed
+along the output; ``weight_g_idx [in]`` if groups are in another order (-1 in it: the order was never set, so it is the
+plain one). Or ``weight`` (int8 or fp8) with ``weight_scale``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def find(settings: Mapping[str, Any], files: Files) -> Read:
 
 
 def _group(files: Files, weight: str, scale: str) -> tuple[int, int] | None:
-    """One scale a group of inputs, where the scales have so many columns."""
+    """One scale for each group of inputs, if the scales have that number of columns."""
     width, scales = files.header(weight).shape[-1], files.header(scale).shape
     groups = scales[-1] if len(scales) == 2 else 1
     return None if width % groups else (1, width // groups)

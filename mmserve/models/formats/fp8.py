@@ -1,7 +1,7 @@
 """fp8 as DeepSeek-V3 (arXiv 2412.19437) and transformers' ``FineGrainedFP8Config`` write it, with or without blocks,
 and as vLLM's and FBGEMM's quantisers do: ``weight`` beside ``weight_scale_inv`` or ``weight_scale``.
 
-Either is multiplied with, whatever its name. Scales of activations are of no use to dequantised weights.
+Both are multiplied with, despite the names. Scales of activations are not needed for dequantised weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel write it: integers packed along the input, low bits first.
 
 ``qweight`` int32 ``[in * bits / 32, out]``, ``qzeros`` int32 ``[groups, out * bits / 32]``, ``scales [groups, out]``,
-and ``g_idx [in]``, the group of each input (any order: ``desc_act``). The first format of checkpoints stores zero
-points less 1, ``gptq_v2`` as they are. Symmetric weights have zero points, too.
+and ``g_idx [in]``, the group of each input (in any order: ``desc_act``). The first checkpoint format stores zero points
+minus 1, ``gptq_v2`` stores them unchanged. Symmetric weights also have zero points.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmserve.models.formats.base import WORD, Files, Made, Read, check, refuse, served, stems, unpacked, wrong
 
-_FORMATS = {None: 1, "gptq": 1, "gptq_v2": 0}  # to what is added to stored zero points
+_FORMATS = {None: 1, "gptq": 1, "gptq_v2": 0}  # offset of stored zero points
 _BITS = (2, 3, 4, 8)
 
 
@@ -36,7 +36,7 @@ def _made(stem: str, files: Files, added: int) -> Made:
         wrong(files, f"{stem}.scales", f"must have two dimensions, not {scales.ndim}")
     groups, out = scales.shape
     words, zeros = files.header(f"{stem}.qweight"), files.header(f"{stem}.qzeros")
-    bits = zeros.shape[-1] * WORD // out  # a layer may have others than the configuration names
+    bits = zeros.shape[-1] * WORD // out  # a layer may have another number of bits than the configuration
     if bits not in _BITS or zeros.shape != (groups, out * bits // WORD):
         wrong(files, f"{stem}.qzeros", f"of shape {list(zeros.shape)} is not of {groups} groups and {out} outputs")
     width = words.shape[0] * WORD // bits

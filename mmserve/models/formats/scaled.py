@@ -1,4 +1,4 @@
-"""Weights that are stored as numbers of 8 bits beside scales: of a tensor, of a channel, of groups, of blocks."""
+"""Weights stored as 8-bit numbers with scales: for a tensor, for each channel, for groups, or for blocks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def scaled(files: Files, name: str, scale: str, block: Sequence[int] | None, zero: str = "") -> Made:
-    """The weight ``name`` times its scales ``scale``, which are one, one a channel, or one a ``block`` ``[out, in]``.
+    """The weight ``name`` times its scales ``scale``: a single one, one per channel, or one per ``block`` ``[out,
+    in]``.
 
-    ``zero`` is subtracted before; it has the scales' shape. Leading dimensions (experts) are the scales' own, too.
-    Raises ``ConfigError`` where the scales' shape is none of those.
+    ``zero``, of the scales' shape, is subtracted before. Scales also have the weight's leading dimensions (experts).
+    Raises ``ConfigError`` if the scales have another shape.
     """
     weight, scales = files.header(name), files.header(scale)
     shape = tuple(weight.shape)
@@ -35,7 +36,7 @@ def scaled(files: Files, name: str, scale: str, block: Sequence[int] | None, zer
 
 
 def _sizes(shape: tuple[int, ...], scales: tuple[int, ...], block: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Along each dimension, how many weights have a scale; None where ``scales`` does not fit."""
+    """Along each dimension, the number of weights per scale; None if the shape ``scales`` does not fit."""
     if scales in ((), (1,)):
         return ()
     scales = (*scales, 1) if len(scales) == len(shape) - 1 else scales

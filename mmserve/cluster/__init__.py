@@ -8,6 +8,6 @@ from mmserve.errors import ConfigError
 
 
 def require_ray() -> None:
-    """Raise ``ConfigError`` where Ray is not installed; imports nothing."""
+    """Raises ``ConfigError`` if Ray is not installed; imports nothing."""
     if find_spec("ray") is None:
         raise ConfigError("stages on a cluster need Ray: pip install 'mmserve[ray]'")

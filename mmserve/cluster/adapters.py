@@ -1,5 +1,5 @@
-"""Adapters of a model whose stages are on the workers of a cluster: each worker reads its own folder, and holds what is
-served, and what requests under way use."""
+"""LoRA adapters of a model whose stages run on the workers of a cluster: each worker reads its own folder, and loads
+the adapters that are served or used by requests in progress."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ logger = logging.getLogger("mmserve.cluster")
 
 
 class ClusterAdapters:
-    """``AdaptersLike`` of ``model``, for any number of threads. ``folder``: the setting; empty = none can be loaded but
-    ``own``, those of its checkpoint, which are served from the start, as every worker has them.
+    """``AdaptersLike`` of ``model``; thread-safe. ``folder``: the setting; empty = no adapters can be loaded except for
+    ``own``, those of its checkpoint, which are served from the start because every worker has them.
 
-    ``in_use``: the keys of adapters that requests under way have. A worker holds an adapter by its key until nobody
-    asks for it any more: one that is dropped, or replaced, serves the requests that have begun with it.
+    ``in_use``: the keys of adapters of requests in progress. A worker keeps an adapter, by its key, as long as it is
+    served or in use: requests that have begun with a dropped or replaced adapter continue with it.
     """
 
     def __init__(
         self, model: str, folder: str, in_use: Callable[[], set[str]], own: Sequence[AdapterInfo] = ()
     ) -> None:
         self._model, self._folder, self._in_use, self._own = model, folder, in_use, own
-        self._changes = threading.Lock()  # one change at a time, of what workers hold
-        self._lock = threading.Lock()  # guards what follows, for moments
+        self._changes = threading.Lock()  # serialises changes of the workers' adapters
+        self._lock = threading.Lock()  # guards the fields below; held briefly
         self._served = {info.name: info for info in own}
         self._workers: dict[str, Worker] = {}
         self._held: dict[str, set[str]] = {}  # keys, by worker
 
     def load(self, name: str) -> AdapterInfo:
-        """As of ``models.adapters.Adapters.load``, on every worker or, for requests, on none.
+        """As ``models.adapters.Adapters.load``, on every worker or, for requests, on none.
 
-        Raises what that raises, with the name of the worker, and ``FailedPrecondition`` where the files of workers have
-        unlike contents.
+        Raises the errors of that method, with the name of the worker, and ``FailedPrecondition`` if the files of
+        workers differ.
         """
         with self._changes:
             answers = ask_all(self._known(), self._model, "hold", name)
@@ -59,7 +59,7 @@ class ClusterAdapters:
         return info
 
     def drop(self, name: str) -> None:
-        """Serve ``name`` no longer; requests that have begun with it go on. Raises ``NotFound``."""
+        """Stop serving ``name``; requests that have begun with it continue. Raises ``NotFound``."""
         with self._changes:
             with self._lock:
                 if name not in self._served:
@@ -68,13 +68,13 @@ class ClusterAdapters:
             self._forget_unused()
 
     def listed(self) -> list[AdapterInfo]:
-        """Those that are loaded, by name."""
+        """The loaded adapters, by name."""
         with self._lock:
             return [self._served[name] for name in sorted(self._served)]
 
     def resolved(self, request: Request) -> Request:
-        """``request`` with the key of its adapter in place of its name; raises ``NotFound``, or ``Unimplemented`` where
-        none can be loaded. With the lock that ``in_use`` takes, until the request is among those under way."""
+        """``request`` with its adapter's name replaced by the key; raises ``NotFound``, or ``Unimplemented`` if none
+        can be loaded. Call with the lock of ``in_use``, until the request is in progress."""
         if not request.adapter:
             return request
         with self._lock:
@@ -87,9 +87,10 @@ class ClusterAdapters:
     # --- workers ---
 
     def equip(self, worker: Worker) -> None:
-        """Have a worker read what is served and what is in use, before it gets requests; waits for it.
+        """Load what is served and in use on a worker, before it gets requests; blocks.
 
-        What it cannot read, or reads otherwise than the others, is logged, and requests for it go to others.
+        Adapters that it cannot read, or that differ from those of others, are logged, and requests for them go to
+        others.
         """
         with self._changes:
             used = self._in_use()
@@ -112,18 +113,18 @@ class ClusterAdapters:
             self._forget_unused()
 
     def left(self, worker: str) -> None:
-        """A worker has ended."""
+        """A worker has exited."""
         with self._lock:
             self._workers.pop(worker, None)
             self._held.pop(worker, None)
 
     def holds(self, worker: str, key: str) -> bool:
-        """Whether a worker has the adapter with this key; an empty key is none, which all have."""
+        """Whether a worker has the adapter with this key; True for the empty key, which means no adapter."""
         with self._lock:
             return not key or key in self._held.get(worker, ())
 
     def tick(self) -> None:
-        """Free what nobody asks for any more; to be called now and then, without any lock. Waits for nobody."""
+        """Free adapters that are no longer needed; to be called regularly, without any lock. Does not block."""
         if self._changes.acquire(blocking=False):
             try:
                 self._forget_unused()
@@ -135,7 +136,7 @@ class ClusterAdapters:
             return list(self._workers.values())
 
     def _forget_unused(self) -> None:
-        """With ``_changes``: have workers free what is neither served nor in use."""
+        """Have workers free adapters that are neither served nor in use. Call with ``_changes``."""
         with self._lock:
             served = {key_of(info) for info in self._served.values()}
             if all(held <= served for held in self._held.values()):
@@ -149,7 +150,7 @@ class ClusterAdapters:
 
 
 def unlike(name: str, answers: Answers) -> MMServeError | None:
-    """An error that names the workers whose adapter ``name`` differs from what most have; None where all are alike."""
+    """An error that names the workers whose adapter ``name`` differs from the majority's; None if all are equal."""
     digests: Mapping[str, str] = {worker: info.digest for worker, info in answers.returned.items()}
     usual = Counter(digests.values()).most_common(1)[0][0]
     others = [f"worker {worker} has {digest}" for worker, digest in digests.items() if digest != usual]
@@ -162,5 +163,5 @@ def unlike(name: str, answers: Answers) -> MMServeError | None:
 
 
 def missing(key: str, role: str) -> MMServeError:
-    """No worker of ``role`` has the adapter that a request has begun with."""
+    """The error if no worker of ``role`` has the adapter that a request has begun with."""
     return NotFound(f"no worker that runs {role} has the adapter {name_of(key)!r} any more: load it again")

@@ -1,4 +1,4 @@
-"""Questions to all workers of a cluster at once, and their errors as one."""
+"""Calls of all workers of a cluster in parallel, with their errors combined."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mmserve.errors import Internal, InvalidArgument, MMServeError, Unavailable
 
 
 class WorkerEnded(Unavailable):
-    """A worker ended before it answered, or did not answer in time."""
+    """A worker exited before it replied, or did not reply in time."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What workers returned, and what they raised, by their names; those that have ended are in neither."""
+    """Results and exceptions of workers, by their names; workers that have exited are in neither."""
 
     returned: Mapping[str, Any]
     raised: Mapping[str, MMServeError]
 
     def error(self) -> MMServeError | None:
-        """What is wrong, naming the worker, unless it is the same on all of them; None where nothing is."""
+        """The combined error, naming the worker unless all of them raised the same; None if none did."""
         if not self.raised:
             return None
         name, error = next(iter(self.raised.items()))
@@ -32,7 +32,7 @@ class Answers:
 
 
 def ask_all(workers: Sequence[Worker], model: str, question: str, *arguments: Any) -> Answers:
-    """Ask ``workers`` side by side, and wait for all of them; raises ``Unavailable`` where none of them answers."""
+    """Call ``workers`` in parallel, and wait for all; raises ``Unavailable`` if none replies."""
     returned: dict[str, Any] = {}
     raised: dict[str, MMServeError] = {}
 
@@ -40,7 +40,7 @@ def ask_all(workers: Sequence[Worker], model: str, question: str, *arguments: An
         try:
             returned[worker.name] = worker.ask(model, question, arguments)
         except WorkerEnded:
-            return  # its successor has nothing that could be asked for
+            return  # its replacement has nothing to report
         except MMServeError as error:
             raised[worker.name] = error
 
@@ -53,7 +53,7 @@ def ask_all(workers: Sequence[Worker], model: str, question: str, *arguments: An
 
 
 def of_worker(name: str, error: MMServeError) -> MMServeError:
-    """``error``, of the same type, with the name of the worker that raised it."""
+    """``error``, with the same type, prefixed by the name of the worker that raised it."""
     if isinstance(error, InvalidArgument):
         return InvalidArgument(*(replace(v, description=f"{v.description} (worker {name})") for v in error.violations))
     if isinstance(error, Internal):

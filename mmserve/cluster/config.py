@@ -1,14 +1,14 @@
-"""``cluster.toml``: which workers a cluster has, and how they are run.
+"""``cluster.toml``: the workers of a cluster, and their settings.
 
-A file looks like this (every key but ``roles`` has a default)::
+Example (every key except for ``roles`` has a default)::
 
-    [cluster]
-    address = "local"
-    [[workers]]
-    roles = "e"
-    count = 2
-    [[workers]]
-    roles = "pd"
+      [cluster]
+      address = "local"
+      [[workers]]
+      roles = "e"
+      count = 2
+      [[workers]]
+      roles = "pd"
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mmserve.core.handover import ROLES
 from mmserve.core.values import ABOVE_0, Range, at_least, one_of, value
 from mmserve.errors import ConfigError
 
-#: Letters of the stages in ``roles``.
+#: Stages by their letters in ``roles``.
 LETTERS: Mapping[str, str] = {role[0]: role for role in ROLES}
 _ROLES = Range("one or more of the letters e, p and d", lambda letters: bool(letters) and set(letters) <= set(LETTERS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """``[cluster]``: how the workers are placed, watched and changed."""
+    """``[cluster]``: placement, supervision and role switching of the workers."""
 
     address: str = value("local", meaning="'local' starts a Ray cluster on this host; 'auto' or an address joins one")
     placement: str = value(
@@ -85,7 +85,7 @@ class WorkerSettings:
 
     @property
     def stages(self) -> frozenset[str]:
-        """The names of its roles."""
+        """The names of its stages."""
         return frozenset(LETTERS[letter] for letter in self.roles)
 
 
@@ -98,7 +98,7 @@ class ClusterConfig:
 
     @property
     def each(self) -> tuple[WorkerSettings, ...]:
-        """The settings of every single worker."""
+        """The settings of every worker, one entry each."""
         return tuple(worker for worker in self.workers for _ in range(worker.count))
 
 

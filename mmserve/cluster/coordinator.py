@@ -1,7 +1,8 @@
-"""The engine of one model whose stages are on the workers of a cluster: takes requests in, sends each on from worker to
-worker, and lets those that lose their worker go on from their last saved state.
+"""The engine of one model whose stages run on the workers of a cluster: admits requests, sends them from worker to
+worker, and resumes those that lose their worker from their last checkpoint.
 
-Tokens do not depend on where a request runs, so what comes again after a loss is what the client has already.
+Tokens do not depend on where a request runs, so tokens repeated after a loss equal those that the client already
+has.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from mmserve.video.host import Parts
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: Seconds after a request's deadline until it is ended here: its worker ends it by itself, with an error
-#: that names the stage.
+#: Seconds after a request's deadline until the coordinator ends it: normally its worker does so, with an error that
+#: names the stage.
 _GRACE = 0.5
 _NO_SESSIONS = Facts(refusal="this model takes no video sessions")
 
 
 class Coordinator:
-    """``EngineLike``, over workers that come and go. Every method may be called from any thread."""
+    """``EngineLike`` over a changing set of workers; thread-safe."""
 
     def __init__(
         self,
@@ -68,26 +69,26 @@ class Coordinator:
         self._in_flight = InFlight(info.name, engine.max_running, settings, payloads, self._queue, self.adapters.holds)
         self._dispatch = self._in_flight.dispatch
         self.kept = ClusterKept(info.name, self._serving, self._dropped)
-        self._streams: ClusterStreams | None = None  # of video sessions, once there are any
+        self._streams: ClusterStreams | None = None  # of video sessions; created on demand
         self._stats: dict[str, Stats] = {}
-        self._ended = NOTHING  # what workers that ended had counted
+        self._ended = NOTHING  # counters of workers that exited
         self._switching = Switching(settings.decide_seconds)
-        self.switches = self.losses = 0  # roles changed, workers lost
+        self.switches = self.losses = 0  # numbers of role switches and lost workers
 
     # --- as an engine ---
 
     def start(self) -> None:
-        """Take requests from now on."""
+        """Admit requests from now on."""
         self._queue.refusal = ""
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """As of ``Engine.submit``; what a worker refuses comes as ``Failed``."""
+        """As ``Engine.submit``; a refusal by a worker is sent as ``Failed``."""
         self._queue.check(request)
         with self._lock:
             self._in_flight.begin(self.adapters.resolved(request), sink)
 
     def session_parts(self, config: Config) -> Parts:
-        """As of ``video.host.Served``; raises ``Unimplemented`` where the model takes no sessions."""
+        """As ``video.host.Served``; raises ``Unimplemented`` if the model does not support sessions."""
         self._facts.check()
         decoders = DecodePool(config.media)
         decoders.open()
@@ -99,7 +100,7 @@ class Coordinator:
     def submit_there(
         self, request: Request, sink: Sink, worker: str, ask: Callable[[Order], Asked], again: Callable[[], bool]
     ) -> Asked:
-        """As of ``streams.Requests.submit_there``."""
+        """See ``streams.Requests.submit_there``."""
         self._queue.check(request)
         with self._lock:
             order = self._in_flight.begin_at(worker, self.adapters.resolved(request), sink, again)
@@ -114,46 +115,46 @@ class Coordinator:
         return asked
 
     def session_adapter(self, asked: str) -> str:
-        """As of ``streams.Requests.session_adapter``."""
+        """See ``streams.Requests.session_adapter``."""
         known = {each.name for each in self.adapters.listed()}
         return adapter_of(asked, known, kept=self._facts.keeps_kv)
 
     def orders_again(self, request: RequestId, worker: str) -> list[Order]:
-        """As of ``streams.Requests.orders_again``."""
+        """See ``streams.Requests.orders_again``."""
         with self._lock:
             return self._in_flight.orders_again(request, worker)
 
     def waits_for_stream(self, request: RequestId) -> bool:
-        """As of ``streams.Requests.waits_for_stream``."""
+        """See ``streams.Requests.waits_for_stream``."""
         with self._lock:
             return self._in_flight.waits_for_stream(request)
 
     def give_up(self, request: RequestId) -> None:
-        """As of ``streams.Requests.give_up``."""
+        """See ``streams.Requests.give_up``."""
         with self._lock:
             if self._in_flight.waits_for_stream(request):
                 self._in_flight.fail(self._in_flight.groups[request], lost_question())
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint | None:
-        """None: what compiles constraints is with the workers, which check those of requests."""
+        """None: constraints are compiled by the workers, which check those of requests."""
         return None
 
     def prompt_tokens(self, request: Request) -> int | None:
-        """None: tokenizers are with the workers."""
+        """None: tokenizers are on the workers."""
         return None
 
     def cancel(self, request_id: RequestId, error: MMServeError | None = None) -> None:
-        """As of ``Engine.cancel``."""
+        """See ``Engine.cancel``."""
         with self._lock:
             group = self._in_flight.groups.get(request_id)
             if group is not None:
                 self._in_flight.fail(group, error or Cancelled("the request was cancelled"))
 
     def drain(self, timeout: float) -> bool:
-        """As of ``Engine.drain``."""
+        """See ``Engine.drain``."""
         with self._queue.lock:
             self._queue.refusal = "the server is shutting down; send the request to another one"
-            self._queue.draining = timeout > 0  # questions of open sessions are still taken
+            self._queue.draining = timeout > 0  # questions of open sessions are still admitted
         in_time = self._queue.idle.wait(timeout)
         if not in_time:
             with self._queue.lock:
@@ -164,11 +165,11 @@ class Coordinator:
         return in_time
 
     def stop(self) -> None:
-        """End what is left; the workers are their fleet's to end."""
+        """End all remaining requests; the fleet stops the workers."""
         self.drain(0.0)
 
     def stats(self) -> Stats:
-        """Counters of all workers together, with what waits here."""
+        """Total counters of all workers and of the queue here."""
         with self._lock:
             sums = total([*self._stats.values(), self._ended])
             waiting = {f"waiting_{role}": count for role, count in self._dispatch.waiting().items()}
@@ -182,14 +183,14 @@ class Coordinator:
         )
 
     def stats_of_workers(self) -> Mapping[str, Stats]:
-        """What each worker has reported last, by its name."""
+        """The latest statistics of each worker, by its name."""
         with self._lock:
             return dict(self._stats)
 
     # --- what the fleet reports ---
 
     def equip(self, worker: Worker) -> None:
-        """Give a worker that will join what it needs beside its models; waits for it."""
+        """Prepare a worker before it joins (adapters); blocks."""
         self.adapters.equip(worker)
 
     def joined(self, worker: Worker) -> None:
@@ -199,7 +200,7 @@ class Coordinator:
             self._in_flight.send()
 
     def left(self, name: str) -> None:
-        """A worker has ended, or is given up: what it had goes on elsewhere."""
+        """A worker exited, or was given up: its requests continue on other workers."""
         with self._lock:
             self._dispatch.workers.pop(name, None)
             self._dispatch.index.left(name)
@@ -213,8 +214,8 @@ class Coordinator:
             self._in_flight.send()
 
     def take(self, worker: str, items: Sequence[Item]) -> None:
-        """What a worker reports of this model's requests, in order; waits for its memory."""
-        found = [self._keep(item) for item in items]  # without the lock: a worker that is stopped may take seconds
+        """Process a worker's reports about this model's requests, in order; may wait for the worker's memory."""
+        found = [self._keep(item) for item in items]  # without the lock: may take seconds if the worker is stopped
         with self._lock:
             for item in found:
                 if isinstance(item, Heartbeat):
@@ -228,7 +229,7 @@ class Coordinator:
                 self._in_flight.send()
 
     def tick(self, now: float) -> None:
-        """To be called a few times a second; ``now`` is on the monotonic clock (seconds)."""
+        """To be called several times a second; ``now``: monotonic clock (seconds)."""
         self._queue.measure(now)
         self.adapters.tick()
         if self._streams is not None:
@@ -240,7 +241,7 @@ class Coordinator:
                     self._in_flight.fail(group, DeadlineExceeded("the deadline passed before the request finished"))
 
     def switch(self, now: float) -> None:
-        """Change a worker's role where that is due; to be called about once a second."""
+        """Switch a worker's role if that is due; to be called about once a second."""
         with self._lock:
             demand, workers = self._dispatch.demand()
             change = self._switching.look(now, demand, workers)
@@ -260,7 +261,7 @@ class Coordinator:
     # --- not locked ---
 
     def _keep(self, item: Item) -> Item | Lost:
-        """``item`` with the memory of its state held here, or that its state is lost."""
+        """``item`` with its state copied or mapped here, or ``Lost`` if that fails."""
         if isinstance(item, StreamSaved):
             return self._kept_stream(item)
         if not isinstance(item, Moved | Chunk):
@@ -268,11 +269,11 @@ class Coordinator:
         why: MMServeError
         try:
             return replace(item, parcel=self._payloads.keep(item.parcel))
-        except TransferError as error:  # its worker has just ended
+        except TransferError as error:  # its worker has just exited
             why = error
         except Exception as error:  # noqa: BLE001 - a bug with one state leaves the other requests alone
             why = Internal.logged(error, f"a state of request {item.key}", logger)
-        self._payloads.drop(item.parcel)  # if its worker is there, its memory may be written again
+        self._payloads.drop(item.parcel)  # lets the worker, if it is alive, reuse that memory
         return Lost(item.model, item.key, item.sample, why, isinstance(item, Chunk) or item.stays)
 
     def _kept_stream(self, item: StreamSaved) -> StreamSaved:
@@ -297,6 +298,6 @@ class Coordinator:
 
 
 def _makes_room(item: Item | Lost) -> bool:
-    """Whether a request may have another place than before, so that others can go on; not so of text and of steps, of
-    which there are many."""
+    """Whether the item can change which worker a request needs, so that waiting requests should be sent; not for text
+    and steps, which are frequent."""
     return not isinstance(item, Happened) or isinstance(item.event, Failed | Finished)

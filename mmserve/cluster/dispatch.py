@@ -1,4 +1,4 @@
-"""Which worker goes on with which request: what waits for each stage, and how much the workers have to do."""
+"""Dispatch of requests to workers: the queue of each stage, and the load of the workers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from mmserve.core.plan import Served
 from mmserve.core.request import Stage
 from mmserve.schedule.fair import charged, fair_order
 
-#: How much of a mean is new with each value.
+#: Weight of a new value in running means.
 _NEW = 0.2
-#: Whether a worker, by its name, has the adapter with this key.
+#: Whether a worker, given by its name, has the adapter with this key.
 Holds = Callable[[str, str], bool]
 
 
 class Dispatch:
-    """The parts of requests to ``model`` that wait, and the workers that they go to; with the coordinator's lock.
+    """The waiting parts of requests to ``model``, and the workers that they are sent to. Call with the coordinator's
+    lock.
 
-    ``parts``: all that have not ended. ``holds``: as of ``Holds``. ``running``: answers that a worker decodes at once.
+    ``parts``: all parts that have not ended. ``holds``: see ``Holds``. ``running``: number of answers that a worker
+    decodes concurrently.
     """
 
     def __init__(
@@ -38,10 +40,10 @@ class Dispatch:
         self.index = Index()
         self._waiting: dict[str, list[Part]] = {role: [] for role in ROLES}
         self._served = dict.fromkeys(ROLES, Served())
-        self._seconds = dict.fromkeys(ROLES, 0.0)  # means of what a request takes of a worker
+        self._seconds = dict.fromkeys(ROLES, 0.0)  # mean service time of each role
 
     def wait(self, part: Part) -> None:
-        """``part`` is to go on from its point, on any worker of its next stage."""
+        """Queue ``part``, to continue from its point on any worker of its next stage."""
         part.waits()
         part.cost = cost(part.stage, part.point)
         request = part.point.request
@@ -54,17 +56,17 @@ class Dispatch:
         self._waiting[part.stage].append(part)
 
     def withdraw(self, part: Part) -> None:
-        """``part`` does not wait any more."""
+        """Remove ``part`` from the queue."""
         if part in self._waiting[part.stage]:
             self._waiting[part.stage].remove(part)
 
     def waiting(self) -> dict[str, int]:
-        """Parts that wait for each stage."""
+        """Number of waiting parts of each stage."""
         return {role: len(waiting) for role, waiting in self._waiting.items()}
 
     def shards(self, whole: Part, least: int) -> list[Part]:
-        """The media of a request in a part for each encode worker that has nothing to do; none where there are less
-        than two such workers, or less than ``least`` pixels (0 = never), or one of these workers has had all of it."""
+        """Split the media of a request into a part for each idle encode worker; empty if there are fewer than two such
+        workers, fewer than ``least`` pixels (0 = never split), or if one of these workers has all of it cached."""
         in_hand = self._in_hand()
         idle = [name for name, each in self.workers.items() if "encode" in each.roles and not in_hand[name].total()]
         free = 0 if self._waiting["encode"] else len(idle)
@@ -77,10 +79,10 @@ class Dispatch:
         ]
 
     def send(self) -> tuple[list[Part], list[Part], list[tuple[Part, Exception]]]:
-        """Send what waits to workers that have room for it; the last stage first, which ends requests.
+        """Send waiting parts to workers with free capacity; later stages first, because they complete requests.
 
-        Returns what was sent, what no worker can go on with because none has its adapter, and what could not be sent
-        because its state cannot be handed on, with the error.
+        Returns the parts sent; those whose adapter no worker has; and those that could not be sent because their state
+        cannot be transferred, with the error.
         """
         sent: list[Part] = []
         stuck: list[Part] = []
@@ -126,20 +128,21 @@ class Dispatch:
         return sent, stuck, lost
 
     def reserve(self, part: Part) -> str | None:
-        """The decode worker for K/V of ``part`` while it is prefilled: one with room; None while others wait for it."""
+        """The decode worker for K/V that are sent ahead while ``part`` is prefilled: one with free capacity; None if
+        other parts wait for it."""
         if self._waiting["decode"]:
             return None
-        adapter = part.group.request.adapter  # roles change: the worker that has it may decode by now, too
+        adapter = part.group.request.adapter  # roles change: the worker with it may decode by now
         names = [name for name in self._able("decode") if name != part.worker and self._holds(name, adapter)]
         return self._chosen("decode", part, names, self._in_hand(), self._loads())
 
     def took(self, role: str, seconds: float) -> None:
-        """A request took so long of a worker in the stage of ``role``."""
+        """Record the service time of a request in the stage of ``role``."""
         before = self._seconds[role]
         self._seconds[role] = before + _NEW * (seconds - before) if before else seconds
 
     def demand(self) -> tuple[dict[str, Demand], dict[str, tuple[frozenset[str], int]]]:
-        """What each stage has to do, and the roles of each worker with its requests in hand."""
+        """The demand of each stage, and for each worker its roles and its number of requests."""
         in_hand = self._in_hand()
         busy: Counter[str] = Counter()
         for counts in in_hand.values():
@@ -171,14 +174,14 @@ class Dispatch:
         return name
 
     def _saved(self, role: str, part: Part, name: str) -> float:
-        """What of the cost of ``part`` the worker ``name`` has done before."""
+        """The part of the cost of ``part`` that the worker ``name`` saves by its caches."""
         if role == "encode":
             of_media = (part.cost - OF_TEXT) * self.index.share(part.media, name)
             return of_media + OF_TEXT * self.index.leading(part.prefix, name)
         return part.cost * self.index.leading(part.prefix, name) if role == "prefill" else 0.0
 
     def _loads(self) -> defaultdict[tuple[str, str], float]:
-        """The cost of the requests that each worker has, by its name and the stage that they came for."""
+        """The total cost of each worker's requests, by its name and the stage for which they were sent."""
         loads: defaultdict[tuple[str, str], float] = defaultdict(float)
         for part in self._parts():
             if part.worker is not None:
@@ -188,7 +191,7 @@ class Dispatch:
         return loads
 
     def _in_hand(self) -> dict[str, Counter[str]]:
-        """Requests that each worker has, by the stage that they came for."""
+        """The number of each worker's requests, by the stage for which they were sent."""
         found: dict[str, Counter[str]] = {name: Counter() for name in self.workers}
         for part in self._parts():
             if part.worker in found:

@@ -1,20 +1,20 @@
-"""When a slow worker gets no work, when it gets some again, and when it is replaced: pure decisions."""
+"""Decisions about slow workers: when they get no more work, when they get work again, and when they are replaced."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-#: Seconds that a worker must be slow without a break until anything is done.
+#: Seconds that a worker must be slow continuously before any action.
 SUSTAINED = 2.0
-#: Seconds without work until a worker is looked at again.
+#: Seconds without work until a worker is tried again.
 REST = 5.0
-#: Seconds within which a worker that was slow before is not tried once more.
+#: Seconds after being slow within which a worker is not tried once more.
 PROBATION = 60.0
 
 
 class Act(Enum):
-    """What is to be done with a worker."""
+    """The action for a worker."""
 
     DRAIN = "gets no work, and what it has goes on elsewhere"
     RETURN = "gets work again"
@@ -29,16 +29,16 @@ class _Seen:
 
 
 class Draining:
-    """``factor``: times as slow as usual that count as slow; 0 = none do. Times are on one clock (seconds)."""
+    """``factor``: slowness from which a worker counts as slow; 0 = never. All times are on one clock (seconds)."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
         self._seen: dict[str, _Seen] = {}
 
     def look(self, now: float, worker: str, slowness: float, *, spared: bool, replaceable: bool) -> Act | None:
-        """What is due for ``worker``, which takes ``slowness`` times as long as usual.
+        """The action that is due for ``worker``, whose passes take ``slowness`` times as long as usual; None if none.
 
-        ``spared``: whether others do all that it does; ``replaceable``: whether a spare is ready.
+        ``spared``: whether other workers have all its roles; ``replaceable``: whether a spare is ready.
         """
         if not self._factor:
             return None
@@ -63,5 +63,5 @@ class Draining:
         return Act.REPLACE if spared or replaceable else None
 
     def forget(self, worker: str) -> None:
-        """It has ended."""
+        """The worker has exited."""
         self._seen.pop(worker, None)

@@ -1,4 +1,4 @@
-"""The workers of a cluster: started, watched, replaced when they end, and joined to their models' coordinators."""
+"""The workers of a cluster: starts, supervises and replaces them, and connects them to their models' coordinators."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from mmserve.transfer.shared_memory import Ticket, host_id
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: Seconds between two checks of all workers.
+#: Interval (seconds) of checks of all workers.
 _TICK = 0.1
-#: Seconds for workers to write what they keep on disk, at their end.
+#: Maximum seconds for workers to write their caches to disk when they exit.
 _CLOSING = 30.0
-#: Seconds until a worker that ended while it began is started again; doubled each time, up to the second.
+#: Delay (seconds) before a worker that failed to start is started again; doubled each time, up to the second value.
 _AGAIN, _AGAIN_MOST = 0.5, 30.0
 
 
 class Fleet:
-    """All workers of a cluster. ``start`` after ``ray_actors.start``."""
+    """All workers of a cluster. Call ``start`` after ``ray_actors.start``."""
 
     def __init__(self, config: Config, cluster: ClusterConfig) -> None:
         self._config, self._cluster = _for_workers(config), cluster
@@ -58,16 +58,16 @@ class Fleet:
         self._placement: ray_actors.Placement | None = None
         self._head: HeadWatch | None = None
         self.head_lost = False
-        self.lost = 0  # workers that ended, or were given up
+        self.lost = 0  # number of workers that exited, or were given up
         self._failed: Exception | None = None
         self._stopping = False
         self._threads: list[threading.Thread] = []
 
     def start(self, on_head: Callable[[bool], None] = lambda _lost: None) -> dict[str, Coordinator]:
-        """Start all workers and wait until they serve; the coordinator of each model, by name.
+        """Start all workers and wait until they serve. Returns the coordinator of each model, by name.
 
-        ``on_head`` is called with whether Ray's head is lost, each time that changes. Raises ``ConfigError`` where the
-        cluster has no room, or a model cannot be loaded, and whatever else a worker cannot begin for.
+        ``on_head`` is called with whether Ray's head is lost, each time that changes. Raises ``ConfigError`` if the
+        cluster lacks resources, or a model cannot be loaded, and any other error with which a worker fails to start.
         """
         if self._cluster.cluster.transport == "nixl":
             require_nixl()
@@ -90,7 +90,7 @@ class Fleet:
         return self.coordinators
 
     def stop(self) -> None:
-        """End all workers, after they have written to disk what is kept there."""
+        """Stop all workers, after they have written their persistent caches to disk."""
         self._stopping = True
         if self._head is not None:
             self._head.stop()
@@ -107,13 +107,13 @@ class Fleet:
 
     @property
     def spares_ready(self) -> int:
-        """Spares that could take a place at once."""
+        """Number of spares that can replace a worker immediately."""
         return self._spares.ready
 
-    # --- one thread a member ---
+    # --- one thread per member ---
 
     def _keep(self, member: Member) -> None:
-        """Have a process at the place of ``member``, one after another."""
+        """Keep a process running for ``member``, restarting it when it exits."""
         pause = _AGAIN
         while not self._stopping:
             try:
@@ -154,7 +154,7 @@ class Fleet:
         if spare is None:
             assert self._placement is not None, "workers begin once there is room for them"
             options = self._placement.options(member.index, member.settings)
-            member.actor = actor = ray_actors.Actor(options)  # known at once, so that `stop` can end it
+            member.actor = actor = ray_actors.Actor(options)  # set immediately, so that `stop` can kill it
             spare = self._load(actor, member.threads)
         member.begun += 1
         member.name = f"{member.index}" if member.begun == 1 else f"{member.index}.{member.begun}"
@@ -171,7 +171,7 @@ class Fleet:
         transport = settings.transport
         if transport == "auto":
             transport = "shared_memory" if here else "object_store"
-        linked = here and transport != "object_store"  # references to Ray's store travel by Ray alone
+        linked = here and transport != "object_store"  # references to Ray's store can only be sent by Ray
         config = replace(self._config, engine=replace(self._config.engine, torch_threads=threads))
         offered, kv_bits = self.payloads.offered, settings.kv_bits
         described = actor.load(config, transport=transport, linked=linked, kv_bits=kv_bits, offered=offered)
@@ -191,7 +191,7 @@ class Fleet:
                         described.adapters[name],
                     )
         for coordinator in self.coordinators.values():
-            coordinator.equip(member)  # before it is watched: it reports nothing yet
+            coordinator.equip(member)  # before it is supervised: it reports nothing yet
         with member.changing:
             with self._lock:
                 member.described = described
@@ -206,7 +206,7 @@ class Fleet:
         for item in items:
             if isinstance(item, Heartbeat):
                 with self._lock:
-                    if member.described is not None:  # else it was given up
+                    if member.described is not None:  # otherwise it was given up
                         self._pace.note(member.name, item.passes)
                 for model in item.stats:
                     by_model[model].append(item)
@@ -219,7 +219,7 @@ class Fleet:
                 logger.exception("what worker %s reports of %s is lost", member.name, model)
 
     def _give_up(self, member: Member, actor: ray_actors.Actor | None) -> None:
-        """End ``actor`` and do without it, if it is still that of ``member``."""
+        """Kill ``actor`` and continue without it, if it is still that of ``member``."""
         with self._lock:
             described = member.described
             if member.actor is not actor:
@@ -228,7 +228,7 @@ class Fleet:
         self._gone(member, actor)
 
     def _gone(self, member: Member, actor: ray_actors.Actor | None) -> None:
-        """``member`` does not serve by ``actor`` any more; may be called again. Returns once coordinators know."""
+        """``member`` is no longer served by ``actor``; may be called again. Returns once coordinators know."""
         with member.changing:
             with self._lock:
                 if member.actor is not actor:
@@ -244,27 +244,27 @@ class Fleet:
                         coordinator.left(name)
 
     def _close_members(self) -> None:
-        """Have all workers end in order, side by side."""
+        """Close all workers gracefully, in parallel."""
         actors = [member.actor for member in self.members if member.actor is not None and member.described is not None]
         with ThreadPoolExecutor(len(self.members)) as threads:
             list(threads.map(lambda actor: actor.close(_CLOSING), actors))
 
     def _end(self, actor: ray_actors.Actor | None, described: Described | None) -> None:
-        """End a process now, even if it is stopped; ``described``: None = it has not begun."""
+        """Kill a process, even if it is stopped; ``described``: None = it has not started."""
         if described is not None and described.host == self._here:
             with suppress(ProcessLookupError):
                 os.kill(described.pid, signal.SIGKILL)
         if actor is not None:
             actor.kill()
 
-    # --- beside them ---
+    # --- other threads ---
 
     def _watch(self) -> None:
         before = looked = time.monotonic()
         while not self._stopping:
             time.sleep(_TICK)
             now = time.monotonic()
-            passed, before = min(now - before, 2 * _TICK), now  # where this process had to wait, so had the workers
+            passed, before = min(now - before, 2 * _TICK), now  # if this process was delayed, so were the workers
             for member in self.members:
                 with _going_on(f"a look at worker {member.name}"):
                     self._look_at(member, now, passed)
@@ -277,8 +277,8 @@ class Fleet:
                 looked = now
 
     def _look_at(self, member: Member, now: float, passed: float) -> None:
-        """``passed``: seconds since the last look."""
-        actor = member.actor  # before what is known of it: a successor is not taken for it
+        """``passed``: seconds since the last check."""
+        actor = member.actor  # read before the rest, so that its replacement is not mistaken for it
         member.flush()
         member.silent += passed
         if member.described is not None and member.silent > self._cluster.cluster.silent_seconds:
@@ -288,7 +288,7 @@ class Fleet:
             self._mind(member, actor, now)
 
     def _mind(self, member: Member, actor: ray_actors.Actor | None, now: float) -> None:
-        """Keep work from ``member`` where it is slow, and replace it where it stays so."""
+        """Drain ``member`` while it is slow, and replace it if it stays slow."""
         others = [each for each in self.members if each is not member and each.described is not None]
         spared = all(any(role in each.roles for each in others) for role in member.roles)
         with self._lock:
@@ -303,7 +303,7 @@ class Fleet:
             return
         with member.changing:
             if member.actor is not actor:
-                return  # it has ended meanwhile: its successor is another one
+                return  # it exited meanwhile, and has a replacement
             if act is Act.DRAIN:
                 member.drain()
                 return
@@ -313,7 +313,7 @@ class Fleet:
 
     def _host_of(self, name: str) -> str:
         for member in self.members:
-            described = member.described  # read once: it goes when the worker does
+            described = member.described  # read once: other threads may clear it
             if member.name == name and described is not None:
                 return described.host
         return ""
@@ -331,7 +331,7 @@ class Fleet:
 
 @contextmanager
 def _going_on(what: str) -> Iterator[None]:
-    """What goes wrong in it is logged: it must not end the thread, which sees to others, too."""
+    """Context that logs exceptions: they must not end the thread, which serves others, too."""
     try:
         yield
     except Exception:
@@ -339,5 +339,5 @@ def _going_on(what: str) -> Iterator[None]:
 
 
 def _for_workers(config: Config) -> Config:
-    """``config`` without what only the front needs, tokens above all."""
+    """``config`` without settings that only the front end needs, especially tokens."""
     return replace(config, server=ServerConfig(otlp_endpoint=config.server.otlp_endpoint), tenants=())

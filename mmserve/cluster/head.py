@@ -1,4 +1,4 @@
-"""Whether Ray's head is there: workers and requests go on without it, but no worker can be started."""
+"""Supervision of Ray's head: workers and requests continue without it, but no worker can be started."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: Seconds between two checks, and until one counts as failed.
+#: Interval of checks, and timeout of a check (seconds).
 _EVERY, _PATIENCE = 1.0, 2.0
-#: Checks in a row that must fail.
+#: Number of consecutive checks that must fail.
 _CHECKS = 2
 
 
 class HeadWatch:
-    """Connects to ``address`` (host:port) now and then; ``changed`` is called, on a thread of this object, with whether
+    """Regularly connects to ``address`` (host:port); ``changed`` is called, on a thread of this object, with whether
     the head is lost, each time that changes."""
 
     def __init__(self, address: str, changed: Callable[[bool], None]) -> None:

@@ -1,4 +1,5 @@
-"""The requests of a cluster that have not ended: where each is, what its workers report, what its client gets."""
+"""The requests of a cluster in progress: their location, the reports of workers about them, and their clients'
+events."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ from mmserve.observe.logs import about
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: What a worker reports of a request.
+#: Reports of a worker about a request.
 Report = Happened | Moved | Chunk | Lost | Refused
 
 
 class InFlight:
-    """Those to ``model``; every method with the coordinator's lock. ``running``: answers that a worker decodes at once;
-    ``holds``: as of ``dispatch.Holds``."""
+    """The requests to ``model`` in progress; call methods with the coordinator's lock. ``running``: number of answers
+    that a worker decodes concurrently; ``holds``: see ``dispatch.Holds``."""
 
     def __init__(
         self,
@@ -48,45 +49,47 @@ class InFlight:
         self.dispatch = Dispatch(model, running, payloads, self.parts, holds)
 
     def begin(self, request: Request, sink: Sink) -> None:
-        """Take a request in and send it on; raises as ``WaitingQueue.take``."""
+        """Admit a request and send it; raises as ``WaitingQueue.take``."""
         part = self._admitted(Group(request, sink, time.monotonic()), of_session=False)
         if not self._share_out(part):
             self.dispatch.wait(part)
         self.send()
 
     def begin_at(self, worker: str, request: Request, sink: Sink, again: Callable[[], bool]) -> Order:
-        """Take in a question about a stream that ``worker`` keeps, which is to get the order that this returns.
+        """Admit a question about a stream that ``worker`` keeps. Returns the order to be sent to that worker.
 
-        ``again`` is called where it is lost there before its prompt is encoded; False = it cannot be asked again."""
+        ``again`` is called if the question is lost there before its prompt is encoded; False = it cannot be asked
+        again.
+        """
         part = self._admitted(Group(request, sink, time.monotonic(), again=again), of_session=True)
         self._leave_queue(part.group)
         return part.order(self._model, worker, lambda parcel: parcel)
 
     def orders_again(self, request: RequestId, worker: str) -> list[Order]:
-        """What of a question was lost before its prompt was encoded, for ``worker`` to begin with."""
+        """The orders with which ``worker`` starts a question that was lost before its prompt was encoded."""
         group = self.groups.get(request)
         parts = () if group is None else group.parts.values()
         lost = [part for part in parts if part.worker is None and part.point.stage is Stage.QUEUED]
         return [part.order(self._model, worker, lambda parcel: parcel) for part in lost]
 
     def waits_for_stream(self, request: RequestId) -> bool:
-        """Whether some of a question has no state but what was sent."""
+        """Whether any part of a question has no state besides its order."""
         group = self.groups.get(request)
         return group is not None and any(part.point.stage is Stage.QUEUED for part in group.parts.values())
 
     def taken_in(self, request: RequestId, worker: str) -> None:
-        """``worker`` has a question that was put to it; one that ended before that is to end there, too."""
+        """``worker`` has received a question; if that ended meanwhile, it is ended there, too."""
         if request not in self.groups and (there := self.dispatch.workers.get(worker)) is not None:
             there.cancel(self._model, [request], Cancelled("the request was cancelled"))
 
     def withdraw(self, request: RequestId) -> None:
-        """Forget a question that its worker did not take in, without an event."""
+        """Remove a question that its worker did not accept, without an event."""
         if (group := self.groups.get(request)) is not None:
             group.parts = {}
             self._end(group)
 
     def reported(self, worker: str, item: Report) -> None:
-        """What ``worker`` reports of a request, if it has that."""
+        """Process a report of ``worker``, if it still has the request."""
         group = self.groups.get(item.key)
         part = None if group is None else group.part_of(item.sample)
         if group is None or part is None or part.worker != worker:
@@ -96,30 +99,30 @@ class InFlight:
             self._took(group, part, item)
         except Exception as error:  # noqa: BLE001 - a bug with one request ends that request only
             failure = Internal.logged(error, f"request {group.id}", logger, about(group.request))
-            if group.id in self.groups:  # else it has ended already
+            if group.id in self.groups:  # otherwise it has ended already
                 self.fail(group, failure)
 
     def left(self, worker: str) -> None:
-        """``worker`` has ended: what it had goes on from where it was saved."""
+        """``worker`` has exited: its requests continue from their last checkpoints."""
         for part in self.parts():
             if part.reserved == worker:
                 part.reserved, part.given = None, 0
         for part in [part for part in self.parts() if part.worker == worker]:
-            if part.group.id in self.groups:  # not where another part of it ended it
+            if part.group.id in self.groups:  # unless another part has ended it
                 self._lost(part)
 
     def parts(self) -> Iterator[Part]:
-        """All that have not ended."""
+        """All parts that have not ended."""
         for group in list(self.groups.values()):
             yield from list(group.parts.values())
 
     def send(self) -> None:
-        """Send on what waits, as far as workers have room."""
+        """Send waiting parts, as far as workers have capacity."""
         sent, stuck, lost = self.dispatch.send()
         for part in sent:
             self._leave_queue(part.group)
         for part in stuck:
-            if part.group.id in self.groups:  # not where another part of it ended it
+            if part.group.id in self.groups:  # unless another part has ended it
                 self.fail(part.group, missing(part.group.request.adapter, part.stage))
         for part, error in lost:
             if part.group.id in self.groups:
@@ -149,7 +152,8 @@ class InFlight:
         return part
 
     def _share_out(self, whole: Part) -> bool:
-        """Whether several encode workers that have nothing to do share the media of a request, which waits for them."""
+        """Split a request's media among several idle encode workers, if possible. Returns whether it now waits for
+        them."""
         found = self.dispatch.shards(whole, self._settings.shard_pixels)
         for shard in found:
             whole.group.parts[shard.sample] = shard
@@ -157,7 +161,7 @@ class InFlight:
         return bool(found)
 
     def _shard_ended(self, group: Group, shard: Part, item: Report) -> None:
-        """A shard is encoded, or cannot be: then the worker of the whole request encodes it, and reports the error."""
+        """A shard is encoded, or failed: then the worker of the whole request encodes it, and reports the error."""
         whole = group.parts[None]
         if isinstance(item, Lost):
             logger.warning("a shard of request %s is lost: %s", group.id, item.error)
@@ -170,7 +174,7 @@ class InFlight:
             self.dispatch.wait(whole)
 
     def _forget_payloads(self, part: Part) -> None:
-        """No use for any state of it."""
+        """Drop all states of ``part``."""
         self._payloads.drop(part.parcel)
         self._forget_seen(part)
         self._forget_ahead(part)
@@ -181,7 +185,7 @@ class InFlight:
         part.seen = []
 
     def _forget_ahead(self, part: Part) -> None:
-        """No use for what came ahead of a request that begins anew, ends, or is further than that."""
+        """Drop K/V sent ahead of a request that restarts, ends, or has reached a later stage."""
         for _number, parcel in part.ahead:
             self._payloads.drop(parcel)
         if (worker := self.dispatch.workers.get(part.reserved or "")) is not None:
@@ -191,7 +195,7 @@ class InFlight:
     def _took(self, group: Group, part: Part, item: Report) -> None:
         if part.shard:
             self._shard_ended(group, part, item)
-        elif isinstance(item, Lost):  # what was saved before counts
+        elif isinstance(item, Lost):  # the previous checkpoint remains
             logger.warning("a state of request %s is lost: %s", group.id, item.error)
             if not item.stays:
                 self._lost(part)
@@ -205,7 +209,7 @@ class InFlight:
             self._happened(group, part, item.event)
 
     def _split(self, group: Group, part: Part, item: Moved | Chunk) -> Part:
-        """The part that ``item`` is about, where it is the first of one sample: from now on each goes its own way."""
+        """The part that ``item`` is about; the first report about a single sample splits the request into samples."""
         one = item.handover.request.sampling.n == 1
         if not one or part.sample is not None or group.request.sampling.n == 1:
             return part
@@ -215,8 +219,8 @@ class InFlight:
         return group.parts[item.sample]
 
     def _came_ahead(self, part: Part, item: Chunk) -> None:
-        """K/V of a request whose prefill goes on: they go on to where it will be decoded."""
-        if part.point.stage in (Stage.PREFILLED, Stage.READY):  # its worker goes on with it after all
+        """K/V of a request that is still prefilled: forward them to its decode worker."""
+        if part.point.stage in (Stage.PREFILLED, Stage.READY):  # its worker continues with it after all
             self._payloads.drop(item.parcel)
             return
         if item.number == 0:
@@ -255,7 +259,7 @@ class InFlight:
                 if sample not in group.done and (new := part.new_text(sample, text)):
                     group.sink(Delta(new, sample))
             case Prefilled():
-                if sample not in group.prefilled:  # a worker that was lost may have been the first to run it
+                if sample not in group.prefilled:  # possibly sent already by a worker that was lost
                     group.prefilled.add(sample)
                     group.sink(replace(event, sample=sample))
             case Finished():
@@ -288,14 +292,14 @@ class InFlight:
             self._queue.leave(group.request.tenant, group.request.sampling.n, group.work, group.due)
 
     def _begin_anew(self, part: Part, why: str) -> None:
-        """No state of it is of use."""
+        """Restart ``part``: none of its states can be used."""
         logger.warning("request %s begins anew, %s", part.group.id, why)
         self._forget_payloads(part)
         part.point, part.parcel = Handover(self._own(part), Stage.QUEUED, None), None
         self._lost(part)
 
     def _lost(self, part: Part) -> None:
-        """Its worker ended, or never had it: it goes on from where it was saved."""
+        """Its worker exited, or never received it: continue from its last checkpoint."""
         if part.point.stage not in (Stage.PREFILLED, Stage.READY):
             self._forget_ahead(part)
         part.losses += 1
@@ -306,7 +310,7 @@ class InFlight:
         self._go_on(part)
 
     def _go_on(self, part: Part) -> None:
-        """``part`` is to go on from its point; a question without any, where its stream is."""
+        """Queue ``part`` to continue from its point; a question without a point, where its stream is."""
         again = part.group.again
         if again is None or part.point.stage is not Stage.QUEUED:
             self.dispatch.wait(part)
@@ -316,13 +320,13 @@ class InFlight:
             self.fail(part.group, lost_question())
 
     def _timed(self, role: str, run: Mapping[str, float]) -> None:
-        """Note what a stage took of a request that left it."""
+        """Record the service time of a stage for a request that left it."""
         if role == "encode":
             self.dispatch.took(role, run.get("load", 0.0) + run.get("tokenize", 0.0) + run.get("encode", 0.0))
         elif role == "prefill":
             self.dispatch.took(role, run.get("prefill", 0.0))
 
     def _forget(self, item: Report) -> None:
-        """A state of a request that has ended, or is elsewhere."""
+        """Drop the state in a report about a request that has ended, or is elsewhere."""
         if isinstance(item, Moved | Chunk):
             self._payloads.drop(item.parcel)

@@ -1,4 +1,4 @@
-"""Which worker probably keeps what: pages of prompts by their keys, media and the texts of prompts by hashes."""
+"""An approximate index of the workers' caches: pages of prompts by their keys, media and prompt texts by hashes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from mmserve.core.request import MediaPart, Part, Request, TextPart, TokensPart
 
-#: Characters of a prompt that are looked up as one.
+#: Number of characters of a prompt in one hashed chunk.
 _CHARACTERS = 256
 
 
 class Index:
-    """What each worker was given, of the latest ``most`` things; a worker may have dropped one since."""
+    """The latest ``most`` entries sent to workers; a worker may have evicted one since."""
 
     def __init__(self, most: int = 1 << 15) -> None:
         self._most = most
         self._holders: OrderedDict[Hashable, set[str]] = OrderedDict()
 
     def note(self, things: Iterable[Hashable], worker: str) -> None:
-        """``worker`` has them from now on."""
+        """Record that ``worker`` has these entries."""
         for thing in things:
             self._holders.setdefault(thing, set()).add(worker)
             self._holders.move_to_end(thing)
@@ -31,17 +31,17 @@ class Index:
         return sum(self._has(thing, worker) for thing in things) / len(things) if things else 0.0
 
     def leading(self, things: Sequence[Hashable], worker: str) -> float:
-        """The share of ``things`` that ``worker`` has from the first one on, without a gap."""
+        """The share of ``things`` in the longest prefix of which ``worker`` has all."""
         count = next((i for i, thing in enumerate(things) if not self._has(thing, worker)), len(things))
         return count / len(things) if things else 0.0
 
     def dropped(self, things: Iterable[Hashable]) -> None:
-        """No worker has them any more."""
+        """Remove the entries for all workers."""
         for thing in things:
             self._holders.pop(thing, None)
 
     def left(self, worker: str) -> None:
-        """``worker`` has ended, and has nothing."""
+        """``worker`` has exited: remove its entries."""
         for thing, holders in list(self._holders.items()):
             holders.discard(worker)
             if not holders:
@@ -52,14 +52,14 @@ class Index:
 
 
 def media(request: Request) -> tuple[Hashable, ...]:
-    """What names the media of a request: hashes, which Python keeps with each file's bytes."""
+    """Keys of a request's media: hashes of their bytes, which Python caches."""
     parts = (part for message in request.messages for part in message.parts)
     return tuple(hash(part.data) for part in parts if isinstance(part, MediaPart) and part.data)
 
 
 def beginning(request: Request) -> tuple[Hashable, ...]:
-    """What names the beginning of a prompt whose tokens are not known: a hash after each media file and after so many
-    characters of text or token ids, each of all that comes before it, too."""
+    """Keys of a prompt's prefixes, without tokenising it: a cumulative hash after each media file and after every chunk
+    of text or token ids."""
     found: list[Hashable] = [hash((request.tenant.cache, request.adapter))]
     for message in request.messages:
         found.append(hash((found[-1], message.role)))

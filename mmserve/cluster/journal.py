@@ -1,5 +1,5 @@
-"""What a stream of video on a cluster was given since its last saved state: with both, another worker goes on with
-it."""
+"""The journal of a video stream on a cluster: the frames and questions since its last checkpoint, from which, together
+with the checkpoint, another worker can continue it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mmserve.cluster.messages import Parcel
 from mmserve.core.request import RequestId
 from mmserve.video.base import Scope
 
-#: Bytes of frames from which a state is saved, however few they are; with twice as many no further one is taken in.
+#: Bytes of frames after which a checkpoint is requested, however few frames; twice as many block further frames.
 MOST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class GivenFrame:
-    """Frame ``number`` at ``seconds``; ``pixels``: what it is sent as."""
+    """Frame ``number`` at ``seconds``; ``pixels``: its serialised form."""
 
     number: int
     seconds: float
@@ -25,55 +25,55 @@ class GivenFrame:
 
     @property
     def bytes(self) -> int:
-        """That are kept of it."""
+        """Size of its serialised form."""
         return len(self.pixels[1])
 
 
 @dataclass(eq=False)
 class GivenQuestion:
-    """A question about the frames up to number ``after``, until its prompt is elsewhere."""
+    """A question about the frames up to number ``after``, kept until its prompt was handed over."""
 
     id: RequestId
     after: int
     scope: Scope | None
-    asking: bool = True  # it has no answer yet
-    lost: bool = False  # the worker that had it does not have it any more
+    asking: bool = True  # it has not been asked successfully yet
+    lost: bool = False  # its worker has exited
 
 
 class Journal:
-    """In the order in which it was given. ``every``: frames between two states; 0 = nothing is kept, and a stream ends
-    with its worker. Not for several threads at once."""
+    """Entries in the order in which they were added. ``every``: frames between two checkpoints; 0 = no journal: the
+    stream ends with its worker. Not thread-safe."""
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self.parcel: Parcel = None  # the last saved state; None = the stream's beginning
-        self.number = 0  # of the newest frame in it
+        self.parcel: Parcel = None  # the last checkpoint; None = the stream's beginning
+        self.number = 0  # of the newest frame in the checkpoint
         self._entries: list[GivenFrame | GivenQuestion] = []
         self._bytes = self._frames = 0
-        self._asked_at = 0  # number of the frame after which a state was last asked for
+        self._asked_at = 0  # frame after which the last checkpoint was requested
 
     @property
     def kept(self) -> bool:
-        """Whether another worker could go on from here."""
+        """Whether another worker can continue from here."""
         return self._every > 0
 
     @property
     def full(self) -> bool:
-        """Whether no frame should come before a state is saved."""
+        """Whether no frame should be added before a checkpoint."""
         return self._bytes > 2 * MOST_BYTES
 
     @property
     def entries(self) -> tuple[GivenFrame | GivenQuestion, ...]:
-        """All that was given."""
+        """All entries."""
         return tuple(self._entries)
 
     @property
     def questions(self) -> list[GivenQuestion]:
-        """Those that may have to be asked again."""
+        """Questions that may have to be asked again."""
         return [each for each in self._entries if isinstance(each, GivenQuestion)]
 
     def add(self, entry: GivenFrame | GivenQuestion) -> None:
-        """It was given after all others."""
+        """Append an entry."""
         if not self.kept:
             return
         self._entries.append(entry)
@@ -82,16 +82,16 @@ class Journal:
             self._frames += 1
 
     def remove(self, entry: GivenQuestion) -> None:
-        """It is not to be asked again."""
+        """Remove a question that need not be asked again."""
         if entry in self._entries:
             self._entries.remove(entry)
 
     def failed(self, number: int) -> None:
-        """Frame ``number`` was not taken in: nobody is to take it in later."""
+        """Remove frame ``number``, which failed, so that it is not replayed."""
         self._leave(lambda each: isinstance(each, GivenFrame) and each.number == number)
 
     def due(self, newest: int) -> bool:
-        """Whether a state is to be saved after frame ``newest``; asked for once."""
+        """Whether a checkpoint must be requested after frame ``newest``; True once for each."""
         since = newest - self._asked_at
         if not self.kept or not since or not self._frames:
             return False
@@ -101,14 +101,14 @@ class Journal:
         return True
 
     def resumed(self) -> None:
-        """Another worker goes on from the saved state: one that was asked for since then does not come."""
+        """Another worker continues from the checkpoint: one that was requested since then will not arrive."""
         self._asked_at = self.number
 
     def saved(self, parcel: Parcel, number: int, open_: Callable[[RequestId], bool]) -> Parcel:
-        """A state is there; returns the one that is not needed any more.
+        """Record a new checkpoint. Returns the one that is no longer needed.
 
-        ``open_``: whether a question must be asked again were its worker lost. Such a question sees no frame after it,
-        so the older state is kept for its sake, as long as frames are not too many.
+        ``open_``: whether a question would have to be asked again if its worker were lost. Such a question must not see
+        later frames, so the older checkpoint is kept for it, unless frames become too many.
         """
 
         def wanted(each: GivenQuestion) -> bool:
@@ -128,7 +128,7 @@ class Journal:
         return self.clear()
 
     def clear(self) -> Parcel:
-        """Let go of all of it; returns the state that is not needed any more."""
+        """Clear the journal. Returns the checkpoint that is no longer needed."""
         old, self.parcel, self._entries, self._bytes, self._frames = self.parcel, None, [], 0, 0
         return old
 

@@ -1,4 +1,4 @@
-"""What the workers of a cluster keep for later requests, managed as one."""
+"""The caches of a cluster's workers, managed as one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mmserve.engine.prefixes import own
 
 
 class ClusterKept:
-    """``KeptLike`` of ``model``. Slow, for any thread: every call asks all ``workers`` and waits for them.
+    """``KeptLike`` of ``model``. Thread-safe, and slow: every call asks all ``workers`` and waits for them.
 
-    Raises ``Unavailable`` where there are none, and what ``engine.prefixes.Kept`` raises, with the name of the worker.
-    ``dropped``: is called with the names of pages that no worker has any more.
+    Raises ``Unavailable`` if there are none, and the errors of ``engine.prefixes.Kept``, with the name of the worker.
+    ``dropped`` is called with the names of pages that no worker has any more.
     """
 
     def __init__(
@@ -23,13 +23,13 @@ class ClusterKept:
         self._model, self._workers, self._dropped = model, workers, dropped
 
     def blocks(self) -> list[Block]:
-        """All of it, with the worker that has each."""
+        """All blocks, with the worker of each."""
         found = self._ask("blocks").returned
         return [block for worker, blocks in found.items() for block in own(blocks, worker)]
 
     def pin(self, ids: Sequence[str], pinned: bool) -> int:
-        """Keep entries whatever else comes, or no longer, on each worker that has them; how many of their blocks are
-        there, each counted once. Where it raises, some workers may have done so."""
+        """Pin entries, or unpin them, on each worker that has them. Returns how many of their blocks are there, each
+        counted once. If it raises, some workers may have done so."""
         visual, prefixes, blocks = self._sorted(ids)
         if not visual and not prefixes:
             return 0
@@ -37,8 +37,8 @@ class ClusterKept:
         return len(visual) + len(named(blocks, prefixes))
 
     def drop(self, ids: Sequence[str]) -> int:
-        """Forget entries on all workers, but for pages that others begin with on any of them; how many blocks, each
-        counted once."""
+        """Drop entries on all workers, without pages shared with others on any of them. Returns the number of blocks,
+        each counted once."""
         visual, prefixes, blocks = self._sorted(ids)
         pages = alone([block for block in blocks if block.label.kind == "prefix"], prefixes)
         if not visual and not pages:
@@ -48,11 +48,11 @@ class ClusterKept:
         return len(visual) + len(pages)
 
     def prefix_of(self, request: str) -> str:
-        """The id of the beginning of the prompt of a request that ended a moment ago; empty where none is kept."""
+        """The id of the prompt prefix of a recently ended request; empty if none is cached."""
         return next(filter(None, self._ask("prefix_of", request).returned.values()), "")
 
     def _sorted(self, ids: Sequence[str]) -> tuple[list[str], list[str], list[Block]]:
-        """Those of visual tokens, those of prefixes, and all blocks; unknown ones are left out."""
+        """``ids`` of visual tokens, those of prefixes, and all blocks; unknown ones are left out."""
         blocks = self.blocks()
         kinds = {block.label.name: block.label.kind for block in blocks}
         known = list(dict.fromkeys(each for each in ids if each in kinds))

@@ -1,9 +1,9 @@
-"""A connection between the front and a worker of the same host, for orders and for what the worker reports.
+"""A connection between the front end and a worker on the same host, for orders and reports.
 
-A call of Ray's costs its caller a millisecond of processor time, an item of a stream a third of one; a message here
-costs some 30 microseconds. Messages are pickled, between processes of the same user alone, over an abstract unix
-socket, and come in the order in which they were sent. The socket's end is the end of the process. The descriptors of
-the shared memory that a message has tickets for come with it, so that nobody has to ask for them.
+A call of Ray costs its caller a millisecond of CPU time, an item of a stream a third of one; a message here costs some
+30 microseconds. Messages are pickled, only between processes of the same user, over an abstract Unix socket, and arrive
+in order. When the socket closes, the process has exited. File descriptors of shared memory in a message's tickets are
+sent with it, so that they need not be requested.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from mmserve.transfer.shared_memory import Memory, Ticket
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: The memory of a ticket of this process, by a descriptor of its own; None where it has none.
+#: The memory of a ticket of this process, by a new descriptor; None if it has none.
 Offered = Callable[[Ticket], Memory | None]
-#: Descriptors of one message, at most; Linux takes 253. Memory beyond them is asked for by its ticket.
+#: Maximum descriptors of one message; Linux allows 253. Other memory is requested by its ticket.
 _MOST_DESCRIPTORS = 250
 _LENGTH = struct.Struct("=Q")
 _ROOM = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
-#: Seconds for a process of this host to accept a connection.
+#: Timeout (seconds) for a connection to a process of this host.
 _PATIENCE = 5.0
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tickets by what they are made of, and where in ``memories`` that of a ticket is."""
+    """Pickles tickets as their fields and the index in ``memories`` of their descriptor."""
 
     def __init__(self, file: io.BytesIO, offered: Offered) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._offered = offered
         self.memories: list[Memory] = []
-        # not ``persistent_id``, which is called for every object of a message, some 300
+        # not ``persistent_id``, which would be called for each of the some 300 objects of a message
         self.dispatch_table = {**copyreg.dispatch_table, Ticket: self._ticket}
 
     def _ticket(self, ticket: Ticket) -> tuple[Callable[..., Ticket], tuple[object, ...]]:
@@ -61,12 +61,12 @@ class _Pickler(pickle.Pickler):
 
 
 def _received(_place: int, _capacity: int, host: str, address: str, number: int, size: int) -> Ticket:
-    """A ticket without the descriptor that came with it; ``_Unpickler`` has a method of its own in place of this."""
+    """A ticket without its descriptor; ``_Unpickler`` replaces this function by a method."""
     return Ticket(host, address, number, size, None)
 
 
 class _Unpickler(pickle.Unpickler):
-    """``descriptors``: those that came with ``data``, all or none of them; it has or closes each."""
+    """``descriptors``: those that came with ``data``, all or none of them; each is used or closed."""
 
     def __init__(self, data: bytearray, descriptors: array.array[int]) -> None:
         super().__init__(io.BytesIO(data))
@@ -74,7 +74,7 @@ class _Unpickler(pickle.Unpickler):
         self._taken: list[Memory] = []
 
     def load(self) -> Any:
-        """The message. Raises what unpickling raises."""
+        """The message. Raises the errors of unpickling."""
         try:
             return super().load()
         except BaseException:
@@ -91,7 +91,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _ticket(self, place: int, capacity: int, host: str, address: str, number: int, size: int) -> Ticket:
         descriptor = self._left.pop(place, None)
-        if descriptor is None:  # none was sent, or this process had no room for those that came
+        if descriptor is None:  # not sent, or not received for lack of free descriptors
             return Ticket(host, address, number, size, None)
         memory = Memory(descriptor, size, capacity)
         self._taken.append(memory)
@@ -100,19 +100,19 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass
 class _Message:
-    """What is left to send of one; ``memories`` go with its first byte."""
+    """The unsent rest of a message; ``memories`` are sent with its first byte."""
 
     rest: memoryview
     memories: list[Memory] = field(default_factory=list)
 
     def send(self, connection: socket.socket, flags: int) -> None:
-        """Send what there is room for. Raises ``OSError``."""
+        """Send as much as possible without blocking. Raises ``OSError``."""
         descriptors = array.array("i", [memory.fd for memory in self.memories])
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if descriptors else []
         try:
             sent = connection.sendmsg([self.rest], ancillary, flags | socket.MSG_NOSIGNAL)
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:  # too many are on their way: memory is asked for by its ticket
+            if error.errno != errno.ETOOMANYREFS:  # too many in transit: the receiver requests memory by its ticket
                 raise
             sent = connection.send(self.rest, flags | socket.MSG_NOSIGNAL)
         self.rest = self.rest[sent:]
@@ -122,22 +122,23 @@ class _Message:
 
 
 def _nothing(_ticket: Ticket) -> None:
-    """Offers no memory."""
+    """Sends no memory."""
 
 
 class Link:
-    """One end of a connection. ``send`` for any threads, ``messages`` for one. ``offered``: see ``Offered``."""
+    """One end of a connection. ``send`` is thread-safe, ``messages`` is for one thread. ``offered``: see
+    ``Offered``."""
 
     def __init__(self, connection: socket.socket, offered: Offered = _nothing) -> None:
         self._socket, self._offered = connection, offered
         self._changed = threading.Condition()
-        self._unsent: deque[_Message] = deque()  # what the other end has had no room for, in order
-        self._writing = False  # whether a thread waits for room
+        self._unsent: deque[_Message] = deque()  # messages that the socket buffer had no space for, in order
+        self._writing = False  # whether a thread is sending them
         self._closed = False
 
     def send(self, message: Any) -> None:
-        """Send a message; waits for nothing: what the other end has no room for goes later, by a thread. Nothing
-        happens where the other end is gone: ``messages`` ends then."""
+        """Send a message without blocking: if the socket buffer is full, a thread sends it later. No effect if the
+        other end is closed: ``messages`` then ends."""
         file = io.BytesIO(bytes(_LENGTH.size))
         file.seek(_LENGTH.size)
         pickler = _Pickler(file, self._offered)
@@ -159,7 +160,7 @@ class Link:
                 threading.Thread(target=self._write, name="mmserve-link", daemon=True).start()
 
     def messages(self) -> Iterator[Any]:
-        """What comes, until the other end is gone, or sends what cannot be read: the connection then ends for both."""
+        """Received messages, until the other end closes, or sends something unreadable, which closes the connection."""
         while True:
             descriptors = array.array("i")
             head = self._read(_LENGTH.size, descriptors)
@@ -177,7 +178,7 @@ class Link:
             yield message
 
     def close(self) -> None:
-        """End it, for both ends."""
+        """Close the connection, for both ends."""
         with self._changed:
             self._closed = True
             self._unsent.clear()
@@ -187,8 +188,8 @@ class Link:
         self._socket.close()
 
     def _read(self, size: int, descriptors: array.array[int]) -> bytearray | None:
-        """The next ``size`` bytes, and the ``descriptors`` that come with them; None where the connection ends before.
-        Where the process has no room for all descriptors, it takes none."""
+        """The next ``size`` bytes, and the ``descriptors`` sent with them; None if the connection closes before. If the
+        process lacks free descriptors for all of them, it takes none."""
         data = bytearray(size)
         rest = memoryview(data)
         flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
@@ -208,17 +209,17 @@ class Link:
         return data
 
     def _try(self, message: _Message) -> None:
-        """Send what there is room for."""
+        """Send as much as possible without blocking."""
         try:
             while len(message.rest):
                 message.send(self._socket, socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass
-        except OSError:  # the other end is gone
+        except OSError:  # the other end is closed
             message.rest = message.rest[:0]
 
     def _write(self) -> None:
-        """Send what is unsent, waiting for room."""
+        """Send the unsent messages, blocking."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unsent or self._closed)
@@ -227,16 +228,16 @@ class Link:
                 message = self._unsent[0]
             try:
                 message.send(self._socket, 0)
-            except OSError:  # the other end is gone
+            except OSError:  # the other end is closed
                 self.close()
                 return
             with self._changed:
-                if self._unsent and not len(message.rest):  # else it was closed meanwhile
+                if self._unsent and not len(message.rest):  # otherwise it was closed meanwhile
                     self._unsent.popleft()
 
 
 class Listener:
-    """Where the front finds a worker: an ``address`` that takes one connection."""
+    """A worker's listening socket: ``address`` accepts one connection, from the front end."""
 
     def __init__(self, offered: Offered = _nothing) -> None:
         self._offered = offered
@@ -246,7 +247,7 @@ class Listener:
         self._socket.listen(1)
 
     def serve(self, calls: Mapping[str, Callable[..., None]], events: Callable[[], Iterable[Any]]) -> None:
-        """Wait for the front; from then on have what it sends call one of ``calls``, and send it all ``events``."""
+        """Wait for the front end; then call ``calls`` for its messages, and send it all ``events``."""
         threading.Thread(target=self._accept, args=(calls, events), name="mmserve-link-in", daemon=True).start()
 
     def _accept(self, calls: Mapping[str, Callable[..., None]], events: Callable[[], Iterable[Any]]) -> None:
@@ -267,7 +268,8 @@ class Listener:
 
 
 def connected(address: str, offered: Offered = _nothing) -> Link:
-    """The front's end of a connection to the ``Listener`` at ``address``. Raises ``Unavailable`` where none accepts."""
+    """The front end's side of a connection to the ``Listener`` at ``address``. Raises ``Unavailable`` if none
+    accepts."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(_PATIENCE)

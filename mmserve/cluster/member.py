@@ -1,4 +1,4 @@
-"""A place of the cluster, and the worker that has it now."""
+"""A member of the cluster, and its current worker process."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from mmserve.transfer.shared_memory import Ticket
 
 
 class Member:
-    """A worker at its place: the roles stay with the place when its process is replaced."""
+    """A worker's slot: the roles remain when its process is replaced."""
 
     def __init__(self, index: int, settings: WorkerSettings, cluster: ClusterSettings) -> None:
         self.index, self.settings, self._cluster = index, settings, cluster
         self.roles = settings.stages
-        self.threads = max(1, int(settings.cpus))  # of torch
+        self.threads = max(1, int(settings.cpus))  # torch threads
         self.name = f"{index}"
         self.actor: ray_actors.Actor | None = None
-        self.described: Described | None = None  # while it serves
-        self.silent = 0.0  # seconds since it reported anything
-        self.begun = 0  # processes so far
-        self._free: list[Ticket | Region] = []  # memory that may be written again
-        #: Held while a process takes the place, loses it, or is drained, until the coordinators know: they have the
-        #: member by its process's name, and would else reach the next one by it.
+        self.described: Described | None = None  # set while it serves
+        self.silent = 0.0  # seconds since its last report
+        self.begun = 0  # number of processes so far
+        self._free: list[Ticket | Region] = []  # memory that the worker can reuse
+        #: Held while a process is started, removed or drained, until the coordinators know: they refer to the member by
+        #: its process's name, and would otherwise call the next process by it.
         self.changing = threading.Lock()
         self._noting = threading.Lock()
         self._assigning = threading.Lock()
-        self._drained: frozenset[str] | None = None  # its roles, while it has none because it is slow
+        self._drained: frozenset[str] | None = None  # its roles, while it is drained because it is slow
 
     def take(self, orders: list[Order]) -> None:
-        """As of ``workers.Worker.take``."""
+        """See ``workers.Worker.take``."""
         self._call("take", orders)
 
     def cancel(self, model: str, ids: list[RequestId], error: MMServeError | None) -> None:
-        """As of ``workers.Worker.cancel``."""
+        """See ``workers.Worker.cancel``."""
         self._call("cancel", model, ids, error)
 
     def serve(self, roles: Iterable[str]) -> None:
-        """As of ``workers.Worker.serve``; one that is drained has these roles once it gets work again."""
+        """See ``workers.Worker.serve``; a drained worker gets these roles when it resumes."""
         with self._assigning:
             if self._drained is None:
                 self._run(frozenset(roles))
@@ -53,24 +53,24 @@ class Member:
                 self._drained = frozenset(roles)
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
-        """As of ``workers.Worker.ask``."""
-        if (actor := self.actor) is None:  # read once: it goes at any time
+        """See ``workers.Worker.ask``."""
+        if (actor := self.actor) is None:  # read once: other threads may clear it
             raise WorkerEnded(f"worker {self.name} has ended")
         return actor.ask(model, question, arguments)
 
     def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
-        """As of ``workers.Worker.post``."""
+        """See ``workers.Worker.post``."""
         if (actor := self.actor) is not None:
             actor.post(model, question, arguments)
 
     def drain(self) -> None:
-        """Run no stage until ``resume``: what it has goes on elsewhere."""
+        """Run no stage until ``resume``: its requests continue on other workers."""
         with self._assigning:
             self._drained = self.roles
             self._run(frozenset())
 
     def resume(self) -> None:
-        """Have its roles again after ``drain``, if that was called."""
+        """Restore its roles after ``drain``, if that was called."""
         with self._assigning:
             if self._drained is not None:
                 roles, self._drained = self._drained, None
@@ -82,25 +82,26 @@ class Member:
 
     @property
     def drained(self) -> bool:
-        """Whether it has no role because it is slow."""
+        """Whether it has no roles because it is slow."""
         return self._drained is not None
 
     def reuse(self, ticket: Ticket | Region) -> None:
-        """Note memory that may be written again."""
+        """Record memory that the worker can reuse."""
         with self._noting:
             self._free.append(ticket)
 
     def flush(self) -> None:
-        """Send what ``reuse`` noted of the process that is there now; each process numbers its memory from 1."""
+        """Send the worker the memory recorded by ``reuse``, if it belongs to the current process; each process numbers
+        its memory from 1."""
         with self._noting:
             free, self._free = self._free, []
-        actor, described = self.actor, self.described  # in this order: none gets another one's numbers
+        actor, described = self.actor, self.described  # in this order: no process gets another's numbers
         if actor is None or described is None:
             return
         if numbers := [ticket.number for ticket in free if ticket.address == described.arena]:
             actor.call("reuse", numbers)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Have the worker call its method ``name``, unless it has ended."""
+        """Call the worker's method ``name``, unless it has exited."""
         if (actor := self.actor) is not None:
             actor.call(name, *arguments)

@@ -1,4 +1,4 @@
-"""What the coordinator and its workers send each other: plain data, which Ray carries."""
+"""Messages between the coordinator and its workers: plain data, sent by Ray or a ``link``."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from mmserve.core.share import MediaShare
 from mmserve.core.stats import Pass, Stats
 from mmserve.errors import MMServeError
 
-if TYPE_CHECKING:  # it imports torch, which starts slowly
+if TYPE_CHECKING:  # imports torch, which is slow
     from mmserve.video.facts import Facts
 
-#: What names of questions about streams of video begin with: they wait for no others.
+#: Prefix of the names of questions about video streams, which run concurrently with others.
 STREAM = "stream."
-#: Where the bytes of a state are: shared memory of a process, or a reference to Ray's object store; None = there are
-#: none.
+#: The location of a state's bytes: shared memory of a process, or a reference to Ray's object store; None = no bytes.
 Parcel = Any
 
 
 @dataclass(frozen=True)
 class Order:
-    """Take a request in and go on with it: ``handover`` without its payload, which is in ``parcel``.
+    """Start or continue a request: ``handover`` without its payload, which is in ``parcel``.
 
-    ``key``: the request that the client sent; ``sample``: which of its samples this is, None = all that are left.
-    ``left``: seconds until its deadline, since clocks of hosts differ.
+    ``key``: the client's request; ``sample``: its sample, None = all that are left. ``left``: seconds until its
+    deadline, because clocks of hosts differ.
     """
 
     model: str
@@ -40,13 +39,13 @@ class Order:
     handover: Handover
     parcel: Parcel = None
     left: float | None = None
-    shard: tuple[MediaShare, ...] = ()  # only this of its media is to be encoded
-    seen: tuple[Parcel, ...] = ()  # its media that others have encoded
-    ahead: tuple[tuple[int, Parcel], ...] = ()  # numbered chunks of its K/V that go ahead of it
-    expects: bool = False  # only those are here: it is still prefilled elsewhere
+    shard: tuple[MediaShare, ...] = ()  # encode only these of its media
+    seen: tuple[Parcel, ...] = ()  # visual tokens of its media, encoded by others
+    ahead: tuple[tuple[int, Parcel], ...] = ()  # numbered chunks of its K/V sent ahead
+    expects: bool = False  # only chunks: it is still being prefilled elsewhere
 
     def request(self) -> Request:
-        """The request, with its deadline on this host's clock."""
+        """The request, with its deadline converted to this host's clock."""
         deadline = None if self.left is None else time.monotonic() + self.left
         return replace(self.handover.request, deadline=deadline)
 
@@ -63,7 +62,7 @@ class Happened:
 
 @dataclass(frozen=True)
 class Moved:
-    """The state of a request: it left its worker, or, where it ``stays``, it was saved."""
+    """The state of a request: handed over or, if ``stays``, a checkpoint."""
 
     model: str
     key: RequestId
@@ -75,7 +74,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Chunk:
-    """K/V of a request that is still prefilled there, the ``number``-th from 0; ``handover`` as it will leave."""
+    """K/V of a request that is still being prefilled: chunk ``number``, from 0; ``handover``: as it will be handed
+    over."""
 
     model: str
     key: RequestId
@@ -87,7 +87,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Refused:
-    """A worker could not take a request in, because its state did not come: it is where it was before."""
+    """A worker could not accept a request because its state was not received; the request's last point remains
+    valid."""
 
     model: str
     key: RequestId
@@ -97,7 +98,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Lost:
-    """In place of a ``Moved`` or ``Chunk`` whose state did not come; made by the coordinator."""
+    """Replaces a ``Moved`` or ``Chunk`` whose state was not received; created by the coordinator."""
 
     model: str
     key: RequestId
@@ -108,7 +109,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Appended:
-    """A frame of the stream ``key`` is in, or has failed; ``number``: as of ``WorkerStreams.append``."""
+    """A frame of the stream ``key`` was appended, or failed; ``number``: see ``WorkerStreams.append``."""
 
     model: str
     key: str
@@ -118,7 +119,7 @@ class Appended:
 
 @dataclass(frozen=True)
 class StreamSaved:
-    """The state of the stream ``key`` after frame ``number``; ``parcel`` is None where it could not be written."""
+    """The state of the stream ``key`` after frame ``number``; ``parcel`` is None if it could not be written."""
 
     model: str
     key: str
@@ -128,7 +129,7 @@ class StreamSaved:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A worker is running; what its engines hold and have counted, by model, and the passes since the last one."""
+    """A worker is running; with its engines' statistics by model, and the passes since the last heartbeat."""
 
     stats: Mapping[str, Stats]
     passes: tuple[Pass, ...] = ()
@@ -139,9 +140,9 @@ Item = Happened | Moved | Chunk | Refused | Appended | StreamSaved | Heartbeat
 
 @dataclass(frozen=True)
 class Described:
-    """A worker that is ready: its models, what video sessions must know of them, the adapters of their checkpoints, its
-    host (as of ``host_id``), its process and the address of its arena. ``listener``: the address of its
-    ``link.Listener``; empty = it is reached by Ray alone."""
+    """A worker that is ready: its models, their properties for video sessions, the adapters of their checkpoints, its
+    host (see ``host_id``), its process and the address of its arena. ``listener``: the address of its
+    ``link.Listener``; empty = it is reached only by Ray."""
 
     models: Mapping[str, ModelInfo]
     sessions: Mapping[str, Facts]
@@ -153,7 +154,7 @@ class Described:
 
 
 def without_media(request: Request) -> Request:
-    """``request`` for stages after encode, which have its visual tokens: files of media are left out."""
+    """``request`` for stages after encode, without media files: these stages have its visual tokens."""
     if all(not isinstance(part, ImagePart | VideoPart) for message in request.messages for part in message.parts):
         return request
     return replace(request, messages=tuple(map(_without_media, request.messages)))

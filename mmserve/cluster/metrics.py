@@ -1,4 +1,4 @@
-"""What a fleet is made of now, and what has become of its workers, as Prometheus metrics."""
+"""Prometheus metrics of a fleet: its workers, and their history."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class FleetMetrics(Unasked):
-    """Those of one fleet, read when they are asked for."""
+    """The metrics of one fleet, computed when they are collected."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
-        """One family after another."""
+        """Yields the metric families."""
         fleet = self._fleet
         serving = [member for member in fleet.members if member.described is not None]
         roles = Counter(role for member in serving for role in member.roles)
@@ -46,7 +46,7 @@ class FleetMetrics(Unasked):
 
 
 def _of_caches(fleet: Fleet) -> Iterator[Metric]:
-    """What each worker keeps: by its name, and by cache; all models of a worker share these caches."""
+    """The caches of each worker, by its name and by cache; all models of a worker share these caches."""
     found: dict[str, Stats] = {}
     for coordinator in list(fleet.coordinators.values()):
         found |= coordinator.stats_of_workers()

@@ -1,4 +1,4 @@
-"""States as objects of Ray's store, which carries them between hosts."""
+"""States as objects in Ray's object store, which transfers them between hosts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from mmserve.errors import TransferError
 
-#: Seconds for an object to come from another host.
+#: Timeout (seconds) for an object from another host.
 _PATIENCE = 30.0
 
 
 def stored(data: Any) -> Any:
-    """A reference to ``data``, any buffer of bytes, in the store."""
+    """Puts ``data``, a buffer of bytes, into the store. Returns the reference."""
     import numpy as np
     import ray
 
@@ -19,7 +19,7 @@ def stored(data: Any) -> Any:
 
 
 def fetched(reference: Any) -> memoryview:
-    """The bytes that a reference is for; ``TransferError`` where they are lost."""
+    """The bytes of a reference; raises ``TransferError`` if they are lost."""
     import ray
 
     try:

@@ -1,6 +1,7 @@
-"""How slow each worker is: its passes beside those of the same kind and size, of the other workers and its own before.
+"""The slowness of each worker: its pass times relative to those of other workers, and to its own earlier ones, for the
+same kind and size.
 
-Pure bookkeeping: passes are noted, and ratios asked for.
+Without side effects: passes are recorded, and ratios are read.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from statistics import median
 
 from mmserve.core.stats import Pass
 
-#: How much of a mean is new with each pass: of a kind and size, and of a worker's ratio to what others take.
+#: Weight of a new pass in the running means: of a kind and size, and of a worker's ratio.
 _NEW_MEAN, _NEW_RATIO = 1 / 32, 1 / 8
-#: Passes of a worker until its mean counts: to judge others by, and to judge itself by where there are none.
+#: Number of a worker's passes until its mean is used: as reference for others, and for itself if there are none.
 _KNOWN, _OWN = 8, 32
-#: Passes that must have been judged until a worker's ratio counts.
+#: Number of compared passes until a worker's ratio is used.
 _JUDGED = 8
-#: One pass counts as so many times as slow at most: a single accident is none.
+#: Maximum ratio of a single pass, so that one outlier has little effect.
 _MOST = 12.0
 
 
@@ -39,14 +40,14 @@ class _Ratio:
 
 
 class Pace:
-    """Of all workers that serve. Sizes count as the same within a factor of two."""
+    """Pass times of all serving workers. Sizes within a factor of two are treated as equal."""
 
     def __init__(self) -> None:
         self._means: dict[tuple[str, int], dict[str, _Mean]] = defaultdict(dict)
         self._ratios: dict[str, dict[str, _Ratio]] = defaultdict(dict)  # of each worker, by stage
 
     def note(self, worker: str, passes: Iterable[Pass]) -> None:
-        """``worker`` reports passes."""
+        """Record passes of ``worker``."""
         for each in passes:
             means = self._means[each.stage, each.size.bit_length()]
             own = means.setdefault(worker, _Mean())
@@ -59,16 +60,16 @@ class Pace:
             own.add(each.seconds)
 
     def slowness(self, worker: str) -> float:
-        """How many times as long as usual the latest passes of its slowest stage took; 1 = not known."""
+        """The relative duration of recent passes in its slowest stage; 1 = as usual, or unknown."""
         ratios = self._ratios.get(worker, {}).values()
         return max((ratio.value for ratio in ratios if ratio.judged >= _JUDGED), default=1.0)
 
     def rest(self, worker: str) -> None:
-        """Judge it anew from here on."""
+        """Reset the worker's ratios."""
         self._ratios.pop(worker, None)
 
     def forget(self, worker: str) -> None:
-        """It has ended."""
+        """The worker has exited: remove its data."""
         self.rest(worker)
         for means in self._means.values():
             means.pop(worker, None)

@@ -1,4 +1,4 @@
-"""How one process's states go to others: written, read, and dropped, by the transport that was chosen for it."""
+"""Writing, reading and dropping of states (parcels), by the configured transport."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from mmserve.transfer.shared_memory import Arena, Reader, Ticket
 
 
 class Parcels:
-    """What this process has written, and what reads that of others.
+    """The parcels that this process has written, and readers for those of others.
 
-    ``transport``: how what it writes goes out, one of ``[cluster] transport`` but "auto". What it reads may have come
-    by any of them.
+    ``transport``: how parcels are written, one of ``[cluster] transport`` except for "auto". Parcels of any transport
+    can be read.
     """
 
     def __init__(self) -> None:
         self.transport = "shared_memory"
         self.arena, self._reader = Arena(), Reader()
         self._regions: Regions | None = None
-        self._written: dict[int, Ticket | Region] = {}  # by their numbers, of the one transport
+        self._written: dict[int, Ticket | Region] = {}  # by their numbers, of the configured transport
 
     def use(self, transport: str) -> None:
-        """Write by ``transport`` from now on; ``ConfigError`` where it is not there. Before the first ``write``."""
+        """Set the ``transport``; raises ``ConfigError`` if it is not available. Before the first ``write``."""
         self.transport = transport
         if transport == "nixl":
             self.regions()
 
     def write(self, payload: Any) -> Parcel:
-        """Offer ``payload`` until ``reuse``."""
+        """Write ``payload``; it remains readable until ``reuse``."""
         packed = PAYLOADS.pack(payload)
         if self.transport == "object_store":
             data = bytearray(packed.size)
@@ -42,13 +42,13 @@ class Parcels:
         return made
 
     def read(self, parcel: Parcel) -> Any:
-        """The payload of ``parcel``; ``TransferError`` where it does not come, or has changed on the way."""
+        """The payload of ``parcel``; raises ``TransferError`` if it is lost or corrupted."""
         if isinstance(parcel, Ticket):
             return PAYLOADS.decode(self._reader.read(parcel))
         return PAYLOADS.decode(self.regions().read(parcel) if isinstance(parcel, Region) else fetched(parcel))
 
     def reuse(self, number: int) -> None:
-        """Nobody reads this any more: its memory may be written again."""
+        """Allow reuse of a parcel's memory, which nobody reads any more."""
         made = self._written.pop(number, None)
         if isinstance(made, Ticket):
             self.arena.drop(made)
@@ -56,13 +56,13 @@ class Parcels:
             self.regions().drop(made)
 
     def regions(self) -> Regions:
-        """Those of this process, from the first use on."""
+        """The NIXL regions of this process; created on first use."""
         if self._regions is None:
             self._regions = Regions(self.arena.address)
         return self._regions
 
     def close(self) -> None:
-        """Offer nothing any longer, and read nothing."""
+        """Close all parcels and readers."""
         self._reader.close()
         self.arena.close()
         if self._regions is not None:

@@ -1,4 +1,4 @@
-"""Where states are between two workers: this process holds their memory, so that they outlive the worker that made
+"""The store of states between two workers: this process holds their memory, so that they outlive the worker that wrote
 them."""
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from mmserve.transfer.shared_memory import Arena, Memory, Reader, Ticket, allow_
 
 @dataclass(frozen=True)
 class Kept:
-    """Shared memory that this process holds: ``here`` on its own arena, ``origin`` where it was written."""
+    """Shared memory that this process holds: ``here``: in its own arena, ``origin``: where it was written."""
 
     here: Ticket
     origin: Ticket
 
 
 class SharedPayloadStore:
-    """``PayloadStore`` over shared memory on this host; states from other hosts stay references to Ray's object store,
-    or regions of NIXL.
+    """``PayloadStore`` with shared memory on this host; states from other hosts remain references to Ray's object
+    store, or NIXL regions.
 
-    ``host_of``: the host of a worker by its name; ``reuse``: has a worker write to the memory of a ticket, or of a
-    region, of its own again.
+    ``host_of``: the host of a worker by its name; ``reuse``: lets a worker reuse the memory of its ticket or region.
     """
 
     def __init__(self, host_of: Callable[[str], str], reuse: Callable[[Ticket | Region], None]) -> None:
@@ -35,21 +34,21 @@ class SharedPayloadStore:
         allow_descriptors()
         self._arena, self._reader = Arena(), Reader()
         self._beginning = threading.Lock()
-        self._regions: Regions | None = None  # from the first use on
+        self._regions: Regions | None = None  # created on first use
 
     def keep(self, parcel: Parcel) -> Parcel:
-        """As of ``PayloadStore.keep``. What is not in memory of this host does not outlive the worker that made it."""
+        """See ``PayloadStore.keep``. States outside of this host's memory do not outlive the worker that wrote them."""
         if not isinstance(parcel, Ticket):
             return parcel
         return Kept(self._arena.put(self._reader.take(parcel)), parcel)
 
     def own(self, parcel: Parcel) -> Parcel:
-        """As of ``PayloadStore.own``; what is in Ray's store, or a region, is offered anew by this process."""
+        """See ``PayloadStore.own``; states in Ray's store, or in a region, are written again by this process."""
         if isinstance(parcel, Ticket):
             return self.keep(parcel)
         if not isinstance(parcel, Region):
             return stored(fetched(parcel))
-        with self._beginning:  # states of several workers come at once
+        with self._beginning:  # states of several workers arrive concurrently
             if self._regions is None:
                 self._regions = Regions(self._arena.address)
             regions = self._regions
@@ -58,7 +57,7 @@ class SharedPayloadStore:
         return regions.copy(data)
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
-        """As of ``PayloadStore.sent``: to another host the bytes go by Ray's object store."""
+        """See ``PayloadStore.sent``: to another host, bytes are sent by Ray's object store."""
         if not isinstance(parcel, Kept):
             return parcel
         if self._host_of(worker) == self._arena.host:
@@ -67,7 +66,7 @@ class SharedPayloadStore:
             return stored(memory.read())
 
     def drop(self, parcel: Parcel) -> None:
-        """As of ``PayloadStore.drop``."""
+        """See ``PayloadStore.drop``."""
         if isinstance(parcel, Kept):
             self._arena.drop(parcel.here)
             self._reuse(parcel.origin)
@@ -77,16 +76,16 @@ class SharedPayloadStore:
             self._reuse(parcel)
 
     def offered(self, ticket: Ticket) -> Memory | None:
-        """As of ``Arena.offered``."""
+        """See ``Arena.offered``."""
         return self._arena.offered(ticket)
 
     @property
     def held(self) -> int:
-        """States that are kept here."""
+        """Number of states held here."""
         return len(self._arena) + (0 if self._regions is None else len(self._regions))
 
     def close(self) -> None:
-        """Forget all of them."""
+        """Drop all states."""
         self._reader.close()
         self._arena.close()
         if self._regions is not None:

@@ -1,10 +1,11 @@
-"""Processes for Ray's workers that have PyTorch and the models' code imported from the start: forked from one that has.
+"""Forks Ray worker processes from a template process that has already imported PyTorch and the models' code.
 
-Ray starts ``python -m mmserve.cluster.prefork SCRIPT …`` where it would start ``python SCRIPT …`` (``py_executable`` of
-the actor's runtime environment). That asks the host's template process for a fork, which runs ``SCRIPT``, and ends. The
-first one of a host starts the template, which imports everything once, has one thread, and ends with the raylet.
-Imports are nearly all that a worker's start costs: some 5 seconds of a core. Not for workers with GPUs: CUDA does not
-work in forks of a process that has looked for it; nor on clusters that are joined, whose hosts may have another Python.
+Ray starts ``python -m mmserve.cluster.prefork SCRIPT …`` instead of ``python SCRIPT …`` (``py_executable`` of the
+actor's runtime environment). That requests a fork from the host's template process, which runs ``SCRIPT``, and exits.
+The first one on a host starts the template, which imports everything once, has one thread, and exits with the raylet.
+Imports are most of a worker's start time: some 5 seconds of a core. Not for workers with GPUs, because CUDA does not
+work in forks of a process that has initialised it; nor for clusters that are joined, whose hosts may have another
+Python.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from typing import Any
 
 from mmserve.core.peer_credentials import is_own_user
 
-#: The process id of a worker's raylet, in the environment that Ray gives it.
+#: The environment variable in which Ray passes the raylet's process id to a worker.
 _RAYLET = "RAY_RAYLET_PID"
 _SERVE = "--serve"
 _SIZE = struct.Struct("=Q")
-#: Seconds between two attempts to reach a template that has just been started.
+#: Seconds between two attempts to connect to a template that has just been started.
 _AGAIN = 0.02
-#: Seconds for who asks to have said what for: others wait meanwhile.
+#: Timeout (seconds) for a client's request, because others wait meanwhile.
 _PATIENCE = 30.0
 
 
 def command() -> str:
-    """What Ray is to run in place of Python."""
+    """The command that Ray runs instead of Python."""
     return f"{sys.executable} -m mmserve.cluster.prefork"
 
 
 def main(arguments: list[str]) -> None:
-    """Be the template (``--serve``), or have it run a script with its arguments; without one, run it here."""
+    """Run the template (``--serve``), or have it run a script with its arguments; without a template, run it here."""
     if arguments == [_SERVE]:
         _serve()
         return
@@ -53,12 +54,12 @@ def main(arguments: list[str]) -> None:
 
 
 def _address() -> str:
-    """Of the template of this user, raylet and installation: an abstract unix socket."""
+    """The abstract Unix socket of the template of this user, raylet and installation."""
     return f"\0mmserve-prefork-{os.getuid()}-{os.environ[_RAYLET]}-{zlib.crc32(__file__.encode())}"
 
 
 def _forked(arguments: list[str]) -> None:
-    """Have the template fork; returns when it has. Raises ``OSError`` where that is not possible."""
+    """Request a fork from the template; returns when it has forked. Raises ``OSError`` if that fails."""
     if _RAYLET not in os.environ:
         raise OSError("this process was not started by a raylet")
     asked = json.dumps({"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}).encode()  # noqa: PTH109
@@ -91,10 +92,10 @@ def _connected() -> socket.socket:
 
 
 def _serve() -> None:
-    """Fork for each process that asks, until the raylet ends."""
+    """Fork for each client, until the raylet exits."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(_address())  # first of all: of several templates that start, one goes on
+        listener.bind(_address())  # first: if several templates start, only one succeeds
     except OSError:
         return
     listener.listen(128)
@@ -104,16 +105,16 @@ def _serve() -> None:
     import mmserve.cluster.worker
     import mmserve.models.towers  # noqa: F401 - with what every loader imports of transformers
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for here: the raylet watches them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the raylet supervises forks, so they are not waited for
     gc.collect()
-    gc.freeze()  # else the first collection of a fork writes to all pages that it shares with this process
+    gc.freeze()  # otherwise the first collection in a fork would copy all shared pages
     waited: list[Any] = [listener, raylet]
     while True:
         ready, _, _ = select.select(waited, [], [])
         if raylet in ready:
             os._exit(0)
         connection, _ = listener.accept()
-        with connection, suppress(OSError, ValueError, struct.error):  # one that ends as it asks ends nothing else
+        with connection, suppress(OSError, ValueError, struct.error):  # errors of one client must not affect others
             if not is_own_user(connection):
                 continue
             connection.settimeout(_PATIENCE)
@@ -121,7 +122,7 @@ def _serve() -> None:
 
 
 def _fork(connection: socket.socket, listener: socket.socket, raylet: int) -> None:
-    """Read what is asked for on ``connection``, and fork; only the template returns."""
+    """Read a request from ``connection``, and fork; returns only in the template."""
     head, outputs, _, _ = socket.recv_fds(connection, _SIZE.size, 2)
     try:
         with connection.makefile("rb") as received:
@@ -138,10 +139,10 @@ def _fork(connection: socket.socket, listener: socket.socket, raylet: int) -> No
 
 
 def _run(arguments: list[str], environment: dict[str, str], folder: str, outputs: list[int]) -> None:
-    """Run a script in this process, as if it had been started for that; does not return."""
+    """Run a script in this process as its main program; does not return."""
     code = 1
     try:
-        os.setsid()  # the raylet ends the whole process group of a worker that has ended
+        os.setsid()  # the raylet kills the process group of a worker that has exited
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for own, output in enumerate(outputs, start=1):
             os.dup2(output, own)

@@ -1,4 +1,4 @@
-"""What a worker answers beside its requests: about the adapters, the caches and the streams of one of its engines."""
+"""Calls that a worker answers besides its requests: about adapters, caches and streams of one of its engines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mmserve.engine.engine import Engine
 
 @dataclass(frozen=True)
 class Subject:
-    """One of a worker's engines, and the streams of video that are kept beside it."""
+    """One of a worker's engines, with its video streams."""
 
     engine: Engine
     streams: WorkerStreams
 
 
-#: Each gets the subject, and what the asker gave; returns plain data, which Ray carries.
+#: Functions of the subject and the caller's arguments; they return plain data, which Ray can send.
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
     # adapters
     "hold": lambda of, name: of.engine.adapters.hold(name),

@@ -1,6 +1,6 @@
-"""Ray as far as a fleet needs it: the cluster, its placement group, and the actor that a worker runs in.
+"""The parts of Ray that a fleet needs: the cluster, its placement group, and the actor of a worker.
 
-Nothing imports Ray before ``start``, which must come before any object of gRPC is made.
+Ray is not imported before ``start``, which must precede the creation of any gRPC object.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from mmserve.errors import ConfigError, Unavailable
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: How often a local cluster is started: a raylet gives up when its helpers take more than 15 seconds.
+#: Attempts to start a local cluster: a raylet gives up if its helpers take more than 15 seconds.
 _ATTEMPTS = 3
-#: Settings of a local cluster: no processes for tasks, of which there are none; workers have the priority of any
-#: server (Ray's own is "nice" 15); and when the head ends, workers and the front outlive it for so many seconds.
+#: Settings of a local cluster: no task processes, because there are no tasks; normal priority of workers (Ray's default
+#: is "nice" 15); and seconds for which workers and the front end survive the head.
 _LOCAL = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
 }
-#: Seconds for Ray to end.
+#: Timeout (seconds) for Ray to shut down.
 _ENDING = 30.0
-#: Seconds for a worker to answer a question: it may have to read an adapter from a slow disk.
+#: Timeout (seconds) for a worker's reply: it may have to read an adapter from a slow disk.
 _ANSWERING = 60.0
-#: Seconds until Ray has room for all workers.
+#: Timeout (seconds) for Ray to reserve resources for all workers.
 _PLACING = 20.0
 
 
 def start(config: ClusterConfig) -> None:
-    """Start a Ray cluster on this host, or join one. Raises ``ConfigError`` where that cannot be done."""
+    """Start a Ray cluster on this host, or join one. Raises ``ConfigError`` if that fails."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else a token is written to the user's folder
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise a token is written to the user's home
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     settings = config.cluster
     if settings.address == "local":
-        for name, value in _LOCAL.items():  # read as Ray is imported
+        for name, value in _LOCAL.items():  # read when Ray is imported
             os.environ.setdefault(name, value)
     require_ray()
     import ray
@@ -70,7 +70,7 @@ def start(config: ClusterConfig) -> None:
             )
         except Exception as error:
             ray.shutdown()
-            if type(error) is not Exception:  # Ray has no type of its own for it
+            if type(error) is not Exception:  # Ray has no specific type for it
                 raise
             if attempt == _ATTEMPTS:
                 raise ConfigError(f"Ray did not start on this host, {_ATTEMPTS} times: {error}") from error
@@ -80,8 +80,8 @@ def start(config: ClusterConfig) -> None:
 
 
 def end() -> bool:
-    """Leave the cluster; one that ``start`` has started ends. False where Ray does not come to an end, as without its
-    head it may not; its processes then end with this one."""
+    """Leave the cluster; a cluster started by ``start`` is shut down. Returns False if Ray does not shut down, for
+    example without its head; its processes then exit with this one."""
     import ray
 
     thread = threading.Thread(target=ray.shutdown, name="mmserve-ray-end", daemon=True)
@@ -91,7 +91,7 @@ def end() -> bool:
 
 
 def forked(config: ClusterConfig) -> dict[str, Any]:
-    """Options of actors without GPUs: on a local cluster, forks of a process that has everything imported."""
+    """Options of actors without GPUs: on a local cluster, forks of a process that has imported everything."""
     return {"runtime_env": {"py_executable": prefork.command()}} if config.cluster.address == "local" else {}
 
 
@@ -104,7 +104,7 @@ def head() -> str:
 
 
 class Placement:
-    """Room for every worker on the cluster, reserved together: all of them or none."""
+    """Resources for every worker on the cluster, reserved together: all of them or none."""
 
     def __init__(self, config: ClusterConfig) -> None:
         import ray
@@ -126,7 +126,7 @@ class Placement:
             ) from error
 
     def options(self, index: int, worker: WorkerSettings) -> dict[str, Any]:
-        """Options of the actor of worker number ``index``."""
+        """Options of the actor of worker ``index``."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return {
@@ -137,16 +137,16 @@ class Placement:
         }
 
     def close(self) -> None:
-        """Give the room back; waits for the cluster's head."""
+        """Release the resources; waits for the cluster's head."""
         from ray.util import remove_placement_group
 
         remove_placement_group(self._group)
 
 
 class Actor:
-    """One actor of Ray with a worker in it. Calls do not wait, but for ``load`` and ``events``.
+    """A Ray actor with a worker in it. Calls do not block, except for ``load`` and ``events``.
 
-    Orders to a worker of this host, and what it reports, do not go by Ray (``link``).
+    Orders to a worker of this host, and its reports, use a ``link`` instead of Ray.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -154,20 +154,20 @@ class Actor:
         self._link: Link | None = None
 
     def load(self, config: Config, *, transport: str, linked: bool, kv_bits: int, offered: Offered) -> Described:
-        """As of ``Worker.load``; ``offered``: memory of this process that it gets with orders. Raises what it raises,
-        or ``Unavailable`` where the actor ends meanwhile."""
+        """See ``Worker.load``; ``offered``: memory of this process that is sent with orders. Raises its errors, or
+        ``Unavailable`` if the actor exits meanwhile."""
         described: Described = self._waited(self._handle.load.remote(config, transport, linked, kv_bits))
         if described.listener:
             self._link = connected(described.listener, offered)
         return described
 
     def host(self) -> str:
-        """The host it runs on, as of ``host_id``."""
+        """The actor's host (see ``host_id``)."""
         host: str = self._waited(self._handle.host.remote())
         return host
 
     def events(self) -> Iterator[list[Item]]:
-        """As of ``Worker.events``; ends where the actor does."""
+        """See ``Worker.events``; ends when the actor exits."""
         if self._link is not None:
             yield from self._link.messages()
             self._link.close()
@@ -181,14 +181,14 @@ class Actor:
             return
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call the method ``name`` of the worker, after those before it."""
+        """Call the worker's method ``name``, after previous calls."""
         if self._link is not None:
             self._link.send((name, arguments))
         else:
             self._handle.call.remote(name, *arguments)
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
-        """As of ``Worker.ask``; raises ``WorkerEnded`` where the actor ends, or has not answered in time."""
+        """See ``Worker.ask``; raises ``WorkerEnded`` if the actor exits, or does not reply in time."""
         import ray
 
         reference = self._asked(model, question, arguments)
@@ -200,17 +200,17 @@ class Actor:
             raise WorkerEnded(f"a worker did not answer: {type(error).__name__}") from error
 
     def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
-        """As of ``workers.Worker.post``."""
+        """See ``workers.Worker.post``."""
         self._asked(model, question, arguments)
 
     def close(self, seconds: float) -> None:
-        """As of ``Worker.close``; returns after so many seconds at the latest, and where the actor has ended."""
+        """See ``Worker.close``; returns after ``seconds`` at the latest, or when the actor has exited."""
         import ray
 
         ray.wait([self._handle.call.remote("close")], timeout=seconds)
 
     def kill(self) -> None:
-        """End it now; logs where Ray cannot, as without its head."""
+        """Kill the actor; logs if Ray cannot, for example without its head."""
         import ray
 
         if self._link is not None:
@@ -239,7 +239,7 @@ def _actor_class() -> Any:
     import ray
 
     class StageActor:
-        """``Worker`` in a process of its own; torch is imported when it is made."""
+        """``Worker`` in a separate process, which imports torch when the actor is created."""
 
         def __init__(self) -> None:
             from mmserve.cluster.worker import Worker

@@ -1,4 +1,4 @@
-"""Which worker a request goes to: a pure function of their loads and of what they keep."""
+"""Routing of requests to workers: a pure function of their loads and cache contents."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mmserve.core.handover import ROLES, Handover
 from mmserve.core.request import ImagePart, Part, Request, VideoPart
 from mmserve.core.share import MediaShare
 
-#: Requests that a worker has in hand for a stage, at most: the others wait where they can still go elsewhere.
+#: Maximum requests of a worker in a stage: others wait, so that they can still be sent elsewhere.
 IN_HAND = {"encode": 4, "prefill": 8}
-#: What a request without media costs to encode, by definition.
+#: Cost of encoding a request without media: the unit of cost.
 OF_TEXT = 1.0
-#: Pixels of media that cost as much to encode as a request without any, and pixels of a byte of those that are not
-#: known: some ten bits a pixel are usual in files of photographs, and a video's frames hide in few bytes.
+#: Pixels of media whose encoding costs one unit, and pixels per byte of media of unknown size: photographs have about
+#: ten bits per pixel, and a video has many frames in few bytes.
 _PIXELS_A_UNIT, _PIXELS_A_BYTE = 100_000.0, 2.0
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A worker that could take a request: its ``load``, and what the request would cost less there because it keeps
-    some of what would have to be computed (``saved``), both in units of cost."""
+    """A worker that could run a request: its ``load``, and the cost that its caches save for the request (``saved``),
+    both in units of cost."""
 
     name: str
     load: float
@@ -34,15 +34,15 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate]) -> str | None:
-    """The name of the worker with the least load, less what is saved there."""
+    """The name of the worker with the least load minus savings; None if there are no candidates."""
     if not candidates:
         return None
     return min(candidates, key=lambda each: each.load - each.saved).name
 
 
 def room(roles: frozenset[str], role: str, running: int) -> int:
-    """How many requests a worker of ``roles`` has in hand at most, for those that come for ``role``: it keeps them
-    through the stages after it that it runs, too. ``running``: answers that it decodes at once."""
+    """The maximum number of requests of a worker of ``roles`` that were sent for ``role``: they stay through its later
+    stages, too. ``running``: number of answers that it decodes concurrently."""
     own = ROLES[ROLES.index(role) :]
     most = {**IN_HAND, "decode": running}
     total = 0
@@ -54,7 +54,7 @@ def room(roles: frozenset[str], role: str, running: int) -> int:
 
 
 def cost(role: str, handover: Handover) -> float:
-    """What a request costs in the stage of ``role``, in units that only compare within the stage."""
+    """The cost of a request in the stage of ``role``, comparable only within the stage."""
     if role == "encode":
         return OF_TEXT + sum(pixels(part) for part in _media(handover.request)) / _PIXELS_A_UNIT
     if role == "prefill":
@@ -63,7 +63,8 @@ def cost(role: str, handover: Handover) -> float:
 
 
 def pixels(part: ImagePart | VideoPart) -> float:
-    """Pixels of an image, from its file's header; of anything else as many as images of so many bytes have."""
+    """Number of pixels of an image, from its file's header; for other media, that of an image of the same size in
+    bytes."""
     if isinstance(part, ImagePart) and part.data:
         try:
             width, height = Image.open(BytesIO(part.data), formats=("PNG", "JPEG")).size
@@ -74,8 +75,8 @@ def pixels(part: ImagePart | VideoPart) -> float:
 
 
 def shards(costs: Sequence[float], most: int) -> list[tuple[int, ...]]:
-    """The places of ``costs`` in at most ``most`` parts of like sums, none empty: the dearest first, each to the part
-    that has least (Graham's rule for the longest processing times)."""
+    """Partitions the indices of ``costs`` into at most ``most`` non-empty parts of similar sums: the most expensive
+    first, each to the part with the smallest sum (Graham's longest processing time rule)."""
     parts: list[list[int]] = [[] for _ in range(min(most, len(costs)))]
     sums = [0.0] * len(parts)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -86,10 +87,10 @@ def shards(costs: Sequence[float], most: int) -> list[tuple[int, ...]]:
 
 
 def sharded(request: Request, encoders: int, least: int) -> list[tuple[tuple[MediaShare, ...], Request]]:
-    """The media of ``request`` in parts of like cost for so many ``encoders``, each with the request that has the files
-    of no others; none where there is one image only, or less than ``least`` pixels (0 = never).
+    """The media of ``request`` in parts of similar cost for ``encoders`` workers, each with a request that has only its
+    files; empty if there is only one image, or fewer than ``least`` pixels (0 = never split).
 
-    A video that costs more than one encoder's share is cut into as many parts as it costs shares.
+    A video that costs more than one encoder's share is split into proportionally many parts.
     """
     files = _media(request)
     costs = [pixels(part) for part in files]
@@ -108,7 +109,7 @@ def sharded(request: Request, encoders: int, least: int) -> list[tuple[tuple[Med
 
 
 def _only(request: Request, chosen: frozenset[int]) -> Request:
-    """``request`` with the files of the media at these places alone."""
+    """``request`` with only the media files at these indices."""
     number = count()
 
     def kept(part: Part) -> Part:

@@ -1,4 +1,4 @@
-"""Workers that have their models loaded and no role yet: each takes the place of one that ended, at once."""
+"""Spare workers with loaded models but no role: each can replace a worker that exited, immediately."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mmserve.errors import MMServeError
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: Seconds after a spare could not begin, doubled each time up to the second.
+#: Delay (seconds) after a spare failed to start; doubled each time, up to the second value.
 _AGAIN, _AGAIN_MOST = 1.0, 60.0
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """An actor whose models are loaded."""
+    """An actor with loaded models."""
 
     actor: Actor
     described: Described
 
 
 class Spares:
-    """``count`` spares for each of ``kinds`` (threads of torch), each made by ``load`` on a thread of this object, one
-    after another; for any number of threads."""
+    """``count`` spares for each of ``kinds`` (number of torch threads), created by ``load`` on a thread of this object,
+    one after another; thread-safe."""
 
     def __init__(self, kinds: Collection[int], count: int, load: Callable[[int], Loaded]) -> None:
         self._load, self._count = load, count
@@ -37,11 +37,11 @@ class Spares:
         self._thread = threading.Thread(target=self._fill, name="mmserve-spares", daemon=True)
 
     def start(self) -> None:
-        """Begin to load."""
+        """Start loading."""
         self._thread.start()
 
     def take(self, kind: int) -> Loaded | None:
-        """A spare, which is the caller's from then on, where one is ready; another is made in its place."""
+        """Removes and returns a spare, if one is ready; another is created in its place."""
         with self._changed:
             ready = self._ready.get(kind)
             if not ready:
@@ -51,11 +51,11 @@ class Spares:
 
     @property
     def ready(self) -> int:
-        """Spares that wait, of all kinds."""
+        """Number of ready spares, of all kinds."""
         return sum(map(len, self._ready.values()))
 
     def stop(self) -> None:
-        """End all of them."""
+        """Stop all spares."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -83,7 +83,7 @@ class Spares:
                     made.actor.kill()
 
     def _missing(self) -> int | None:
-        """The next kind to load, once there is one; None at the end."""
+        """The next kind to load, once one is missing; None at the end."""
 
         def lacks() -> list[int]:
             return [kind for kind, ready in self._ready.items() if len(ready) < self._count]

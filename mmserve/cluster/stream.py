@@ -1,8 +1,8 @@
-"""One stream of video on a cluster: a worker keeps its frames and K/V, and another goes on with it when that one ends,
-or does not encode any more.
+"""One video stream on a cluster: a worker keeps its frames and K/V; when it exits, or no longer encodes, another one
+continues.
 
-The stream is then opened there with its last saved state, and given again what came after that, in its order. Who uses
-the stream waits meanwhile, and notices nothing: tokens do not depend on where, nor on how often, a frame is taken in.
+The stream is then opened there from its last checkpoint, and the journal is replayed. Callers wait meanwhile, and see
+no difference: tokens do not depend on where, nor on how often, a frame is processed.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: Seconds until a worker must be there that goes on with a stream.
+#: Timeout (seconds) for finding a worker that continues a stream.
 PATIENCE = 120.0
 _NOT_TAKEN_IN = "the session's frames are not taken in: their worker is being replaced; try again"
 
 
 @dataclass(frozen=True)
 class SeenThere(Seen):
-    """A frame that the worker of its stream keeps; its tensors are empty."""
+    """A frame that the stream's worker keeps; its tensors here are empty."""
 
     stream: ClusterStream
     number: int
 
 
 class ClusterStream:
-    """``Stream`` whose frames the worker ``owner`` keeps; ``begin`` comes first.
+    """A ``Stream`` whose frames are kept by the worker ``owner``; call ``begin`` first.
 
-    ``given``: what it was opened with, as of ``Streams.open``. With a lock of its own, which nothing waits for a worker
-    with; the coordinator's may be held while it is taken, never the other way round.
+    ``given``: the arguments of ``Streams.open``. Has its own lock, which is never held while waiting for a worker; it
+    may be acquired with the coordinator's lock held, never the other way round.
     """
 
     def __init__(
@@ -63,24 +63,24 @@ class ClusterStream:
     ) -> None:
         self._streams, self._given, self._most_losses = streams, given, most_losses
         self.owner: Worker | None = None
-        self.worker = ""  # the name of ``owner``, which may have another one once its worker is replaced
-        self.name = ""  # the stream's there; another one each time that it is opened
-        self._held = 0  # bytes that are set aside for it there
+        self.worker = ""  # the name of ``owner`` when the stream was opened there
+        self.name = ""  # the stream's name there, different each time it is opened
+        self._held = 0  # bytes reserved for it there
         self._changed = threading.Condition()
         self._journal = Journal(save_frames)
-        self._ready = False  # frames go to ``owner`` as they come
+        self._ready = False  # frames are sent to ``owner`` immediately
         self._wanted = False  # it must be opened again
-        self._opening = False  # on a thread that sees to that
-        self._losses = 0  # of its workers, since all its frames were in last
+        self._opening = False  # a thread is opening it
+        self._losses = 0  # lost workers since all frames were last appended
         self._number, self._seconds = 0, 0.0  # of the newest frame
-        self._out: set[int] = set()  # frames that ``owner`` was given and has not reported
-        self._futures: dict[int, tuple[float, Future[Seen]]] = {}  # with the frames' seconds
+        self._out: set[int] = set()  # frames sent to ``owner`` that it has not reported
+        self._futures: dict[int, tuple[float, Future[Seen]]] = {}  # with the frames' times
         self._ended: MMServeError | None = None
 
     # --- as a stream ---
 
     def append(self, frame: Frame) -> Future[Seen]:
-        """As of ``Stream.append``; raises ``StreamLost`` where nobody can go on with the stream."""
+        """See ``Stream.append``; raises ``StreamLost`` if no worker can continue the stream."""
         future: Future[Seen] = Future()
         image = frame.image.convert("RGB")
         pixels = image.size, image.tobytes(), frame.detail
@@ -106,7 +106,7 @@ class ClusterStream:
         return future
 
     def ask(self, request: Request, scope: Scope | None, sink: Sink) -> Asked:
-        """As of ``Stream.ask``."""
+        """See ``Stream.ask``."""
         once = admitted_once(sink)
         for _ in range(self._most_losses + 1):
             owner, worker, name = self._there()
@@ -130,16 +130,16 @@ class ClusterStream:
         raise self._too_many_losses()
 
     def stats(self) -> StreamStats:
-        """As of ``Stream.stats``."""
+        """See ``Stream.stats``."""
         stats: StreamStats = self.question("stream.stats")
         return stats
 
     def close(self) -> None:
-        """As of ``Stream.close``."""
+        """See ``Stream.close``."""
         self._end(Cancelled("the stream was closed"))
 
     def question(self, question: str, *arguments: Any, frame: int | None = None) -> Any:
-        """What the worker answers that has ``frame``, None = all of them; raises ``StreamLost``."""
+        """The reply of the worker that has ``frame`` (None = all frames) to a question; raises ``StreamLost``."""
         for _ in range(self._most_losses + 1):
             owner, _, name = self._there(frame)
             try:
@@ -153,11 +153,11 @@ class ClusterStream:
 
     @property
     def ended(self) -> MMServeError | None:
-        """Why it has ended, if it has."""
+        """The error with which it ended, if it did."""
         return self._ended
 
     def begin(self) -> int:
-        """Open it; returns the bytes that are set aside for it, raises what ``Streams.open`` raises."""
+        """Open it. Returns the bytes reserved for it; raises the errors of ``Streams.open``."""
         with self._changed:
             self._opening = True
         self._open_somewhere(patience=0.0)
@@ -166,7 +166,7 @@ class ClusterStream:
         return self._held
 
     def took(self, item: Appended) -> None:
-        """A frame is in, or has failed."""
+        """A frame was appended, or failed."""
         with self._changed:
             if item.key != self.name:
                 return
@@ -185,7 +185,7 @@ class ClusterStream:
             future.set_result(SeenThere(seconds, torch.empty(0), torch.empty(0), self, item.number))
 
     def saved(self, item: StreamSaved) -> None:
-        """A state of it was saved; with the coordinator's lock."""
+        """A checkpoint was saved; called with the coordinator's lock."""
         with self._changed:
             unused = item.parcel
             if item.key == self.name and self._ended is None and item.parcel is not None:
@@ -194,14 +194,14 @@ class ClusterStream:
         self._streams.drop(unused)
 
     def left(self, worker: str) -> None:
-        """A worker has ended."""
+        """A worker has exited."""
         with self._changed:
             if worker == self.worker and self._ended is None:
                 self._losses += 1
                 self._disturb()
 
     def move(self) -> None:
-        """Have another worker go on with it, where one can."""
+        """Have another worker continue it, if possible."""
         with self._changed:
             if self._ready and self._journal.kept:
                 self._disturb()
@@ -209,13 +209,13 @@ class ClusterStream:
     # --- to its worker ---
 
     def _send(self, given: GivenFrame) -> None:
-        """With the lock."""
+        """Call with the lock."""
         assert self.owner is not None
         self._out.add(given.number)
         self.owner.post(self._streams.model, "stream.append", (self.name, given.number, given.seconds, *given.pixels))
 
     def _save_if_due(self) -> None:
-        """With the lock, where all that was given is there."""
+        """Request a checkpoint if one is due and all entries were sent. Call with the lock."""
         if self._journal.due(self._number) and self.owner is not None:
             self.owner.post(self._streams.model, "stream.save", (self.name,))
 
@@ -224,7 +224,7 @@ class ClusterStream:
         return asked
 
     def _there(self, frame: int | None = None) -> tuple[Worker, str, str]:
-        """``owner``, ``worker`` and ``name``, once it has ``frame``, None = all of them; raises ``StreamLost``."""
+        """``owner``, ``worker`` and ``name``, once it has ``frame`` (None = all frames); raises ``StreamLost``."""
 
         def has() -> bool:
             return self._ready and (not self._out if frame is None else frame not in self._out)
@@ -237,18 +237,18 @@ class ClusterStream:
                 raise Unavailable(_NOT_TAKEN_IN)
             return self.owner, self.worker, self.name
 
-    # --- when its worker ends, or is to have it no longer ---
+    # --- when its worker exits, or must give it up ---
 
     def _is_gone(self, name: str, error: MMServeError) -> bool:
-        """Whether an error is because the stream is not there any more by this name."""
+        """Whether an error means that no stream of this name exists there any more."""
         with self._changed:
             if self.name == name and isinstance(error, WorkerEnded):
                 self._disturb()
             return self._ended is not None or self._wanted or self.name != name
 
     def _again(self, given: GivenQuestion) -> bool:
-        """A question was lost before its prompt was elsewhere; whether it will be asked again. With the coordinator's
-        lock."""
+        """A question was lost before its prompt was handed over. Returns whether it will be asked again. Call with the
+        coordinator's lock."""
         with self._changed:
             if self._ended is not None or given not in self._journal.questions:
                 return False
@@ -258,7 +258,7 @@ class ClusterStream:
             return True
 
     def _disturb(self) -> None:
-        """It must be opened again; with the lock."""
+        """Have it opened again. Call with the lock."""
         if self._ended is not None:
             return
         self._wanted, self._ready = True, False
@@ -268,7 +268,7 @@ class ClusterStream:
             self._streams.go(self._open_somewhere)
 
     def _open_somewhere(self, patience: float = PATIENCE) -> None:
-        """Open it on a worker and give it all that is journalled, until that is done; one thread at a time."""
+        """Open it on a worker and replay the journal, until that succeeds; only one thread at a time."""
         tried: set[str] = set()
         while True:
             with self._changed:
@@ -279,7 +279,7 @@ class ClusterStream:
                 lost = again and not self._journal.kept
                 many = self._losses > self._most_losses
             if ended:
-                self._close_there()  # where it was opened after its end
+                self._close_there()  # it was opened after its end
             if done:
                 return
             if lost or many:
@@ -319,12 +319,12 @@ class ClusterStream:
             logger.info("worker %s goes on with a session's stream after frame %d", worker, self._journal.number)
 
     def _give_again(self) -> None:
-        """What came after the saved state, in its order; returns early where it must be opened once more."""
+        """Replay the journal in order; returns early if it must be opened once more."""
         given = 0
         while True:
             with self._changed:
                 entries = self._journal.entries
-                # What has failed meanwhile left the journal, so places in it change: frames are known by their numbers.
+                # Entries that failed meanwhile are removed from the journal, so frames are identified by their numbers.
                 left = [e for e in entries if (isinstance(e, GivenQuestion) and e.lost) or _number(e) > given]
                 if self._wanted or self._ended is not None:
                     return
@@ -389,7 +389,7 @@ class ClusterStream:
             owner.post(self._streams.model, "stream.close", (name,))
 
     def _lost(self, why: MMServeError | None = None) -> StreamLost:
-        """What is lost with the stream."""
+        """The error for a lost stream."""
         kept = f"frames up to {self._seconds:g} s ({self._number} in all)"
         reason = "" if why is None else f" ({why.message})"
         return StreamLost(

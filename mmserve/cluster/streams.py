@@ -1,5 +1,5 @@
-"""Sessions' streams of video on a cluster: each has a worker that keeps its frames and K/V, and takes its questions in;
-these then go on as any request does."""
+"""Video streams of sessions on a cluster: each has a worker that keeps its frames and K/V, and receives its questions,
+which then continue like any request."""
 
 from __future__ import annotations
 
@@ -26,45 +26,46 @@ from mmserve.video.base import Seen
 from mmserve.video.bounds import check_bytes, check_count
 from mmserve.video.standing import Judged, StandingQuestion
 
-#: Streams that are opened again at once, of workers that have ended.
+#: Streams of exited workers that are opened concurrently.
 _AT_ONCE = 4
 #: Seconds between two attempts to find a worker.
 _POLL = 0.05
 
 
 class Requests(Protocol):
-    """The requests of a model, as streams need them."""
+    """The interface for the requests of a model that streams need."""
 
     @property
     def info(self) -> ModelInfo:
         """The model."""
 
     def session_adapter(self, asked: str) -> str:
-        """As of ``Streams.adapter_for``."""
+        """See ``Streams.adapter_for``."""
 
     def submit_there(
         self, request: Request, sink: Sink, worker: str, ask: Callable[[Order], Asked], again: Callable[[], bool]
     ) -> Asked:
-        """Take in a question about a stream that ``worker`` keeps: ``ask`` gives it the order, and returns what was
-        asked about. It goes on as any request, once its prompt is encoded; where it is lost before, ``again`` is
-        called, which returns whether ``orders_again`` will be. Raises as ``Engine.submit``, and what ``ask`` raises."""
+        """Admit a question about a stream that ``worker`` keeps: ``ask`` sends it the order, and returns the frames
+        asked about. Once its prompt is encoded, it continues like any request; if it is lost before, ``again`` is
+        called, which returns whether ``orders_again`` will be called. Raises as ``Engine.submit``, and the errors of
+        ``ask``."""
 
     def orders_again(self, request: RequestId, worker: str) -> list[Order]:
-        """The same for a question that was lost: what ``worker`` is to get; empty where it has ended meanwhile."""
+        """The orders for ``worker`` for a question that was lost; empty if it has ended meanwhile."""
 
     def waits_for_stream(self, request: RequestId) -> bool:
-        """Whether a question would have to be asked again were its worker lost."""
+        """Whether a question would have to be asked again if its worker were lost."""
 
     def give_up(self, request: RequestId) -> None:
         """End a question that was lost with its stream."""
 
     def cancel(self, request_id: RequestId, error: MMServeError | None = None) -> None:
-        """End one with ``error``."""
+        """End a question with ``error``."""
 
 
 class ClusterStreams:
-    """``Streams`` of a model, each on the worker with the fewest of those that ``workers`` returns; the bounds of
-    ``[video]`` hold for all workers together. ``closing`` is called once, at the end. Also its ``Judge``."""
+    """``Streams`` of a model, each on the one of ``workers()`` with the fewest streams; the limits of ``[video]`` apply
+    to all workers together. ``closing`` is called once, at the end. Also implements ``Judge``."""
 
     def __init__(
         self,
@@ -80,12 +81,12 @@ class ClusterStreams:
         self._payloads, self._closing = payloads, closing
         self._lock = threading.Lock()
         self._streams: dict[str, ClusterStream] = {}  # by their names on their workers
-        self._open: dict[ClusterStream, int] = {}  # bytes that are set aside for each
+        self._open: dict[ClusterStream, int] = {}  # reserved bytes of each
         self._stopped = False
         self._openers = ThreadPoolExecutor(_AT_ONCE, "mmserve-streams")
 
     def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> ClusterStream:
-        """As of ``Streams.open``; ``Unavailable`` where there is no worker."""
+        """See ``Streams.open``; raises ``Unavailable`` if there is no worker."""
         given = memory, tenant, vision, beside
         stream = ClusterStream(self, given, self._settings.save_frames, self._settings.max_losses)
         with self._lock:
@@ -104,16 +105,16 @@ class ClusterStreams:
         return stream
 
     def adapter_for(self, asked: str) -> str:
-        """As of ``Streams.adapter_for``."""
+        """See ``Streams.adapter_for``."""
         return self.requests.session_adapter(asked)
 
     @property
     def stopped(self) -> bool:
-        """As of ``Streams.stopped``."""
+        """See ``Streams.stopped``."""
         return self._stopped
 
     def stop(self) -> None:
-        """As of ``Streams.stop``."""
+        """See ``Streams.stop``."""
         with self._lock:
             first, self._stopped = not self._stopped, True
             streams = list(self._streams.values())
@@ -126,7 +127,7 @@ class ClusterStreams:
     # --- what workers report ---
 
     def reported(self, item: Appended | StreamSaved) -> None:
-        """What became of a frame, or a saved state of a stream; with the coordinator's lock."""
+        """The result of a frame, or a checkpoint of a stream; called with the coordinator's lock."""
         with self._lock:
             stream = self._streams.get(item.key)
         if isinstance(item, Appended):
@@ -138,12 +139,12 @@ class ClusterStreams:
             self.drop(item.parcel)
 
     def left(self, worker: str) -> None:
-        """A worker has ended: others go on with its streams."""
+        """A worker has exited: others continue its streams."""
         for stream in self._all():
             stream.left(worker)
 
     def tick(self) -> None:
-        """Move streams from workers that do not encode any more to those that do."""
+        """Move streams from workers that no longer encode to those that do."""
         encoding = {worker.name for worker in self._workers() if "encode" in worker.roles}
         for stream in self._all() if encoding else ():
             if stream.worker not in encoding:
@@ -152,8 +153,8 @@ class ClusterStreams:
     # --- for streams ---
 
     def choose(self, tried: Collection[str], patience: float) -> Worker | None:
-        """A worker that is not among those ``tried``, the one with the fewest streams of those that encode; None where
-        there is none within so many seconds."""
+        """A worker not in ``tried`` that encodes, with the fewest streams; None if there is none within ``patience``
+        seconds."""
         end = time.monotonic() + patience
         while True:
             workers = [worker for worker in self._workers() if worker.name not in tried]
@@ -166,7 +167,7 @@ class ClusterStreams:
             time.sleep(_POLL)
 
     def renamed(self, stream: ClusterStream, former: str) -> bool:
-        """Workers report ``stream`` by its new name from now on; whether streams may still be opened."""
+        """Register the stream's new name on its worker. Returns whether streams may still be opened."""
         with self._lock:
             self._streams.pop(former, None)
             if not self._stopped:
@@ -174,32 +175,32 @@ class ClusterStreams:
             return not self._stopped
 
     def forget(self, stream: ClusterStream) -> None:
-        """It is closed."""
+        """Remove a closed stream."""
         with self._lock:
             self._streams.pop(stream.name, None)
             self._open.pop(stream, None)
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
-        """A saved state for a worker to read."""
+        """A checkpoint, converted for a worker."""
         return None if parcel is None else self._payloads.sent(parcel, worker)
 
     def drop(self, parcel: Parcel) -> None:
-        """A saved state is not needed any more."""
+        """Drop a checkpoint that is no longer needed."""
         if parcel is not None:
             self._payloads.drop(parcel)
 
     def go(self, work: Callable[[], None]) -> None:
-        """Run this soon, on another thread."""
+        """Run ``work`` on another thread."""
         self._openers.submit(work)
 
     def nobody(self) -> Unavailable:
-        """There is no worker."""
+        """The error if there is no worker."""
         return Unavailable(f"no worker of {self.model!r} is there: they are being replaced, try again in a few seconds")
 
     # --- standing questions ---
 
     def check(self, question: StandingQuestion, path: str = "question") -> None:
-        """As of ``Judge.check``, on any worker."""
+        """See ``Judge.check``; on any worker."""
         tried: set[str] = set()
         while (worker := self.choose(tried, PATIENCE)) is not None:
             try:
@@ -211,7 +212,7 @@ class ClusterStreams:
         raise self.nobody()
 
     def judge(self, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
-        """As of ``Judge.judge``, on the worker that keeps the frame."""
+        """See ``Judge.judge``; on the worker that keeps the frame."""
         if not isinstance(frame, SeenThere):
             raise FailedPrecondition("the frame is of no stream of this cluster")
         judged: list[Judged] = frame.stream.question("stream.judge", frame.number, list(questions), frame=frame.number)
@@ -223,5 +224,5 @@ class ClusterStreams:
 
 
 def lost_question() -> Unavailable:
-    """Why a question ends whose stream, or prompt, was lost."""
+    """The error of a question whose stream, or prompt, was lost."""
     return Unavailable("the worker that had the question has ended before its prompt was encoded: ask again")

@@ -1,7 +1,7 @@
-"""When a worker changes its role: a pure decision from how much each stage has to do.
+"""Role switching of workers: a pure decision based on the demand of each stage.
 
-The method is EPDServe's (arXiv 2501.05460): the demand of each stage is estimated all the time, and every few seconds
-the stage with the most takes a worker from the one with the least, which keeps at least one.
+The method is EPDServe's (arXiv 2501.05460): the demand of each stage is estimated continuously, and every few seconds
+the stage with the highest demand takes a worker from the one with the lowest, which keeps at least one.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from dataclasses import dataclass, field
 
 from mmserve.core.handover import ROLES
 
-#: A stage must have so many times as much to do as the one that gives it a worker, afterwards,
+#: Required ratio of the demands per worker of the receiving and giving stage, after the switch,
 RATIO = 1.5
-#: and so much in itself (seconds),
+#: required demand of the receiving stage (seconds),
 LEAST_SECONDS = 0.5
-#: in so many looks one after another.
+#: and number of consecutive checks for which both must hold.
 LOOKS = 2
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a stage has to do: ``requests`` that wait or run, each for ``seconds`` of one worker."""
+    """The demand of a stage: ``requests`` that wait or run, each for ``seconds`` of one worker."""
 
     requests: int
     seconds: float
 
     @property
     def total(self) -> float:
-        """Seconds of one worker."""
+        """Total seconds of one worker."""
         return self.requests * self.seconds
 
 
 @dataclass(frozen=True)
 class Switch:
-    """Take the worker ``name`` from one stage to another."""
+    """Move the worker ``name`` from one stage to another."""
 
     name: str
     taken_from: str
@@ -43,7 +43,7 @@ class Switch:
 
 @dataclass
 class Switching:
-    """Decides once every ``every`` seconds at most; ``look`` is to be called about once a second."""
+    """Decides at most once every ``every`` seconds; ``look`` is to be called about once a second."""
 
     every: float
     _move: tuple[str, str] | None = None
@@ -53,10 +53,10 @@ class Switching:
     def look(
         self, now: float, demand: Mapping[str, Demand], workers: Mapping[str, tuple[frozenset[str], int]]
     ) -> Switch | None:
-        """The change of roles that is due at ``now`` (seconds), if one is.
+        """The role switch that is due at ``now`` (seconds); None if none.
 
-        ``workers``: the roles of each by its name, and how many requests it has in hand; those with several roles do
-        not change.
+        ``workers``: roles and number of requests of each worker, by its name; workers with several roles are not
+        switched.
         """
         move = _move(demand, workers)
         self._looks = self._looks + 1 if move is not None and move == self._move else 1
@@ -70,7 +70,7 @@ class Switching:
 
 
 def _move(demand: Mapping[str, Demand], workers: Mapping[str, tuple[frozenset[str], int]]) -> tuple[str, str] | None:
-    """From which stage to which a worker should go."""
+    """The stages from which and to which a worker should move; None if none should."""
     able = {role: sum(role in roles for roles, _busy in workers.values()) for role in ROLES}
     alone = {role: sum(roles == {role} for roles, _busy in workers.values()) for role in ROLES}
     if not all(able.values()):
@@ -78,7 +78,7 @@ def _move(demand: Mapping[str, Demand], workers: Mapping[str, tuple[frozenset[st
     wait = {role: demand[role].total / able[role] for role in ROLES}
     receiver = max(ROLES, key=lambda role: wait[role])
     if wait[receiver] < LEAST_SECONDS or demand[receiver].requests <= able[receiver]:
-        return None  # one more worker would have nothing to do
+        return None  # one more worker would be idle
     donors = [role for role in ROLES if role != receiver and able[role] > 1 and alone[role]]
     if not donors:
         return None

@@ -1,6 +1,6 @@
-"""A worker of a cluster: an engine for each model, limited to its roles, and what goes in and out of it.
+"""A worker of a cluster: an engine for each model, limited to the worker's roles, and its communication.
 
-It runs in an actor of Ray (``fleet.py``), whose calls it serves.
+Runs in a Ray actor (``fleet.py``), which forwards calls to it.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from mmserve.video.facts import facts_of
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: Seconds between two signs of life.
+#: Interval (seconds) of heartbeats.
 HEARTBEAT_SECONDS = 0.25
-#: Items that travel together, at most.
+#: Maximum number of items in one message.
 _TOGETHER = 256
-#: Methods that the front calls by its link.
+#: Methods that the front end calls by its link.
 _CALLS = ("take", "cancel", "serve", "reuse")
 
 
 class Worker:
-    """One process's engines. Calls come from threads of the actor: ``take``, ``cancel``, ``serve`` and ``reuse`` one
-    after another, ``events`` beside them, and so ``ask``."""
+    """One process's engines. Methods are called from threads of the actor: ``take``, ``cancel``, ``serve`` and
+    ``reuse`` sequentially, ``events`` and ``ask`` concurrently with these."""
 
     def __init__(self) -> None:
         allow_descriptors()
@@ -77,9 +77,9 @@ class Worker:
         self._end_traces: Callable[[], None] = lambda: None
 
     def load(self, config: Config, *, transport: str, linked: bool, kv_bits: int) -> Described:
-        """Load the models; ``serve`` must follow. ``transport``: how states go out (``Parcels``); ``linked``: orders
-        come, and events go, by a socket of this host; ``kv_bits``: K/V of prompts go to decode in so many
-        (``transfer.kv_coding``), 0 = as they are."""
+        """Load the models; call ``serve`` afterwards. ``transport``: how states are written (``Parcels``); ``linked``:
+        whether orders and events use a socket of this host; ``kv_bits``: bits of K/V of prompts that are sent to decode
+        (``transfer.kv_coding``), 0 = unchanged."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._end_traces = traces.configure(config.server.otlp_endpoint)
         self._kv_bits = kv_bits
@@ -102,7 +102,7 @@ class Worker:
         return Described(infos, facts, adapters, host_id(), os.getpid(), self.parcels.arena.address, address)
 
     def take(self, orders: list[Order]) -> None:
-        """Take requests in; what goes wrong with one is reported by an item of its own."""
+        """Accept requests; an error of one is reported by a separate item."""
         for order in orders:
             if order.shard:
                 self._seeing.submit(self._see, order)
@@ -117,8 +117,8 @@ class Worker:
                 if not order.expects:
                     engine.adopt(replace(handover, payload=self._read(order.parcel)), sink)
             except TransferError as error:
-                self._engines[order.model].withdraw(order.handover.request.id)  # what came ahead of it, if anything did
-                if not order.expects:  # else it is reported once, when the request itself comes
+                self._engines[order.model].withdraw(order.handover.request.id)  # drop K/V that were sent ahead
+                if not order.expects:  # otherwise reported when the request itself arrives
                     self._outbox.put(Refused(order.model, order.key, order.sample, error))
             except MMServeError as error:
                 self._outbox.put(Happened(order.model, order.key, order.sample, Failed(error)))
@@ -127,7 +127,7 @@ class Worker:
                 self._outbox.put(Happened(order.model, order.key, order.sample, failed))
 
     def _see(self, order: Order) -> None:
-        """Encode some of a request's media for the worker that will have it; on a thread of its own."""
+        """Encode some of a request's media for the worker that will run it; on a separate thread."""
         try:
             engine = self._engines[order.model]
             torch.set_num_threads(engine.config.torch_threads)
@@ -140,7 +140,7 @@ class Worker:
             self._outbox.put(Refused(order.model, order.key, order.sample, failed))
 
     def cancel(self, model: str, ids: list[RequestId], error: MMServeError | None) -> None:
-        """As of ``workers.Worker.cancel``."""
+        """See ``workers.Worker.cancel``."""
         for each in ids:
             if error is None:
                 self._engines[model].withdraw(each)
@@ -148,8 +148,8 @@ class Worker:
                 self._engines[model].cancel(each, error)
 
     def serve(self, roles: Collection[str], save_every: int, ahead_bytes: int) -> None:
-        """Change the roles: what waits for another stage, and answers under way, leave. Without any, all of it does.
-        The rest as of ``Engine.serve_roles``."""
+        """Change the roles: requests that wait for other stages, and running answers, leave. With no roles, all leave.
+        Other arguments as in ``Engine.serve_roles``."""
         for engine in self._engines.values():
             engine.serve_roles(roles, save_every, ahead_bytes)
             if "encode" in roles:
@@ -157,7 +157,8 @@ class Worker:
         self._serving.set()
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
-        """What ``QUESTIONS[question]`` returns; raises what it raises, ``Internal`` for what is no ``MMServeError``."""
+        """The result of ``QUESTIONS[question]``; raises its errors, and ``Internal`` for exceptions other than
+        ``MMServeError``."""
         subject = self._subjects[model]
         torch.set_num_threads(subject.engine.config.torch_threads)
         try:
@@ -168,21 +169,21 @@ class Worker:
             raise Internal.logged(error, f"the question {question!r}", logger) from error
 
     def close(self) -> None:
-        """End all requests, write to disk what is kept there over restarts, and send the last spans."""
+        """End all requests, write persistent caches to disk, and send the last spans."""
         for subject in self._subjects.values():
             subject.streams.stop()
             subject.engine.stop()
         self._end_traces()
 
     def reuse(self, numbers: list[int]) -> None:
-        """Nobody reads these states any more: their memory may be written again."""
+        """Allow reuse of the memory of these states, which nobody reads any more."""
         for number in numbers:
             self.parcels.reuse(number)
 
     def events(self) -> Iterator[list[Item]]:
-        """What happens, for ever: as many items at once as there are; none at all is a sign of life.
+        """Yields reports endlessly, in batches of all available items; an empty batch is a heartbeat.
 
-        Nothing before ``serve``: nobody reads what a spare reports.
+        Yields nothing before ``serve``: nobody reads the reports of a spare.
         """
         self._serving.wait()
         due, last = 0.0, time.monotonic()
@@ -198,14 +199,14 @@ class Worker:
                 yield items
 
     def _called(self, name: str, *arguments: Any) -> None:
-        """Call a method for the front: what goes wrong is logged, and the calls after it come all the same."""
+        """Call a method for the front end; errors are logged, so that later calls are not affected."""
         try:
             getattr(self, name)(*arguments)
         except Exception:
             logger.exception("a call of %r failed", name)
 
     def _passes(self, since: float) -> tuple[Pass, ...]:
-        """What the engines ran lately; and a heartbeat counts as a pass, too, of so many seconds."""
+        """The latest passes of the engines, and the duration of this heartbeat as a pass of its own kind."""
         found = [Pass("heartbeat", 1, max(since, HEARTBEAT_SECONDS))]
         for engine in self._engines.values():
             with suppress(IndexError):
@@ -214,7 +215,7 @@ class Worker:
         return tuple(found)
 
     def _next(self, seconds: float) -> list[Item]:
-        """What there is, or comes within so many seconds."""
+        """The available items; waits up to ``seconds`` for the first."""
         found: list[Item] = []
         with suppress(queue.Empty):
             found.append(self._outbox.get(timeout=seconds))
@@ -225,11 +226,11 @@ class Worker:
     def _sink(self, order: Order) -> Callable[[Event | Progress | Left | Saved | Ahead], None]:
         def take(event: Event | Progress | Left | Saved | Ahead) -> None:
             if isinstance(event, Admitted):
-                return  # the coordinator has admitted it
+                return  # already sent by the coordinator
             sample = getattr(event, "sample", None) if order.sample is None else order.sample
             if isinstance(event, Left | Saved):
                 whole = order.sample is None and event.handover.request.sampling.n > 1
-                # At once: what stays is changed by its next step.
+                # immediately: a checkpoint's state is modified by its next step
                 self._outbox.put(
                     self._moved(order, None if whole else sample, event.handover, isinstance(event, Saved))
                 )
@@ -248,7 +249,7 @@ class Worker:
         return Moved(order.model, order.key, sample, _plain(handover), parcel, stays)
 
     def _coded(self, model: str, payload: Any) -> Any:
-        """K/V of a prompt in fewer bits, where the cluster asks for that; other payloads as they are."""
+        """K/V of a prompt quantised for transfer, if configured; other payloads unchanged."""
         loaded = self._engines[model].stages.model
         if self._kv_bits and isinstance(payload, PrefilledPayload | KVChunk) and isinstance(loaded, LoadedModel):
             return coded(payload, self._kv_bits, loaded.decoder.config.num_layers)
@@ -259,5 +260,5 @@ class Worker:
 
 
 def _plain(handover: Handover) -> Handover:
-    """``handover`` without what it need not carry: payload and media."""
+    """``handover`` without payload and media, which are sent separately."""
     return replace(handover, payload=None, request=without_media(handover.request))

@@ -1,4 +1,4 @@
-"""Streams of video whose frames and K/V a worker keeps, for sessions of the front."""
+"""Video streams whose frames and K/V a worker keeps, for sessions of the front end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("mmserve.cluster")
 
 @dataclass
 class _Kept:
-    """A stream that is open: the number of its newest frame, and the latest frames, for standing questions."""
+    """An open stream: the number of its newest frame, and the latest frames, for standing questions."""
 
     stream: EngineStream
     number: int = 0
@@ -41,11 +41,11 @@ class _Kept:
 
 
 class WorkerStreams:
-    """Those of one ``engine``; streams have the names that the front gives them.
+    """The streams of one ``engine``, by names that the front end assigns.
 
-    ``report``: puts an item into what the front is sent. ``sink_of``: what takes the events of an order's request.
-    ``write``, ``read``: a payload as the front keeps it, and back. Methods are for one thread at a time, and wait for
-    no frame.
+    ``report``: sends an item to the front end. ``sink_of``: returns the sink of an order's request. ``write``,
+    ``read``: convert between payloads and parcels. Methods must not be called concurrently, and do not wait for
+    frames.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class WorkerStreams:
         self._standing = standing_of(engine.stages.model)
         self._most_seen = config.frames_under_way + 1 if self._standing is not None else 0
         self._open: dict[str, _Kept] = {}
-        # On a thread of its own: other streams' frames do not wait for the bytes of a state.
+        # On a separate thread, so that frames of other streams do not wait while a state is written.
         self._saving = ThreadPoolExecutor(1, "mmserve-saving", lambda: torch.set_num_threads(1))
 
     def open(
         self, name: str, memory: Memory, tenant: Tenant, vision: Vision | None, beside: int, parcel: Parcel = None
     ) -> int:
-        """As of ``Streams.open``; with the state in ``parcel``, the stream goes on as the one that it is of. Returns
-        the bytes that are set aside for it."""
+        """See ``Streams.open``; with a state in ``parcel``, the stream continues from it. Returns the bytes reserved
+        for it."""
         saved: StreamPayload | None = None if parcel is None else self._read(parcel)
         kept = _Kept(self._streams.open(memory, tenant, vision, beside, saved))
         if saved is not None:
@@ -80,7 +80,7 @@ class WorkerStreams:
         return kept.stream.held
 
     def append(self, name: str, number: int, frame: Frame) -> None:
-        """As of ``Stream.append``; what becomes of the frame is reported as ``Appended`` with ``number``."""
+        """See ``Stream.append``; the result is reported as ``Appended`` with ``number``."""
         try:
             kept = self._kept(name)
             future = kept.stream.append(frame)
@@ -91,13 +91,13 @@ class WorkerStreams:
         future.add_done_callback(partial(self._appended, name, kept, number))
 
     def save(self, name: str) -> None:
-        """Report the stream's state after its frames so far as ``StreamSaved``; nothing where it is closed."""
+        """Report the stream's state after its current frames as ``StreamSaved``; no effect if it is closed."""
         kept = self._open.get(name)
         if kept is None:
             return
         number = kept.number
 
-        def taken(done: Future[StreamPayload]) -> None:  # on the streams' thread, before its next frame
+        def taken(done: Future[StreamPayload]) -> None:  # on the streams' thread, before the next frame
             seen = tuple(SeenState(i, one.seconds, one.tokens_RD, one.whole_RD) for i, one in kept.seen.items())
             self._saving.submit(self._saved, name, number, seen, done)
 
@@ -107,26 +107,27 @@ class WorkerStreams:
             return
 
     def ask(self, name: str, order: Order, scope: Scope | None) -> Asked:
-        """As of ``Stream.ask``, for the request of ``order``, whose events go to the front as those of any order."""
+        """See ``Stream.ask``; for the request of ``order``, whose events are sent to the front end like those of any
+        order."""
         return self._kept(name).stream.ask(order.request(), scope, self._sink_of(order))
 
     def stats(self, name: str) -> StreamStats:
-        """As of ``Stream.stats``."""
+        """See ``Stream.stats``."""
         return self._kept(name).stream.stats()
 
     def close(self, name: str) -> None:
-        """As of ``Stream.close``."""
+        """See ``Stream.close``."""
         kept = self._open.pop(name, None)
         if kept is not None:
             kept.stream.close()
 
     def check(self, question: StandingQuestion, path: str) -> None:
-        """As of ``Standing.check``."""
+        """See ``Standing.check``."""
         assert self._standing is not None, "facts have it"
         self._standing.check(question, path)
 
     def judge(self, name: str, number: int, questions: Sequence[StandingQuestion]) -> list[Judged]:
-        """As of ``Standing.judge``, about one of the latest frames."""
+        """See ``Standing.judge``; about one of the latest frames."""
         assert self._standing is not None, "facts have it"
         seen = self._kept(name).seen.get(number)
         if seen is None:
@@ -145,7 +146,7 @@ class WorkerStreams:
         return kept
 
     def _appended(self, name: str, kept: _Kept, number: int, done: Future[Seen]) -> None:
-        """On the streams' thread, or on that of ``close``."""
+        """Called on the streams' thread, or on that of ``close``."""
         error = Cancelled("the stream was closed") if done.cancelled() else done.exception()
         if error is None and self._most_seen:
             kept.seen[number] = done.result()
@@ -165,5 +166,5 @@ class WorkerStreams:
 
 
 def frame_of(seconds: float, size: tuple[int, int], pixels: bytes, detail: bool) -> Frame:
-    """A frame from its RGB bytes, of ``size`` (width, height)."""
+    """A frame from its RGB bytes; ``size``: width and height."""
     return Frame(seconds, Image.frombytes("RGB", size, pixels), detail)

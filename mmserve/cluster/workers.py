@@ -1,4 +1,4 @@
-"""What a coordinator needs of the workers of a cluster, and of what carries states between them."""
+"""The interfaces of workers, and of the store of their states, for a coordinator."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from mmserve.errors import MMServeError
 
 
 class Worker(Protocol):
-    """A worker as the coordinator sees it; no call but ``ask`` waits for it."""
+    """The coordinator's view of a worker; only ``ask`` blocks."""
 
     @property
     def name(self) -> str:
-        """What it is called in logs."""
+        """Its name in logs."""
 
     @property
     def roles(self) -> frozenset[str]:
-        """The stages that it runs now."""
+        """The stages that it runs currently."""
 
     def take(self, orders: list[Order]) -> None:
-        """Go on with these."""
+        """Start or continue these requests."""
 
     def cancel(self, model: str, ids: list[RequestId], error: MMServeError | None) -> None:
-        """End these, by the ids that they have there, with ``error``; None = they go on elsewhere, so that nothing more
-        is reported of them."""
+        """End these requests, given by their ids there, with ``error``; None = they continue elsewhere, and are no
+        longer reported."""
 
     def serve(self, roles: Iterable[str]) -> None:
-        """Run these stages from now on."""
+        """Run only these stages from now on."""
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
-        """What ``questions.QUESTIONS[question]`` returns there, one after another, but those about streams beside the
-        others; raises what it raises, and ``asking.WorkerEnded`` where the worker ends, or does not answer in time."""
+        """The result of ``questions.QUESTIONS[question]`` there; calls are sequential, except for those about streams.
+        Raises its errors, and ``asking.WorkerEnded`` if the worker exits, or does not reply in time."""
 
     def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
-        """The same, in the same order, without waiting for it."""
+        """As ``ask``, in the same order, without waiting for the result."""
 
 
 class PayloadStore(Protocol):
-    """Where states are between two workers; for any number of threads."""
+    """The store of states between two workers; thread-safe."""
 
     def keep(self, parcel: Parcel) -> Parcel:
-        """A parcel of the same bytes that is there even if the worker that made it ends; may wait for that worker.
-        Raises ``TransferError``; ``parcel`` is then still to be dropped."""
+        """A parcel with the same bytes that remains valid if the worker that wrote it exits; may wait for that worker.
+        Raises ``TransferError``; ``parcel`` must then still be dropped."""
 
     def own(self, parcel: Parcel) -> Parcel:
-        """As ``keep``, at the cost of a copy where the worker is on another host: there that is true of ``keep`` only
-        while the worker lives."""
+        """As ``keep``, but also for workers on other hosts, whose states ``keep`` does not copy: these remain valid
+        only while the worker runs."""
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
-        """The same for ``worker`` to read."""
+        """The parcel converted for ``worker``."""
 
     def drop(self, parcel: Parcel) -> None:
-        """Nobody reads it any more."""
+        """Free a parcel that nobody reads any more."""

@@ -1,1 +1,1 @@
-"""Video sessions: frames in at any time, questions about what was seen, within bounds of memory and of position."""
+"""Video sessions: frames at any time and questions about them, within limits of memory and positions."""

@@ -1,6 +1,6 @@
-"""When the answer to a standing question becomes an alert: hysteresis over the frames' probabilities.
+"""Alerts of standing questions: hysteresis over the probabilities of consecutive frames.
 
-Pure state, one ``Watch`` a standing question: no clock, no thread, no model.
+Pure state, one ``Watch`` for each standing question: no clock, no thread, no model.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from mmserve.errors import FieldViolation, InvalidArgument
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """When a watch turns true and false again. Probabilities are those of the awaited answer among the allowed ones."""
+    """The conditions under which a watch becomes true or false. Probabilities are those of the expected answer among
+    the allowed ones."""
 
-    on: float = 0.7  # turns true at this probability or more …
-    off: float = 0.3  # … and false at this or less; between them nothing changes
-    frames: int = 1  # frames in a row that must be at ``on``
-    interval: float = 0.0  # seconds of the stream between two alerts that it has turned true, at least
-    mass: float = 0.5  # probability of all allowed answers, below which a frame is unsure
+    on: float = 0.7  # becomes true at this probability or above …
+    off: float = 0.3  # … and false at this or below; no change between them
+    frames: int = 1  # consecutive frames required at ``on``
+    interval: float = 0.0  # minimum seconds of the stream between two alerts of becoming true
+    mass: float = 0.5  # minimum total probability of the allowed answers; frames below are ignored
 
     def check(self, path: str = "rule") -> None:
-        """Raise ``InvalidArgument`` where a number is out of its range; ``path`` names the rule in the request."""
+        """Raises ``InvalidArgument`` if a number is out of its range; ``path`` names the rule in the request."""
         right = {
             "on": (0 < self.on <= 1, "must be above 0 and at most 1"),
             "off": (0 <= self.off < self.on, "must be at least 0 and below `on`"),
@@ -35,18 +36,18 @@ class Rule:
 
 
 class Watch:
-    """The state of one standing question; false until its rule turns it true."""
+    """The state of one standing question; false until its rule makes it true."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule, self.on = rule, False
-        self._run = 0  # frames in a row at ``rule.on``
-        self._turned_on: float | None = None  # seconds of the last alert that it turned true
+        self._run = 0  # consecutive frames at ``rule.on``
+        self._turned_on: float | None = None  # seconds of the last alert of becoming true
 
     def update(self, probability: float, mass: float, seconds: float) -> bool | None:
-        """Take the answer to the frame at ``seconds`` of the stream; returns the new state where that is an alert.
+        """Process the answer to the frame at ``seconds`` of the stream. Returns the new state if it is an alert.
 
-        A frame whose ``mass`` is too small changes nothing, except that frames before it do not count as in a row with
-        those after it. An alert that ``interval`` holds back comes with the first frame after it, if it is still due.
+        A frame with too small a ``mass`` changes nothing, but interrupts a run of consecutive frames. An alert delayed
+        by ``interval`` is sent with the first frame after it, if its condition still holds.
         """
         rule = self.rule
         if mass < rule.mass:

@@ -1,9 +1,9 @@
-"""The pass over new rows of streams: each sees the rows that its stream keeps, and of its own those that its model's
-attention lets it: left of it, or up to the end of its block.
+"""The pass over new rows of streams: each attends to the kept rows of its stream, and among the new rows to those that
+its model's attention allows: to its left, or up to the end of its block.
 
-Rows of several frames and streams go through the model's products together and attend frame by frame, so that no bit
-of a row depends on what is run beside it.
-Shapes in names: R rows, T rows of all, D hidden, G key/value heads, K head size, L rows that are seen.
+Rows of several frames and streams share matrix products, but attend frame by frame, so that no bit of a row depends on
+other rows in the pass. Shapes in names: R rows, T total rows, D hidden, G key/value heads, K head size, L visible
+rows.
 """
 
 from __future__ import annotations
@@ -27,33 +27,32 @@ from mmserve.video.rows import Buffers
 
 @dataclass(frozen=True)
 class New:
-    """Rows that are appended together, such as those of a frame, written after the first ``start`` rows of
-    ``buffers``."""
+    """Rows that are appended together, such as those of a frame, after the first ``start`` rows of ``buffers``."""
 
     buffers: Buffers
     start: int
     x_RD: Tensor
     places: np.ndarray  # int64 [R], or [axes, R]
-    deep: DeepStack | None = None  # what is added to rows further on
+    deep: DeepStack | None = None  # features added to rows in later layers
 
     @property
     def stop(self) -> int:
-        """Rows of the stream once they are there."""
+        """Number of rows of the stream after the pass."""
         return self.start + len(self.x_RD)
 
 
 def _mask(rows: int, start: int, block: int, device: torch.device) -> Tensor:
-    """Bool ``[R, L]``: what each of ``rows`` after ``start`` others attends to: up to the end of its block of ``block``
-    positions, counted from the stream's first row."""
+    """Attention mask, bool ``[R, L]``, of ``rows`` rows after ``start`` others: each attends up to the end of its block
+    of ``block`` positions, counted from the stream's first row."""
     at = torch.arange(start + rows, device=device)
     return at < ((at[start:, None] // block) + 1) * block
 
 
 @torch.inference_mode()
 def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
-    """Write K/V of the rows of ``batch`` into their buffers; those of one stream in their order.
+    """Write the K/V of the rows of ``batch`` into their buffers, in order for each stream.
 
-    ``floor``: see ``mmserve.decode.forward.row_floor``. A call that fails can be repeated.
+    ``floor``: see ``mmserve.decode.forward.row_floor``. Can be repeated after a failure.
     """
     if not batch:
         return
@@ -93,7 +92,7 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
             x_TD = layer(x_TD, cos, sin, index, attend)
             if deep is not None and index < len(deep.features_LnD):
                 x_TD = x_TD.index_add(0, deep.rows, deep.features_LnD[index])
-        else:  # its output is not used
+        else:  # padding rows, whose output is unused
             write(index, *layer.keys_and_values(x_TD))
 
 

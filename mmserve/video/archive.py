@@ -1,6 +1,7 @@
-"""Visual tokens of old frames, kept on the host for questions about the past: 17 MB an hour of the bundled models.
+"""Visual tokens of old frames, kept in host memory for questions about the past: 17 MB an hour for the bundled models.
 
-They are kept in bfloat16: half the bytes, for a rounding that is smaller than what pruning and pooling change.
+They are stored in bfloat16, which halves the memory; the rounding error is smaller than the effect of pruning and
+pooling.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from mmserve.video.base import Scope
 from mmserve.video.layout import Shown
 from mmserve.video.rows import Unit
 
-#: Bytes of a frame beside its tokens: objects of Python and torch.
+#: Bytes of a frame besides its tokens: Python and torch objects.
 OVERHEAD = 1024
 
 
 @dataclass(frozen=True)
 class Old:
-    """A frame that can be prefilled again: its rows, and its visual tokens ``[k, D]``."""
+    """An archived frame that can be prefilled again: its rows, and its visual tokens ``[k, D]``."""
 
     unit: Unit
     tokens_kD: Tensor
@@ -32,12 +33,12 @@ class Old:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Size in memory."""
         return self.tokens_kD.nbytes + self.unit.ids.nbytes + self.unit.coordinates.nbytes + OVERHEAD
 
 
 class Archive:
-    """The newest frames whose tokens fit in ``most`` bytes; not for several threads at once."""
+    """The newest frames whose tokens fit in ``most`` bytes; not thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most, self._frames = most, deque[Old]()
@@ -45,17 +46,18 @@ class Archive:
 
     @property
     def seconds(self) -> np.ndarray:
-        """When its frames are, float64, ascending."""
+        """Times of its frames, float64, ascending."""
         return np.array([one.unit.seconds for one in self._frames])
 
     def add(self, shown: Shown) -> None:
-        """Keep one more frame, the newest, or the newest unit with one more; the oldest go where there is no room."""
+        """Add a frame, newer than all others, or an extended version of the newest unit; evicts the oldest frames if
+        necessary."""
         if self._frames and shown.number == self._frames[-1].number >= 0:
             self.bytes -= self._frames.pop().bytes
         self._keep(Old(shown.unit, shown.tokens_kD.to("cpu", torch.bfloat16, copy=True), shown.number))
 
     def saved(self) -> ArchiveState | None:
-        """What ``restore`` goes on from; None = nothing is kept."""
+        """The state for ``restore``; None if it is empty."""
         frames = list(self._frames)
         if not frames:
             return None
@@ -71,7 +73,7 @@ class Archive:
         )
 
     def restore(self, saved: ArchiveState) -> None:
-        """Keep what was saved."""
+        """Restore a saved state."""
         rows, tokens = np.cumsum(saved.counts, axis=0)[:-1].T
         ids, places = np.split(saved.ids, rows), np.split(saved.coordinates, rows, axis=1)
         visual = saved.tokens.tensor_split(tokens.tolist())
@@ -93,14 +95,14 @@ class Archive:
 
 
 def inside(seconds: np.ndarray, scope: Scope) -> np.ndarray:
-    """Bool ``[n]``: which of ``seconds`` (float64; nan is none) are within ``scope``, its ends included."""
+    """Bool ``[n]``: which of ``seconds`` (float64; nan is excluded) are within ``scope``, including its ends."""
     begin = -math.inf if scope.begin is None else scope.begin
     end = math.inf if scope.end is None else scope.end
     return (seconds >= begin) & (seconds <= end)
 
 
 def evenly(frames: list[Old], most: int) -> list[Old]:
-    """At most ``most`` of ``frames``, the last one among them, at even distances; one at least."""
+    """At most ``most`` of ``frames``, evenly spaced and including the last one; at least one."""
     if len(frames) <= max(1, most):
         return frames
     chosen = np.linspace(len(frames) - 1, 0, max(1, most)).round().astype(int)

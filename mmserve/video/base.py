@@ -1,4 +1,4 @@
-"""What a session of video asks of a model's streams: frames in, questions out, in bounded memory."""
+"""The interface of a model's video streams for sessions: frames in, questions out, with bounded memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Unavailable
 
-if TYPE_CHECKING:  # the client knows these types without torch
+if TYPE_CHECKING:  # the client uses these types without torch
     from torch import Tensor
 
     from mmserve.engine.request_state import Sink
 
 
 class StreamLost(Unavailable):
-    """What kept a stream has ended, and its frames with it: so does its session."""
+    """The process that kept a stream has exited, and its frames are lost: the session ends."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A sampled frame: RGB, upright, at ``seconds`` of the stream's clock; ``detail`` False = compact (slow-fast)."""
+    """A sampled frame: RGB, upright, at ``seconds`` of the stream's clock; ``detail`` False = one token (slow-fast)."""
 
     seconds: float
     image: Image.Image
@@ -36,7 +36,7 @@ class Frame:
 class Seen:
     """A frame after the vision tower and the projector: D is the decoder's width.
 
-    ``tokens_RD``: its rows as a frame of a clip; ``whole_RD``: its rows as an image by itself, for standing questions.
+    ``tokens_RD``: its rows as a frame of a clip; ``whole_RD``: its rows as a separate image, for standing questions.
     """
 
     seconds: float
@@ -46,7 +46,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Scope:
-    """Which part of the stream a question is about, in seconds of its clock; None = from its start, to its end now."""
+    """The time range of a question, in seconds of the stream's clock; None = from its start, or to its current end."""
 
     begin: float | None = None
     end: float | None = None
@@ -54,7 +54,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class StreamStats:
-    """Counters of one stream; bytes are those held now."""
+    """Counters of one stream; bytes are current values."""
 
     frames: int
     kept_rows: int
@@ -64,33 +64,33 @@ class StreamStats:
 
 
 class Stream(Protocol):
-    """The frames of one session as a model has seen them. Methods are called from one thread at a time, but
-    ``close`` at any."""
+    """The frames of one session in a model. Methods must not be called concurrently, except for ``close``."""
 
     def append(self, frame: Frame) -> Future[Seen]:
-        """Take the next frame in; done when questions can see it. ``InvalidArgument`` if it is not after the last one.
+        """Append the next frame; the future is done when questions can see it. Raises ``InvalidArgument`` if its time
+        is not after the last one's.
 
-        Frames are taken in the order of the calls. The caller bounds how many are in progress.
+        Frames are processed in the order of the calls. The caller must limit how many are in progress.
         """
         ...
 
     def ask(self, request: Request, scope: Scope | None, sink: Sink) -> Asked:
-        """Ask about every frame that is done; ``scope`` None = about now, as ``Memory`` keeps it.
+        """Ask about all frames that are done; ``scope`` None = the frames that ``Memory`` keeps.
 
-        ``request`` holds text only: the stream is put in front of its last message's text. Events go to ``sink`` as
-        those of ``Engine.submit``, whose errors this raises, and ``Engine.cancel`` ends it. The stream's own K/V do not
-        change by a question. ``FailedPrecondition`` where no frame is kept of ``scope``.
+        ``request`` has text only: the stream is inserted before its last message's text. Events are sent to ``sink`` as
+        by ``Engine.submit``, whose errors this raises, and ``Engine.cancel`` ends the question. Questions do not change
+        the stream's K/V. Raises ``FailedPrecondition`` if no frame of ``scope`` is kept.
         """
         ...
 
     def stats(self) -> StreamStats:
-        """Counters, at most a moment old."""
+        """Counters, possibly slightly outdated."""
         ...
 
     def close(self) -> None:
-        """Forget everything; frames in progress fail with ``Cancelled``, questions go on.
+        """Release everything; frames in progress fail with ``Cancelled``, questions continue.
 
-        Also while another method is called, which does not wait for anything any more then.
+        May be called while another method runs, which then stops waiting.
         """
         ...
 
@@ -99,17 +99,16 @@ class Streams(Protocol):
     """All streams of one engine."""
 
     def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> Stream:
-        """A stream of its own, each of its frames pruned by ``vision`` (by default not at all).
+        """Open a stream whose frames are pruned by ``vision`` (default: not pruned).
 
-        ``beside``: bytes that are set aside with it, for what its session keeps for as long as it is open.
-        ``InvalidArgument``, ``Unimplemented`` where the model cannot keep it so, ``ResourceExhausted`` where the bounds
-        of all streams leave no room.
+        ``beside``: additional bytes reserved for its session. Raises ``InvalidArgument``, ``Unimplemented`` if the
+        model does not support these settings, ``ResourceExhausted`` if the limits for all streams are reached.
         """
         ...
 
     def adapter_for(self, asked: str) -> str:
-        """The adapter of a session's questions: the one that is ``asked`` for, else that of the model's checkpoint for
-        streams; empty = none. Raises ``InvalidArgument`` where the model takes none in sessions."""
+        """The adapter of a session's questions: the one ``asked`` for, else the checkpoint's adapter for streams; empty
+        = none. Raises ``InvalidArgument`` if the model does not support adapters in sessions."""
         ...
 
     @property
@@ -118,5 +117,5 @@ class Streams(Protocol):
         ...
 
     def stop(self) -> None:
-        """Close all streams and end their thread."""
+        """Close all streams and stop their thread."""
         ...

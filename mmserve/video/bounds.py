@@ -1,4 +1,4 @@
-"""How many streams may be open, and how many bytes they may have set aside together."""
+"""Limits of the number of open streams, and of their reserved bytes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from mmserve.errors import ResourceExhausted
 
 
 def check_count(config: VideoConfig, count: int) -> None:
-    """Raise ``ResourceExhausted`` where ``count`` streams are as many as there may be."""
+    """Raises ``ResourceExhausted`` if ``count`` open streams reach the limit."""
     if count >= config.max_sessions:
         raise ResourceExhausted(f"{count} streams are open, as many as [video] max_sessions allows; try again later")
 
 
 def check_bytes(config: VideoConfig, held: int, more: int) -> None:
-    """Raise ``ResourceExhausted`` where open streams have ``held`` bytes, and one with so many ``more`` has no room."""
+    """Raises ``ResourceExhausted`` if ``more`` bytes in addition to the ``held`` ones exceed the limit."""
     if held + more > config.total_bytes:
         raise ResourceExhausted(
             f"open streams have {held} bytes set aside, and this one needs {more}; [video] "

@@ -1,4 +1,4 @@
-"""The way out of one connection of a session: what is about the connection first, then the session's responses."""
+"""The output of one connection of a session: first messages about the connection, then the session's responses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mmserve.video.messages import Acknowledged, GoAway, Numbered, Unnumbered
 
 
 class Connection:
-    """Iterated by who writes to the client: indexes (0 = about the connection) and responses, in order.
+    """Iterated by the writer to the client: indices (0 = about the connection) and responses, in order.
 
-    It begins with what is acknowledged. The iteration ends when the session is closed, or raises why the
-    connection is ended.
+    Begins with the acknowledgement. The iteration ends when the session is closed, or raises the error that ends the
+    connection.
     """
 
     def __init__(self, responses: Responses, acknowledged: Callable[[], Acknowledged]) -> None:
@@ -23,8 +23,8 @@ class Connection:
         self._acknowledge = True
         self._notice: GoAway | None = None
         self._failed = False
-        self.error: MMServeError | None = None  # why it is ended
-        self.half_closed = False  # the client sends nothing any more
+        self.error: MMServeError | None = None  # error that ends it
+        self.half_closed = False  # the client has finished sending
         self.finished: Callable[[bool], bool] = lambda half_closed: False
         self.done = False  # the iteration has ended
 
@@ -34,22 +34,22 @@ class Connection:
         return not self._failed
 
     def acknowledge(self) -> None:
-        """A request was taken, or the credit has changed."""
+        """Send an acknowledgement: a request was received, or the credit has changed."""
         self._acknowledge = True
         self.wake()
 
     def go_away(self, notice: GoAway) -> None:
-        """Announce the end."""
+        """Announce the end of the session."""
         self._notice = notice
         self.wake()
 
     def close_input(self) -> None:
-        """The client sends nothing any more on it."""
+        """The client has finished sending."""
         self.half_closed = True
         self.wake()
 
     def fail(self, error: MMServeError | None) -> None:
-        """End it with ``error``, or, with None, without."""
+        """End the connection, with ``error`` unless it is None."""
         if not self._failed:
             self._failed, self.error = True, error
             self.wake()
@@ -59,7 +59,7 @@ class Connection:
         await self._changes.until(lambda: self._failed)
 
     def wake(self) -> None:
-        """Look again for what is to be sent."""
+        """Check again what is to be sent."""
         self._changes.notify()
 
     def __aiter__(self) -> Connection:

@@ -1,4 +1,4 @@
-"""What sessions must know of a model that may be in another process: plain data."""
+"""Properties of a model that sessions need, also if it is in another process: plain data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mmserve.video.standing import Standing
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one model. ``refusal``: why it takes no sessions, empty where it does; ``standing``: whether it can be asked
-    standing questions; ``resize``: what it does first to every frame, as one of a clip and as an image by itself;
-    ``label_period``: as of ``SessionContext``; ``keeps_kv``: as of the function."""
+    """Properties of one model. ``refusal``: the reason why it does not support sessions, empty if it does;
+    ``standing``: whether it supports standing questions; ``resize``: the first step of preparing every frame, as part
+    of a clip and as a separate image; ``label_period``: see ``SessionContext``; ``keeps_kv``: see the function."""
 
     refusal: str = ""
     standing: bool = False
@@ -27,13 +27,13 @@ class Facts:
     keeps_kv: bool = False
 
     def check(self) -> None:
-        """Raise ``Unimplemented`` where the model takes no sessions."""
+        """Raises ``Unimplemented`` if the model does not support sessions."""
         if self.refusal:
             raise Unimplemented(self.refusal)
 
 
 def facts_of(model: Model, offered: Capabilities) -> Facts:
-    """Those of ``model``, of which an engine offers what ``offered`` has."""
+    """The properties of ``model``, of which an engine offers ``offered``."""
     vision = model.vision
     refusal = ""
     try:
@@ -51,12 +51,14 @@ def facts_of(model: Model, offered: Capabilities) -> Facts:
 
 
 def keeps_kv(model: Model, offered: Capabilities) -> bool:
-    """Whether streams keep K/V of their frames, which no adapter has changed; otherwise only visual tokens."""
+    """Whether streams keep K/V of their frames, which requires that no adapter changes them; otherwise only visual
+    tokens."""
     return model.spec.attention_block is not None and offered.reads_pages
 
 
 def adapter_of(asked: str, known: Collection[str], *, kept: bool) -> str:
-    """As of ``Streams.adapter_for``, of a model with the adapters ``known`` that keeps K/V of its frames, or not."""
+    """See ``Streams.adapter_for``; ``known``: the model's adapters, ``kept``: whether streams keep K/V of their
+    frames."""
     if asked and kept:
         why = "must not be set with a question about a stream: this model keeps K/V of the frames without it"
         raise InvalidArgument.of("adapter", why)
@@ -64,7 +66,7 @@ def adapter_of(asked: str, known: Collection[str], *, kept: bool) -> str:
 
 
 def standing_of(model: Model) -> Standing | None:
-    """What asks standing questions of ``model``; None where it cannot be asked any."""
+    """The standing questions of ``model``; None if they are not supported."""
     try:
         return Standing(model)
     except Unimplemented:

@@ -1,4 +1,4 @@
-"""Token sequences that share their beginnings, as the nodes of a forest: each shared beginning is one path."""
+"""Tries of token sequences: common prefixes share nodes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 @dataclass
 class Forest:
-    """Nodes in the order in which they were added, parents before children; -1 is the parent of a first token."""
+    """Nodes in the order in which they were added, parents before children; the parent of a first token is -1."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)  # 0 of a first token
+    depths: list[int] = field(default_factory=list)  # 0 for a first token
     _children: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def add(self, tokens: Iterable[int], after: int = -1) -> int:
-        """The node at which ``tokens`` after the node ``after`` end; nodes are added where there are none yet."""
+        """Add ``tokens`` after the node ``after``, reusing existing nodes. Returns the last node."""
         for token in tokens:
             node = self._children.get((after, token))
             if node is None:
@@ -33,7 +33,7 @@ class Forest:
         return after
 
     def seen(self) -> np.ndarray:
-        """Which nodes each node sees: itself and those on the path to it (bool ``[nodes, nodes]``)."""
+        """The attention mask of the nodes, bool ``[nodes, nodes]``: each attends to itself and its ancestors."""
         seen = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:

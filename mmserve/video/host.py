@@ -1,4 +1,4 @@
-"""What sessions need of each model of a server: its streams, its standing questions, and threads to call them on."""
+"""The objects that sessions need for each model of a server: streams, standing questions, and threads."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from mmserve.video.reading import PushReader
 from mmserve.video.session_context import Fetched, Judge, Noted, SessionContext, Work
 from mmserve.video.streams import EngineStreams
 
-#: Sessions whose frames are judged at once, at most, where this process runs the model: they take time from decode.
+#: Maximum number of sessions whose frames are judged concurrently in this process: judging slows decode.
 _JUDGING = 4
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What sessions need of one model, wherever it is; ``cancel`` ends a request to it.
+    """The objects that sessions need for one model, local or remote; ``cancel`` ends a request to it.
 
-    ``here``: whether ``standing`` runs the model in this process, and does not wait for another.
+    ``here``: whether ``standing`` runs the model in this process.
     """
 
     facts: Facts
@@ -46,19 +46,20 @@ class Parts:
 
 
 class Host:
-    """Sessions' view of one model."""
+    """One model for sessions."""
 
     def __init__(self, parts: Parts, config: Config, threads: Threads) -> None:
         self.facts, self.streams = parts.facts, parts.streams
         self._parts, self._config, self._threads = parts, config, threads
 
     def reader(self, sampler: Sampler) -> PushReader:
-        """What decodes the pushes of one session."""
+        """The decoder of one session's pushes."""
         parts = self._parts
         return PushReader(parts.decoders, sampler, self._config.video.waiting_bytes, parts.facts.resize)
 
     def session_context(self, noted: Callable[[], Noted], metrics: SessionMetrics, fetched: Fetched) -> SessionContext:
-        """What its sessions share; ``noted`` makes what takes note of a question, ``fetched`` has files of URLs."""
+        """The common context of its sessions; ``noted`` creates the recorder of a question, ``fetched`` downloads
+        URLs."""
         parts = self._parts
         return SessionContext(
             self._config.video,
@@ -74,7 +75,7 @@ class Host:
 
 
 def parts_of(engine: Engine, config: Config) -> Parts:
-    """Those of a model in this process."""
+    """The parts of a model in this process."""
     model = engine.stages.model
     streams = EngineStreams(engine, config.video)
     facts = facts_of(model, engine.stages.capabilities)
@@ -82,9 +83,10 @@ def parts_of(engine: Engine, config: Config) -> Parts:
 
 
 class Threads:
-    """Where sessions call what blocks: on three threads each, and, what runs a model for them, on a few for all.
+    """Threads for blocking calls of sessions: three threads each for most calls, and a few in total for calls that run
+    a model.
 
-    A session has one frame judged at a time, so that sessions which wait for those few take turns.
+    A session has at most one frame judged at a time, so sessions take turns on those few.
     """
 
     def __init__(self, config: VideoConfig) -> None:
@@ -95,7 +97,7 @@ class Threads:
         self.judge: Work = functools.partial(_run, self._judging)
 
     def stop(self) -> None:
-        """End them."""
+        """Stop the threads."""
         self._blocking.shutdown(wait=False, cancel_futures=True)
         self._judging.shutdown(wait=False, cancel_futures=True)
 
@@ -105,15 +107,15 @@ async def _run(threads: ThreadPoolExecutor, call: Callable[..., Any], *args: Any
 
 
 class Served(Protocol):
-    """A model that a server serves. One that is elsewhere has ``session_parts``, which does as ``parts_of``."""
+    """A model that a server serves. A remote one has ``session_parts``, with the result of ``parts_of``."""
 
     @property
     def info(self) -> ModelInfo:
-        """What it can do."""
+        """The model's description."""
 
 
 class Hosts:
-    """The hosts of a server's engines, each made when it is first asked for; from any thread."""
+    """The hosts of a server's engines, created on demand; thread-safe."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -122,7 +124,7 @@ class Hosts:
         self._hosts: dict[Served, Host] = {}
 
     def find(self, engine: Served) -> Host:
-        """The host of ``engine``; raises ``Unimplemented`` where its model takes no sessions."""
+        """The host of ``engine``; raises ``Unimplemented`` if its model does not support sessions."""
         with self._lock:
             host = self._hosts.get(engine)
             if host is None:
@@ -131,7 +133,7 @@ class Hosts:
         return host
 
     def takes_sessions(self, engine: Served) -> bool:
-        """Whether the model of ``engine`` takes sessions."""
+        """Whether the model of ``engine`` supports sessions."""
         try:
             self.find(engine)
         except Unimplemented:
@@ -139,7 +141,7 @@ class Hosts:
         return True
 
     def forget(self, engine: Served) -> None:
-        """Stop the streams of an engine that ends."""
+        """Stop the streams of an engine that is stopped."""
         with self._lock:
             host = self._hosts.pop(engine, None)
         if host is not None:

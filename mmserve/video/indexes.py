@@ -1,4 +1,4 @@
-"""Indexes of a session's requests and responses over all of its connections: pure bookkeeping."""
+"""Indices of a session's requests and responses, over all its connections: pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from mmserve.video.messages import Credit, Numbered, both, ended_keys, join_key, response_bytes
 
-#: How many times its credit a client may push beyond it before the session ends.
+#: Multiple of its credit that a client may push without credit before the session ends.
 MOST_BEYOND = 10
 
 
 class Requests:
-    """Which requests a session has taken."""
+    """The requests that a session has received."""
 
     def __init__(self) -> None:
         self.taken = 0  # index of the last one
 
     def take(self, index: int) -> bool:
-        """Whether the request ``index`` is new; False = it was taken before.
+        """Whether the request ``index`` is new; False = it was received before.
 
-        Raises ``InvalidArgument`` where requests before it are missing.
+        Raises ``InvalidArgument`` if preceding requests are missing.
         """
         if index < 1 or index > self.taken + 1:
             raise InvalidArgument.of("index", f"must be {self.taken + 1}, the one after the last taken, not {index}")
@@ -33,26 +33,26 @@ class Requests:
 
 
 class Window:
-    """What a client may push: ``pushes`` of ``size`` bytes together wait at most.
+    """Flow control of pushes: at most ``pushes`` of ``size`` total bytes may wait.
 
-    Credit is counted from the acknowledged index, and what a client has been allowed is never taken back.
+    Credit is relative to the acknowledged index, and is never reduced.
     """
 
     def __init__(self, pushes: int, size: int) -> None:
         self._pushes, self._size = pushes, size
         self.waiting = 0
         self.bytes = 0
-        self._beyond = 0  # pushes that had no credit
+        self._beyond = 0  # pushes without credit
 
     @property
     def credit(self) -> Credit:
-        """What may be pushed beyond what was."""
+        """The current credit."""
         return Credit(self._pushes - self.waiting, self._size - self.bytes)
 
     def push(self, size: int) -> bool:
-        """Count a push of ``size`` bytes as waiting; False where there is no credit for it, and it is not to be taken.
+        """Count a push of ``size`` bytes as waiting. Returns False, without counting it, if there is no credit for it.
 
-        Raises ``ResourceExhausted`` for a client that goes on without credit.
+        Raises ``ResourceExhausted`` for a client that repeatedly pushes without credit.
         """
         credit = self.credit
         if credit.pushes >= 1 and credit.bytes >= size:
@@ -67,7 +67,7 @@ class Window:
         return False
 
     def done(self, size: int) -> None:
-        """A push of ``size`` bytes waits no longer."""
+        """A push of ``size`` bytes is no longer waiting."""
         self.waiting -= 1
         self.bytes -= size
 
@@ -80,35 +80,35 @@ class _Sent:
 
 
 class Responses:
-    """Numbered responses on their way to a client: those not sent yet, and those sent that are not confirmed.
+    """Numbered responses to a client: unsent ones, and sent ones that are not confirmed.
 
-    Unsent ones are joined where that reports the same. Of sent ones at most ``kept_bytes`` are kept, the newest.
+    Unsent responses are merged if that is equivalent. Of sent ones the newest ``kept_bytes`` are kept.
     """
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
         self._unsent: OrderedDict[int, Numbered] = OrderedDict()  # by the order in which they came
-        self._joined: dict[Hashable, int] = {}  # which of them others of the same key are joined with
+        self._joined: dict[Hashable, int] = {}  # indices of those that others with the same key can be merged with
         self._added = 0
-        self.unsent_bytes = 0  # about how many bytes wait to be sent for the first time
+        self.unsent_bytes = 0  # approximate bytes not sent yet
         self._sent: deque[_Sent] = deque()
         self._next = 0  # of ``_sent``, to be sent on this connection
-        self._index = 0  # of the last one sent
+        self._index = 0  # index of the last one that cannot be sent again
         self._forgotten = 0  # index of the last one that cannot be sent again
         self._bytes = 0  # of ``_sent``
 
     @property
     def confirmed(self) -> bool:
-        """Whether the client has received everything."""
+        """Whether the client has confirmed everything."""
         return not self._unsent and not self._sent
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to be sent."""
+        """Whether there is a response to send."""
         return self._next < len(self._sent) or bool(self._unsent)
 
     def add(self, response: Numbered) -> None:
-        """Have ``response`` sent after those before it."""
+        """Queue ``response``."""
         key = join_key(response)
         at = None if key is None else self._joined.get(key)
         if at is None:
@@ -125,7 +125,7 @@ class Responses:
             self._joined.pop(ended, None)
 
     def send(self) -> tuple[int, Numbered] | None:
-        """The next response to send, with its index; None = there is none now."""
+        """The next response to send, with its index; None if there is none."""
         if self._next < len(self._sent):
             sent = self._sent[self._next]
         elif self._unsent:
@@ -146,21 +146,21 @@ class Responses:
         return sent.index, sent.response
 
     def clear(self) -> None:
-        """Let go of everything: nothing is sent any more."""
+        """Drop all responses."""
         self._unsent.clear()
         self._joined.clear()
         self._sent.clear()
         self._next = self._bytes = self.unsent_bytes = 0
 
     def confirm(self, index: int) -> None:
-        """The client has received everything up to ``index``; raises ``InvalidArgument`` where that was never sent."""
+        """The client has received everything up to ``index``; raises ``InvalidArgument`` if that was never sent."""
         if index > self._index:
             raise InvalidArgument.of("received", f"must be at most {self._index}, the last index sent, not {index}")
         while self._sent and self._sent[0].index <= index:
             self._drop()
 
     def resume(self, received: int) -> None:
-        """Send everything after ``received`` once more; raises ``FailedPrecondition`` where that is not kept."""
+        """Send everything after ``received`` again; raises ``FailedPrecondition`` if that is not kept."""
         if received < self._forgotten:
             raise FailedPrecondition(
                 f"responses up to {self._forgotten} are not kept any more, and only those up to {received} were "
@@ -170,7 +170,7 @@ class Responses:
         self._next = 0
 
     def _drop(self) -> int:
-        """Forget the oldest of those sent, and return its index."""
+        """Drop the oldest sent response. Returns its index."""
         oldest = self._sent.popleft()
         self._bytes -= oldest.size
         self._next = max(0, self._next - 1)

@@ -1,7 +1,7 @@
-"""Frames of several streams, and several of one, are taken in together: through the tower, and in passes of their rows.
+"""Processing of frames of one or several streams in batches: through the tower, and in passes over their rows.
 
-Frames go through the tower one by one, so that none depends on what came with it. What fails is repeated for each frame
-by itself, so that only the frame that causes the failure fails.
+Frames go through the tower one by one, so that none depends on others. A failed batch is repeated frame by frame, so
+that only the frame that causes the failure fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("mmserve.video")
 
 @dataclass
 class Waiting:
-    """A frame that was handed in."""
+    """A frame to be appended."""
 
     frame: Frame
     future: Future[Seen] = field(default_factory=Future)
@@ -34,14 +34,14 @@ class Waiting:
 
 @dataclass
 class Saving:
-    """A request for a stream's state after the frames before it, the newest of which is at ``last`` (seconds)."""
+    """A request for a stream's state after the preceding frames, the newest of which is at ``last`` (seconds)."""
 
     last: float
     future: Future[StreamPayload] = field(default_factory=Future)
 
 
 class Taking(Protocol):
-    """A stream whose frames are taken in."""
+    """A stream whose frames are processed."""
 
     vision: Vision
     pruner: Pruner | None
@@ -50,7 +50,7 @@ class Taking(Protocol):
 
 @dataclass
 class _Frame:
-    """A frame that has been through the tower, and the rows that it becomes."""
+    """A frame after the tower, and its rows."""
 
     state: StreamState
     stream: Taking
@@ -60,7 +60,7 @@ class _Frame:
 
 
 def take_in(model: Streaming, batch: Sequence[tuple[Taking, Waiting]]) -> None:
-    """Take the frames of ``batch`` in, those of one stream in their order; each is then done, or has failed."""
+    """Process the frames of ``batch``, in order for each stream; each future is then done, or has failed."""
     coming: list[_Frame] = []
     for stream, waiting in batch:
         state = stream.state
@@ -75,14 +75,15 @@ def take_in(model: Streaming, batch: Sequence[tuple[Taking, Waiting]]) -> None:
         now, coming = _together(coming)
         if _run(model, now, alone=len(now) == 1):
             continue
-        for c in now:  # again, each by itself: only the frame that causes the failure must fail
+        for c in now:  # repeat one by one: only the frame that causes the failure must fail
             _run(model, _together([c])[0], alone=True)
 
 
 def _run(model: Streaming, now: Sequence[_Frame], *, alone: bool) -> bool:
-    """Write the rows of frames and let questions see them; False = nothing is written and it can be repeated.
+    """Write the rows of frames and make them visible to questions. Returns False if nothing is written and it can be
+    repeated.
 
-    An ``alone`` frame fails where that is impossible.
+    An ``alone`` frame fails instead.
     """
     try:
         append(model.model, [c.rows.new for c in now if c.rows is not None and c.rows.new is not None], model.floor)
@@ -93,7 +94,7 @@ def _run(model: Streaming, now: Sequence[_Frame], *, alone: bool) -> bool:
         for c in now:
             failed(c.waiting, error)
         return True
-    lost: dict[int, BaseException] = {}  # later rows of such a stream do not follow those that it has
+    lost: dict[int, BaseException] = {}  # streams with a failed frame, whose later rows cannot be written
     for c in now:
         try:
             if (before := lost.get(id(c.state))) is not None:
@@ -112,7 +113,7 @@ def _run(model: Streaming, now: Sequence[_Frame], *, alone: bool) -> bool:
 
 
 def _together(coming: list[_Frame]) -> tuple[list[_Frame], list[_Frame]]:
-    """The frames of the next pass, and the others: of a stream, the first, and those that fit after it."""
+    """The frames of the next pass, and the others: for each stream the first, and those that fit after it."""
     now: list[_Frame] = []
     later: list[_Frame] = []
     beside: dict[int, Coming] = {}
@@ -136,12 +137,12 @@ def _together(coming: list[_Frame]) -> tuple[list[_Frame], list[_Frame]]:
 
 
 def closed() -> Cancelled:
-    """Why the frames of a stream that was closed fail."""
+    """The error for frames of a closed stream."""
     return Cancelled("the stream was closed")
 
 
 def failed(waiting: Waiting | Saving, error: BaseException) -> None:
-    """Give up a frame, or a state; a bug becomes ``Internal`` with an id that the log has too."""
+    """Fail a frame, or a request for a state; a bug becomes ``Internal`` with an id that is also in the log."""
     if waiting.future.done() or not waiting.future.set_running_or_notify_cancel():
         return
     typed = error if isinstance(error, MMServeError) else Internal.logged(error, "a stream's frame", logger)

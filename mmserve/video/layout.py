@@ -1,7 +1,7 @@
-"""The place of a stream in a prompt: the chat's header, frame after frame with its label, then the question.
+"""The layout of a stream in a prompt: the chat's header, labelled frames, then the question.
 
-The same for the frames of a stream, for a clip of them that is prefilled again, and for what the bundled models are
-taught. Shapes in names: D width of a visual token, R rows of a frame.
+The same for streams, for a clip of archived frames that is prefilled again, and for the training data of the bundled
+models. Shapes in names: D width of a visual token, R rows of a frame.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mmserve.video.rows import Table, Unit
 
 
 def streaming_model(model: Model) -> LoadedModel:
-    """``model``, if it can keep streams; otherwise raises ``Unimplemented`` with the reason."""
+    """``model``, if it supports streams; otherwise raises ``Unimplemented`` with the reason."""
     unable = f"model {model.spec.name!r} keeps no streams of video"
     if isinstance(model, CanvasModel):
         raise Unimplemented(f"{unable}: its network keeps its K/V to itself")
@@ -47,11 +47,11 @@ def streaming_model(model: Model) -> LoadedModel:
 
 
 def around(model: LoadedModel, request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (int64) of a chat up to where the stream is, before its last message's text, and from there on: of typed
+    """Ids (int64) of a chat before the stream, which precedes its last message's text, and after it; for typed
     questions up to where they begin.
 
-    ``InvalidArgument`` where the request holds anything but text, ``FailedPrecondition`` where the model's chat format
-    takes no video there.
+    Raises ``InvalidArgument`` if the request has anything but text, ``FailedPrecondition`` if the model's chat format
+    does not allow a video there.
     """
     chat = []
     for m, message in enumerate(request.messages):
@@ -81,7 +81,7 @@ def around(model: LoadedModel, request: Request) -> tuple[np.ndarray, np.ndarray
 
 
 def header_of(model: LoadedModel) -> np.ndarray:
-    """Ids (int64) in front of the first frame of a stream: a chat's that begins with it."""
+    """Ids (int64) before the first frame of a stream: those of a chat that begins with it."""
     chat = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "?"}]}]
     ids = prompt_ids(model.tokenizer, chat, special_tokens=model.spec.special_tokens)
     if model.spec.video_id not in ids:
@@ -91,7 +91,7 @@ def header_of(model: LoadedModel) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Shown:
-    """A frame as rows, with its visual tokens ``[k, D]``; or a unit of several frames, of which it is the last so far.
+    """A frame as rows, with its visual tokens ``[k, D]``; or a unit of several frames, up to this one.
 
     ``open``: whether the next frame becomes part of the same rows.
     """
@@ -102,7 +102,7 @@ class Shown:
     seen: Seen
     frames: tuple[Frame, ...] = ()
     open: bool = False
-    number: int = -1  # of the unit in its stream; -1 = not known yet
+    number: int = -1  # of the unit in its stream; -1 = unknown
 
     @property
     def ids(self) -> np.ndarray:
@@ -110,13 +110,13 @@ class Shown:
         return self.unit.ids
 
     def at(self, number: int, time: int) -> Shown:
-        """As unit ``number`` of its stream, which is at ``time``."""
+        """As unit ``number`` of its stream, at the time position ``time``."""
         coordinates = self.unit.coordinates.copy()
         coordinates[:1, self.ids == VISUAL] += time
         return replace(self, number=number, unit=replace(self.unit, coordinates=coordinates))
 
     def with_tokens(self, chosen: np.ndarray) -> Shown:
-        """With some of its visual tokens (bool ``[k]``); without any of them no label is left either."""
+        """With only the ``chosen`` visual tokens (bool ``[k]``); if there are none, the label is removed, too."""
         if chosen.all():
             return self
         left = np.full(len(self.ids), bool(chosen.any()))
@@ -127,16 +127,16 @@ class Shown:
 
 
 def axes_of(model: LoadedModel) -> int:
-    """Axes of the model's positions, 0 = a position is one number."""
+    """Number of the model's position axes; 0 = positions are single numbers."""
     return model.position_axes if model.position_axes > 1 else 0
 
 
 @torch.inference_mode()
 def see(model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, amount: Amount | None) -> Shown:
-    """A frame through the tower, after those that it becomes one with: with its label and pruned by ``pruner``, or (not
-    ``detail``) one token, their mean.
+    """A frame after the tower, as one unit with the preceding ``frames``: labelled, and pruned by ``pruner`` or,
+    without ``detail``, averaged to one token.
 
-    ``InvalidArgument`` for a picture that the model cannot take.
+    Raises ``InvalidArgument`` for an image that the model does not support.
     """
     vision = model.vision
     assert vision is not None
@@ -145,7 +145,7 @@ def see(model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, am
     seen = Seen(frames[-1].seconds, clip.tokens, whole.tokens)
     detail, axes = any(frame.detail for frame in frames), axes_of(model)
     if not detail:
-        # Where rows and columns are places, the token has that of the middle, and the text around it has the time.
+        # With row and column positions, the token has those of the centre, and the surrounding text has the time.
         mean = Picture(clip.tokens.mean(0, keepdim=True), (), (1,))
         clip, pruner = compacted(clip, [False] * len(clip.grids)) if axes else mean, None
     plans = None
@@ -165,10 +165,10 @@ def see(model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, am
 def _pictures(
     model: LoadedModel, vision: VisionEncoder, frames: tuple[Frame, ...], wanted: frozenset[Evidence]
 ) -> tuple[Picture, Picture]:
-    """A clip of ``frames``, and the last as an image by itself, or the clip where such are not asked about."""
+    """A clip of ``frames``, and the last one as a separate image; the clip twice if that image is not needed."""
     try:
         one = vision.prepare_clip([f.image for f in frames], [vision.label_seconds(f.seconds) for f in frames])
-        if axes_of(model):  # ``Standing`` has no questions for it
+        if axes_of(model):  # ``Standing`` does not support it
             [clip] = vision.see([_placed(model, one)], wanted, clip=True)
             return clip, clip
         image = None if vision.frames_are_images else vision.prepare(frames[-1].image)
@@ -182,7 +182,7 @@ def _placed(model: LoadedModel, one: Prepared) -> Prepared:
 
 
 def embedded_rows(model: LoadedModel, ids: np.ndarray, tokens_kD: Tensor | None) -> tuple[Tensor, DeepStack | None]:
-    """Embeddings ``[R, D]`` of rows, visual tokens in their places, and what these add further on."""
+    """Embeddings ``[R, D]`` of rows including visual tokens, and the features that these add in later layers."""
     visual = np.flatnonzero(ids == VISUAL)
     tokens = None if tokens_kD is None or not len(visual) else tokens_kD.to(model.dtype)
     return embedded(model, ids, Encoded(ids, visual, tokens))
@@ -190,8 +190,8 @@ def embedded_rows(model: LoadedModel, ids: np.ndarray, tokens_kD: Tensor | None)
 
 @dataclass(frozen=True)
 class Branch:
-    """What a question sees of a stream: rows, the K/V ``[N, n, G, K]`` of the first n of them, and the visual tokens
-    ``[k, D]`` of all, None where the rows all have K/V."""
+    """The part of a stream that a question attends to: rows, the K/V ``[N, n, G, K]`` of the first n of them, and the
+    visual tokens ``[k, D]`` of all, None if all rows have K/V."""
 
     table: Table
     keys: Tensor | None
@@ -201,18 +201,18 @@ class Branch:
 
     @property
     def times(self) -> tuple[int, float, float]:
-        """How many frames it has, carriers left out, and the seconds of the first and the last."""
+        """The number of frames, without carriers, and the times (seconds) of the first and the last."""
         own = self.table.take(np.flatnonzero(self.table.kind >= Kind.LABEL))
         _units, first = np.unique(own.frame, return_index=True)
         return int(own.frames[first].sum()), float(own.begin.min()), float(own.seconds.max())
 
 
 def question(model: LoadedModel, request: Request, branch: Branch, *, most: int) -> tuple[Encoded, int]:
-    """A request's prompt with the branch of a stream in it, and how many of its rows have to be run.
+    """A request's prompt with the branch of a stream in it, and the number of its rows that must be run.
 
-    The header is the stream's own where the chat begins as the stream's does; after other messages it is run, and the
-    rows of frames are turned to their places there. ``InvalidArgument`` where prompt and answer are more than ``most``
-    rows, or more positions than the model has.
+    The header is the stream's own if the chat begins in the same way; after other messages it is run, and the rows of
+    frames are rotated to their new positions. Raises ``InvalidArgument`` if prompt and answer exceed ``most`` rows, or
+    the model's positions.
     """
     before, after = around(model, request)
     table, own = branch.table, np.array_equal(before, branch.header)
@@ -232,7 +232,7 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
     shift = 0 if own else len(before) - sinks
     places = _places(kept, shift, front, len(after))
     if places is not None and int(places[..., -1].max()) + new > model.spec.max_tokens:
-        # No room after their places: numbered from 0, as after ``renumber``.
+        # No positions are left after theirs: renumber from 0, as in ``renumber``.
         places = _places(kept.numbered(), len(front), front, len(after))
     past, skip = None, 0 if own else sinks
     if branch.keys is not None and branch.values is not None and (held := branch.keys.shape[1] - skip) > 0:
@@ -244,8 +244,8 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
 
 
 def _places(kept: Table, shift: int, front: np.ndarray, after: int) -> np.ndarray | None:
-    """Where a prompt's rows are, and its answer begins (int64 ``[prompt + 1]``, or such a row an axis); None = each
-    where it is."""
+    """Rotary positions of a prompt's rows and of its answer's start, int64 ``[prompt + 1]`` or ``[axes, prompt + 1]``;
+    None = indices."""
     axes = kept.places.shape[:-1]
     texts = (np.arange(len(front)), kept.following + shift + np.arange(after + 1))
     first, last = (np.broadcast_to(text, (*axes, len(text))) for text in texts)
@@ -254,7 +254,7 @@ def _places(kept: Table, shift: int, front: np.ndarray, after: int) -> np.ndarra
 
 
 def _spans(kept: Table, start: int, places: np.ndarray | None) -> tuple[Span, ...]:
-    """Each frame as a clip by itself: what ``image_reuse`` takes K/V of, and finds again at the next question."""
+    """Each frame as a separate clip: ``image_reuse`` reuses the K/V of each, also in the next question."""
     found = []
     for frame in np.unique(kept.frame[kept.kind >= Kind.LABEL]):
         rows = start + np.flatnonzero((kept.frame == frame) & (kept.kind >= Kind.LABEL))

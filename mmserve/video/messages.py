@@ -1,4 +1,4 @@
-"""What clients ask of a session, and what it reports: plain data, as ``rpc/video_messages.py`` reads and writes it.
+"""Requests and responses of a session: plain data, which ``rpc/video_messages.py`` converts.
 
 Times are seconds on the session's clock, unless a field's description differs.
 """
@@ -21,7 +21,7 @@ from mmserve.video.base import Scope
 
 @dataclass(frozen=True)
 class PushImage:
-    """An image file, which is one frame; ``url``: where it is fetched from, ``data`` is then empty."""
+    """An image file, which is one frame; ``url``: where to download it, ``data`` is then empty."""
 
     data: bytes = field(repr=False)
     seconds: float
@@ -30,8 +30,8 @@ class PushImage:
 
 @dataclass(frozen=True)
 class PushSegment:
-    """A piece of encoded video that begins with a keyframe; ``start`` None = right after the one before. ``url``: as of
-    ``PushImage``."""
+    """A segment of encoded video that begins with a keyframe; ``start`` None = right after the previous one. ``url``:
+    see ``PushImage``."""
 
     data: bytes = field(repr=False)
     init: bytes = field(repr=False, default=b"")
@@ -41,7 +41,7 @@ class PushSegment:
 
 @dataclass(frozen=True)
 class Ask:
-    """A question; ``request`` makes the engine's request, and raises what is wrong with it."""
+    """A question; ``request`` creates the engine's request, and raises its validation errors."""
 
     question_id: str
     request: Callable[[], Request] = field(repr=False)
@@ -50,7 +50,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Typed:
-    """Typed questions by their ``ids``, and the engine's request that asks them all."""
+    """Typed questions by their ``ids``, and the engine's request for all of them."""
 
     ids: tuple[str, ...]
     questions: tuple[Decision, ...]
@@ -59,7 +59,7 @@ class Typed:
 
 @dataclass(frozen=True)
 class Decide:
-    """Typed questions; ``typed`` makes their request, and raises what is wrong with them."""
+    """Typed questions; ``typed`` creates their request, and raises its validation errors."""
 
     question_id: str
     typed: Callable[[], Typed] = field(repr=False)
@@ -68,7 +68,7 @@ class Decide:
 
 @dataclass(frozen=True)
 class CancelAsk:
-    """End a question early."""
+    """Cancel a question."""
 
     question_id: str
 
@@ -87,19 +87,19 @@ class Watch:
 
 @dataclass(frozen=True)
 class Unwatch:
-    """End a standing question."""
+    """Remove a standing question."""
 
     watch_id: str
 
 
 @dataclass(frozen=True)
 class GetStatistics:
-    """Report ``Statistics``."""
+    """Request ``Statistics``."""
 
 
 @dataclass(frozen=True)
 class Close:
-    """End the session once everything before is done."""
+    """End the session once all previous requests are done."""
 
 
 Push = PushImage | PushSegment
@@ -107,22 +107,22 @@ SessionRequest = Push | Ask | Decide | CancelAsk | Watch | Unwatch | GetStatisti
 
 
 def push_bytes(push: Push) -> int:
-    """Bytes that ``push`` holds."""
+    """Size of ``push`` in bytes."""
     return len(push.data) + len(push.url) + (len(push.init) if isinstance(push, PushSegment) else 0)
 
 
 def push_field(push: Push) -> str:
-    """The field that the file of ``push`` comes from, for errors."""
+    """The field of the file of ``push``, for errors."""
     message = "push_image" if isinstance(push, PushImage) else "push_segment"
     return f"{message}.{'url' if push.url else 'data'}"
 
 
-# --- responses that are numbered and kept until they are confirmed ---
+# --- numbered responses, kept until they are confirmed ---
 
 
 @dataclass(frozen=True)
 class FramesTaken:
-    """``seconds``: of the newest frame taken; ``ready``: seconds from push to visible, of the slowest frame."""
+    """``seconds``: of the newest frame appended; ``ready``: seconds from push to visibility, of the slowest frame."""
 
     taken: int
     dropped: int
@@ -132,9 +132,9 @@ class FramesTaken:
 
 @dataclass(frozen=True)
 class Answer:
-    """Something about a question; its last is a ``Finished`` for each sample, or an error.
+    """An event of a question; the last is a ``Finished`` for each sample, or an error.
 
-    ``moments``: of a ``Finished``, those in its text whose ``seconds`` are known.
+    ``moments``: for a ``Finished``, the times in its text whose ``seconds`` are known.
     """
 
     question_id: str
@@ -144,7 +144,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Decided:
-    """The answers to typed questions: what their request ended with, and the milliseconds that it took."""
+    """The answers to typed questions: the final event of their request, and its duration (milliseconds)."""
 
     question_id: str
     typed: Typed
@@ -154,7 +154,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class WatchState:
-    """A standing question was accepted or removed, or, with ``error``, is not asked."""
+    """A standing question was accepted or removed or, with ``error``, refused."""
 
     watch_id: str
     accepted: bool
@@ -173,7 +173,7 @@ Numbered = FramesTaken | PushFailed | Answer | Decided | Alert | WatchState | St
 
 @dataclass(frozen=True)
 class Credit:
-    """Pushes, and their bytes, that may be sent beyond the acknowledged index."""
+    """Number of pushes, and of their bytes, that may be sent beyond the acknowledged index."""
 
     pushes: int
     bytes: int
@@ -181,7 +181,7 @@ class Credit:
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """Every request up to ``index`` has been taken."""
+    """Every request up to ``index`` has been received."""
 
     index: int
     credit: Credit
@@ -197,12 +197,12 @@ class GoAway:
 
 Unnumbered = Acknowledged | GoAway
 
-#: Bytes that a response takes beside its texts, about.
+#: Approximate bytes of a response besides its texts.
 _OVERHEAD = 256
 
 
 def response_bytes(response: Numbered) -> int:
-    """About how many bytes ``response`` holds."""
+    """Approximate size of ``response`` in bytes."""
     match response:
         case Answer(_, Delta(text)) | Answer(_, Snapshot(text)):
             return _OVERHEAD + 4 * len(text)
@@ -222,7 +222,7 @@ def _token_bytes(token: CommittedToken) -> int:
 
 
 def join_key(response: Numbered) -> Hashable | None:
-    """Unsent responses of one key are joined (``both``); None = it is sent by itself."""
+    """Unsent responses with the same key are merged (``both``); None = not merged."""
     match response:
         case FramesTaken():
             return FramesTaken
@@ -232,7 +232,7 @@ def join_key(response: Numbered) -> Hashable | None:
 
 
 def ended_keys(response: Numbered, keys: Iterable[Hashable]) -> list[Hashable]:
-    """Those of ``keys`` of which nothing more follows after ``response``: the id of a question may be used again."""
+    """Those of ``keys`` that are complete after ``response``: the id of a question may be used again."""
     match response:
         case Answer(question_id, Finished() as event):
             return [(kind, question_id, event.sample) for kind in (Delta, Draft, Snapshot)]
@@ -242,7 +242,8 @@ def ended_keys(response: Numbered, keys: Iterable[Hashable]) -> list[Hashable]:
 
 
 def both(old: Numbered, new: Numbered) -> Numbered:
-    """One response in place of two of the same key: reports, deltas and drafts are added, the newer snapshot stays."""
+    """Merges two responses with the same key: reports, deltas and drafts are concatenated, the newer snapshot is
+    kept."""
     match old, new:
         case FramesTaken(), FramesTaken():
             ready = max(old.ready, new.ready)

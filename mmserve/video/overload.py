@@ -1,4 +1,4 @@
-"""Frames that wait for the model, and what happens where there are too many of them: pure bookkeeping."""
+"""The queue of frames that wait for the model, and its overflow policies: pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from PIL import Image
 
 from mmserve.video.base import Frame
 
-#: What a decoded pixel takes: pillow keeps RGB in 32 bits.
+#: Bytes of a decoded pixel: pillow stores RGB in 32 bits.
 _PIXEL_BYTES = 4
 
 
 def pixel_bytes(image: Image.Image) -> int:
-    """That the pixels of ``image`` take."""
+    """Size of the pixels of ``image`` in bytes."""
     return image.width * image.height * _PIXEL_BYTES
 
 
 class Overload(Enum):
-    """What happens to frames that come faster than they are taken."""
+    """The policy for frames that arrive faster than they are processed."""
 
-    BLOCK = "block"  # the client gets no more credit
+    BLOCK = "block"  # grant the client no more credit
     DROP_OLDEST = "drop_oldest"
-    THIN = "thin"  # every second one of those that wait is dropped
+    THIN = "thin"  # drop every second waiting frame
 
 
 @dataclass(eq=False)
 class Origin:
-    """The push ``index``, which came at ``arrived`` (monotonic clock, seconds)."""
+    """The push ``index``, which arrived at ``arrived`` (monotonic clock, seconds)."""
 
     index: int
     arrived: float
-    failed: bool = False  # and that is reported
+    failed: bool = False  # it failed, which was reported
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class WaitingFrame:
 
     @property
     def bytes(self) -> int:
-        """That its pixels take."""
+        """Size of its pixels in bytes."""
         return pixel_bytes(self.frame.image)
 
 
 class Waiting:
-    """A queue of frames, and of other things that keep their place among them.
+    """A queue of frames, and of other items that keep their position among them.
 
-    It is full with ``frames`` frames or ``size`` bytes. What is full takes more frames all the same, of a push that is
-    being decoded; with another policy than ``BLOCK`` older ones are then dropped.
+    It is full at ``frames`` frames or ``size`` bytes. It still accepts frames of a push that is being decoded; with
+    policies other than ``BLOCK``, older frames are then dropped.
     """
 
     def __init__(self, policy: Overload, frames: int, size: int) -> None:
@@ -71,7 +71,7 @@ class Waiting:
         return self._policy is Overload.BLOCK and (self.frames >= self._frames or self.bytes >= self._size)
 
     def put(self, item: object) -> int:
-        """Add ``item`` to the queue; returns how many frames were dropped for it."""
+        """Append ``item``. Returns the number of frames dropped for it."""
         self._queue.append(item)
         if not isinstance(item, WaitingFrame):
             return 0
@@ -82,14 +82,14 @@ class Waiting:
         return dropped
 
     def pop(self) -> object:
-        """The first of the queue."""
+        """Remove and return the first item."""
         item = self._queue.popleft()
         if isinstance(item, WaitingFrame):
             self._count(item, -1)
         return item
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Remove all items."""
         self._queue.clear()
         self.frames = self.bytes = 0
 
@@ -97,7 +97,8 @@ class Waiting:
         return self.frames > self._frames or self.bytes > self._size
 
     def _drop(self) -> int:
-        """Drop the oldest frame, or every second one from the oldest; never the newest. Returns how many."""
+        """Drop the oldest frame, or every second one from the oldest; never the newest. Returns the number of
+        frames."""
         old = [item for item in self._queue if isinstance(item, WaitingFrame)][:-1]
         gone = old[:1] if self._policy is Overload.DROP_OLDEST else old[::2]
         for item in gone:

@@ -1,9 +1,8 @@
-"""Positions of a stream's rows for the rotary embedding, which a model knows up to a limit only.
+"""Rotary positions of a stream's rows, which must stay within the model's maximum.
 
-Where positions have several axes (M-RoPE), rows of text are at one place on all of them, and visual tokens without
-text between them share the place where they begin, and lie from there in time, by rows and by columns: see
-``mmserve.encode.places``. Times are counted from the oldest frame that is kept of such a run. Shapes in names: A axes,
-0 of them where a position is one number; n rows.
+With several position axes (M-RoPE), text has the same position on all of them; consecutive visual tokens share a base
+position, and are offset from it in time, row and column: see ``mmserve.encode.places``. Times are relative to the
+oldest kept frame of such a run. Shapes in names: A axes (0 if positions are single numbers), n rows.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ import torch
 
 from mmserve.encode.places import axis_places
 
-#: How positions go on: ``renumber``: rows are numbered from 0, again after every eviction; ``gaps``: they stay
-#: where they are, and evicted rows leave a gap, until the model's limit comes near: then it is closed; ``reanchor``:
-#: as ``gaps``, but near the limit the rows that are kept are run again from 0.
+#: Position rules: ``renumber``: rows are numbered from 0, again after every eviction; ``gaps``: they keep their
+#: positions, and evicted rows leave a gap, which is closed when the model's maximum is near; ``reanchor``: as ``gaps``,
+#: but near the maximum the kept rows are run again from position 0.
 RULES = ("renumber", "gaps", "reanchor")
 
 
 def laid_out(visual_n: np.ndarray, coordinates_An: np.ndarray) -> np.ndarray:
-    """Places of rows that are numbered from 0, and of what follows them: int64 ``[n + 1]`` or ``[A, n + 1]``.
+    """Positions of rows numbered from 0, and of the next row: int64 ``[n + 1]`` or ``[A, n + 1]``.
 
-    ``visual_n`` (bool): which are visual tokens; ``coordinates_An`` (int64): time, row and column of each of those.
+    ``visual_n`` (bool): which rows are visual tokens; ``coordinates_An`` (int64): time, row and column of each of
+    those.
     """
     if not len(coordinates_An):
         return np.arange(len(visual_n) + 1)
@@ -35,19 +35,19 @@ def laid_out(visual_n: np.ndarray, coordinates_An: np.ndarray) -> np.ndarray:
 def going_on(
     places: np.ndarray, before: tuple[np.ndarray, np.ndarray], rows: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:
-    """Places (int64 ``[n + 1]`` or ``[A, n + 1]``) of new ``rows`` after those at ``places``, and of what follows.
+    """Positions (int64 ``[n + 1]`` or ``[A, n + 1]``) of new ``rows`` after those at ``places``, and of the next row.
 
-    ``before``, ``rows``: of the old and of the new rows what ``laid_out`` takes. Visual tokens after visual tokens go
-    on in time; whatever else comes begins after the last row and column.
+    ``before``, ``rows``: the arguments of ``laid_out`` for the old and the new rows. Visual tokens after visual tokens
+    continue in time; other rows begin after the maximum position.
     """
     visual, coordinates = before
     if not visual.size:
         return laid_out(*rows)
     if not len(coordinates):
         return int(places[-1]) + 1 + laid_out(*rows)
-    last = len(visual) - int(np.argmin(visual[::-1])) if not visual.all() else 0  # the first row of the last run
+    last = len(visual) - int(np.argmin(visual[::-1])) if not visual.all() else 0  # the first row of the last visual run
     if not visual[-1]:
-        last = len(visual) - 1  # of text, one row is enough
+        last = len(visual) - 1  # for text, the last row is enough
     together = laid_out(
         np.concatenate([visual[last:], rows[0]]), np.concatenate([coordinates[:, last:], rows[1]], axis=1)
     )
@@ -61,7 +61,7 @@ def going_on(
 
 
 def after_eviction(rule: str, places: np.ndarray, numbered: np.ndarray, first: int) -> np.ndarray:
-    """Places of the rows that are left of a stream, ``places`` before; ``numbered``: theirs if counted from 0.
+    """Positions of the rows that are left after an eviction; ``places``: before it, ``numbered``: numbered from 0.
 
     The first ``first`` rows, sinks and carriers, are numbered from 0 under every rule.
     """
@@ -71,5 +71,5 @@ def after_eviction(rule: str, places: np.ndarray, numbered: np.ndarray, first: i
 
 
 def is_full(places: np.ndarray, reserve: int, limit: int) -> bool:
-    """Whether rows at ``places``, and ``reserve`` positions after them, would pass ``limit`` positions."""
+    """Whether rows at ``places``, followed by ``reserve`` positions, exceed ``limit`` positions."""
     return bool(places.size) and int(places.max()) + 1 + reserve > limit

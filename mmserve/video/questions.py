@@ -1,4 +1,4 @@
-"""The questions of one session: from their request over their place among the frames to their last event."""
+"""The questions of one session: from their request, through the queue of frames, to their last event."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class Question:
     ask: m.Ask | m.Decide
     request: Request
     noted: Noted
-    left: int  # samples that have not finished
-    typed: m.Typed | None = None  # what it asks, where its questions are typed
+    left: int  # number of unfinished samples
+    typed: m.Typed | None = None  # set for typed questions
     submitted: bool = False
-    late: asyncio.TimerHandle | None = None  # ends it at its deadline, until it is asked
+    late: asyncio.TimerHandle | None = None  # timer that ends it at its deadline, until it is asked
     asked: Asked | None = None
-    held: list[Event] | None = field(default_factory=list)  # that came before ``Asked``
+    held: list[Event] | None = field(default_factory=list)  # events that arrived before ``Asked``
     begun: float = field(default_factory=time.monotonic)
 
 
 class Questions:
     """Used on the event loop of their session.
 
-    ``ask`` asks the stream; ``report`` sends a response; ``soon`` has the loop call something, from any thread;
-    ``changed`` is called when one has ended.
+    ``ask`` asks the stream; ``report`` sends a response; ``soon`` schedules a call on the loop, from any thread;
+    ``changed`` is called when a question has ended.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class Questions:
         self._around, self._ask = around, ask
         self._report, self._soon, self._changed = report, soon, changed
         self._questions: dict[str, Question] = {}
-        self.count = 0  # of all that came
+        self.count = 0  # total number of questions
 
     def __len__(self) -> int:
-        """Those in progress."""
+        """Number of questions in progress."""
         return len(self._questions)
 
     # --- when a request arrives ---
 
     def begin(self, ask: m.Ask | m.Decide) -> Question | None:
-        """Take a question in; None = it is refused, which is reported.
+        """Accept a question; None = it is refused, which is reported.
 
-        Raises ``InvalidArgument`` where another one in progress has its id.
+        Raises ``InvalidArgument`` if another question in progress has the same id.
         """
         if ask.question_id in self._questions:
             raise InvalidArgument.of("ask.question_id", f"{ask.question_id!r} is a question in progress")
@@ -104,7 +104,7 @@ class Questions:
         return question
 
     def cancel(self, question_id: str) -> None:
-        """End a question early; nothing happens where it has ended."""
+        """Cancel a question; no effect if it has ended."""
         question = self._questions.get(question_id)
         if question is None:
             return
@@ -118,10 +118,10 @@ class Questions:
         for question in list(self._questions.values()):
             self._end(question, error)
 
-    # --- when it is its turn ---
+    # --- after the preceding frames ---
 
     async def submit(self, question: Question, *, frames: bool) -> None:
-        """Ask the stream; ``frames``: whether it has any."""
+        """Ask the stream; ``frames``: whether it has any frames."""
         if self._questions.get(question.ask.question_id) is not question:
             return  # cancelled
         try:
@@ -130,14 +130,14 @@ class Questions:
             question.submitted = True
             sink = partial(self._soon, self._answered, question)
             question.asked = await self._ask(question.request, question.ask.scope, sink)
-        except asyncio.CancelledError:  # the session ended while the stream was asked
+        except asyncio.CancelledError:  # the session ended during the call
             self._stop(question)
             raise
         except Exception as error:  # noqa: BLE001 - the same
             self._end(question, reported(error))
             return
         held, question.held = question.held or [], None
-        if self._questions.get(question.ask.question_id) is not question:  # it ended before the engine knew of it
+        if self._questions.get(question.ask.question_id) is not question:  # it ended before the engine received it
             self._stop(question)
             return
         self._report(m.Answer(question.ask.question_id, question.asked))
@@ -145,11 +145,11 @@ class Questions:
             self._answered(question, event)
 
     def _stop(self, question: Question) -> None:
-        """Have the engine end its request."""
+        """Cancel its request in the engine."""
         self._around.cancel(question.request.id)
 
     def _answered(self, question: Question, event: Event) -> None:
-        """An event of the question's request."""
+        """Process an event of the question's request."""
         if question.held is not None:
             question.held.append(event)
             return
@@ -169,18 +169,18 @@ class Questions:
             self._end(question, None)
 
     def _moments(self, question: Question, event: Event) -> tuple[Moment, ...]:
-        """The moments of an answer whose time on the session's clock is known."""
+        """The times mentioned in an answer that are known on the session's clock."""
         asked, period = question.asked, self._around.label_period
         if not isinstance(event, Finished) or asked is None or not period:
             return ()
         return tuple(x for x in moments(event.text, asked.begin, asked.end, period) if x.seconds is not None)
 
     def _late(self, question: Question) -> None:
-        if question.asked is None:  # else the engine ends it
+        if question.asked is None:  # otherwise the engine ends it
             self._end(question, DeadlineExceeded("the deadline passed while the question waited for its stream"))
 
     def _end(self, question: Question, error: MMServeError | None) -> None:
-        """End a question: its answer is complete, or it has failed with ``error``, which is reported."""
+        """End a question: its answer is complete, or it failed with ``error``, which is reported."""
         if self._questions.get(question.ask.question_id) is not question:
             return
         del self._questions[question.ask.question_id]

@@ -1,4 +1,4 @@
-"""Frames of what a client pushes, decoded in child processes (``encode/decoding.py``)."""
+"""Decoding of frames from a client's pushes, in child processes (``encode/decoding.py``)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from mmserve.video.clock import clock_seconds
 from mmserve.video.messages import Push, PushImage, PushSegment, push_field
 from mmserve.video.overload import pixel_bytes
 
-#: The longest initialisation segment: one is kept as long as its session; they usually have one or two thousand bytes.
+#: Maximum size of an initialisation segment, which is kept for the session; one or two thousand bytes are usual.
 MAX_INIT_BYTES = 256 << 10
 
 
 class PushReader:
-    """The frames of one session's pushes, in order; used by one thread at a time.
+    """The frames of one session's pushes, in order; not thread-safe.
 
-    ``most_bytes``: of the frames of one push; ``resize``: what the model does first to every frame.
+    ``most_bytes``: limit of the frames of one push; ``resize``: the model's first step of preparing every frame.
     """
 
     def __init__(self, decoders: Decoders, sampler: Sampler, most_bytes: int, resize: Resize | None) -> None:
         self._decoders, self._sampler = decoders, sampler
         self._most_bytes, self._resize = most_bytes, resize
         self._init = b""  # the last initialisation segment
-        self._end = 0.0  # where the last segment ends
-        self._newest: float | None = None  # of the newest frame
+        self._end = 0.0  # end time of the last segment
+        self._newest: float | None = None  # time of the newest frame
 
     def read(self, push: Push, take: Callable[[Frame], None], check: Callable[[], None]) -> None:
-        """As ``Reader.read``; raises ``InvalidArgument`` for what cannot be decoded, or is not after what came before.
+        """See ``Reader.read``; raises ``InvalidArgument`` for a push that cannot be decoded, or whose time is not after
+        the previous one's.
 
-        Of a push that is refused no frame is taken.
+        No frame of a refused push is used.
         """
         frames = self._image(push, check) if isinstance(push, PushImage) else self._segment(push, check)
         for frame in frames:
@@ -47,7 +48,7 @@ class PushReader:
         self._check_after(push.seconds, "push_image.seconds")
         file = MediaFile(push.data, clip=False, name=push_field(push), resize=self._resize)
         [pictures] = self._decoders.map([lambda decode: decode(file)], check)
-        self._end = push.seconds + self._sampler.interval  # as that of an image in ``push_segment``
+        self._end = push.seconds + self._sampler.interval  # as for an image in ``push_segment``
         chosen = self._sampler.still(push.seconds, pictures.frames[0])
         return [Frame(push.seconds, chosen.image, chosen.detail)]
 

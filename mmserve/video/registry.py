@@ -1,4 +1,4 @@
-"""All sessions of a server: found again by their handle, bounded in number, and ended when nobody comes back."""
+"""All sessions of a server: looked up by their handle, limited in number, and ended if no client resumes them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mmserve.video.session import Session
 logger = logging.getLogger("mmserve.video")
 
 _HANDLE_BYTES = 32
-#: How often sessions are looked at for those that nobody uses (seconds).
+#: Interval (seconds) of checks for unused sessions.
 _SWEEP_SECONDS = 0.25
-#: When a client may try again that finds too many sessions (seconds).
+#: Retry delay (seconds) for a client refused because of too many sessions.
 _RETRY_AFTER = 5.0
 
 
@@ -35,14 +35,14 @@ class Registry:
         self._opening = 0
         self._changed = asyncio.Event()  # a session ended, or another drain began
         self._sweeping: asyncio.Task[None] | None = None
-        #: Ends of drains on the monotonic clock (seconds), by the engine that is drained; None = all.
+        #: End times of drains on the monotonic clock (seconds), by the engine that is drained; None = all.
         self._ends: dict[object, float] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def check_room(self, tenant: Tenant) -> None:
-        """Raise ``ResourceExhausted`` where ``tenant`` cannot have one more session, ``Unavailable`` in a drain."""
+        """Raises ``ResourceExhausted`` if ``tenant`` cannot open another session, ``Unavailable`` in a drain."""
         if None in self._ends:
             raise Unavailable("the server is shutting down; open the session on another one")
         if len(self._sessions) + self._opening >= self._config.max_sessions:
@@ -59,7 +59,7 @@ class Registry:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Count a session that is being opened."""
+        """Context that counts a session while it is being opened."""
         self._opening += 1
         try:
             yield
@@ -67,9 +67,9 @@ class Registry:
             self._opening -= 1
 
     def open(self, tenant: Tenant, make: Callable[[str, Callable[[Session], None]], Session]) -> Session:
-        """A new session, that ``make`` makes of its handle and what is to be called at its end.
+        """A new session; ``make`` creates it from its handle and a callback for its end.
 
-        Raises what ``check_room`` does.
+        Raises as ``check_room``.
         """
         self.check_room(tenant)
         session = make(secrets.token_urlsafe(_HANDLE_BYTES), self._ended)
@@ -82,7 +82,7 @@ class Registry:
     def find(self, handle: str, tenant: Tenant) -> Session:
         """The session of ``tenant`` with this handle.
 
-        Raises ``NotFound`` for an unknown one, one that has ended, and one of somebody else alike.
+        Raises ``NotFound`` for an unknown one, one that has ended, and one of another tenant.
         """
         session = self._sessions.get(handle)
         if session is None or session.tenant.name != tenant.name:
@@ -95,7 +95,7 @@ class Registry:
         return next((s for s in mine if open_id and s.open_id == open_id and s.untouched), None)
 
     def notice(self, session: Session) -> GoAway | None:
-        """The notice for a new connection of ``session`` while a drain is in progress."""
+        """The notice for a new connection of ``session``, if a drain is in progress."""
         ends = [self._ends[owner] for owner in (None, session.owner) if owner in self._ends]
         if not ends:
             return None
@@ -105,7 +105,7 @@ class Registry:
     async def drain(self, seconds: float, owner: object = None) -> None:
         """Announce the end to all sessions, or to those of the engine ``owner``; end those left after ``seconds``.
 
-        Returns when none of them is left. May be called again, with a shorter time, while a first call waits.
+        Returns when none are left. May be called again, with a shorter time, while the first call waits.
         """
         self._ends[owner] = time.monotonic() + seconds
         for session in self._of(owner):
@@ -139,7 +139,7 @@ class Registry:
             self._count.set(len(self._sessions))
 
     async def _sweep(self) -> None:
-        """End sessions without a connection after ``resume_seconds``, and silent ones after ``idle_seconds``."""
+        """End sessions without a connection after ``resume_seconds``, and inactive ones after ``idle_seconds``."""
         while self._sessions:
             await asyncio.sleep(_SWEEP_SECONDS)
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Errors as a session reports them."""
+"""Conversion of errors for a session's responses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ logger = logging.getLogger("mmserve.video")
 
 
 def reported(error: BaseException) -> MMServeError:
-    """``error`` for a response; a bug becomes ``Internal`` with an id that the log has too.
+    """``error`` for a response; a bug becomes ``Internal`` with an id that is also in the log.
 
-    A response is kept until its client has it, so its error must not refer to frames that hold what was pushed.
+    A response is kept until its client confirms it, so its error must not reference tracebacks that hold pushed
+    data.
     """
     typed = error if isinstance(error, MMServeError) else Internal.logged(error, "a session of video", logger)
     typed.__traceback__ = typed.__context__ = typed.__cause__ = None

@@ -1,4 +1,4 @@
-"""Responses of one session: kept until the client has them, over any number of connections."""
+"""The queue of responses of one session: kept until the client confirms them, over any number of connections."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mmserve.video import messages as m
 from mmserve.video.connection import Connection
 from mmserve.video.indexes import Responses
 
-#: How many times ``outbox_bytes`` may wait to be sent, however often it is resumed: above that the session ends.
+#: Multiple of ``outbox_bytes`` of unsent responses above which the session ends, however often it is resumed.
 _MOST_OUTBOXES = 4
-#: When a client may resume that did not read its responses (seconds).
+#: Retry delay (seconds) for resuming, for a client that did not read its responses.
 _RETRY_AFTER = 0.1
 
 
 class ResponseQueue:
     """Used on the event loop of its session.
 
-    ``acknowledged``: what a connection begins with; ``finished``: whether one has nothing left to do, given that its
-    client sends nothing any more. ``lost`` is called with a connection whose client does not read, ``end`` with the
-    error of a session whose client never does.
+    ``acknowledged``: the first message of a connection; ``finished``: whether a connection is complete, given that its
+    client has finished sending. ``lost`` is called with a connection whose client does not read, ``end`` with the error
+    of a session whose client never does.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class ResponseQueue:
         self._outbox_bytes, self._acknowledged, self._finished = outbox_bytes, acknowledged, finished
         self._lost, self._end = lost, end
         self.responses = Responses(outbox_bytes)
-        self.detached: float | None = time.monotonic()  # since when there is no connection
+        self.detached: float | None = time.monotonic()  # since when there has been no connection
         self._connection: Connection | None = None
-        self._most_unsent = outbox_bytes  # what may wait to be sent before the connection is given up
+        self._most_unsent = outbox_bytes  # unsent bytes above which the connection is closed
 
     def attach(self) -> Connection:
-        """A connection from now on, in place of any other."""
+        """Create a connection, which replaces any other."""
         self.fail(FailedPrecondition("the session was resumed on another connection"))
         self.detached = None
         self._most_unsent = self.responses.unsent_bytes + self._outbox_bytes
@@ -49,14 +49,14 @@ class ResponseQueue:
         return self._connection
 
     def detach(self, connection: Connection) -> bool:
-        """``connection`` is lost; False = it was replaced before."""
+        """``connection`` is lost. Returns False if it was replaced before."""
         if connection is not self._connection:
             return False
         self._connection, self.detached = None, time.monotonic()
         return True
 
     def report(self, response: m.Numbered) -> None:
-        """Have a response sent."""
+        """Send a response."""
         self.responses.add(response)
         self.wake()
         most = _MOST_OUTBOXES * self._outbox_bytes
@@ -70,7 +70,7 @@ class ResponseQueue:
             self._lost(connection)
 
     def acknowledge(self) -> None:
-        """A request was taken, or the credit has changed."""
+        """Acknowledge: a request was received, or the credit has changed."""
         if self._connection is not None:
             self._connection.acknowledge()
 
@@ -80,11 +80,11 @@ class ResponseQueue:
             self._connection.go_away(notice)
 
     def wake(self) -> None:
-        """What the connection waits for may be there."""
+        """Wake the connection to check for messages."""
         if self._connection is not None:
             self._connection.wake()
 
     def fail(self, error: MMServeError | None) -> None:
-        """End the connection, if there is one, with ``error`` or, with None, without."""
+        """End the connection, if there is one, with ``error`` unless it is None."""
         if self._connection is not None:
             self._connection.fail(error)

@@ -1,9 +1,9 @@
-"""One session: requests in, frames to the model in their order, questions between them, responses out.
+"""One session: requests in, frames to the model in order, questions between them, responses out.
 
-Everything here runs on one event loop, but for what ``Work`` runs: decoding, and calls of the model's stream. Requests
-are taken once each by their index (``indexes.py``). Pushes are decoded one after another, and their frames wait for the
-model (``overload.py``); a question keeps its place among them, so that it sees each frame that was pushed before it and
-no other. Connections come and go; what is in progress goes on.
+Everything runs on one event loop, except for what ``Work`` runs: decoding, and calls of the model's stream. Requests
+are received once each, by their index (``indexes.py``). Pushes are decoded one after another, and their frames wait for
+the model (``overload.py``); a question keeps its position among them, so that it sees exactly the frames pushed before
+it. Connections may change; work in progress continues.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mmserve.video.watches import Watches, Watching
 
 logger = logging.getLogger("mmserve.video")
 
-#: Requests that wait, beside pushes; a client that sends more without waiting is sent away.
+#: Maximum waiting requests besides pushes; a client that sends more is disconnected.
 MOST_QUEUED = 1024
-#: Their bytes together: a question is not longer than 1 MiB, but may be cancelled and stay in its place.
+#: Maximum total bytes of these: a question is at most 1 MiB, but a cancelled one stays in the queue.
 MOST_QUEUED_BYTES = 32 << 20
 
 
@@ -49,7 +49,7 @@ class _Pushed:
 
 @dataclass(eq=False)
 class _Queued:
-    """What is not a push, and how many bytes its request has."""
+    """A queued request other than a push, and its size in bytes."""
 
     item: object
     size: int
@@ -60,9 +60,9 @@ class _Closing:
 
 
 class Session:
-    """A session of ``tenant``; made on the running loop, which runs it from then on.
+    """A session of ``tenant``, created on the running loop, which runs it.
 
-    ``ended`` is called once, when nothing can be resumed any more.
+    ``ended`` is called once, when the session cannot be resumed any more.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Session:
         ended: Callable[[Session], None],
     ) -> None:
         self.handle, self.tenant = handle, tenant
-        self.greeting: Any = None  # first response of its connections, set by its opener
-        self.owner: Any = None  # the engine whose stream it has, set by its opener
-        self.adapter = ""  # of its questions, set by its opener
+        self.greeting: Any = None  # first response of its connections; set by the caller
+        self.owner: Any = None  # the engine of its stream; set by the caller
+        self.adapter = ""  # of its questions; set by the caller
         self.open_id = ""  # the client's name for it until it knows the handle, set by its opener
         self.last_request = time.monotonic()
-        self.error: MMServeError | None = None  # what it ended with
+        self.error: MMServeError | None = None  # error with which it ended
         self.over = False
         self._stream, self._reader, self._around, self._ended = stream, reader, around, ended
         self._config = config = around.config
@@ -97,12 +97,12 @@ class Session:
             self.end,
         )
         self._to_decode: deque[_Pushed | _Queued] = deque()
-        self._queued_bytes = 0  # of requests that wait, beside pushes
+        self._queued_bytes = 0  # of waiting requests besides pushes
         self._waiting = Waiting(overload, config.waiting_frames, config.waiting_bytes)
-        self._taking = False  # whether the first of those that waited is being seen to
-        self._appending = 0  # frames that the stream has not seen yet
+        self._taking = False  # whether the first waiting item is being processed
+        self._appending = 0  # frames being appended to the stream
         self._watches = Watches(around, self._report, self._look_again)
-        self._calls = asyncio.Lock()  # a stream is called by one thread at a time
+        self._calls = asyncio.Lock()  # a stream must not be called concurrently
         self._questions = Questions(
             around, lambda *args: self._call(stream.ask, *args), self._report, self._soon, self._look_again
         )
@@ -116,9 +116,10 @@ class Session:
     # --- connections ---
 
     def attach(self, received: int | None = None) -> Connection:
-        """A connection from now on, in place of any other; ``received``: of a resume, the last response received.
+        """Create a connection, which replaces any other; ``received``: when resuming, the index of the last response
+        received.
 
-        Raises ``FailedPrecondition`` where a response after that is not kept any more.
+        Raises ``FailedPrecondition`` if a later response is not kept any more.
         """
         if received is not None:
             self._response_queue.responses.resume(received)
@@ -128,7 +129,7 @@ class Session:
         return self._response_queue.attach()
 
     def detach(self, connection: Connection) -> None:
-        """``connection`` is lost; nothing happens where it was replaced."""
+        """``connection`` is lost; no effect if it was replaced."""
         if self._response_queue.detach(connection) and self._closed and connection.done:
             self.end(None)
 
@@ -138,12 +139,12 @@ class Session:
 
     @property
     def detached(self) -> float | None:
-        """Since when it has no connection (monotonic clock, seconds); None where it has one."""
+        """Since when it has had no connection (monotonic clock, seconds); None if it has one."""
         return self._response_queue.detached
 
     @property
     def _in_flight(self) -> int:
-        """Frames that the stream has not seen yet, or that standing questions are still asked about."""
+        """Number of frames that are being appended, or judged by standing questions."""
         return self._appending + self._watches.waiting
 
     @property
@@ -158,7 +159,7 @@ class Session:
         return decoded and not (self._questions or self._in_flight or len(self._waiting) or self._taking)
 
     def end(self, error: MMServeError | None) -> None:
-        """End with ``error``, None = the client ended it: what is in progress is given up, and nothing stays."""
+        """End with ``error``, None = the client ended it: work in progress is cancelled, and everything is released."""
         if self.over:
             return
         self.over, self.error = True, error
@@ -167,7 +168,7 @@ class Session:
             task.cancel()
         self._questions.end_all(Cancelled("the session ended"))
         for held in (self._to_decode, self._waiting, self._watches, self._response_queue.responses):
-            held.clear()  # now: a connection whose client does not read keeps the session for as long as it likes
+            held.clear()  # immediately: a connection whose client does not read may keep the session object alive
         if not self._closed:
             self._tasks.append(self._loop.create_task(self._close_stream()))
         self._response_queue.fail(error)
@@ -176,10 +177,10 @@ class Session:
     # --- requests ---
 
     def take(self, index: int, received: int, request: m.SessionRequest | None, size: int) -> None:
-        """Take a request of ``size`` bytes in, if it is new; None is an empty one, which confirms responses.
+        """Receive a request of ``size`` bytes, if it is new; None is an empty one, which confirms responses.
 
-        What is wrong with one push or question is reported in its response. Raises what ends the session:
-        ``InvalidArgument`` for wrong indexes, ``ResourceExhausted`` for a client that pushes on without credit.
+        Errors of one push or question are reported in its response. Raises errors that end the session:
+        ``InvalidArgument`` for wrong indices, ``ResourceExhausted`` for a client that keeps pushing without credit.
         """
         self.last_request = time.monotonic()
         if received:
@@ -246,7 +247,7 @@ class Session:
                 await self._read(item)
             else:
                 self._waiting.put(item)
-            del item  # else an idle session keeps its last push
+            del item  # otherwise an idle session would keep its last push
             self._changes.notify()
 
     async def _read(self, pushed: _Pushed) -> None:
@@ -291,7 +292,7 @@ class Session:
             self._response_queue.wake()
 
     async def _taken(self, first: object) -> None:
-        """See to the first of those that waited."""
+        """Process the first waiting item."""
         if isinstance(first, WaitingFrame):
             await self._append(first)
             return
@@ -352,7 +353,7 @@ class Session:
             of = await self._call(self._stream.stats)
         except Exception as error:  # noqa: BLE001 - counters are no reason to end
             logger.error("statistics of a stream: %r", error)
-            of = StreamStats(0, 0, 0, 0, 0)  # each request has its response: clients count them
+            of = StreamStats(0, 0, 0, 0, 0)  # each request must have a response: clients count them
         self._report(
             replace(
                 self._stats,
@@ -368,19 +369,19 @@ class Session:
 
     async def _close_stream(self) -> None:
         try:
-            await self._around.work(self._stream.close)  # a call that waits for a worker ends then
+            await self._around.work(self._stream.close)  # also ends a call that waits for a worker
         except Exception as error:  # noqa: BLE001 - there is no client any more
             logger.error("a stream could not be closed: %r", error)
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call the stream; who is cancelled meanwhile waits for that call to end, so that the next one is alone."""
+        """Call the stream; if cancelled, waits for the call to end, so that calls are never concurrent."""
         async with self._calls:
             calling = asyncio.ensure_future(self._around.work(method, *args))
             try:
                 return await asyncio.shield(calling)
             except asyncio.CancelledError:
                 await asyncio.wait({calling})
-                calling.exception()  # nobody else looks at it
+                calling.exception()  # marks the exception as retrieved
                 raise
 
     # --- responses ---
@@ -399,25 +400,25 @@ class Session:
             self._response_queue.report(response)
 
     def _look_again(self) -> None:
-        """What the session's loops and its connection wait for may be there."""
+        """Wake the session's loops and its connection."""
         self._changes.notify()
         self._response_queue.wake()
 
     def _finished(self, half_closed: bool) -> bool:
-        """Whether a connection has nothing left to do."""
+        """Whether a connection is complete."""
         responses = self._response_queue.responses
         if self._closed:
             return responses.confirmed or (half_closed and not responses.pending)
         return half_closed and self.idle and not responses.pending
 
     def _soon(self, call: Callable[..., None], *args: Any) -> None:
-        """Have the loop call this, from any thread."""
+        """Schedule a call on the loop, from any thread."""
         try:
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:  # the loop is closed: the server has stopped
             logger.debug("an event after the end of the server")
 
     def _broken(self, task: asyncio.Task[None]) -> None:
-        """A bug here ends this session, and no other."""
+        """A bug ends this session, but no other."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.end(Internal.logged(error, "a session of video", logger))

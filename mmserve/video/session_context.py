@@ -1,4 +1,4 @@
-"""What a session needs of its server: decoding, threads, quotas and metrics."""
+"""A session's interface to its server: decoding, threads, quotas and metrics."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from mmserve.video import messages as m
 from mmserve.video.base import Frame, Seen
 from mmserve.video.standing import Judged, StandingQuestion
 
-#: Calls a blocking function elsewhere.
+#: Calls a blocking function on another thread.
 Work = Callable[..., Awaitable[Any]]
-#: The file of a URL, which is in the field that is named second.
+#: Downloads a URL, the first argument; the second is the name of its field.
 Fetched = Callable[[str, str], AbstractAsyncContextManager[bytes]]
 
 
 class Reader(Protocol):
-    """Makes frames of what is pushed, one push after another."""
+    """Decodes pushes to frames, one push after another."""
 
     def read(self, push: m.Push, take: Callable[[Frame], None], check: Callable[[], None]) -> None:
-        """Give the frames of ``push`` to ``take`` in order; ``check`` raises to end that."""
+        """Pass the frames of ``push`` to ``take`` in order; ``check`` raises to cancel."""
         ...
 
 
 class Judge(Protocol):
-    """Answers standing questions, as ``standing.Standing`` does."""
+    """Answers standing questions (see ``standing.Standing``)."""
 
     def check(self, question: StandingQuestion, path: str = "question") -> None:
-        """Raise ``InvalidArgument`` for a question that cannot be judged; ``path`` names it in the request."""
+        """Raises ``InvalidArgument`` for a question that cannot be judged; ``path`` names it in the request."""
         ...
 
     def judge(self, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
-        """The answers to ``questions`` about ``frame``, in their order."""
+        """The answers to ``questions`` about ``frame``, in order."""
         ...
 
 
 class Noted(Protocol):
-    """What takes note of one question, for quotas and metrics."""
+    """Records one question for quotas and metrics."""
 
     def begin(self) -> None:
-        """It came; raises ``ResourceExhausted`` where its tenant may not ask now."""
+        """The question arrived; raises ``ResourceExhausted`` if its tenant's quota is exhausted."""
         ...
 
     def see(self, event: Event) -> None:
-        """Something of its answer was made."""
+        """An event of its answer."""
         ...
 
     def end(self, error: MMServeError | None) -> None:
@@ -59,13 +59,12 @@ class Noted(Protocol):
 
 @dataclass(frozen=True)
 class SessionContext:
-    """What sessions of one model share.
+    """The common context of a model's sessions.
 
-    ``work`` calls a blocking function elsewhere, and ``judge`` one that runs the model.
-    ``cancel`` ends a request of the engine; ``noted`` makes what takes note of a question; ``standing`` is None where
-    the model cannot be asked standing questions. ``fetched`` has the file of a URL, and counts its bytes until it is
-    closed; the field is for errors. ``label_period``: seconds after which the labels of the model's frames repeat; 0 =
-    they are not known to be seconds.
+    ``work`` calls a blocking function on another thread, ``judge`` one that runs the model. ``cancel`` ends a request
+    of the engine; ``noted`` creates the recorder of a question; ``standing`` is None if the model does not support
+    standing questions. ``fetched`` downloads a URL, and counts its bytes until it is closed; the field is for errors.
+    ``label_period``: period (seconds) of the labels of the model's frames; 0 = labels are not known to be seconds.
     """
 
     config: VideoConfig
@@ -80,7 +79,7 @@ class SessionContext:
 
     @asynccontextmanager
     async def filled(self, push: m.Push) -> AsyncIterator[m.Push]:
-        """``push`` with its file, which is fetched where it has a URL; raises ``InvalidArgument`` where it has both."""
+        """``push`` with its file, downloaded if it has a URL; raises ``InvalidArgument`` if it has both."""
         if not push.url:
             yield push
             return

@@ -1,9 +1,9 @@
 """Standing questions: typed answers to many questions about one frame, with their probabilities, in one forward pass.
 
-A frame is judged as an image by itself, not on the K/V of its stream: with the bundled causal model 99% of yes/no
-answers are right so, and 63 to 78% on a stream's K/V. Causal models run the frame once and all questions after it in
-the same pass. Each question sees the frame and itself only, and beginnings that questions share are run once.
-Shapes in names: R rows of the frame, T rows of a pass, D hidden, V vocabulary.
+A frame is judged as a separate image, not on the K/V of its stream: with the bundled causal model 99% of yes/no answers
+are then right, and 63 to 78% on a stream's K/V. Causal models run the frame once, with all questions after it in the
+same pass. Each question attends only to the frame and itself, and common prefixes of questions are run once. Shapes in
+names: R rows of the frame, T rows of a pass, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from mmserve.video.base import Seen
 from mmserve.video.choices import Choices, Tokens
 from mmserve.video.forest import Forest
 
-#: Questions of one call of ``judge``, choices of a question, and tokens of a question with those of its choices.
+#: Limits: questions of one call of ``judge``, choices of a question, and tokens of a question including its choices.
 MAX_QUESTIONS, MAX_CHOICES, MAX_TOKENS = 32, 16, 128
-#: Sets of questions that are kept ready, with masks of up to 10 MB each (usually 0.1 MB), and single questions.
+#: Cache sizes: prepared sets of questions, with masks of up to 10 MB each (usually 0.1 MB), and single questions.
 _READY_SETS, _READY_QUESTIONS = 32, 1024
-#: Masked positions after a question of a masked diffusion model: an answer of the bundled model's shortest canvas.
+#: Masked positions after a question in a masked diffusion model: the bundled model's shortest canvas.
 _CANVAS = 16
-#: Rows that go through a model without causal attention together.
+#: Maximum rows in one pass of a model without causal attention.
 _TOGETHER = 8
 
 
 @dataclass(frozen=True)
 class StandingQuestion:
-    """A question that is asked of every frame, and its allowed answers in the model's words."""
+    """A question asked about every frame, and its allowed answers in the model's words."""
 
     text: str
     choices: tuple[str, ...] = ("yes", "no")
@@ -50,9 +50,10 @@ class StandingQuestion:
 
 @dataclass(frozen=True)
 class Judged:
-    """A typed answer. ``probabilities``: of each choice, summing to 1; ``mass``: what the model gives to all of them.
+    """A typed answer. ``probabilities``: of each choice, summing to 1; ``mass``: total probability of the choices in
+    the model's distribution.
 
-    Where ``mass`` is small, the model would rather answer something else, and the probabilities mean little.
+    If ``mass`` is small, the model would prefer another answer, and the probabilities are unreliable.
     """
 
     choices: tuple[str, ...]
@@ -61,7 +62,7 @@ class Judged:
 
     @property
     def answer(self) -> str:
-        """The most likely choice, the first of several."""
+        """The most probable choice; the first one of ties."""
         return self.choices[max(range(len(self.choices)), key=self.probabilities.__getitem__)]
 
     def probability(self, choice: str) -> float:
@@ -71,7 +72,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A question in tokens: the chat before the frame, that after it up to where the answer begins, the choices."""
+    """A tokenised question: the chat before the frame, that after it up to the answer, and the choices."""
 
     before: Tokens
     after: Tokens
@@ -80,22 +81,22 @@ class _Prompt:
 
 @dataclass(frozen=True)
 class _Pack:
-    """The rows of several questions after one frame, as a causal model runs them."""
+    """The rows of several questions after one frame, for a causal model."""
 
     before: Tokens
     ids: Tensor  # int64 [nodes]
     depths: Tensor  # int64 [nodes]: positions after the frame
-    seen: Tensor  # bool [nodes, nodes]
-    wanted: Tensor  # int64: nodes whose logits are needed, each once
-    places: tuple[tuple[int, ...], ...]  # of each question, for each of its ``begun``: which of the wanted nodes
+    seen: Tensor  # bool [nodes, nodes]: attention mask
+    wanted: Tensor  # int64: nodes whose logits are needed, without duplicates
+    places: tuple[tuple[int, ...], ...]  # for each question and each of its ``begun``: index in ``wanted``
 
 
 class Standing:
-    """Answers standing questions about frames with one model; keeps nothing of any frame.
+    """Answers standing questions about frames with one model; keeps no state of any frame.
 
-    All methods may be called from several threads at once: they share nothing but caches of tokenised questions, which
-    are bounded, and weights. A call runs on its caller's thread. Raises ``Unimplemented`` for models that see no
-    images, whose positions have several axes, or that take features in several layers.
+    Thread-safe: calls share only bounded caches of tokenised questions, and weights. A call runs on its caller's
+    thread. Raises ``Unimplemented`` for models without images, with several position axes, or with visual features in
+    several layers.
     """
 
     def __init__(self, model: Model) -> None:
@@ -113,13 +114,13 @@ class Standing:
         self._pack = lru_cache(_READY_SETS)(self._packed)
 
     def check(self, question: StandingQuestion, path: str = "question") -> None:
-        """Raise ``InvalidArgument`` for a question that cannot be judged; ``path`` names it in the request."""
+        """Raises ``InvalidArgument`` for a question that cannot be judged; ``path`` names it in the request."""
         if not question.text.strip():
             raise InvalidArgument.of(f"{path}.text", "must not be empty")
         if not 2 <= len(question.choices) <= MAX_CHOICES:
             raise InvalidArgument.of(f"{path}.choices", f"must be 2 to {MAX_CHOICES}, not {len(question.choices)}")
         longest = max(map(len, (question.text, *question.choices)))
-        if longest > 32 * MAX_TOKENS:  # before it is tokenised
+        if longest > 32 * MAX_TOKENS:  # checked before tokenising
             raise InvalidArgument.of(path, f"a text of {longest} characters is too long")
         prompt = self._prompt(question)
         sequences = prompt.choices.sequences
@@ -130,12 +131,12 @@ class Standing:
             raise InvalidArgument.of(path, f"has {tokens} tokens with its choices; at most {MAX_TOKENS} are allowed")
 
     def judge(self, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
-        """The answers to ``questions`` (see ``check``) about ``frame``, in their order; at most ``MAX_QUESTIONS``.
+        """The answers to ``questions`` (see ``check``) about ``frame``, in order; at most ``MAX_QUESTIONS``.
 
-        For causal models this is one forward pass of the frame's rows and some 8 to 13 rows a question. For others,
-        where a frame's rows depend on the question, it is one pass of the whole prompt for each question and for each
-        further token of its longer choices: the bundled diffusion model takes some 20 ms a question on one thread.
-        The answers do not depend on what other questions are asked, within 1e-5.
+        For causal models this is one forward pass of the frame's rows and some 8 to 13 rows for each question. For
+        others, in which a frame's rows depend on the question, it is one pass of the whole prompt for each question and
+        for each further token of its longer choices: some 20 ms for each question with the bundled diffusion model on
+        one thread. Within 1e-5, the answers do not depend on other questions.
         """
         if len(questions) > MAX_QUESTIONS:
             raise InvalidArgument.of("questions", f"at most {MAX_QUESTIONS} at once, not {len(questions)}")
@@ -152,7 +153,7 @@ class Standing:
         x_TD = torch.cat([before, frame_RD.to(before), decoder.embed(pack.ids)])
         start, rows = len(before) + len(frame_RD), len(x_TD)
         total = padded_rows(rows, self._floor)
-        mask = torch.eye(total, dtype=torch.bool, device=device)  # padding sees itself
+        mask = torch.eye(total, dtype=torch.bool, device=device)  # padding attends to itself
         mask[:start, :start] = torch.ones(start, start, dtype=torch.bool, device=device).tril()
         mask[start:rows, :start] = True
         mask[start:rows, start:rows] = pack.seen
@@ -167,7 +168,7 @@ class Standing:
 
     @torch.inference_mode()
     def _masked(self, frame_RD: Tensor, questions: tuple[StandingQuestion, ...]) -> list[Judged]:
-        """Each beginning of an answer is a row of a batch, whose rows have one length: none is padded."""
+        """Each prefix of an answer is a row of a batch with rows of the same length: there is no padding."""
         prompts = [self._prompt(question) for question in questions]
         asked = [(p.before, (*p.after, *b), max(1, _CANVAS - len(b))) for p in prompts for b in p.choices.begun]
         order = sorted(range(len(asked)), key=lambda i: tuple(map(len, asked[i][:2])) + asked[i][2:])
@@ -183,7 +184,7 @@ class Standing:
         ]
 
     def _whole(self, frame_RD: Tensor, asked: Sequence[tuple[Tokens, Tokens, int]]) -> Tensor:
-        """Log-probabilities ``[B, V]`` of the first masked position of prompts of one length."""
+        """Log-probabilities ``[B, V]`` at the first masked position of prompts of the same length."""
         model, spec = self._model, self._model.spec
         ids = [[*before, *after, *[spec.mask_id] * masks] for before, after, masks in asked]
         head, masks = len(asked[0][0]), asked[0][2]
@@ -199,7 +200,7 @@ class Standing:
         return self._log_probabilities(F.pad(hidden, (0, 0, 0, padding)))[: len(asked)]
 
     def _sees(self, positions: Tensor, answer: int) -> Tensor | None:
-        """What each position of a prompt and canvas sees, bool ``[1, T, T]``; the answer begins at ``answer``."""
+        """The attention mask of a prompt and canvas, bool ``[1, T, T]``; ``answer``: position of the answer."""
         spec, total = self._model.spec, len(positions)
         if spec.attention is Attention.FULL:
             return None
@@ -211,7 +212,7 @@ class Standing:
         return (positions[None] < limit[:, None])[None]
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
-        """Of every token, fp32 ``[n, V]``; tokens that are never generated have none."""
+        """Log-probabilities of every token, fp32 ``[n, V]``; -inf for tokens that are never generated."""
         logits = self._model.decoder.logits(hidden).float()
         logits[:, list(self._model.spec.banned_ids)] = -torch.inf
         return logits.log_softmax(-1)
@@ -222,7 +223,7 @@ class Standing:
         values = [dict(zip(t, row[t].tolist(), strict=True)) for t, row in zip(tokens, log_p, strict=True)]
         found = choices.probabilities(values)
         mass = sum(found)
-        equal = 1 / len(found)  # where even the mass is below what can be distinguished from 0
+        equal = 1 / len(found)  # if even the mass underflows
         return Judged(question.choices, tuple(p / mass if mass else equal for p in found), min(1.0, mass))
 
     def _tokenised(self, question: StandingQuestion) -> _Prompt:

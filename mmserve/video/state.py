@@ -1,8 +1,8 @@
-"""What is kept of one stream, and how it changes: rows come, rows are evicted, questions see a branch.
+"""The state of one stream: appending and evicting rows, and branches for questions.
 
-K/V of a row are final once its block is whole: at once where attention is causal, a block of one. Where blocks are
-longer, the last rows may be pending: they have visual tokens only, and a question runs them in its own prompt.
-One thread changes it; any thread may take a branch or look at the counters.
+K/V of a row are final once its block is complete: immediately with causal attention (a block of one). With longer
+blocks, the last rows may be pending: they have visual tokens only, and a question runs them in its own prompt. One
+thread modifies it; any thread may take a branch or read the counters.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from mmserve.video.positions import after_eviction, is_full
 from mmserve.video.rows import Buffers, Table, row_bytes, sinks
 from mmserve.video.units import Units
 
-#: Rows and positions that are left for a question and its answer, at most.
+#: Maximum rows and positions reserved for a question and its answer.
 RESERVE = 128
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """A model as its streams use it."""
+    """A model for streams."""
 
     model: LoadedModel
     floor: int  # see ``row_floor``
-    appends: bool  # K/V are kept, and not only visual tokens
-    most: int  # rows of a prompt and its answer
+    appends: bool  # whether K/V are kept, not only visual tokens
+    most: int  # maximum rows of a prompt and its answer
     header: np.ndarray  # int64: ids of the sinks
 
     @property
     def block(self) -> int:
-        """Positions of a block, counted from a stream's first row, that are run together."""
+        """Length of the blocks, counted from a stream's first row, that are run together."""
         return self.model.spec.attention_block or 1
 
     @property
     def reserve(self) -> int:
-        """Rows and positions that are left for a question and its answer."""
+        """Number of rows and positions reserved for a question and its answer."""
         return min(RESERVE, self.most // 4)
 
 
 @dataclass(frozen=True)
 class Open:
-    """The unit whose rows are a stream's last, and are replaced when its next frame comes; its tokens ``[k, D]``."""
+    """The incomplete unit at the end of a stream, whose rows are replaced when its next frame arrives; its tokens ``[k,
+    D]``."""
 
     number: int
     tokens_kD: Tensor
@@ -62,7 +63,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Coming:
-    """A stream's rows once some more are there, how many of them have K/V then, and the pass that writes these."""
+    """A stream's rows after appending, how many of them then have K/V, and the pass that writes these."""
 
     table: Table
     final: int
@@ -71,17 +72,17 @@ class Coming:
 
 
 class StreamState:
-    """The rows of one stream within the bounds of ``memory``."""
+    """The rows of one stream within the limits of ``memory``."""
 
     def __init__(self, model: Streaming, memory: Memory) -> None:
         self._model, self._memory, self._policy = model, memory, policy_of(memory)
         self._features = keeps_features(model, memory)
         self._lock = threading.Lock()
         self._frames = self._evicted = 0
-        self._final = 0  # rows, from the first, that are not pending
+        self._final = 0  # number of leading rows that are not pending
         self._open: Open | None = None
         positions = model.model.spec.max_tokens - model.reserve - memory.budget
-        self.units = Units(model.model, self._policy, memory.budget, positions)  # of the streams' thread
+        self.units = Units(model.model, self._policy, memory.budget, positions)  # used by the streams' thread
         self._archive = Archive(memory.host_bytes) if memory.policy == "recall" else None
         self._table = sinks(model.header[:0], model.model.position_axes)
         self._buffers = self._empty()
@@ -90,7 +91,8 @@ class StreamState:
 
     @torch.inference_mode()
     def branch(self, scope: Scope | None) -> Branch:
-        """What a question about ``scope`` sees (None = all that is kept); ``FailedPrecondition`` where that is none."""
+        """The branch for a question about ``scope`` (None = all kept rows); raises ``FailedPrecondition`` if there are
+        none."""
         with self._lock:
             table, buffers, final, last = self._table, self._buffers, self._final, self._open
         own = table.kind >= Kind.LABEL
@@ -113,7 +115,7 @@ class StreamState:
         return Branch(table, keys, values, tokens, self._model.header)
 
     def stats(self) -> StreamStats:
-        """Counters now."""
+        """Current counters."""
         with self._lock:
             b = self._buffers
             kv = sum(t.nbytes for t in (b.keys, b.values, b.turned) if t is not None)
@@ -122,7 +124,7 @@ class StreamState:
             return StreamStats(self._frames, len(self._table), self._evicted, kv, features)
 
     def _recalled(self, scope: Scope) -> Branch:
-        """The frames of ``scope`` as a clip of their own, thinned out evenly where they are more than the budget."""
+        """The archived frames of ``scope`` as a separate clip, evenly subsampled if they exceed the budget."""
         assert self._archive is not None
         header = self._model.header
         with self._lock:
@@ -140,15 +142,15 @@ class StreamState:
     # --- the streams' thread ---
 
     def has_room(self, shown: Shown, beside: Coming) -> bool:
-        """Whether ``shown`` fits after rows that are about to be written, with nothing evicted for it."""
+        """Whether ``shown`` fits after rows that are about to be written, without eviction."""
         table = self._with(shown, beside.table)
         return len(table) <= self._memory.budget and not self._is_full(table)
 
     @torch.inference_mode()
     def make_room(self, shown: Shown) -> None:
-        """Evict what the rows of ``shown`` leave no room for.
+        """Evict rows so that those of ``shown`` fit.
 
-        ``InvalidArgument`` where they have none even then.
+        Raises ``InvalidArgument`` if they do not fit even then.
         """
         coming, budget, header = len(shown.ids), self._memory.budget, len(self._model.header)
         if header + coming > budget:
@@ -164,12 +166,13 @@ class StreamState:
 
     @torch.inference_mode()
     def coming(self, shown: Shown, beside: Coming | None) -> Coming:
-        """What is kept once ``shown`` has its rows, after those that are kept or, ``beside``, about to be."""
+        """The rows after appending ``shown`` to the kept rows or, if given, to those of ``beside``, which are about to
+        be written."""
         known = beside or Coming(self._table, self._final, self._open, None)
         table, start, left = self._with(shown, known.table), known.final, known.open
         new = [] if shown.open else [(shown.number, shown.tokens_kD)]
         if left is not None and left.number != shown.number and (known.table.frame == left.number).any():
-            new = [(left.number, left.tokens_kD), *new]  # whose other frames failed: it stays as it is
+            new = [(left.number, left.tokens_kD), *new]  # its next frame failed: it remains as it is
         for number, tokens in new:
             rows = np.flatnonzero(table.frame == number)
             _put(self._buffers, int(rows[0]), table.take(rows), tokens)
@@ -179,7 +182,7 @@ class StreamState:
         return Coming(table, final, Open(shown.number, shown.tokens_kD) if shown.open else None, written)
 
     def commit(self, coming: Coming, shown: Shown) -> None:
-        """The rows of one more frame, ``shown``, are there: questions see them from now on."""
+        """Make the rows of one more frame, ``shown``, visible to questions."""
         with self._lock:
             if self._archive is not None:
                 self._archive.add(shown)
@@ -187,8 +190,8 @@ class StreamState:
             self._frames += 1
 
     def saved(self, last: float) -> StreamPayload:
-        """What ``restore`` goes on from, ``last`` being the newest frame's seconds; tensors are views of rows that do
-        not change any more."""
+        """The state for ``restore``; ``last``: seconds of the newest frame. Tensors are views of rows that do not
+        change any more."""
         b, n, final, left = self._buffers, len(self._table), self._final, self._open
         keys, values = (None if kv is None else kv[:, :final] for kv in (b.keys, b.values))
         rows = RowsState(self._table.arrays, final, keys, values, None if b.features is None else b.features[:n])
@@ -198,7 +201,7 @@ class StreamState:
 
     @torch.inference_mode()
     def restore(self, saved: StreamPayload) -> None:
-        """Go on as the stream that was saved; of the same model and memory."""
+        """Continue the saved stream, which must have the same model and memory."""
         rows, model, fresh = saved.rows, self._model.model, self._empty()
         table = Table(*rows.table)
         for mine, theirs, axis in (
@@ -219,8 +222,8 @@ class StreamState:
                 self._archive.restore(saved.archive)
 
     def _tokens(self, table: Table, index: np.ndarray, buffers: Buffers, last: Open | None) -> Tensor:
-        """Visual tokens ``[k, D]`` of the rows of ``table``, which are ``index`` of ``buffers``; zeros where they are
-        not kept, as K/V are there."""
+        """Visual tokens ``[k, D]`` of the rows of ``table``, with indices ``index`` in ``buffers``; zeros if they are
+        not kept because K/V are."""
         model, visual = self._model.model, table.visual
         settled = visual if last is None else visual[table.frame[visual] != last.number]
         if buffers.features is None:
@@ -230,13 +233,13 @@ class StreamState:
         return tokens if last is None or len(settled) == len(visual) else torch.cat([tokens, last.tokens_kD])
 
     def _with(self, shown: Shown, table: Table) -> Table:
-        """``table`` with the rows of ``shown`` after it, in place of those that its unit has so far."""
+        """``table`` followed by the rows of ``shown``, which replace earlier rows of the same unit."""
         held = np.flatnonzero(table.frame != shown.number)
         table = table if len(held) == len(table) else table.take(held)
         return table.then(shown.unit.rows(shown.number).after(table))
 
     def _begin(self) -> None:
-        """The chat's header."""
+        """Start with the chat's header."""
         table = sinks(self._model.header, self._model.model.position_axes)
         final = self._whole(len(table))
         self._run(self._written(self._buffers, table, 0, final))
@@ -244,7 +247,7 @@ class StreamState:
             self._table, self._final = table, final
 
     def _evict(self, most: int) -> None:
-        """Leave at most ``most`` rows, chosen by the policy."""
+        """Evict all but at most ``most`` rows, selected by the policy."""
         table, old, final = self._table, self._buffers, self._final
         left = self._policy.left(self._rows(), most)
         front = left.keep[: table.take(left.keep).first]  # sinks and carriers
@@ -258,7 +261,7 @@ class StreamState:
         done = int(np.count_nonzero(front < final))
         if tokens is not None:
             _put(fresh, len(front), pooled, tokens)
-            if done == len(front):  # else what is in front of the carriers is pending, and so are they
+            if done == len(front):  # otherwise rows before the carriers are pending, and so are the carriers
                 fresh.turn(self._model.model, kept.places[..., :done])
                 self._run(self._written(fresh, kept, done, kept.first))
                 done = kept.first
@@ -271,7 +274,7 @@ class StreamState:
             self._evicted += len(table) - len(left.keep)
 
     def _count_anew(self) -> None:
-        """Positions begin at 0 again; under ``reanchor`` the rows are run again there."""
+        """Restart positions at 0; with ``reanchor``, the rows are run again there."""
         table, buffers, final = self._table.numbered(), self._buffers, self._final
         if self._memory.positions == "reanchor":
             old, buffers = buffers, self._empty()
@@ -301,22 +304,22 @@ class StreamState:
         table, buffers, needs = self._table, self._buffers, self._policy.needs
         norms = features = None
         if "norms" in needs and buffers.keys is not None:
-            norms = np.zeros(len(table), np.float32)  # pending rows have no keys to be judged by, and stay
+            norms = np.zeros(len(table), np.float32)  # pending rows have no keys, and are kept
             norms[: self._final] = _array(buffers.keys[:, : self._final].float().norm(dim=-1).mean((0, 2)))
         if "features" in needs and buffers.features is not None:
             features = _array(buffers.features[: len(table)])
         return Rows(table.kind, table.frame, norms, features)
 
     def _whole(self, rows: int) -> int:
-        """How many of so many rows are in whole blocks."""
+        """The number of leading rows, out of ``rows``, in complete blocks."""
         return rows - rows % self._model.block
 
     def _written(
         self, buffers: Buffers, table: Table, start: int, stop: int, tokens_kD: Tensor | None = None
     ) -> New | None:
-        """The pass that writes K/V of rows ``start`` to ``stop`` of ``table``, if there is one.
+        """The pass that writes K/V of rows ``start`` to ``stop`` of ``table``; None if there are none.
 
-        ``tokens_kD``: their visual tokens, where ``buffers`` keep none.
+        ``tokens_kD``: their visual tokens, if ``buffers`` do not keep them.
         """
         if buffers.keys is None or start == stop:
             return None
@@ -338,20 +341,20 @@ class StreamState:
 
 
 def keeps_features(model: Streaming, memory: Memory) -> bool:
-    """Whether the visual tokens of kept rows stay beside their K/V."""
+    """Whether the visual tokens of kept rows are kept in addition to K/V."""
     if not model.appends or model.block > 1:
         return True
     return memory.positions == "reanchor" or "features" in policy_of(memory).needs
 
 
 def state_bytes(model: Streaming, memory: Memory) -> int:
-    """Bytes that a stream takes at most."""
+    """Maximum size of a stream in bytes."""
     rows = memory.budget * row_bytes(model.model, kv=model.appends, features=keeps_features(model, memory))
     return rows + (memory.host_bytes if memory.policy == "recall" else 0)
 
 
 def nothing_of(scope: Scope, seconds: np.ndarray) -> str:
-    """Why a question about ``scope`` finds no frame, where those of ``seconds`` are kept."""
+    """The error message for a question about ``scope`` without frames, if frames at ``seconds`` are kept."""
     begin = "its start" if scope.begin is None else f"{scope.begin:g} s"
     end = "now" if scope.end is None else f"{scope.end:g} s"
     held = f"frames of {seconds.min():g} s to {seconds.max():g} s" if len(seconds) else "none: host_bytes is too small"
@@ -359,14 +362,14 @@ def nothing_of(scope: Scope, seconds: np.ndarray) -> str:
 
 
 def _put(buffers: Buffers, start: int, table: Table, tokens_kD: Tensor) -> None:
-    """Keep the visual tokens of ``table``'s rows, which begin at row ``start``, where ``buffers`` have room for any."""
+    """Store the visual tokens of ``table``'s rows, from row ``start`` on, if ``buffers`` keep them."""
     if buffers.features is not None:
         rows = torch.from_numpy(start + table.visual).to(buffers.features.device)
         buffers.features[rows] = tokens_kD.to(buffers.features.dtype)
 
 
 def _rows(x: Tensor, index: np.ndarray, axis: int) -> Tensor:
-    """Rows ``index`` (int64, ascending) of ``x``: a view where they are side by side."""
+    """Rows ``index`` (int64, ascending) of ``x``; a view if they are consecutive."""
     if len(index) and index[-1] - index[0] == len(index) - 1:
         return x.narrow(axis, int(index[0]), len(index))
     return x.index_select(axis, torch.from_numpy(index).to(x.device))

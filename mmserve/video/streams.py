@@ -1,6 +1,5 @@
-"""Streams of video over an engine: one thread takes in the frames of all (``intake.py``), and streams take turns;
-questions go to the engine.
-"""
+"""Video streams of an engine: one thread processes the frames of all streams (``intake.py``), which take turns;
+questions are submitted to the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from mmserve.video.memory import policy_of
 from mmserve.video.positions import RULES
 from mmserve.video.state import Streaming, StreamState, state_bytes
 
-#: Frames of all streams that are taken in at once: with more, those that wait for their turn wait too long.
+#: Maximum frames of all streams in one batch: larger batches would make waiting frames wait too long.
 AT_ONCE = 8
 
 
@@ -39,7 +38,7 @@ class EngineStream:
     """One stream of an ``EngineStreams``; see ``mmserve.video.base.Stream``."""
 
     def __init__(self, streams: EngineStreams, memory: Memory, vision: Vision, held: int, tenant: Tenant) -> None:
-        self.held = held  # bytes that are set aside for it
+        self.held = held  # reserved bytes
         self.waiting: deque[Waiting | Saving] = deque()  # guarded by the streams' lock
         self.vision, self.tenant = vision, tenant
         self.pruner = pruner_for(vision, seed=0)
@@ -56,13 +55,13 @@ class EngineStream:
         return waiting.future
 
     def save(self) -> Future[StreamPayload]:
-        """What ``EngineStreams.open`` makes a stream of that goes on as this one after the frames so far."""
+        """A state for ``EngineStreams.open``, from which a stream continues after the current frames."""
         saving = Saving(self._last)
         self._streams.hand_in(self, saving)
         return saving.future
 
     def restore(self, saved: StreamPayload) -> None:
-        """Go on as the stream that was saved; before it is used."""
+        """Continue the saved stream; call before other methods."""
         if self.state is not None:
             self.state.restore(saved)
         self._last = saved.last
@@ -78,25 +77,26 @@ class EngineStream:
         return StreamStats(0, 0, 0, 0, 0) if state is None else state.stats()
 
     def close(self) -> None:
-        """See ``Stream.close``; a second time nothing happens."""
+        """See ``Stream.close``; may be called twice."""
         self._streams.forget(self)
 
 
 class EngineStreams:
-    """All streams of one engine; see ``mmserve.video.base.Streams``. The engine is the caller's, and outlives this."""
+    """All streams of one engine; see ``mmserve.video.base.Streams``. The engine belongs to the caller, and must outlive
+    it."""
 
     def __init__(self, engine: Engine, config: VideoConfig | None = None) -> None:
         self._engine, self._config = engine, config or VideoConfig()
         self._made: Streaming | None = None
         self._lock = threading.Condition()
         self._streams: list[EngineStream] = []
-        self._turns: deque[EngineStream] = deque()  # those with frames that wait, in the order of their turns
+        self._turns: deque[EngineStream] = deque()  # streams with waiting frames, in the order of their turns
         self._refusal = ""
         self._thread: threading.Thread | None = None
 
     @property
     def model(self) -> Streaming:
-        """The model as streams use it; ``Unimplemented`` where it keeps none."""
+        """The model for streams; raises ``Unimplemented`` if it does not support them."""
         if self._made is None:
             stages = self._engine.stages
             model = streaming_model(stages.model)
@@ -115,7 +115,7 @@ class EngineStreams:
         beside: int = 0,
         saved: StreamPayload | None = None,
     ) -> EngineStream:
-        """As of ``Streams.open``; ``saved``: of ``EngineStream.save``, with the same model, memory and vision."""
+        """See ``Streams.open``; ``saved``: from ``EngineStream.save``, with the same model, memory and vision."""
         vision = vision or Vision()
         self._check(memory, vision)
         held = state_bytes(self.model, memory) + beside
@@ -147,12 +147,12 @@ class EngineStreams:
         return bool(self._refusal)
 
     def held_bytes(self) -> int:
-        """Bytes that are set aside for the streams that are open."""
+        """Bytes reserved for open streams."""
         with self._lock:
             return self._bytes()
 
     def stop(self) -> None:
-        """See ``Streams.stop``; a second time nothing happens."""
+        """See ``Streams.stop``; may be called twice."""
         with self._lock:
             self._refusal = "the server is shutting down; open the stream at another one"
             streams = list(self._streams)
@@ -165,7 +165,7 @@ class EngineStreams:
             thread.join()
 
     def hand_in(self, stream: EngineStream, waiting: Waiting | Saving) -> None:
-        """Append a frame, or a request for its state, to what waits of a stream."""
+        """Queue a frame, or a request for the state, of a stream."""
         with self._lock:
             if stream.state is None:
                 raise FailedPrecondition("the stream is closed")
@@ -175,11 +175,11 @@ class EngineStreams:
                 self._lock.notify_all()
 
     def forget(self, stream: EngineStream) -> None:
-        """Close a stream: its frames in progress fail, what was set aside for it is free."""
+        """Close a stream: its frames in progress fail, and its reserved bytes are released."""
         with self._lock:
             if stream.state is None:
                 return
-            stream.state = None  # users of it release it soon
+            stream.state = None  # current users release it soon
             self._streams.remove(stream)
             dropped = list(stream.waiting)
             stream.waiting.clear()
@@ -212,7 +212,8 @@ class EngineStreams:
     # --- the streams' thread ---
 
     def _check(self, memory: Memory, vision: Vision) -> None:
-        """``InvalidArgument`` for what no stream can be, ``Unimplemented`` for what this model cannot."""
+        """Raises ``InvalidArgument`` for settings invalid for any stream, ``Unimplemented`` for those that this model
+        does not support."""
         model, pruner = self.model, pruner_for(vision, seed=0)
         policy = policy_of(memory)
         if memory.positions not in RULES:
@@ -254,9 +255,9 @@ class EngineStreams:
                     failed(waiting, error)
 
     def _next(self) -> list[tuple[EngineStream, Waiting | Saving]] | None:
-        """The next frames, one of each stream by turns until they are enough; waits for the first. None = stop.
+        """The next frames, taken from streams in turn up to the maximum; waits for the first. None = stop.
 
-        A request for a stream's state comes before all of its frames in what is returned.
+        A request for a stream's state precedes all of its frames in the result.
         """
         with self._lock:
             while not self._turns:
@@ -276,7 +277,7 @@ class EngineStreams:
 
 
 def _save(stream: EngineStream, saving: Saving) -> None:
-    """On the streams' thread, with no frame of ``stream`` half taken in."""
+    """Runs on the streams' thread, between frames of ``stream``."""
     state = stream.state
     try:
         if state is None:

@@ -1,6 +1,6 @@
-"""What the next frame of one stream becomes: rows of its own, or part of those of the frames before it, and when.
+"""Assigns the next frame of a stream to a unit (a new one, or the current one), with its number and time position.
 
-One thread uses it.
+Not thread-safe.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from mmserve.video.memory import MemoryPolicy
 
 
 class Units:
-    """Counts the units of a stream, and places them in time where the model's positions have several axes.
+    """Counts the units of a stream, and assigns time positions if the model has several position axes.
 
-    ``policy``: which visual tokens become rows. ``rows``, ``positions``: how many a stream keeps, and may use.
+    ``policy`` selects the visual tokens that become rows. ``rows``, ``positions``: maximum numbers of a stream.
     """
 
     def __init__(self, model: LoadedModel, policy: MemoryPolicy, rows: int, positions: int) -> None:
         self._model, self._policy, self._rows, self._positions = model, policy, rows, positions
         self._count = 0
-        self._open: tuple[Frame, ...] = ()  # frames of a unit that is not whole yet
-        self._before: Tensor | None = None  # visual tokens of the newest whole unit
+        self._open: tuple[Frame, ...] = ()  # frames of an incomplete unit
+        self._before: Tensor | None = None  # visual tokens of the newest complete unit
         self._first = self._begun = 0.0  # seconds of the first frame, and of the newest unit
-        self._time = 0  # of the newest unit
+        self._time = 0  # time position of the newest unit
 
     def with_open(self, frame: Frame) -> tuple[Frame, ...]:
-        """The next frame, after those that become rows together with it."""
+        """The next frame, preceded by the frames of the same unit."""
         return (*self._open, frame)
 
     def chosen(self, shown: Shown) -> Shown:
-        """The rows of the next frame that the policy takes, with their number and time."""
+        """The rows of the next frame that the policy selects, with number and time position."""
         if not self._open:
             self._begin(shown)
         number, tokens, before = self._count - 1, shown.seen.tokens_RD, self._before
-        if shown.detail and len(shown.tokens_kD) == len(tokens):  # else a pruner has chosen
+        if shown.detail and len(shown.tokens_kD) == len(tokens):  # otherwise a pruner has selected
             known = before is not None and before.shape == tokens.shape
             old = _array(before) if before is not None and known else None
             shown = shown.with_tokens(self._policy.taken(old, _array(tokens), number))
@@ -49,18 +49,18 @@ class Units:
         return shown.at(number, self._time)
 
     def saved(self) -> UnitsState:
-        """What ``restore`` goes on from."""
+        """The state for ``restore``."""
         frames = (FrameState(f.seconds, np.array(f.image.convert("RGB")), f.detail) for f in self._open)
         return UnitsState(self._count, tuple(frames), self._before, self._first, self._begun, self._time)
 
     def restore(self, saved: UnitsState) -> None:
-        """Go on as those that were saved."""
+        """Restore a saved state."""
         self._open = tuple(Frame(f.seconds, Image.fromarray(f.pixels), f.detail) for f in saved.open)
         self._count, self._first, self._begun, self._time = saved.count, saved.first, saved.begun, saved.time
         self._before = None if saved.before is None else saved.before.to(self._model.device)
 
     def _begin(self, shown: Shown) -> None:
-        """The next unit, which begins with ``shown``."""
+        """Start the next unit with ``shown``."""
         number, begin, vision = self._count, shown.unit.begin, self._model.vision
         self._count += 1
         if self._model.position_axes == 1 or vision is None:
@@ -70,7 +70,7 @@ class Units:
             return
         step = vision.stream_time(number, begin - self._first)
         step -= vision.stream_time(number - 1, self._begun - self._first)
-        # However long nothing came: as many such units as are kept stay within the positions that the model knows.
+        # Bounded even after a long pause: all kept units must stay within the model's positions.
         self._time += min(step, max(1, self._positions // max(1, self._rows // len(shown.ids))))
         self._begun = begin
 

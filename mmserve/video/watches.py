@@ -1,4 +1,4 @@
-"""The standing questions of one session: which there are, and what they find in each frame."""
+"""The standing questions of one session, and their answers for each frame."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmserve.video.standing import MAX_QUESTIONS, Judged, StandingQuestion
 
 @dataclass(eq=False)
 class Watching:
-    """A standing question that is asked."""
+    """An active standing question."""
 
     request: m.Watch
     question: StandingQuestion
@@ -29,41 +29,41 @@ class Watching:
 class Watches:
     """Standing questions in the order of a session's requests; used on its event loop.
 
-    ``report`` sends a response, ``changed`` is called after a frame is judged.
+    ``report`` sends a response; ``changed`` is called after a frame is judged.
     """
 
     def __init__(
         self, around: SessionContext, report: Callable[[m.Numbered], None], changed: Callable[[], None]
     ) -> None:
         self._around, self._report, self._changed = around, report, changed
-        self._named: dict[str, m.Watch] = {}  # by its id, the newest request that has it and is not removed
+        self._named: dict[str, m.Watch] = {}  # by id: the newest request that was not removed
         self._asked: dict[str, Watching] = {}
         self._to_judge: deque[tuple[Seen, tuple[Watching, ...]]] = deque()
         self._wakes = Changes()
         self.alerts = 0
-        self.waiting = 0  # frames that are not judged yet
+        self.waiting = 0  # number of frames not judged yet
 
     @property
     def asked(self) -> tuple[Watching, ...]:
-        """Those that the next frame is judged by."""
+        """The questions for the next frame."""
         return tuple(self._asked.values())
 
     # --- when a request arrives ---
 
     def name(self, request: m.Watch) -> None:
-        """Reserve the id of ``request``; raises ``InvalidArgument`` where another one has it."""
+        """Reserve the id of ``request``; raises ``InvalidArgument`` if it is in use."""
         if request.watch_id in self._named:
             raise InvalidArgument.of("watch.watch_id", f"{request.watch_id!r} is a standing question already")
         self._named[request.watch_id] = request
 
     def unname(self, watch_id: str) -> None:
-        """Let another request have the id."""
+        """Release the id."""
         self._named.pop(watch_id, None)
 
-    # --- when it is its turn ---
+    # --- after the preceding frames ---
 
     async def add(self, request: m.Watch) -> None:
-        """Ask it of every frame from now on, or report why not."""
+        """Ask it about every frame from now on, or report why not."""
         question = StandingQuestion(request.text, request.choices)
         config, standing = self._around.config, self._around.standing
         try:
@@ -85,19 +85,19 @@ class Watches:
         self._report(m.WatchState(request.watch_id, accepted=True))
 
     def remove(self, watch_id: str) -> None:
-        """Ask it no more."""
+        """Remove it."""
         if self._asked.pop(watch_id, None) is not None:
             self._report(m.WatchState(watch_id, accepted=False))
 
     def see(self, seen: Seen, watches: tuple[Watching, ...]) -> None:
-        """Judge a frame by ``watches``, those that were asked when it was appended."""
+        """Queue a frame to be judged by ``watches``, the questions that were active when it was appended."""
         if watches:
             self.waiting += 1
             self._to_judge.append((seen, watches))
             self._wakes.notify()
 
     async def judge(self) -> None:
-        """Judge frames for as long as the session runs."""
+        """Judge frames until the session ends."""
         while True:
             await self._wakes.until(lambda: bool(self._to_judge))
             seen, watches = self._to_judge.popleft()
@@ -110,11 +110,11 @@ class Watches:
             self._changed()
 
     def clear(self) -> None:
-        """Let go of all frames."""
+        """Drop all queued frames."""
         self._to_judge.clear()
 
     async def _ask(self, standing: Judge, seen: Seen, watches: list[Watching]) -> None:
-        """Judge a frame by some of those that are asked, in one call."""
+        """Judge a frame by some of its questions, in one call."""
         try:
             judged = await self._around.judge(standing.judge, seen, [each.question for each in watches])
             for each, found in zip(watches, judged, strict=True):
@@ -140,6 +140,6 @@ class Watches:
             self._refuse(watching.request, error)
 
     def _refuse(self, request: m.Watch, error: MMServeError) -> None:
-        if self._named.get(request.watch_id) is request:  # a later request may have the id by now
+        if self._named.get(request.watch_id) is request:  # a later request may have the same id
             del self._named[request.watch_id]
         self._report(m.WatchState(request.watch_id, accepted=False, error=error))

@@ -17,12 +17,12 @@ POLICIES: dict[str, Callable[[Memory], MemoryPolicy]] = {
     "carrier": lambda memory: Carrier(memory.carriers),
     "similarity": lambda _memory: Similarity(),
     "group": lambda _memory: Group(),
-    "recall": lambda _memory: Window(),  # and what it forgets is kept on the host (``mmserve.video.archive``)
+    "recall": lambda _memory: Window(),  # evicted frames are archived in host memory (``mmserve.video.archive``)
 }
 
 
 def policy_of(memory: Memory) -> MemoryPolicy:
-    """The policy that ``memory`` names; ``InvalidArgument`` where there is none of that name."""
+    """The policy of ``memory``; raises ``InvalidArgument`` for an unknown name."""
     if memory.policy not in POLICIES:
         raise InvalidArgument.of("memory.policy", f"there is no policy {memory.policy!r}; known are {list(POLICIES)}")
     return POLICIES[memory.policy](memory)

@@ -1,7 +1,7 @@
-"""VideoScan (arXiv 2503.09387): what is left of an old frame is one carrier, and similar carriers become one.
+"""VideoScan (arXiv 2503.09387): an evicted frame is replaced by one carrier, and similar carriers are merged.
 
-A carrier is the mean of its frame's visual tokens, run after the header and the carriers before it. At the bound, the
-earlier one of the two neighbours whose tokens are the most similar is evicted.
+A carrier is the mean of its frame's visual tokens, run after the header and the previous carriers. At the limit, of the
+most similar pair of adjacent carriers the earlier one is evicted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmserve.video.memory.base import Kind, Left, Rows, every_row, whole_frames,
 
 @dataclass(frozen=True)
 class Carrier:
-    """``carriers``: how many are kept at most, and never more than half of the rows that are left."""
+    """``carriers``: maximum number of carriers, and never more than half of the kept rows."""
 
     carriers: int = 64
     needs: ClassVar[frozenset[str]] = frozenset({"features"})
@@ -39,7 +39,8 @@ class Carrier:
 
 
 def merged(tokens_nD: np.ndarray, most: int) -> np.ndarray:
-    """Bool ``[n]``: which carriers stay, at most ``most``; of the two most similar neighbours the earlier goes."""
+    """Bool ``[n]``: the carriers that are kept, at most ``most``; of the most similar adjacent pair the earlier is
+    dropped."""
     unit = tokens_nD / np.maximum(np.linalg.norm(tokens_nD, axis=1, keepdims=True), 1e-6)
     left = list(range(len(unit)))
     while len(left) > most:

@@ -1,7 +1,7 @@
-"""QuickVideo's choice (arXiv 2505.16175): of a group of frames, the rows with the smallest L2 norm of their keys stay.
+"""QuickVideo's rule (arXiv 2505.16175): in a group of frames, the rows with the smallest L2 norms of keys are kept.
 
-Those draw the most attention (arXiv 2406.11430). The paper prunes each layer by itself; here rows are shared by all
-layers, and norms are means over them.
+They receive the most attention (arXiv 2406.11430). The paper prunes each layer separately; here all layers have the
+same rows, and norms are averaged over them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mmserve.video.memory.base import CHUNK, Kind, Left, Rows, every_row, whole_
 
 @dataclass(frozen=True)
 class Group:
-    """Of every ``size`` frames but the newest, ``share`` of the visual rows stay once room is needed; then the oldest
-    frames go."""
+    """In every group of ``size`` frames except for the newest, ``share`` of the visual rows are kept when space is
+    needed; then the oldest frames are evicted."""
 
     size: int = CHUNK
     share: float = 0.25
@@ -39,7 +39,7 @@ class Group:
         return Left(keep)
 
     def _groups(self, rows: Rows) -> list[np.ndarray]:
-        """Frames (int64) of each group that has not been thinned, oldest first; never the newest ``size`` frames."""
+        """Frames (int64) of each group that has not been pruned, oldest first; never the newest ``size`` frames."""
         frames = rows.frames
         old = frames[: max(0, len(frames) - self.size)]
         groups = [old[old // self.size == g] for g in np.unique(old // self.size)]
@@ -48,7 +48,8 @@ class Group:
         return [g for g in groups if np.count_nonzero(visual & np.isin(rows.frame, g)) > self.share * most * len(g) + 1]
 
     def _dropped(self, rows: Rows, group: np.ndarray) -> np.ndarray:
-        """Rows (int64) of ``group`` that go: visual ones with large norms, and labels of frames without any left."""
+        """Rows (int64) of ``group`` to drop: visual ones with large norms, and labels of frames without visual rows
+        left."""
         assert rows.norms is not None
         own = np.isin(rows.frame, group) & (rows.kind >= Kind.LABEL)
         visual = np.flatnonzero(own & (rows.kind == Kind.VISUAL))

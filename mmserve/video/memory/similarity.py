@@ -1,7 +1,7 @@
-"""Efficient Video Sampling (arXiv 2510.14624): visual tokens that changed little since the frame before are dropped.
+"""Efficient Video Sampling (arXiv 2510.14624): drops visual tokens that changed little since the previous frame.
 
-What is dropped is still to be seen in an earlier frame, as long as that is kept: so every ``every``-th frame is whole,
-and frames are evicted up to the next whole one.
+A dropped token is represented by that of an earlier frame, as long as that is kept: so every ``every``-th frame is
+complete, and frames are evicted up to the next complete one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mmserve.video.memory.base import CHUNK, Left, Rows, every_row, whole_frames
 
 @dataclass(frozen=True)
 class Similarity:
-    """A token stays if its cosine similarity to the one at its place in the frame before is below ``alike``; of a frame
-    at least the one that changed most."""
+    """A token is kept if its cosine similarity to the token at the same position of the previous frame is below
+    ``alike``; of each frame, at least the one that changed most is kept."""
 
     alike: float = 0.9
     every: int = CHUNK
@@ -36,6 +36,6 @@ class Similarity:
         gone = whole_frames(rows, most, chunk=self.every)
         rest = np.setdiff1d(rows.frames, gone)
         whole = rest[rest % self.every == 0]
-        if len(whole):  # the frames before it refer to what was dropped
+        if len(whole):  # frames before it depend on evicted ones
             gone = np.concatenate([gone, rest[rest < whole[0]]])
         return Left(without(rows, gone))

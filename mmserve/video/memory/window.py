@@ -12,7 +12,7 @@ from mmserve.video.memory.base import Left, Rows, every_row, whole_frames, witho
 
 @dataclass(frozen=True)
 class Window:
-    """Evicts the oldest frames, whole and several at once."""
+    """Evicts the oldest frames, completely and several at once."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
 

@@ -92,8 +92,8 @@ class Responses:
         self._added = 0
         self.unsent_bytes = 0  # approximate bytes not sent yet
         self._sent: deque[_Sent] = deque()
-        self._next = 0  # of ``_sent``, to be sent on this connection
-        self._index = 0  # index of the last one that cannot be sent again
+        self._next = 0  # index in ``_sent`` of the next one for this connection
+        self._index = 0  # index of the last one sent
         self._forgotten = 0  # index of the last one that cannot be sent again
         self._bytes = 0  # of ``_sent``
 

@@ -2,13 +2,13 @@
 
 Example (every key except for ``roles`` has a default)::
 
-      [cluster]
-      address = "local"
-      [[workers]]
-      roles = "e"
-      count = 2
-      [[workers]]
-      roles = "pd"
+    [cluster]
+    address = "local"
+    [[workers]]
+    roles = "e"
+    count = 2
+    [[workers]]
+    roles = "pd"
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Server configuration: frozen dataclasses, read from TOML, resolved once.
+"""Server configuration: frozen dataclasses, read from TOML, with "auto" values resolved once.
 
-A file looks like this (every key has a default)::
+Example (every key has a default)::
 
     [server]
     port = 50051
@@ -31,7 +31,7 @@ from mmserve.core.values import values
 from mmserve.errors import ConfigError
 from mmserve.tenants import TenantConfig, check_tenants, is_loopback
 
-#: Tables of a file that hold one section each.
+#: Tables of a file with one section each.
 SECTIONS: dict[str, type[Any]] = {
     "server": ServerConfig,
     "engine": EngineConfig,
@@ -54,11 +54,11 @@ class Config:
     video: VideoConfig = field(default_factory=VideoConfig)
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     schedulers: tuple[SchedulerConfig, ...] = ()
-    slo: tuple[SLO, ...] = ()  # classes that requests may name
-    tenants: tuple[TenantConfig, ...] = ()  # none, and no auth_tokens = nobody is asked for a token
+    slo: tuple[SLO, ...] = ()  # latency classes that requests may name
+    tenants: tuple[TenantConfig, ...] = ()  # without tenants and auth_tokens, no token is required
 
     def one_model(self, command: str) -> ModelConfig:
-        """The model that ``command`` measures; ``ConfigError`` where there are several."""
+        """The single configured model, for ``command``; raises ``ConfigError`` if there are several."""
         if len(self.models) != 1:
             raise ConfigError(f"`mmserve {command}` measures one model, not {len(self.models)}: name one with --model")
         return self.models[0]
@@ -70,7 +70,7 @@ def load(path: Path) -> Config:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, unchecked; raises ``ConfigError`` where it cannot be read or is not TOML."""
+    """The tables of a TOML file, not validated; raises ``ConfigError`` if it cannot be read or parsed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -136,7 +136,7 @@ def _slo(data: Any, source: str) -> tuple[SLO, ...]:
 
 
 def _tenants(data: Any, source: str) -> tuple[TenantConfig, ...]:
-    """Values are not repeated in errors: somebody may have written a token there."""
+    """Values are not repeated in errors, because they may contain a token."""
     if not isinstance(data, list) or not all(isinstance(entry, Mapping) for entry in data):
         raise ConfigError(f"{source}: tenants must be tables, each under [[tenants]]")
     for index, entry in enumerate(data):
@@ -148,14 +148,14 @@ def _tenants(data: Any, source: str) -> tuple[TenantConfig, ...]:
     return tuple(section(TenantConfig, entry, f"{source}: [[tenants]] {index}") for index, entry in enumerate(data))
 
 
-#: What a value of each type is called.
+#: Names of types in errors.
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", tuple: "a list of strings"}
-#: Keys whose values no error repeats.
+#: Keys whose values are not repeated in errors.
 _SECRET = frozenset({"auth_tokens", "token_file", "token_env"})
 
 
 def _known(name: str, known: Collection[str]) -> str:
-    """The names that are accepted instead of ``name``, the most similar one first."""
+    """The accepted names instead of ``name``, the most similar one first."""
     similar = difflib.get_close_matches(name, known, n=1)
     return (f"did you mean {similar[0]!r}? " if similar else "") + f"Known are {', '.join(known)}"
 

@@ -9,7 +9,8 @@ from mmserve.core.values import SHARE_ABOVE_0, Range, at_least, one_of, value
 from mmserve.cores import available_cores
 from mmserve.errors import ConfigError
 
-#: What ``sparse_prefill`` and ``sparse_decode`` may be: the names of ``kv/sparse.py``, which loads torch.
+#: Values of ``sparse_prefill`` and ``sparse_decode``: names in ``kv/sparse.py``, which is not imported because of
+#: torch.
 SPARSE_PREFILL = ("", "vertical_slash", "query_aware", "segments", "sink_window", "random", "oracle")
 SPARSE_DECODE = ("", "quest", "double_sparse", "tidal", "sink_window", "random", "oracle")
 _COUNT, _AUTO = at_least(1), at_least(0, meaning="auto")
@@ -17,7 +18,7 @@ _COUNT, _AUTO = at_least(1), at_least(0, meaning="auto")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Sizes and budgets of one model's engine. Budgets in tokens count rows of a forward pass."""
+    """Sizes and budgets of one model's engine. Token budgets are rows of a forward pass."""
 
     stages: str = value(
         "threads",
@@ -92,12 +93,12 @@ class EngineConfig:
     )
 
 
-#: Rows of a prefill and of a decode batch on a CPU, where a pass takes nearly as long as its rows together, and on
-#: accelerators, where a few rows take as long as many.
+#: Rows of a prefill and of a decode batch, on a CPU, where the time of a pass is nearly proportional to its rows, and
+#: on accelerators, where few rows take as long as many.
 _CPU_ROWS, _ACCELERATOR_ROWS = (256, 256), (2048, 4096)
 
 
-#: ``max_tokens`` where no model is asked.
+#: ``max_tokens`` without a model.
 _POSITIONS = 1024
 
 
@@ -109,12 +110,11 @@ def resolve(
     positions: int = _POSITIONS,
     room: int | None = None,
 ) -> EngineConfig:
-    """Replace every "auto" of ``engine`` by its number; the engine only ever sees resolved values.
+    """Replace every "auto" of ``engine`` by a number; the engine gets only resolved values.
 
-    ``device``: the type of the model's device, ``positions``: those it was made for, ``room``: pages that memory has
-    room for (None = no matter how many). Stages × torch threads stays within ``cores`` where that is possible:
-    threads of one OpenMP pool spin while they wait, and two pools on the same cores were measured four times slower
-    than one thread each.
+    ``device``: type of the model's device; ``positions``: the model's maximum; ``room``: number of pages that fit in
+    memory (None = unlimited). Stages × torch threads stays within ``cores`` if possible: waiting threads of an OpenMP
+    pool spin, and two pools on the same cores were measured four times slower than one thread each.
     """
     cores = cores or available_cores()
     busy = 1 if engine.stages == "inline" else 3
@@ -134,7 +134,7 @@ def resolve(
 
 
 def check_engine(engine: EngineConfig, where: str) -> None:
-    """Raise ``ConfigError`` for settings that do not go together."""
+    """Raises ``ConfigError`` for conflicting settings."""
     for key, used in (("sparse_block", engine.sparse_prefill), ("page_size", engine.sparse_decode)):
         size = getattr(engine, key)
         if used and (size < 16 or size & (size - 1)):

@@ -1,4 +1,4 @@
-"""``[kv_cache]``: prompt prefixes that are kept outside of the K/V pages of a model."""
+"""``[kv_cache]``: tiers of the prefix cache outside of a model's K/V pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTES = at_least(0, meaning="nothing is kept")
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig:
-    """Where pages of shared prompt prefixes are kept when the page pool is full; least recently used dropped first."""
+    """Tiers for pages of shared prompt prefixes that the page pool evicts, with LRU eviction."""
 
     host_bytes: int = value(0, _BYTES, "in this process's memory, or in that of each worker of a cluster")
     disk_folder: str = value(

@@ -1,4 +1,4 @@
-"""``[media]``, ``[encoder_cache]`` and ``[video]``: what is decoded and kept of images, videos and sessions."""
+"""``[media]``, ``[encoder_cache]`` and ``[video]``: limits of images, videos, their caches, and sessions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HOSTS = Range("host names, '*.NAME' for all subdomains, or addresses, each with
 
 @dataclass(frozen=True, kw_only=True)
 class MediaConfig:
-    """Limits on what is decoded and kept."""
+    """Limits of decoded and stored media."""
 
     max_item_bytes: int = value(32 << 20, _COUNT, "bytes of an image or video file")
     max_pixels: int = value(
@@ -55,7 +55,7 @@ class MediaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderCacheConfig:
-    """What is cached of media, in bytes; the least recently used entries are dropped first."""
+    """Sizes of media caches in bytes, with LRU eviction."""
 
     token_bytes: int = value(256 << 20, _BYTES, "visual tokens")
     pixel_bytes: int = value(64 << 20, _BYTES, "preprocessed pixels: used when the same media come with another pruner")
@@ -68,7 +68,7 @@ class EncoderCacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoConfig:
-    """Sessions of streaming video: how many, and what each may hold."""
+    """Video sessions: their number, and the limits of each."""
 
     max_sessions: int = value(64, _COUNT, "sessions open at once")
     session_bytes: int = value(256 << 20, _COUNT, "K/V, features and initialisation segment of one session")

@@ -1,4 +1,4 @@
-"""``[media] url_hosts``: the hosts from which files are fetched, and which of their addresses may be connected to."""
+"""``[media] url_hosts``: the hosts from which files are downloaded, and which of their addresses are allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 @dataclass(frozen=True)
 class MediaHost:
-    """An entry: a name, ``*.`` and a name for all below it, or an address; ``port`` 0 = 80 and 443."""
+    """An entry: a name, ``*.`` followed by a domain for all its subdomains, or an address; ``port`` 0 = 80 and 443."""
 
     host: str
     port: int
@@ -26,7 +26,7 @@ class MediaHost:
 
     @classmethod
     def of(cls, entry: str) -> Self:
-        """The entry as the configuration has it, ``HOST`` or ``HOST:PORT``; raises ``ValueError``."""
+        """The entry in the configuration's syntax, ``HOST`` or ``HOST:PORT``; raises ``ValueError``."""
         found = _ENTRY.fullmatch(entry)
         port = int(found["port"] or 0) if found else 0
         if found is None or port > 65535 or found["port"] == "0":
@@ -41,7 +41,7 @@ class MediaHost:
         return cls(host, port)
 
     def names(self, host: str, port: int) -> bool:
-        """Whether ``host``, in lower case and as a URL has it, is one of this entry's, at ``port``."""
+        """Whether ``host`` (lower case, as in a URL) at ``port`` matches this entry."""
         if not self._at(port):
             return False
         if self.address is not None:
@@ -49,7 +49,7 @@ class MediaHost:
         return host.endswith(self.host[1:]) if self.host.startswith("*.") else host == self.host
 
     def reaches(self, address: IPv4Address | IPv6Address, port: int) -> bool:
-        """Whether the entry is this address, at ``port``."""
+        """Whether this entry is the ``address``, at ``port``."""
         return self.address == address and self._at(port)
 
     def _at(self, port: int) -> bool:
@@ -66,18 +66,21 @@ class MediaHosts:
         return bool(self._entries)
 
     def listed(self, host: str, port: int) -> bool:
-        """Whether files are fetched from ``host`` (lower case; IPv6 without brackets) at ``port``."""
+        """Whether files may be downloaded from ``host`` (lower case; IPv6 without brackets) at ``port``."""
         return any(entry.names(host, port) for entry in self._entries)
 
     def reachable(self, address: str, port: int) -> bool:
-        """Whether a listed host's ``address`` may be connected to: it is public, or is an entry itself."""
+        """Whether connecting to ``address`` of a listed host is allowed: it is public, or is listed itself."""
         found = ip_address(address.partition("%")[0])
         return is_public(found) or any(entry.reaches(found, port) for entry in self._entries)
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether ``address`` is one of the Internet, of one host; not so for addresses that lead to an IPv4 address of
-    another kind, such as 6to4's and Teredo's. NAT64's (RFC 6052) are what the address in them is."""
+    """Whether ``address`` is a public unicast address.
+
+    False for IPv6 addresses that embed an IPv4 address, such as those of 6to4 and Teredo. For NAT64 (RFC 6052), the
+    embedded address decides.
+    """
     if isinstance(address, IPv6Address):
         if address in _NAT64:
             return is_public(IPv4Address(int(address) & 0xFFFFFFFF))
@@ -87,7 +90,7 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
 
 
 def are_hosts(entries: Sequence[str]) -> bool:
-    """Whether all ``entries`` are hosts."""
+    """Whether all ``entries`` are valid."""
     try:
         MediaHosts(entries)
     except ValueError:

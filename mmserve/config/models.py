@@ -8,7 +8,7 @@ from typing import Any
 
 from mmserve.core.values import at_least, value
 
-#: The path that names the diffusion model included in the package.
+#: The path of the diffusion model included in the package.
 BUNDLED = "bundled"
 
 
@@ -44,8 +44,8 @@ class ModelConfig:
 class SchedulerConfig:
     """One entry of ``[schedulers.NAME]``: a discrete scheduler that requests may name as their commit policy.
 
-    ``kind`` (the key ``class``) is a class of diffusers, or another with its module in front; ``numbers`` are the
-    other keys, and go to its constructor.
+    ``kind`` (the key ``class``) is a class of diffusers, or ``module.Class``; ``numbers``: the other keys, which are
+    passed to its constructor.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The ports that a server listens on, and why one of them cannot be had."""
+"""The ports of a server, and errors if they cannot be used."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mmserve.errors import ConfigError
 
 
 def try_port(host: str, port: int, key: str) -> None:
-    """Listen for a moment; raises as ``cannot_listen`` has it where that is not possible."""
+    """Listen for a moment; raises the error of ``cannot_listen`` if that fails."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
         ]
         with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # no matter who has just left the port
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
             probe.bind(address)
             probe.listen()
     except OSError as error:
@@ -23,7 +23,7 @@ def try_port(host: str, port: int, key: str) -> None:
 
 
 def cannot_listen(host: str, port: int, key: str, error: OSError) -> ConfigError:
-    """What ``error`` means for the port that ``key`` of ``[server]`` sets."""
+    """The error for the port set by ``key`` of ``[server]``, explaining ``error``."""
     reason = error.strerror or str(error)
     if error.errno == errno.EADDRINUSE:
         reason = f"another program uses the port; choose one with --set server.{key}=N"

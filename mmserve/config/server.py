@@ -1,4 +1,4 @@
-"""``[server]``: where and how the server listens."""
+"""``[server]``: addresses, security and limits of the server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmserve.core.values import Range, at_least, value
 from mmserve.errors import ConfigError
 from mmserve.tenants import is_token
 
-#: The most that gRPC, whose options are 32-bit integers, takes: a number, and seconds (in milliseconds).
+#: Maximum values for gRPC, whose options are 32-bit integers: a number, and seconds (in milliseconds).
 _MOST = (1 << 31) - 1
 _MOST_SECONDS = _MOST // 1000
 _PORT = at_least(0, most=65535)
@@ -23,7 +23,7 @@ _TOKENS = Range("printable ASCII, and none of them empty", lambda tokens: all(ma
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Where and how the server listens."""
+    """Addresses, security and limits of the server."""
 
     host: str = value("127.0.0.1", meaning="address to listen on")
     port: int = value(50051, _PORT, "0 = any free port")
@@ -86,7 +86,7 @@ class ServerConfig:
 
 
 def check_server(server: ServerConfig, where: str) -> None:
-    """Raise ``ConfigError`` for settings that do not go together."""
+    """Raises ``ConfigError`` for conflicting settings."""
     for key in ("host", "metrics_host"):
         if not getattr(server, key):
             which = "'127.0.0.1' for this machine only, '0.0.0.0' for every network"

@@ -3,10 +3,10 @@
 The prompt is the subject of all questions, and ends with an instruction; each question follows it separately, in the
 user's turn, and its answer is one token, the slot (``_``)::
 
-      … Answer with yes or no, a number or a letter.
-      ├ Is there a red circle? … _
-      ├ What color is the square? 1 red 2 green … _
-      └ How many shapes are there? 0-4 … _
+    … Answer with yes or no, a number or a letter.
+    ├ Is there a red circle? … _
+    ├ What color is the square? 1 red 2 green … _
+    └ How many shapes are there? 0-4 … _
 
 The questions are branches (``core/branches.py``): all run in one forward pass without attending to each other, and the
 prompt does not attend to them, so an answer depends neither on the other questions nor on their order.

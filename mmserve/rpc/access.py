@@ -1,4 +1,4 @@
-"""Every call is counted and timed, and written to the access log as it ends."""
+"""Access log and metrics of calls: each call is counted and timed, and logged when it ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mmserve.wire import request_id
 
 logger = logging.getLogger("mmserve.access")
 
-#: Calls that come every second by themselves: written at DEBUG unless they fail.
+#: Methods that clients call regularly (health): logged at DEBUG unless they fail.
 _ROUTINE = ("/grpc.health.v1.Health/", "/health")
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
-#: By (request streams, response streams).
+#: Handler constructors by (request streams, response streams).
 _MAKE = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
@@ -33,9 +33,9 @@ _MAKE = {
 
 
 class Access(grpc.aio.ServerInterceptor):
-    """Watches every call from its arrival to its status; the first of the interceptors, so that refusals count too.
+    """Observes every call from its arrival to its status; the first interceptor, so that refused calls are included.
 
-    ``log``: whether a line is written for each.
+    ``log``: whether a line is written for each call.
     """
 
     def __init__(self, metrics: Metrics, *, log: bool) -> None:
@@ -43,7 +43,7 @@ class Access(grpc.aio.ServerInterceptor):
         self._log = log
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """The method's own handler, watched; ``observe.calls.current()`` is the call from here on."""
+        """The method's handler, wrapped; ``observe.calls.current()`` is the call from here on."""
         metadata = handler_call_details.invocation_metadata
         headers = traces.carried(metadata or ())
         call = Call(handler_call_details.method, request_id=request_id.label_in(metadata), headers=headers)
@@ -109,9 +109,9 @@ class Access(grpc.aio.ServerInterceptor):
 
 
 def ended(call: Call, code: str, metrics: Metrics, *, log: bool, known: bool = True) -> None:
-    """Count ``call``, which ended with ``code`` (a gRPC code's name), and write its line of the log.
+    """Count ``call``, which ended with ``code`` (a gRPC code's name), and write its log line.
 
-    ``known``: whether its method exists; one that does not is no label.
+    ``known``: whether its method exists; unknown methods are not used as labels.
     """
     seconds = time.monotonic() - call.started
     metrics.calls.handled((call.route or call.method) if known else "", code, seconds)
@@ -137,7 +137,8 @@ def ended(call: Call, code: str, metrics: Metrics, *, log: bool, known: bool = T
 
 
 def _let_go(error: BaseException) -> None:
-    """gRPC keeps the error of an ended call until its client has read the status: it must not refer to any frame."""
+    """Clears tracebacks: gRPC keeps the error of an ended call until its client has read the status, and it must not
+    reference frames."""
     error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
@@ -147,7 +148,7 @@ def _code(context: Any) -> str:
 
 
 def _plain(value: str) -> str:
-    """``value`` without what would break a line or its fields: a method's name is its client's word."""
+    """``value`` without characters that would break a log line or its fields: clients choose the method's name."""
     if value.isascii() and value.isprintable() and " " not in value:
         return value
     return "".join(c if c.isprintable() and not c.isspace() else c.encode("unicode_escape").decode() for c in value)

@@ -1,9 +1,9 @@
-"""Calls whose message is still on its way: how long each may take, and how many there may be.
+"""Limits on calls whose message is still being received: the time of each, and their number.
 
-gRPC collects a message outside Python and hands it over whole, so how much of one has come is not known here. What is
-known is that a message on its way may hold as many bytes as a message may have. Most messages come at once and are
-never counted; of those that are late there may be only so many, and no call ever waits for the place of another: where
-there are too many, the one goes that has waited longest, of the host with the most of them.
+gRPC receives a message outside of Python and delivers it as a whole, so its progress is unknown here, and it must be
+assumed to hold as many bytes as a message may have. Most messages arrive at once and are not counted; the number of
+late ones is limited, without making any call wait for another: if there are too many, the oldest one of the host with
+the most late calls is ended.
 """
 
 from __future__ import annotations
@@ -15,35 +15,33 @@ from typing import Any
 
 from mmserve.errors import DeadlineExceeded, MMServeError, ResourceExhausted
 
-#: A message that takes longer counts as late (seconds).
+#: Time (seconds) after which a message counts as late.
 PROMPT_SECONDS = 1.0
-#: When a client may try again (seconds).
+#: Retry delay (seconds) for refused clients.
 _RETRY_AFTER = 1.0
 
 
 class Arrivals:
-    """Reads the messages of calls, on one event loop: each within ``seconds`` (0 = no limit), and at most ``most`` late
-    ones at a time."""
+    """Reads the messages of calls, on one event loop: each within ``seconds`` (0 = unlimited), with at most ``most``
+    late ones at a time."""
 
     def __init__(self, most: int, seconds: float) -> None:
         self._most = most
         self._seconds = seconds or None
-        self._late: dict[
-            asyncio.Future[None], str
-        ] = {}  # ends with the error of who must go; hosts, in order of arrival
+        self._late: dict[asyncio.Future[None], str] = {}  # hosts, in order of arrival; a future's error ends its call
 
     @property
     def late(self) -> int:
-        """Calls whose message has been on its way for longer than ``PROMPT_SECONDS``."""
+        """Number of calls whose message has taken longer than ``PROMPT_SECONDS``."""
         return len(self._late)
 
     async def read(self, read: Callable[[], Awaitable[Any]], context: Any) -> Any:
-        """The next message of the call of ``context`` as ``read`` gives it, or ``grpc.aio.EOF``.
+        """The next message of the call of ``context``, from ``read``, or ``grpc.aio.EOF``.
 
-        Raises ``DeadlineExceeded`` for one that is too slow, and ``ResourceExhausted`` where too many are late.
+        Raises ``DeadlineExceeded`` if it is too slow, ``ResourceExhausted`` if too many are late.
         """
-        # A task of its own, never cancelled: gRPC would not free what comes for a read that is given up. It ends
-        # with the call.
+        # In a separate task, never cancelled: gRPC would not free a message whose read is abandoned. The task ends with
+        # the call.
         reading = asyncio.ensure_future(read())
         reading.add_done_callback(_look_at)
         if not (await asyncio.wait({reading}, timeout=PROMPT_SECONDS))[0]:
@@ -82,11 +80,11 @@ class Arrivals:
 
 
 def _look_at(ended: asyncio.Future[Any]) -> None:
-    """Mark the error, if any, as retrieved: the call has ended otherwise."""
+    """Marks the error, if any, as retrieved: the call has ended in another way."""
     if not ended.cancelled():
         ended.exception()
 
 
 def _host(peer: str) -> str:
-    """The host of gRPC's ``ipv4:HOST:PORT`` or ``ipv6:[HOST]:PORT``."""
+    """The host in gRPC's ``ipv4:HOST:PORT`` or ``ipv6:[HOST]:PORT``."""
     return peer.rpartition(":")[0] or peer

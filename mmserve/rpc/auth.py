@@ -1,4 +1,4 @@
-"""Bearer tokens: every call but a health check must carry one that the server accepts, and is its tenant's."""
+"""Bearer tokens: every call except for health checks must have an accepted token, which identifies its tenant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("mmserve.rpc")
 _WHY = "this server needs an accepted bearer token in the authorization metadata"
 _OPEN = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
-#: Seconds between two lines of the log about refused calls, and characters of a method's name in them.
+#: Minimum interval (seconds) of log lines about refused calls, and maximum characters of a method's name in them.
 _LOG_SECONDS = 10.0
 _LOG_CHARACTERS = 100
 
@@ -30,12 +30,12 @@ _current: ContextVar[Tenant] = ContextVar("tenant", default=ANONYMOUS)
 
 
 def current_tenant() -> Tenant:
-    """Whose call is being answered; ``ANONYMOUS`` where the server asks for no token."""
+    """The tenant of the current call; ``ANONYMOUS`` if the server has no tokens."""
     return _current.get()
 
 
 def check_admin(what: str, tenant: Tenant | None = None) -> None:
-    """Raise ``Unauthenticated`` where ``tenant``, by default the call's, may not do ``what``."""
+    """Raises ``Unauthenticated`` if ``tenant`` (default: the call's) is not an admin and may not do ``what``."""
     tenant = tenant or current_tenant()
     if not tenant.admin:
         how = "it needs admin = true in [[tenants]]"
@@ -45,48 +45,48 @@ def check_admin(what: str, tenant: Tenant | None = None) -> None:
 
 
 class BearerAuth(grpc.aio.ServerInterceptor):
-    """Finds the tenant of each call by its ``authorization: Bearer …``.
+    """Determines the tenant of each call by its ``authorization: Bearer …``.
 
-    A call without an accepted token ends with UNAUTHENTICATED before any byte is read; ``refused`` is then called with
-    "missing" or "unknown". Without ``accepted`` tokens, none is asked for.
+    A call without an accepted token ends with UNAUTHENTICATED before any byte is read; ``refused`` is called with
+    "missing" or "unknown". If ``accepted`` is empty, no token is required.
     """
 
     def __init__(self, accepted: Sequence[Accepted], refused: Callable[[str], None] = lambda _reason: None) -> None:
         self._accepted = tuple(accepted)
         self._refused = refused
-        self._unlogged = 0  # refused calls since the last line of the log
-        self._logged = -_LOG_SECONDS  # when that was, on the monotonic clock (seconds)
+        self._unlogged = 0  # refused calls since the last log line
+        self._logged = -_LOG_SECONDS  # time of the last log line, on the monotonic clock (seconds)
 
     @property
     def guards(self) -> bool:
-        """Whether a token is asked for."""
+        """Whether a token is required."""
         return bool(self._accepted)
 
     def replace(self, accepted: Sequence[Accepted]) -> None:
-        """Accept these tokens from now on; calls in progress go on."""
+        """Replace the accepted tokens; calls in progress continue."""
         self._accepted = tuple(accepted)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """The method's own handler, or one that refuses."""
+        """The method's handler, or one that refuses the call."""
         method = handler_call_details.method
         if not self._accepted or method.startswith(_OPEN):
             return await continuation(handler_call_details)
         token = _token(handler_call_details.invocation_metadata)
         tenant = None if token is None else self._tenant(token)
         if tenant is not None:
-            _current.set(tenant)  # the handler runs in the same task, which is this call's alone
+            _current.set(tenant)  # the handler runs in the same task, which belongs to this call
             calls.current().tenant = tenant.name
             return await continuation(handler_call_details)
 
         async def refuse(_: Any, context: Any) -> None:
             await abort(context, self._refusal(token, method, context.peer()))
 
-        return grpc.stream_stream_rpc_method_handler(refuse)  # on the wire, all four kinds of call are this one
+        return grpc.stream_stream_rpc_method_handler(refuse)  # all four kinds of calls are the same on the wire
 
     def tenant_of(self, token: str | None, what: str, peer: str) -> Tenant:
-        """The tenant of a call to ``what`` with ``token``; raises ``Unauthenticated``, counted and logged.
+        """The tenant of a call to ``what`` with ``token``; raises ``Unauthenticated``, which is counted and logged.
 
-        ``ANONYMOUS`` where no token is asked for.
+        ``ANONYMOUS`` if no token is required.
         """
         if not self._accepted:
             return ANONYMOUS
@@ -102,7 +102,7 @@ class BearerAuth(grpc.aio.ServerInterceptor):
         return Unauthenticated(_WHY)
 
     def _tenant(self, token: str) -> Tenant | None:
-        """Every digest is compared in full: how long it takes is the same for any token."""
+        """Compares every digest completely, in constant time."""
         digest, found = token_digest(token), None
         for accepted in self._accepted:
             if hmac.compare_digest(digest, accepted.digest):
@@ -110,7 +110,7 @@ class BearerAuth(grpc.aio.ServerInterceptor):
         return found
 
     def _log(self, last: str) -> None:
-        """At most one line in ``_LOG_SECONDS``: who sends many such calls cannot fill the log."""
+        """Write at most one line per ``_LOG_SECONDS``, so that clients cannot flood the log."""
         self._unlogged += 1
         now = time.monotonic()
         if now - self._logged >= _LOG_SECONDS:
@@ -119,7 +119,7 @@ class BearerAuth(grpc.aio.ServerInterceptor):
 
 
 def _token(metadata: Any) -> str | None:
-    """The bearer token in a call's metadata, if there is one."""
+    """The bearer token in a call's metadata; None if there is none."""
     given = next((value for key, value in metadata or () if key == "authorization"), "")
     if not isinstance(given, str) or not given.lower().startswith(_SCHEME):
         return None

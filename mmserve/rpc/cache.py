@@ -1,4 +1,4 @@
-"""CacheService: what is kept for later requests, listed, pinned, dropped and made ahead."""
+"""CacheService: lists, pins, drops and prefills cache entries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mmserve.wire.cached import KINDS, to_entry
 
 logger = logging.getLogger("mmserve.rpc")
 
-#: Fields of a request that make its prompt's entry.
+#: Fields of a request that determine its prompt's entry.
 _OF_PROMPT = ("model", "messages", "raw", "template_options", "vision", "image_reuse", "adapter")
 
 
@@ -47,17 +47,17 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     @handler
     async def PinEntries(self, message: pb.PinEntriesRequest, context: Any) -> pb.PinEntriesResponse:
-        """Keep entries whatever else comes."""
+        """Pin entries, so that they are not evicted."""
         return pb.PinEntriesResponse(blocks=await self._pin(message, pinned=True))
 
     @handler
     async def UnpinEntries(self, message: pb.UnpinEntriesRequest, context: Any) -> pb.UnpinEntriesResponse:
-        """Let entries go when there is no room for them."""
+        """Unpin entries."""
         return pb.UnpinEntriesResponse(blocks=await self._pin(message, pinned=False))
 
     @handler
     async def DropEntries(self, message: pb.DropEntriesRequest, context: Any) -> pb.DropEntriesResponse:
-        """Forget entries."""
+        """Drop entries."""
         check_admin("pin or drop cache entries")
         ids = list(message.ids)
         dropped = [await asyncio.to_thread(_kept(each).drop, ids) for each in await self._of(ids, message.model)]
@@ -65,7 +65,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         return pb.DropEntriesResponse(blocks=sum(dropped))
 
     async def Warm(self, message: pb.WarmRequest, context: Any) -> pb.WarmResponse:
-        """Encode and prefill a prompt, as a request that generates a token of no interest."""
+        """Encode and prefill a prompt, by a request that generates one token, which is discarded."""
         label, own = calls.current().request_id, uuid.uuid4().hex
         with ExitStack() as held:
             async with errors_to_status(context, f"Warm {label}"):
@@ -85,7 +85,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                         )
                         del files
                     except MMServeError as error:
-                        raise error.with_traceback(None) from None  # whose frames hold the message
+                        raise error.with_traceback(None) from None  # its frames hold the message
                     finally:
                         del made
                     request = replace(request, streaming=Streaming(deltas=False))
@@ -104,7 +104,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         raise AssertionError("unreachable: an error ends the call")
 
     async def _blocks(self, engines: Sequence[EngineLike]) -> list[Block]:
-        """What the caller may see of these engines' caches."""
+        """The blocks of these engines' caches that the caller may see."""
         tenant = current_tenant()
         found = [block for each in engines for block in await asyncio.to_thread(_kept(each).blocks)]
         return found if tenant.admin else [block for block in found if block.label.tenant == tenant.cache]
@@ -117,9 +117,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         )
 
     async def _of(self, ids: Sequence[str], model: str) -> list[EngineLike]:
-        """The engines whose entries ``ids`` are: that of ``model``, or all where it is empty.
+        """The engines with the entries ``ids``: that of ``model``, or all if it is empty.
 
-        Raises ``InvalidArgument`` for an id that several models have, as one of an equal prompt is the same for each.
+        Raises ``InvalidArgument`` for an id that several models have: equal prompts have equal ids.
         """
         if model:
             return [self._engines.find(model)]

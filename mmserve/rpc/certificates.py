@@ -1,4 +1,4 @@
-"""The server's certificate, key and client authority: checked when they are read, and replaced while it serves."""
+"""The server's certificate, key and client CA: validated when they are read, and replaceable while it serves."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mmserve.errors import ConfigError
 
 
 class Certificates:
-    """The TLS files that ``config`` names, for new connections; those that are open keep theirs.
+    """The TLS files of ``config``, used for new connections; open connections keep theirs.
 
-    Raises ``ConfigError`` where they cannot be used.
+    Raises ``ConfigError`` if they are invalid.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -24,12 +24,12 @@ class Certificates:
         self._sent = self._read
 
     def credentials(self) -> Any:
-        """What a gRPC port is opened with; it follows what is read later."""
+        """The credentials of a gRPC port; they follow later reads."""
         configuration, requires = self._read
         return grpc.dynamic_ssl_server_credentials(configuration, self._latest, requires)
 
     def read(self, config: ServerConfig) -> Callable[[], None]:
-        """Read the files as they are now; what is returned puts them into use. Raises ``ConfigError``."""
+        """Read the files. Calling the result puts them into use. Raises ``ConfigError``."""
         found = _configuration(config)
         if found[1] != self._read[1]:
             raise ConfigError("[server] tls_client_ca can be set or removed only by a restart")
@@ -40,7 +40,7 @@ class Certificates:
         return use
 
     def _latest(self) -> Any:
-        """Asked by gRPC, on a thread of its own, before each handshake; None = as before."""
+        """Called by gRPC, on its own thread, before each handshake; None = unchanged."""
         if self._sent is self._read:
             return None
         self._sent = self._read
@@ -48,16 +48,16 @@ class Certificates:
 
 
 def check_certificates(config: ServerConfig) -> None:
-    """Raises ``ConfigError`` where the TLS files that ``config`` names cannot be used."""
+    """Raises ``ConfigError`` if the TLS files of ``config`` are invalid."""
     if config.tls_key:
         _configuration(config)
 
 
 def _configuration(config: ServerConfig) -> tuple[Any, bool]:
-    """What gRPC takes, and whether clients must have a certificate. No error contains anything of the key."""
+    """The configuration for gRPC, and whether clients must have a certificate. Errors contain nothing of the key."""
     certificate, key = _pem("tls_certificate", config.tls_certificate), _pem("tls_key", config.tls_key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:  # gRPC itself would only report that the port cannot be bound
+    try:  # gRPC would only report that the port cannot be bound
         context.load_cert_chain(config.tls_certificate, config.tls_key, password="")
     except ssl.SSLError as error:
         raise ConfigError(

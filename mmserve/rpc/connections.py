@@ -1,15 +1,15 @@
-"""What gRPC allows its connections: options of the server's C core.
+"""Connection limits: options of gRPC's C core.
 
-It has none for the number of connections: the operating system's limit of open files bounds that.
+There is none for the number of connections, which is limited by the operating system's maximum of open files.
 """
 
 from __future__ import annotations
 
 from mmserve.config import ServerConfig
 
-#: What gRPC takes for "no limit": the largest 32-bit integer.
+#: gRPC's value for "unlimited": the largest 32-bit integer.
 _UNLIMITED = (1 << 31) - 1
-#: How long a connection may take until it speaks HTTP/2 (milliseconds); gRPC's own limit is two minutes.
+#: Maximum time until a connection speaks HTTP/2 (milliseconds); gRPC's default is two minutes.
 _HANDSHAKE_MS = 20_000
 
 
@@ -23,16 +23,16 @@ def connection_options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_connection_age_ms", _milliseconds(config.connection_age_seconds)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(config.connection_grace_seconds)),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent sharing of its calls
+        ("grpc.so_reuseport", 0),  # a second server on the port must be an error
         ("grpc.keepalive_time_ms", _milliseconds(config.keepalive_seconds)),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # clients ping during long silent streams: without this gRPC closes their connections
+        # clients ping during long idle streams; gRPC would close their connections
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ]
 
 
 def _milliseconds(seconds: float) -> int:
-    """``seconds`` as gRPC takes them; 0 is no limit."""
+    """``seconds`` in milliseconds for gRPC; 0 is unlimited."""
     return max(1, int(seconds * 1000)) if seconds else _UNLIMITED

@@ -1,6 +1,6 @@
-"""Constraints as messages carry them: their sizes, and the core form of an acceptable one.
+"""Constraints in messages: validation of their sizes, and conversion to core types.
 
-Only what needs no parsing is judged here; ``mmserve.constraint`` reads the text itself, in a process of its own.
+Only checks without parsing are done here; ``mmserve.constraint`` parses the text, in a separate process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mmserve.core.constraint import (
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import CONSTRAINT_MODES, CONSTRAINT_SAMPLINGS, SCHEMA_OPTIONS
 
-#: Texts and holes of a template.
+#: Maximum number of texts and holes of a template.
 MAX_TEMPLATE_PARTS = 1024
 _MOST_BYTES = {
     "json_schema": MAX_SCHEMA_BYTES,
@@ -43,9 +43,9 @@ _MOST_BYTES = {
 
 
 def wrong_constraint(message: pb.GenerateRequest, most_tokens: int) -> Iterator[tuple[str, str]]:
-    """What is wrong with the constraint of ``message`` at first sight: field and description.
+    """Yields the violations of the constraint of ``message`` that need no parsing: field and description.
 
-    ``most_tokens``: of one request to the model, which no hole of a template can pass.
+    ``most_tokens``: maximum of one request to the model, which also limits holes of a template.
     """
     if message.HasField("constraint"):
         yield from _wrong(message.constraint, "constraint", most_tokens)
@@ -124,7 +124,7 @@ def _wrong_hole(hole: pb.Hole, path: str, most_tokens: int) -> Iterator[tuple[st
 
 
 def asked_constraint(message: pb.GenerateRequest) -> ConstraintSpec | None:
-    """The core form of the constraint of ``message``, in which ``wrong_constraint`` found nothing; None for none."""
+    """The core form of the valid constraint of ``message``; None if there is none."""
     if not message.HasField("constraint"):
         return None
     constraint = message.constraint
@@ -142,7 +142,7 @@ def _sampling(constraint: pb.Constraint) -> ConstraintSampling:
 
 
 def _placed(constraint: pb.Constraint) -> bool:
-    """Whether part of the answer has its place before anything is drawn."""
+    """Whether part of the answer has a fixed position before decoding."""
     return constraint.WhichOneof("kind") == "template"
 
 

@@ -33,7 +33,7 @@ logger = logging.getLogger("mmserve.rpc")
 
 @dataclass(frozen=True)
 class _Asked:
-    """An accepted request: where it goes, and what it asks, by id."""
+    """A valid request: its engine, and its questions by id."""
 
     engine: EngineLike
     request: Request
@@ -42,7 +42,7 @@ class _Asked:
 
 
 class Deciding:
-    """Typed questions on their way to the engine that answers them, from whatever front they come."""
+    """Sends typed questions to the engine that answers them, for all protocols."""
 
     def __init__(self, engines: Engines, generations: Generations) -> None:
         self._engines, self._generations = engines, generations
@@ -56,11 +56,11 @@ class Deciding:
         held: ExitStack,
         fields: Mapping[str, str] = MappingProxyType({}),
     ) -> pb.DecideResponse:
-        """The answers to the one request in ``message``, which is taken out of it; its bytes are counted until ``held``
-        is closed.
+        """The answers to the single request in ``message``, which is removed from the list; its bytes are counted until
+        ``held`` is closed.
 
-        ``own``: the engine's id of the request. ``deadline`` is on the monotonic clock (seconds). ``fields``: where the
-        client has URLs, by URL. The forward pass ends where the call is cancelled. Raises ``MMServeError``.
+        ``own``: the engine's id of the request. ``deadline``: monotonic clock (seconds). ``fields``: the client's field
+        of each URL, for errors. The forward pass is cancelled with the call. Raises ``MMServeError``.
         """
         with self._generations.watch() as watch:
             begun = time.monotonic()
@@ -93,16 +93,16 @@ class Deciding:
 
 
 class DecisionService(decision_pb2_grpc.DecisionServiceServicer):
-    """Answers ``Decide`` with the engine of the model that the request names."""
+    """Answers ``Decide`` with the engine of the requested model."""
 
     def __init__(self, deciding: Deciding) -> None:
         self._deciding = deciding
 
     async def Decide(self, message: pb.DecideRequest, context: Any) -> pb.DecideResponse:
-        """Answer the questions of one request; a client that leaves cancels it."""
+        """Answer the questions of one request; cancelled if the client disconnects."""
         label, own = calls.current().request_id, uuid.uuid4().hex
         given = [message]
-        del message  # its media are copied: who reads it frees it
+        del message  # its media are copied, and freed by the reader
         with ExitStack() as held:
             async with errors_to_status(context, f"Decide {label}"):
                 await context.send_initial_metadata(((request_id.KEY, label),))

@@ -1,4 +1,4 @@
-"""Typed questions as messages carry them: what is wrong with them, the request that asks them, and the answers."""
+"""Typed questions in messages: validation, the request that asks them, and the answers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mmserve.v1 import decision_pb2
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.plain import to_message
 
-#: Most questions of a request, most characters of an id, and of what the model reads of all questions: that becomes
-#: tokens before the request is taken in, while others wait.
+#: Maximum questions of a request, characters of an id, and total characters of the questions' texts, which are
+#: tokenised before the request is admitted, while others wait.
 MOST_QUESTIONS, MOST_ID, MOST_CHARACTERS = 256, 128, 65_536
 
 
 def asked_decisions(message: decision_pb2.DecideRequest) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
-    """Ids and questions of ``message``; raises ``InvalidArgument`` with every wrong field of them."""
+    """Ids and questions of ``message``; raises ``InvalidArgument`` with all violations."""
     questions = message.questions
     if not 1 <= len(questions) <= MOST_QUESTIONS:
         raise InvalidArgument.of("questions", f"must be 1 to {MOST_QUESTIONS}, not {len(questions)}")
@@ -47,15 +47,15 @@ def asked_decisions(message: decision_pb2.DecideRequest) -> tuple[tuple[str, ...
 
 
 def generation_of(message: decision_pb2.DecideRequest, info: ModelInfo) -> pb.GenerateRequest:
-    """The request whose prompt is the context and the instruction, which the questions follow; raises
-    ``Unimplemented`` where the model of ``info`` answers none."""
+    """The request whose prompt is the context and the instruction, followed by the questions; raises ``Unimplemented``
+    if the model of ``info`` does not support them."""
     if not info.decisions:
         raise Unimplemented(undecided(info.name))
     made = pb.GenerateRequest(model=message.model, messages=message.messages)
     if message.HasField("vision"):
         made.vision.CopyFrom(message.vision)
     made.diffusion.quality = pb.QUALITY_EXACT
-    made.sampling.max_new_tokens = 1  # the engine knows how many the branches have
+    made.sampling.max_new_tokens = 1  # the engine determines the length of the branches
     if not made.messages or made.messages[-1].role != pb.ROLE_USER:
         made.messages.add(role=pb.ROLE_USER)
     parts = made.messages[-1].parts
@@ -65,7 +65,7 @@ def generation_of(message: decision_pb2.DecideRequest, info: ModelInfo) -> pb.Ge
 
 
 def decision_of(name: str, question: Decision, decided: Decided) -> decision_pb2.Decision:
-    """The answer to ``question``, whose id is ``name``."""
+    """The answer to ``question``, with the id ``name``."""
     labels = question.labels
     made = decision_pb2.Decision(id=name, answer=labels[decided.best], mass=decided.mass)
     for label, probability in zip(labels, decided.probabilities, strict=True):
@@ -78,7 +78,8 @@ def decision_of(name: str, question: Decision, decided: Decided) -> decision_pb2
 def response_of(
     model: str, ids: Sequence[str], questions: Sequence[Decision], finished: Finished, total: float
 ) -> decision_pb2.DecideResponse:
-    """The answers to ``questions``, by their ``ids``, that a request ended with; ``total`` milliseconds were needed."""
+    """The answers to ``questions``, by their ``ids``, from the request's final event; ``total``: duration
+    (milliseconds)."""
     response = decision_pb2.DecideResponse(model=model, forwards=finished.forwards)
     for name, question, each in zip(ids, questions, finished.decisions, strict=True):
         response.decisions.append(decision_of(name, question, each))

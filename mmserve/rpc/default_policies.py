@@ -1,4 +1,4 @@
-"""The policies of a request: those that it names, and the model's for those that it does not."""
+"""The policies of a request: those that it names, and defaults of the model for the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAMPLED = (pb.CONSTRAINT_SAMPLING_AWRS, pb.CONSTRAINT_SAMPLING_ASAP)
 
 
 def wrong_quality(diffusion: pb.DiffusionParams) -> Iterator[tuple[str, str]]:
-    """What is wrong with the quality asked for, as fields and what each must be."""
+    """Yields the violations of the requested quality: field, and what it must be."""
     wanted = diffusion.WhichOneof("wanted")
     if wanted is None:
         return
@@ -33,12 +33,12 @@ def wrong_quality(diffusion: pb.DiffusionParams) -> Iterator[tuple[str, str]]:
         yield path, "must be QUALITY_EXACT, or not be set, with steps, which set how many tokens a step commits"
 
 
-#: Commit policies that need no more steps than they are given.
+#: Commit policies that never exceed a given number of steps.
 _BOUNDED = ("low_confidence", "random", "confident")
 
 
 def wrong_max_steps(diffusion: pb.DiffusionParams, info: ModelInfo) -> Iterator[tuple[str, str]]:
-    """What is wrong with the bound on the steps of a block."""
+    """Yields the violations of the maximum steps of a block."""
     if not diffusion.HasField("max_steps"):
         return
     path = "diffusion.max_steps"
@@ -53,16 +53,16 @@ def wrong_max_steps(diffusion: pb.DiffusionParams, info: ModelInfo) -> Iterator[
 
 
 def _bounds(diffusion: pb.DiffusionParams, info: ModelInfo) -> bool:
-    """Whether the bound has an effect on how many tokens a step commits."""
+    """Whether the limit affects the number of tokens that a step commits."""
     masked = "low_confidence" in info.commit_policies
     return masked and 0 < diffusion.max_steps < (diffusion.block_length or info.block_length)
 
 
 def asked_diffusion(message: pb.GenerateRequest, info: ModelInfo) -> Diffusion:
-    """How ``message``, in which nothing is wrong, is to be decoded by the model of ``info``.
+    """The diffusion parameters of the valid ``message`` for the model of ``info``.
 
-    Each policy that is not named is the model's for the quality asked for, or, where the rest of the request does not
-    go with that, plain decoding's.
+    Policies that are not named are the model's for the requested quality or, if these conflict with other options,
+    those of plain decoding.
     """
     asked, tuning = message.diffusion, info.policies
     pair = tuning.pair(_quality(asked))
@@ -92,7 +92,8 @@ def _quality(diffusion: pb.DiffusionParams) -> str | float:
 
 
 def _leaves_room(message: pb.GenerateRequest, commit: Policy) -> bool:
-    """Whether what ``message`` asks for can be had with ``commit``; see ``Capabilities.check`` for the reasons."""
+    """Whether the other options of ``message`` are compatible with ``commit``; see ``Capabilities.check`` for the
+    reasons."""
     names = {commit.name, *([commit.base.name] if commit.base is not None else [])}
     changes = from_message(Sampling, message.sampling).changes_logits
     return not (

@@ -1,4 +1,4 @@
-"""The engines of one server: the models that serve, and the names of those that are still loading."""
+"""The engines of one server: the models that serve, and the names of those that are loading."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ from mmserve.errors import MMServeError, NotFound, Unavailable
 
 
 class EngineLike(Protocol):
-    """What the server needs of an engine; every method may be called from any thread."""
+    """The server's interface to an engine; thread-safe."""
 
     @property
     def info(self) -> ModelInfo:
-        """The model it runs."""
+        """The description of its model."""
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
 
     def submit(self, request: Request, sink: Callable[[Event | Progress], None]) -> None:
-        """Take ``request``, or raise ``ResourceExhausted`` or ``Unavailable``; ``sink`` then gets its events, and
-        its progress where it has a ``trace``."""
+        """Admit ``request``, or raise ``ResourceExhausted`` or ``Unavailable``; ``sink`` gets its events and, if it has
+        a ``trace``, its progress."""
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint | None:
-        """Whether the constraint of ``request`` can be kept, and whether ``answer`` obeys it; may take seconds.
+        """Check whether the constraint of ``request`` can be enforced, and whether ``answer`` obeys it; may take
+        seconds.
 
-        None where only the request itself can find out. Raises what the request would fail with.
+        None if only running the request determines it. Raises the errors that the request would fail with.
         """
 
     def prompt_tokens(self, request: Request) -> int | None:
-        """Tokens of the prompt of ``request``, from its text alone; None where only the request itself can find out.
+        """Number of prompt tokens of ``request``, from its text alone; None if only running the request determines it.
 
-        Raises what the request would fail with.
+        Raises the errors that the request would fail with.
         """
 
     def stats(self) -> Stats:
-        """What it holds and has counted."""
+        """A snapshot of its counters."""
 
     def cancel(self, request_id: str, error: MMServeError | None = None) -> None:
-        """End a request with ``error`` (default ``Cancelled``); an unknown or ended one is ignored."""
+        """End a request with ``error`` (default ``Cancelled``); unknown or ended requests are ignored."""
 
     def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the running ones, ``timeout`` seconds at most; fail the rest.
+        """Refuse new requests and wait for running ones, at most ``timeout`` seconds; then fail the rest.
 
-        True if all ended by themselves. May be called again, with a shorter time, while a first call waits.
+        Returns whether all ended by themselves. May be called again, with a shorter time, while the first call
+        waits.
         """
 
     def stop(self) -> None:
@@ -58,7 +60,7 @@ class EngineLike(Protocol):
 
 
 class AdaptersLike(Protocol):
-    """The adapters of a model, as ``models.adapters.Adapters`` has them; slow but for ``listed``, for any thread."""
+    """The adapters of a model (see ``models.adapters.Adapters``); thread-safe, and slow except for ``listed``."""
 
     def load(self, name: str) -> AdapterInfo: ...
 
@@ -68,13 +70,13 @@ class AdaptersLike(Protocol):
 
 
 def adapters_of(engine: EngineLike) -> AdaptersLike | None:
-    """The adapters of an engine's model; None where the engine has none."""
+    """The adapters of an engine's model; None if it does not support them."""
     found: AdaptersLike | None = getattr(engine, "adapters", None)
     return found
 
 
 class KeptLike(Protocol):
-    """What an engine keeps for later requests, as ``engine.prefixes.Kept`` has it; slow, for calls from any thread."""
+    """The caches of an engine (see ``engine.prefixes.Kept``); thread-safe, and slow."""
 
     def blocks(self) -> list[Block]: ...
 
@@ -86,21 +88,21 @@ class KeptLike(Protocol):
 
 
 def kept_of(engine: EngineLike) -> KeptLike | None:
-    """What ``engine`` keeps; None where that cannot be managed."""
+    """The caches of ``engine``; None if they cannot be managed."""
     found: KeptLike | None = getattr(engine, "kept", None)
     return found
 
 
 def own_adapter(engine: EngineLike, name: str) -> str:
-    """``name`` where the engine's model has an adapter of that name, else empty."""
+    """``name`` if the engine's model has an adapter of that name, else empty."""
     adapters = adapters_of(engine)
     return name if adapters is not None and any(adapter.name == name for adapter in adapters.listed()) else ""
 
 
 class Engines(Mapping[str, EngineLike]):
-    """Model name to engine, for the models that serve; the order is that of ``names``, whose first is the default.
+    """Engines by model name, for the models that serve, in the order of ``names``; the first is the default.
 
-    May be read from any thread while engines are added and replaced: ``items`` and ``values`` are of one moment.
+    May be read from any thread while engines are added and replaced: ``items`` and ``values`` are snapshots.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -109,24 +111,24 @@ class Engines(Mapping[str, EngineLike]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every model of the server, loaded or not."""
+        """All models of the server, loaded or not."""
         return self._names
 
     @property
     def loading(self) -> tuple[str, ...]:
-        """Models that do not serve yet."""
+        """Models that are still loading."""
         return tuple(name for name in self._names if name not in self._serving)
 
     def add(self, name: str, engine: EngineLike) -> None:
-        """Serve a started engine as model ``name``, which is one of ``names``."""
+        """Serve a started engine as model ``name``, one of ``names``."""
         if name not in self._names:
             raise ValueError(f"{name!r} is not a model of this server: {self._names}")
         self._serving[name] = engine
 
     def replace(self, names: Sequence[str], fresh: Mapping[str, EngineLike]) -> list[EngineLike]:
-        """Serve ``names`` from now on: ``fresh`` started engines, and those that serve already.
+        """Serve ``names`` from now on: by ``fresh`` started engines, and by those that serve already.
 
-        Returns the engines to stop; their requests in progress are not disturbed.
+        Returns the engines to be stopped; their requests in progress continue.
         """
         before = dict(self._serving)
         kept = {name: engine for name, engine in {**before, **fresh}.items() if name in names}
@@ -134,20 +136,20 @@ class Engines(Mapping[str, EngineLike]):
         return [engine for name, engine in before.items() if kept.get(name) is not engine]
 
     def split(self, name: str) -> tuple[str, str]:
-        """A model's name, and that of the adapter after a colon in ``name``; empty where there is none."""
+        """Splits ``name`` into a model's name and, after a colon, an adapter's; the latter may be empty."""
         model, _colon, adapter = name.rpartition(":")
         return (model, adapter) if name not in self._names and model in self._names else (name, "")
 
     def names_of(self, model: str) -> list[str]:
-        """Names that requests may ask for: that of ``model``, which serves, and with each of its adapters."""
+        """The names that requests may use for ``model``, which serves: alone, and with each of its adapters."""
         adapters = adapters_of(self._serving[model])
         loaded = [] if adapters is None else adapters.listed()
         return [model, *(f"{model}:{adapter.name}" for adapter in loaded)]
 
     def find(self, name: str) -> EngineLike:
-        """The engine of model ``name``, of the default model for an empty name.
+        """The engine of model ``name``; that of the default model for an empty name.
 
-        Raises ``NotFound``, which lists the known models, or ``Unavailable`` while the model is loading.
+        Raises ``NotFound``, listing the known models, or ``Unavailable`` while the model is loading.
         """
         wanted = name or self._names[0]
         engine = self._serving.get(wanted)
@@ -158,7 +160,7 @@ class Engines(Mapping[str, EngineLike]):
         raise NotFound(f"no model {name!r} here; there is {', '.join(self._names)}")
 
     def any_ready(self) -> list[EngineLike]:
-        """Every engine that serves; raises ``Unavailable`` where there is none yet."""
+        """All engines that serve; raises ``Unavailable`` if there are none yet."""
         ready = list(self.values())
         if not ready:
             raise Unavailable(f"the server is loading {', '.join(self._names)}; try again in a few seconds")
@@ -174,11 +176,11 @@ class Engines(Mapping[str, EngineLike]):
         return len(self._serving)
 
     def items(self) -> ItemsView[str, EngineLike]:
-        """Names and engines that serve now."""
+        """Names and engines that serve now (a snapshot)."""
         return self._now().items()
 
     def values(self) -> ValuesView[EngineLike]:
-        """Engines that serve now."""
+        """Engines that serve now (a snapshot)."""
         return self._now().values()
 
     def _now(self) -> dict[str, EngineLike]:

@@ -1,8 +1,8 @@
-"""Images and videos by URL: fetched from hosts that the configuration lists, within bounds, on the event loop.
+"""Downloads images and videos by URL, from the configured hosts, with limits, on the event loop.
 
-A host's name is resolved once, its addresses are checked, and the connection is made to one of those: a name that
-resolves to something else a moment later changes nothing. Redirects are checked like the URL itself. The content type
-that a host reports is ignored; the decoder is given bytes.
+A host's name is resolved once, its addresses are checked, and the connection is made to one of them, so that DNS
+rebinding has no effect. Redirects are checked like the URL itself. The reported content type is ignored; the decoder
+gets bytes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from mmserve.v1 import generation_pb2 as pb
 logger = logging.getLogger("mmserve.rpc")
 
 MAX_URL = 8 << 10
-#: Redirects that are followed, and bytes of a response's head.
+#: Maximum redirects, and maximum bytes of a response's header.
 _REDIRECTS, _HEAD_BYTES = 3, 32 << 10
 _READ = 64 << 10
-#: Steps in which the bytes of a file are counted, and chunks of a response that are taken in without a pause.
+#: Bytes between two updates of a file's size in the budget, and chunks processed without yielding to the event loop.
 _STEP, _PARTS = 1 << 20, 64
 _PORTS = {"http": 80, "https": 443}
 _MOVED = (301, 302, 303, 307, 308)
 
 
 def urls_in(messages: Iterable[pb.ChatMessage]) -> dict[str, str]:
-    """The URLs of images and videos, each with the field that first has it."""
+    """The URLs of images and videos, each with the first field that contains it."""
     found: dict[str, str] = {}
     for i, chat in enumerate(messages):
         for j, part in enumerate(chat.parts):
@@ -53,45 +53,44 @@ def urls_in(messages: Iterable[pb.ChatMessage]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Target:
-    """A URL that may be fetched, in parts."""
+    """The parts of an allowed URL."""
 
     url: str
     secure: bool
     host: str
     port: int
-    path: str  # and query
+    path: str  # including the query
 
     @property
     def authority(self) -> str:
-        """Host and port as a header has them."""
+        """Host and port as in a header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS["https" if self.secure else "http"] else f"{host}:{self.port}"
 
 
 class _Failed(Exception):
-    """A fetch that failed, and why."""
+    """A failed download, with the reason."""
 
 
 class Fetcher:
-    """Fetches files within ``limits``; their bytes count in ``budget`` while they come. Used on one event loop."""
+    """Downloads files within ``limits``; their bytes count in ``budget`` meanwhile. Used on one event loop."""
 
     def __init__(self, limits: MediaConfig, budget: MemoryBudget) -> None:
         self._limits, self._budget = limits, budget
         self._hosts = MediaHosts(limits.url_hosts)
         self._tls = ssl.create_default_context() if self._hosts else None
         self._places = asyncio.Semaphore(limits.url_fetches)
-        # a look-up cannot be cancelled: a resolver that does not answer holds up other URLs, and nothing else
+        # Look-ups cannot be cancelled: with its own threads, a slow resolver delays only other URLs.
         self._resolver = ThreadPoolExecutor(limits.url_fetches, "mmserve-resolve")
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._resolver.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(self, wanted: Mapping[str, str]) -> dict[str, bytes]:
-        """The files under the URLs ``wanted``, whose values are the fields to name in errors.
+        """Download the URLs ``wanted``, whose values are the fields to name in errors.
 
-        Raises ``InvalidArgument`` where one may not be fetched, or cannot, and ``ResourceExhausted`` where there is no
-        room for it.
+        Raises ``InvalidArgument`` if one is not allowed or fails, ``ResourceExhausted`` if the budget is exhausted.
         """
         targets = {}
         for url, field in wanted.items():
@@ -99,7 +98,7 @@ class Fetcher:
                 targets[url] = self._target(url)
             except _Failed as error:
                 raise InvalidArgument.of(field, str(error)) from None
-        with ExitStack() as held:  # until the files are returned: who has them counts them then
+        with ExitStack() as held:  # until the files are returned: the caller then counts them
             tasks = [asyncio.create_task(self._file(target, wanted[url], held)) for url, target in targets.items()]
             try:
                 files = await asyncio.gather(*tasks)
@@ -111,13 +110,13 @@ class Fetcher:
 
     @asynccontextmanager
     async def file(self, url: str, field: str) -> AsyncIterator[bytes]:
-        """The file under ``url``, whose bytes count until this is closed; arguments and errors as of ``fetch``."""
+        """The file at ``url``, whose bytes count until the context ends; arguments and errors as in ``fetch``."""
         [data] = (await self.fetch({url: field})).values()
         with self._budget.taken((data,)):
             yield data
 
     def _target(self, url: str) -> _Target:
-        """``url`` in parts; raises ``_Failed`` where it may not be fetched."""
+        """The parts of ``url``; raises ``_Failed`` if it is not allowed."""
         if len(url) > MAX_URL:
             raise _Failed(f"must be at most {MAX_URL} characters")
         if not url.isascii() or not url.isprintable() or " " in url:
@@ -132,7 +131,7 @@ class Fetcher:
         if parts.username is not None or parts.password is not None:
             raise _Failed("must hold no user and no password")
         with suppress(ValueError):
-            host = str(ip_address(host))  # in its usual form
+            host = str(ip_address(host))  # canonical form
         port = _PORTS[parts.scheme] if port is None else port
         if not self._hosts.listed(host, port):
             shown = host if port in _PORTS.values() else f"{host}:{port}"
@@ -141,7 +140,7 @@ class Fetcher:
         return _Target(url, parts.scheme == "https", host, port, path)
 
     async def _file(self, target: _Target, field: str, held: ExitStack) -> bytes:
-        """The file at ``target``; redirects are followed to what may be fetched, too."""
+        """The file at ``target``, following redirects to allowed URLs."""
         seconds = self._limits.url_seconds
         try:
             async with asyncio.timeout(seconds), self._places:
@@ -169,7 +168,7 @@ class Fetcher:
         raise InvalidArgument.of(field, f"could not be fetched: {why}")
 
     async def _answer(self, target: _Target, held: ExitStack) -> bytes | str:
-        """What ``target`` answers: a file, or where it redirects to."""
+        """The response of ``target``: a file, or the URL of a redirect."""
         connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES)
         asked = h11.Request(
             method="GET",
@@ -213,13 +212,13 @@ class Fetcher:
                 if len(data) > counted:
                     held.enter_context(self._budget.taken((), _STEP))
                     counted += _STEP
-                if (parts := parts + 1) % _PARTS == 0:  # one read may hold thousands of small chunks
+                if (parts := parts + 1) % _PARTS == 0:  # one read may contain thousands of small chunks
                     await asyncio.sleep(0)
             return bytes(data)
 
     @asynccontextmanager
     async def _connected(self, target: _Target) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A connection to an address of the target's host, all of which were checked."""
+        """A connection to an address of the target's host, all of which are checked."""
         name = target.host
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._resolver, _look_up, name, target.port)
@@ -249,7 +248,7 @@ class Fetcher:
 
 
 def _look_up(host: str, port: int) -> list[str]:
-    """The addresses of ``host``, each once; raises ``OSError`` where it has none."""
+    """The distinct addresses of ``host``; raises ``OSError`` if it has none."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(where[0]) for *_, where in found))
 

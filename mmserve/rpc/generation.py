@@ -1,4 +1,4 @@
-"""GenerationService: one request in, its events out."""
+"""GenerationService: streams the events of one request."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from mmserve.wire.events import to_response
 
 logger = logging.getLogger("mmserve.rpc")
 
-#: Characters of an error that the log has: a refusal may name every field of a request.
+#: Maximum characters of an error in the log: it may name every field of a request.
 _LOGGED = 500
 
 
 class Generations:
-    """Requests on their way to the engine that answers them, from whatever front they come."""
+    """Validates requests and sends them to engines, for all protocols."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class Generations:
         self._slo = {each.name: each for each in slo}
 
     def watch(self) -> Watch:
-        """What counts one request from when it is read to its end."""
+        """A recorder of one request's metrics, from when it is read to its end."""
         return Watch(self._metrics, traces.begin(calls.current()))
 
     async def fetched(
         self, message: pb.GenerateRequest, fields: Mapping[str, str] = MappingProxyType({})
     ) -> dict[str, bytes]:
-        """The files under the URLs of ``message``; ``fields``: what the client calls those, by URL.
+        """Download the URLs of ``message``; ``fields``: the client's field of each URL, for errors.
 
-        Raises ``InvalidArgument`` where something else is wrong with the message, before anything is fetched, and as of
+        Raises ``InvalidArgument`` for any other violation of the message, before downloading, and the errors of
         ``Fetcher.fetch``.
         """
         wanted = urls_in(message.messages)
@@ -98,8 +98,8 @@ class Generations:
     ) -> tuple[EngineLike, Request]:
         """The engine and the request of ``message``, whose bytes are counted until ``held`` is closed.
 
-        ``own``: the engine's id of the request. ``deadline`` is on the monotonic clock (seconds). ``fetched``: the
-        files of its URLs. Raises ``MMServeError`` where the request cannot be accepted.
+        ``own``: the engine's id of the request. ``deadline``: monotonic clock (seconds). ``fetched``: the downloaded
+        files of its URLs. Raises ``MMServeError`` if the request is not accepted.
         """
         watch.tenant = tenant.name
         engine = self._engines.find(self._engines.split(message.model)[0])
@@ -109,7 +109,7 @@ class Generations:
         return engine, watch.accepted(request)
 
     def alike(self, own: str, first: Request, prompt: TextPart | TokensPart, held: ExitStack, watch: Watch) -> Request:
-        """The request for ``prompt`` that is as the ``first`` otherwise; arguments and errors as of ``accepted``."""
+        """The request for ``prompt`` that is otherwise equal to ``first``; arguments and errors as in ``accepted``."""
         watch.tenant, watch.model = first.tenant.name, first.model
         request = replace(first, id=own, messages=(replace(first.messages[0], parts=(prompt,)),))
         held.enter_context(self._budget.taken(media_files(request), text_bytes(request)))
@@ -124,7 +124,7 @@ class Generations:
         deadline: float | None = None,
         fetched: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Request:
-        """The request of ``message`` to ``engine``; arguments and errors as of ``accepted``."""
+        """The request of ``message`` for ``engine``; arguments and errors as in ``accepted``."""
         request = to_request(
             message,
             request_id=own,
@@ -142,7 +142,7 @@ class Generations:
 
 
 async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncGenerator[Event]:
-    """The events of ``request``, which is cancelled where the generator is closed before the last one.
+    """Yields the events of ``request``, which is cancelled if the generator is closed early.
 
     Raises the error of a ``Failed``.
     """
@@ -162,7 +162,7 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
             for sent in (event,) if tools is None else tools.of(event):
                 yield sent
     finally:
-        if not outbox.ended:  # the client went away, or its deadline passed
+        if not outbox.ended:  # the client disconnected, or its deadline passed
             late = request.deadline is not None and time.monotonic() >= request.deadline - DEADLINE_SLACK
             watch.left = "DEADLINE_EXCEEDED" if late else "CANCELLED"
             logger.info("request %s abandoned: %s", request.id, "deadline" if late else watch.why_cancelled)
@@ -170,28 +170,28 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers ``Generate`` with the engine of the model that the request names."""
+    """Answers ``Generate`` with the engine of the requested model."""
 
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
 
     async def Generate(self, message: pb.GenerateRequest, context: Any) -> None:
-        """Stream the events of one request; a client that leaves cancels it."""
+        """Stream the events of one request; cancelled if the client disconnects."""
         label = calls.current().request_id
-        own = uuid.uuid4().hex  # two clients may use one label: the engine's ids are its own
+        own = uuid.uuid4().hex  # labels of clients may collide, so the engine has its own ids
         with ExitStack() as held:
             async with errors_to_status(context, f"Generate {label}"):
                 with logged(own, label), self._generations.watch() as watch:
-                    try:  # without a pause, but for URLs: what came in is counted before more may come
+                    try:  # without yielding, except for URLs: a received message is counted before others arrive
                         files = await self._generations.fetched(message)
                         engine, request = self._generations.accepted(
                             own, message, current_tenant(), deadline_of(context), held, watch, files
                         )
                         del files
                     except MMServeError as error:
-                        raise error.with_traceback(None) from None  # whose frames hold the message
+                        raise error.with_traceback(None) from None  # its frames hold the message
                     finally:
-                        del message  # its media were copied, and `Clear` would free nothing
+                        del message  # its media were copied; ``Clear`` would not free memory
                         await context.send_initial_metadata(((request_id.KEY, label),))
                     logger.info("request %s for %s (%s: %s)", own, request.model, request_id.KEY, label)
                     async with aclosing(answered(engine, request, watch)) as events:
@@ -201,7 +201,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
 @contextmanager
 def logged(own: str, label: str) -> Iterator[None]:
-    """Write to the log why a request was refused, or failed: in one line, whatever its client wrote."""
+    """Context that logs why a request was refused or failed, in one line, whatever its client sent."""
     try:
         yield
     except MMServeError as error:
@@ -220,6 +220,6 @@ def _summary(event: Finished) -> str:
 
 
 def deadline_of(context: Any) -> float | None:
-    """When the call of ``context`` must have ended, on the monotonic clock (seconds); None = it has no deadline."""
+    """The deadline of the call of ``context``, on the monotonic clock (seconds); None if it has none."""
     remaining = context.time_remaining()
     return None if remaining is None else time.monotonic() + remaining

@@ -1,7 +1,7 @@
-"""``grpc.health.v1`` for asyncio: the state of each service, and of the server under the empty name.
+"""``grpc.health.v1`` for asyncio: the status of each service, and of the server under the empty name.
 
-grpcio's own asyncio servicer forgets the other watchers of a service when one of them leaves; this one does not, and
-lets its watchers go when the server stops.
+grpcio's own asyncio servicer loses the other watchers of a service when one disconnects; this one does not, and ends
+its watchers when the server stops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """One state for all ``services`` and the server itself, NOT_SERVING at first; used on one event loop."""
+    """One status for all ``services`` and the server, initially NOT_SERVING; used on one event loop."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset({"", *services})
@@ -31,23 +31,23 @@ class Health(health_pb2_grpc.HealthServicer):
         self._closed = False
 
     def set(self, status: int) -> None:
-        """Change the state and notify every watcher."""
+        """Set the status and notify every watcher."""
         self._status = status
         self._wake()
 
     def close(self) -> None:
-        """Send every watcher the last state and end its stream."""
+        """Send every watcher the last status and end its stream."""
         self._closed = True
         self._wake()
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """The state of a service now; NOT_FOUND for an unknown one."""
+        """The current status of a service; NOT_FOUND for an unknown one."""
         if request.service not in self._services:
             await abort(context, NotFound(f"no service {request.service!r} here"))
         return health_pb2.HealthCheckResponse(status=self._status)
 
     async def Watch(self, request: Any, context: Any) -> None:
-        """The state of a service now and after each change; SERVICE_UNKNOWN for an unknown one."""
+        """The status of a service now and after each change; SERVICE_UNKNOWN for an unknown one."""
         sent = None
         while True:
             changed, closed = self._changed, self._closed

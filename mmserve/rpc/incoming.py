@@ -1,9 +1,8 @@
-"""How messages come in: well-formed, of bounded work, and freed once they are read.
+"""Receiving of messages: validation, limits of their cost, and early release of memory.
 
-gRPC keeps the message of a call with one request until the call ends, media and all. So those calls are read here like
-streams of requests, which on the wire they are, and the message belongs to who reads it alone. It comes as bytes; what
-these would become is counted before they become it (``rpc/wire.py``). A message is kept in no variable here: who is
-done with it frees it.
+gRPC keeps the message of a unary call, with its media, until the call ends. So these calls are read here as streams of
+requests, which are the same on the wire, so that the message belongs to its reader only. It arrives as bytes, whose
+fields are counted before they are parsed (``rpc/wire.py``). No variable here keeps a message: its reader frees it.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from mmserve.rpc.turns import Turns
 from mmserve.rpc.wire import Shape, check_fields, shape_of
 from mmserve.v1 import cache_pb2, decision_pb2, generation_pb2, media_pb2, video_pb2
 
-#: Larger messages are parsed off the event loop (bytes).
+#: Size (bytes) above which messages are parsed off the event loop.
 INLINE_BYTES = 1 << 20
-#: Methods that take messages of up to ``max_message_bytes``, with what these are; all others carry names.
+#: Methods with messages of up to ``max_message_bytes``, and a description of these; messages of others only have names.
 _LARGE = {
     "/mmserve.v1.GenerationService/Generate": shape_of(generation_pb2.GenerateRequest.DESCRIPTOR),
     "/mmserve.v1.DecisionService/Decide": shape_of(decision_pb2.DecideRequest.DESCRIPTOR),
@@ -36,18 +35,18 @@ _LARGE = {
     "/mmserve.v1.VideoService/Session": shape_of(video_pb2.SessionRequest.DESCRIPTOR),
     "/mmserve.v1.CacheService/Warm": shape_of(cache_pb2.WarmRequest.DESCRIPTOR),
 }
-#: The refusal of a large message is sent late: a client that only ever sends such messages, one after another, is
-#: received at this rate (bytes a second).
+#: The refusal of a large message is delayed, so that a client that repeatedly sends such messages is limited to this
+#: rate (bytes per second).
 _REFUSED_RATE = 16 << 20
-#: Most bytes of a message of the others.
+#: Maximum bytes of messages of other methods.
 SMALL_BYTES = 64 << 10
 
 
 class Incoming(grpc.aio.ServerInterceptor):
-    """Hands messages on, and ends with a typed error the calls whose message cannot be parsed, has too many fields, is
-    too slow, or does not come.
+    """Passes messages on, and ends calls with a typed error if their message cannot be parsed, has too many fields, is
+    too slow, or does not arrive.
 
-    ``budget``: where messages count while they are parsed; ``refused`` is called with the code of each such error.
+    ``budget`` counts messages while they are parsed; ``refused`` is called with the code of each such error.
     """
 
     def __init__(
@@ -57,15 +56,15 @@ class Incoming(grpc.aio.ServerInterceptor):
         self._refused = refused
         self._arrivals = Arrivals(max(1, budget.capacity // config.max_message_bytes), config.message_seconds)
         self._turns = Turns()
-        # one thread: parsing holds the interpreter, so that two would not be faster
+        # One thread: parsing holds the GIL, so that two would not be faster.
         self._parser = ThreadPoolExecutor(1, "mmserve-parse")
 
     def close(self) -> None:
-        """End the thread that parses."""
+        """Stop the parsing thread."""
         self._parser.shutdown(wait=False)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """The method's own handler, after a check of what comes in."""
+        """The method's handler, with checks of incoming messages."""
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None:
             return None
@@ -74,8 +73,8 @@ class Incoming(grpc.aio.ServerInterceptor):
         async def one(_: Any, context: Any) -> Any:
             answer = handler.unary_unary or handler.unary_stream
             try:
-                return await answer(await self._only(read, method, context), context)  # in no variable: see above
-            except MMServeError as error:  # of ``_only``: handlers end with their errors themselves
+                return await answer(await self._only(read, method, context), context)  # not in a variable: see above
+            except MMServeError as error:  # from ``_only``: handlers convert their own errors
                 await abort(context, error)
 
         async def each(_: Any, context: Any) -> Any:
@@ -106,7 +105,7 @@ class Incoming(grpc.aio.ServerInterceptor):
     async def _messages(
         self, read: Callable[[bytes], Any], method: str, context: Any, *, idle: bool = False
     ) -> AsyncIterator[Any]:
-        """The messages of a call, each the caller's own; ``idle``: all but the first may take any time."""
+        """Yields the messages of a call, without keeping them; ``idle``: only the first has a time limit."""
         first = True
         while True:
             coming = self._next(method, context) if idle and not first else self._first(method, context)
@@ -114,28 +113,29 @@ class Incoming(grpc.aio.ServerInterceptor):
             first = False
             if message[0] is grpc.aio.EOF:
                 return
-            yield message.pop()  # not kept here while its reader has it
+            yield message.pop()  # not kept while the reader has it
 
     async def _first(self, method: str, context: Any) -> Any:
         return await self._arrivals.read(lambda: self._next(method, context), context)
 
     async def _next(self, method: str, context: Any) -> Any:
-        """The next message of a call; what carries names only waits for no turn."""
+        """The next message of a call; small messages need no turn."""
         return await (self._turns.take(context.read) if method in _LARGE else context.read())
 
     async def _read(self, read: Callable[[bytes], Any], method: str, coming: Awaitable[Any]) -> Any:
         try:
             return await self._parsed(read, method, [await coming])
         except asyncio.CancelledError:
-            trim_soon()  # as below
+            trim_soon()  # see below
             raise
         except MMServeError as error:
             self._refused(error.code)
-            trim_soon()  # what the message became is freed with the call
-            raise error.with_traceback(None) from None  # whose frames hold the bytes, until a collection of cycles
+            trim_soon()  # frees what the message became, with the call
+            raise error.with_traceback(None) from None  # its frames hold the bytes
 
     async def _parsed(self, read: Callable[[bytes], Any], method: str, came: list[Any]) -> Any:
-        """The message of the bytes in ``came``, which are taken out of it, or ``EOF`` as it is."""
+        """The parsed message of the bytes in ``came``, which are removed from the list; ``EOF`` is returned
+        unchanged."""
         data = came.pop()
         if data is grpc.aio.EOF:
             return data
@@ -157,7 +157,7 @@ class Incoming(grpc.aio.ServerInterceptor):
 
 
 def _reader(parse: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
-    """``parse``, after a count of the fields; what is wrong is returned, for its traceback would hold the bytes."""
+    """``parse``, after counting fields; errors are returned, because their traceback would hold the bytes."""
     shape: Shape = _LARGE.get(method, {})
 
     def read(data: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Models that a running server loads and unloads on request (``ModelService.LoadModel`` and ``UnloadModel``)."""
+"""Loading and unloading of models in a running server (``ModelService.LoadModel`` and ``UnloadModel``)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mmserve.rpc.reload import Load, Replacement
 logger = logging.getLogger("mmserve.rpc")
 
 _MIB = 1 << 20
-#: Most characters of a name: it is in lines of the log, labels of metrics, and errors.
+#: Maximum characters of a name, which is in log lines, metric labels, and errors.
 _NAME = 256
 
 
 class Loading:
-    """Loads models beside those that serve, and unloads any but the last; used on one event loop.
+    """Loads models in addition to those that serve, and unloads any but the last; used on one event loop.
 
-    One after another: a model's memory is known to be there before any of it is taken. ``run`` calls a blocking
-    function elsewhere; ``load`` is set by who can load models.
+    Sequentially: the memory of a model is checked before any of it is allocated. ``run`` calls a blocking function on
+    another thread; ``load`` is set by servers that can load models.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Loading:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def add(self, path: str, name: str = "", dtype: str = "") -> EngineLike:
-        """Serve the checkpoint ``path`` of the server's folder as model ``name`` (empty = its folder's).
+        """Serve the checkpoint ``path`` in the server's folder as model ``name`` (empty = its folder's).
 
-        It goes on where its caller leaves. Raises ``Unimplemented`` where this server loads none, ``NotFound``,
-        ``InvalidArgument`` for what is wrong with its files, ``FailedPrecondition`` where its name is taken,
-        ``ResourceExhausted`` where memory is missing.
+        Continues if its caller disconnects. Raises ``Unimplemented`` if this server cannot load models, ``NotFound``,
+        ``InvalidArgument`` for invalid files, ``FailedPrecondition`` if its name is in use, ``ResourceExhausted`` if
+        memory is too small.
         """
         load = self.load
         if load is None:
@@ -51,10 +51,10 @@ class Loading:
         return await self._shielded(self._add(entry, load))
 
     async def drop(self, name: str, seconds: float | None = None) -> bool:
-        """Stop serving model ``name``, and return once its memory is free.
+        """Stop serving model ``name``; returns when its memory is free.
 
-        Requests that it has go on for ``seconds`` at most (None = ``drain_seconds``); those left then fail. Returns
-        whether all ended by themselves. Raises ``NotFound``, ``Unavailable`` while the model is loading, and
+        Its requests continue for at most ``seconds`` (None = ``drain_seconds``); those left then fail. Returns whether
+        all ended by themselves. Raises ``NotFound``, ``Unavailable`` while the model is loading, and
         ``FailedPrecondition`` for the only model that serves.
         """
         return await self._shielded(self._drop(name, seconds))
@@ -110,13 +110,14 @@ class Loading:
                 raise InvalidArgument.of("path", "must be that of a folder within [server] model_folder")
             if folder.is_dir():
                 return folder
-        except (OSError, ValueError):  # a name that is too long, or has a null byte
+        except (OSError, ValueError):  # the name is too long, or contains a null byte
             pass
         raise NotFound(f"[server] model_folder has no folder {path[:_NAME]!r}")
 
 
 def check_memory(entry: ModelConfig, config: Config) -> None:
-    """Raise ``ResourceExhausted`` saying how much memory is missing for a model, ``ConfigError`` for a wrong one."""
+    """Raises ``ResourceExhausted`` with the missing amount of memory for a model, ``ConfigError`` for an invalid
+    one."""
     needed = memory_needed(entry, config)
     reserve = config.server.load_reserve_bytes
     missing = needed.weights + needed.pages + reserve - free_memory(needed.device)

@@ -1,4 +1,4 @@
-"""MediaService: files sent once, in chunks, and kept under their hash."""
+"""MediaService: files uploaded once, in chunks, and kept by their hash."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.status import handler
 from mmserve.v1 import media_pb2, media_pb2_grpc
 
-#: When a client may try again after too many uploads at once (seconds).
+#: Retry delay (seconds) for a client refused because of too many uploads.
 _RETRY_AFTER = 1.0
-#: What an unfinished upload holds, others cannot have: one that brings less than so many bytes a second is ended, at
-#: the latest so many seconds after its last chunk.
+#: An unfinished upload reserves memory, so one slower than this rate (bytes per second) is ended, at the latest this
+#: many seconds after its last chunk.
 _LEAST_RATE = 1 << 15
 _PATIENCE = 60.0
 
 
 class MediaService(media_pb2_grpc.MediaServiceServicer):
-    """Takes uploads; those in progress hold together at most as many bytes as the store."""
+    """Receives uploads; those in progress may together hold as many bytes as the store."""
 
     def __init__(self, store: MediaStore, limits: MediaConfig, calls: Calls) -> None:
         self._store = store
         self._limits = limits
         self._calls = calls
-        self._in_progress = 0  # bytes of unfinished uploads
+        self._in_progress = 0  # total bytes of unfinished uploads
 
     @handler
     async def UploadMedia(
         self, chunks: AsyncIterator[media_pb2.UploadMediaRequest], context: Any
     ) -> media_pb2.UploadMediaResponse:
-        """Store the joined chunks; refuses empty and too large items, more than the store can take, and who stalls."""
+        """Store the concatenated chunks; refuses empty and too large items, more than the store can hold, and stalled
+        uploads."""
         try:
             return await self._receive(chunks)
         except BaseException as error:
@@ -53,7 +54,7 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
             async with kept_up() as came:
                 async for message in chunks:
                     chunk = message.chunk
-                    del message  # holds its bytes once more
+                    del message  # holds a second copy of its bytes
                     self._check_room(size, len(chunk))
                     received.append(chunk)
                     size += len(chunk)
@@ -66,7 +67,7 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
             stored = self._store.put(b"".join(received), media_id=media_id, cache=current_tenant().cache)
         finally:
             self._in_progress -= size
-            del received, chunk  # an error is yet to be sent, and has this frame in its traceback
+            del received, chunk  # an error will still be sent, and has this frame in its traceback
         self._calls.uploaded(size, deduplicated=stored.deduplicated)
         return media_pb2.UploadMediaResponse(media_id=stored.media_id, bytes=size, deduplicated=stored.deduplicated)
 
@@ -82,9 +83,9 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
 
 @asynccontextmanager
 async def kept_up() -> AsyncIterator[Callable[[int], None]]:
-    """Around the reading of an upload: gives the function that reports how many bytes came.
+    """Context for reading an upload; yields a function that must be called with the number of bytes of each chunk.
 
-    Raises ``DeadlineExceeded`` where they come too slowly.
+    Raises ``DeadlineExceeded`` if they arrive too slowly.
     """
     now = asyncio.get_running_loop().time
     end = now() + _PATIENCE

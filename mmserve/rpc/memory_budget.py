@@ -1,4 +1,4 @@
-"""How much requests in progress may hold together: a queue bounded in requests alone is not bounded in bytes."""
+"""The total memory of requests in progress: limiting the number of requests does not limit bytes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from mmserve.core.request import MediaPart, Request, TextPart, TokensPart
 from mmserve.errors import ResourceExhausted
 
-#: When a client may try again (seconds).
+#: Retry delay (seconds) for refused clients.
 _RETRY_AFTER = 1.0
-#: Bytes of texts that are not counted, and what a character and a text take at most.
+#: Bytes of texts that are not counted, and maximum bytes of a character and of a text object.
 _UNCOUNTED = 1 << 16
 _CHARACTER = 4
 _TEXT = 512
-_TOKEN = 40  # an element of a tuple, and a number
+_TOKEN = 40  # a tuple element, and an integer
 
 
 class MemoryBudget:
     """``capacity`` bytes for the files and long texts of all requests in progress; used on one event loop.
 
-    A file that several hold, an upload, counts once.
+    A file shared by several requests (an upload) counts once.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -31,8 +31,8 @@ class MemoryBudget:
 
     @contextmanager
     def taken(self, files: Sequence[bytes], texts: int = 0) -> Iterator[None]:
-        """Hold ``files`` and so many bytes of texts; raises ``ResourceExhausted`` where they do not fit beside what
-        others hold."""
+        """Context that holds ``files`` and ``texts`` bytes of texts; raises ``ResourceExhausted`` if they exceed the
+        rest of the budget."""
         more = texts + sum({id(file): len(file) for file in files if id(file) not in self._held}.values())
         if self.used + more > self.capacity:
             raise ResourceExhausted(
@@ -58,7 +58,7 @@ def media_files(request: Request) -> list[bytes]:
 
 
 def text_bytes(request: Request) -> int:
-    """What the messages of ``request`` hold but for files, and its stop strings; 0 for the few that most have."""
+    """Bytes of the messages of ``request`` without files, and of its stop strings; 0 below the uncounted amount."""
     parts = [part for message in request.messages for part in message.parts]
     texts = [len(part.text) if isinstance(part, TextPart) else 0 for part in parts]
     texts += map(len, request.sampling.stop)

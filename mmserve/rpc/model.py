@@ -1,4 +1,4 @@
-"""ModelService: what the server serves, models and adapters that come and go while it does."""
+"""ModelService: models and adapters that the server serves; loads and unloads them."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
 
     @handler
     async def ListModels(self, message: model_pb2.ListModelsRequest, context: Any) -> model_pb2.ListModelsResponse:
-        """Every model that is loaded, with its capabilities, limits and defaults; UNAVAILABLE while there is none."""
+        """All loaded models, with their capabilities, limits and defaults; UNAVAILABLE while there are none."""
         return model_pb2.ListModelsResponse(models=[self._described(e) for e in self._engines.any_ready()])
 
     @handler
     async def DescribeModel(
         self, message: model_pb2.DescribeModelRequest, context: Any
     ) -> model_pb2.DescribeModelResponse:
-        """One model; NOT_FOUND lists the known ones, UNAVAILABLE while it is loading."""
+        """One model; NOT_FOUND lists the known ones; UNAVAILABLE while it is loading."""
         engine = self._engines.find(message.model)
         return model_pb2.DescribeModelResponse(model=self._described(engine))
 
     @handler
     async def LoadModel(self, message: model_pb2.LoadModelRequest, context: Any) -> model_pb2.LoadModelResponse:
-        """Load a checkpoint of the server's folder and serve it beside the others."""
+        """Load a checkpoint in the server's folder and serve it in addition to the others."""
         check_admin("load or unload models")
         engine = await self._loading.add(message.path, message.name, message.dtype)
         return model_pb2.LoadModelResponse(model=self._described(engine))
@@ -60,7 +60,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
 
     @handler
     async def LoadAdapter(self, message: model_pb2.LoadAdapterRequest, context: Any) -> model_pb2.LoadAdapterResponse:
-        """Read an adapter of the server's folder beside a model, on a thread of its own."""
+        """Load an adapter in the server's folder for a model, on a separate thread."""
         check_admin("load or drop adapters")
         info = await asyncio.to_thread(self._adapters(message.model).load, message.adapter)
         logger.info("loaded the adapter %s of %s, %d bytes", info.name, message.model, info.bytes)
@@ -70,13 +70,13 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     async def ListAdapters(
         self, message: model_pb2.ListAdaptersRequest, context: Any
     ) -> model_pb2.ListAdaptersResponse:
-        """The adapters of a model that requests may ask for."""
+        """The adapters of a model that requests can use."""
         listed = self._adapters(message.model).listed()
         return model_pb2.ListAdaptersResponse(adapters=[to_message(i, model_pb2.AdapterInfo()) for i in listed])
 
     @handler
     async def DropAdapter(self, message: model_pb2.DropAdapterRequest, context: Any) -> model_pb2.DropAdapterResponse:
-        """Stop serving an adapter; NOT_FOUND where it is not loaded."""
+        """Stop serving an adapter; NOT_FOUND if it is not loaded."""
         check_admin("load or drop adapters")
         await asyncio.to_thread(self._adapters(message.model).drop, message.adapter)
         logger.info("dropped the adapter %s of %s", message.adapter, message.model)

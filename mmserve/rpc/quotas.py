@@ -1,4 +1,4 @@
-"""What a tenant may ask for at once and in a second, held to before anything of a call is read."""
+"""Rate and concurrency limits of tenants, enforced before anything of a call is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmserve.errors import ResourceExhausted
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.status import abort
 
-#: The calls that count: those that take work or memory.
+#: The methods that are limited: those that use compute or memory.
 LIMITED = (
     "/mmserve.v1.GenerationService/Generate",
     "/mmserve.v1.DecisionService/Decide",
@@ -24,13 +24,13 @@ LIMITED = (
     "/mmserve.v1.CacheService/Warm",
     "/mmserve.v1.CacheService/ListEntries",
 )
-#: When a tenant may try again that has too many requests in progress (seconds).
+#: Retry delay (seconds) for a tenant with too many requests in progress.
 _RETRY_AFTER = 1.0
 
 
 @dataclass
 class _Bucket:
-    """A token bucket: ``left`` requests could begin at ``at`` (monotonic clock, seconds)."""
+    """A token bucket: it contained ``left`` requests at time ``at`` (monotonic clock, seconds)."""
 
     left: float
     at: float
@@ -48,7 +48,7 @@ class Quotas(grpc.aio.ServerInterceptor):
         self._active: Counter[str] = Counter()
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """The method's own handler, within the limits of the call's tenant."""
+        """The method's handler, limited by the quotas of the call's tenant."""
         handler = await continuation(handler_call_details)
         tenant = current_tenant()
         if handler is None or not (tenant.rate or tenant.concurrency) or handler_call_details.method not in LIMITED:
@@ -60,7 +60,7 @@ class Quotas(grpc.aio.ServerInterceptor):
                 held = self.taken(tenant)
                 with held:
                     return await answer(messages, context)
-            except ResourceExhausted as error:  # of ``taken``: handlers end with their errors themselves
+            except ResourceExhausted as error:  # from ``taken``: handlers convert their own errors
                 await abort(context, error)
 
         make = (
@@ -71,15 +71,15 @@ class Quotas(grpc.aio.ServerInterceptor):
         return make(within, handler.request_deserializer, handler.response_serializer)
 
     def most(self, tenant: Tenant) -> int | None:
-        """How many requests of ``tenant`` may begin at once where none is in progress; None = any number."""
+        """Maximum requests of ``tenant`` that can begin together if none is in progress; None = unlimited."""
         limits = [limit for limit in (tenant.concurrency, tenant.burst if tenant.rate else 0) if limit]
         return min(limits, default=None)
 
     @contextmanager
     def taken(self, tenant: Tenant, requests: int = 1) -> Iterator[None]:
-        """Count so many ``requests`` of ``tenant`` as in progress, all of them or none.
+        """Context that counts ``requests`` of ``tenant`` as in progress, all of them or none.
 
-        Raises ``ResourceExhausted`` where they are too many.
+        Raises ``ResourceExhausted`` if a limit is exceeded.
         """
         name = tenant.name
         if tenant.concurrency and self._active[name] + requests > tenant.concurrency:
@@ -103,7 +103,7 @@ class Quotas(grpc.aio.ServerInterceptor):
             self._active[name] -= requests
 
     def _wait(self, tenant: Tenant, requests: int, now: float) -> float:
-        """Take ``requests`` from the bucket of ``tenant``; where it has fewer, seconds until it has them."""
+        """Take ``requests`` from the bucket of ``tenant``. Returns 0, or the seconds until the bucket has enough."""
         bucket = self._buckets.setdefault(tenant.name, _Bucket(tenant.burst, now))
         bucket.left = min(tenant.burst, bucket.left + (now - bucket.at) * tenant.rate)
         bucket.at = now

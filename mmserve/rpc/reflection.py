@@ -1,7 +1,7 @@
-"""Server reflection under both of its names: ``grpc.reflection.v1`` and ``grpc.reflection.v1alpha``.
+"""Server reflection under both names: ``grpc.reflection.v1`` and ``grpc.reflection.v1alpha``.
 
-The messages of the two are the same on the wire, so one servicer answers both. ``grpcio-reflection`` has the older one
-only; the file of the newer is derived from it, so that it can be looked up as well.
+Their messages are the same on the wire, so one servicer answers both. ``grpcio-reflection`` has only the older one; the
+newer file descriptor is derived from it, so that it can be looked up as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SERVICE_NAMES = (f"{_NEW}.ServerReflection", reflection.SERVICE_NAME)
 
 
 def add_reflection(services: Iterable[str], server: Any) -> None:
-    """Have ``server`` (``grpc.aio``) describe ``services``, and reflection itself."""
+    """Add reflection of ``services``, and of itself, to ``server`` (``grpc.aio``)."""
     names = (*services, *SERVICE_NAMES)
     pool = descriptor_pool.Default()
     _describe(pool)
@@ -33,7 +33,7 @@ def add_reflection(services: Iterable[str], server: Any) -> None:
 
 
 def _describe(pool: Any) -> None:
-    """Add the file of ``grpc.reflection.v1`` to ``pool`` where it is not there."""
+    """Add the file descriptor of ``grpc.reflection.v1`` to ``pool`` if it is missing."""
     try:
         pool.FindFileContainingSymbol(SERVICE_NAMES[0])
         return

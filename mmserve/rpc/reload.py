@@ -1,4 +1,4 @@
-"""What of a running server follows its configuration: tokens and tenants, certificates, and models."""
+"""Reloading of a running server's configuration: tokens and tenants, certificates, and models."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ Load = Callable[[Config], Iterator[EngineLike]]
 
 logger = logging.getLogger("mmserve.rpc")
 
-#: Keys of [server] that are followed, and tables beside [server]; a change of any other needs a restart.
+#: Keys of [server], and other tables, that can be reloaded; changes of others require a restart.
 _FOLLOWED = ("auth_tokens", "allow_plaintext_tokens", "tls_certificate", "tls_key", "tls_client_ca")
 _TABLES = ("models", "tenants")
-#: Seconds between two attempts to free an engine: each is a full collection, which other threads wait for.
+#: Interval (seconds) of attempts to free an engine: each is a full garbage collection, which blocks other threads.
 _FREEING = tuple(0.01 * 2**i for i in range(8))
 
 
 class Guard:
-    """Who may call the server, and with which certificate it answers."""
+    """Access control of the server: tokens and certificates."""
 
     def __init__(self, config: Config, refused: Callable[[str], None]) -> None:
         self.auth = BearerAuth(accepted_tokens(config.tenants, config.server.auth_tokens), refused)
         self.certificates = Certificates(config.server) if config.server.tls_key else None
-        self.endpoint: Endpoint | None = None  # of metrics, once it is there
+        self.endpoint: Endpoint | None = None  # of metrics, once it is created
 
     def read(self, config: Config) -> Callable[[], None]:
-        """Read the tokens and certificates that ``config`` names now; what is returned puts them into use.
+        """Read the tokens and certificates of ``config``. Calling the result puts them into use.
 
-        May be called from any thread; the result, on the server's event loop. Open connections and calls in progress go
-        on. Raises ``ConfigError`` where something cannot be used: then everything stays as it was.
+        Thread-safe; the result must be called on the server's event loop. Open connections and calls in progress
+        continue. Raises ``ConfigError``, without any change, if something is invalid.
         """
         accepted = accepted_tokens(config.tenants, config.server.auth_tokens)
         if self.auth.guards and not accepted:
@@ -66,9 +66,9 @@ class Guard:
 
 
 class Replacement:
-    """Serves the models of another configuration in place of those of ``config``; used on one event loop.
+    """Replaces the models of ``config`` by those of another configuration; used on one event loop.
 
-    ``run`` calls a blocking function elsewhere; ``leave`` lets the sessions of an engine end within so many
+    ``run`` calls a blocking function on another thread; ``leave`` lets the sessions of an engine end within a number of
     seconds.
     """
 
@@ -84,19 +84,19 @@ class Replacement:
         self._run = run
         self._config = config
         self._models = config.models
-        self.leaving: list[EngineLike] = []  # not served any more; they end their requests
-        self.lock = asyncio.Lock()  # of what serves: models are loaded one after another
+        self.leaving: list[EngineLike] = []  # no longer served; their requests are still ending
+        self.lock = asyncio.Lock()  # serialises changes: models are loaded one after another
         self.ending = False
-        self.reading = False  # a thread reads the files of a model, which nothing can interrupt
+        self.reading = False  # a thread is reading the files of a model, which cannot be interrupted
         self._task: asyncio.Task[None] | None = None
         self._retiring: set[asyncio.Task[bool]] = set()
 
     def begin(self, models: tuple[ModelConfig, ...], load: Load | None) -> None:
-        """Have ``models`` served once those that are new are loaded by ``load``, in the background.
+        """Serve ``models`` once the new ones are loaded by ``load``, in the background.
 
-        A model whose entry differs is loaded again. What is not served any more ends the requests that it has, for
-        ``drain_seconds`` at most. Where a model cannot be loaded, all stay as they were. Everything else of the
-        configuration is as at the start of the server.
+        A model whose entry differs is loaded again. Models no longer served finish their requests, within
+        ``drain_seconds``. If a model cannot be loaded, nothing changes. All other settings remain those of the server's
+        start.
         """
         if models == self._models:
             return
@@ -113,7 +113,7 @@ class Replacement:
         self._task = asyncio.create_task(self._replace(models, load))
 
     def cancel(self) -> None:
-        """Change nothing any more: the server ends. It stops the engines that are leaving, too."""
+        """Make no further changes, because the server ends; it also stops the engines in ``leaving``."""
         self.ending = True
 
     async def read(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -129,9 +129,9 @@ class Replacement:
         return await self._run(reading)
 
     def retire(self, gone: list[EngineLike], seconds: float) -> Coroutine[Any, Any, bool]:
-        """Stop engines whose models are gone once their requests have ended, after ``seconds`` at most, and give their
-        memory back; empties ``gone``. Returns whether all requests ended by themselves."""
-        self.leaving += gone  # at once: an end of the server that begins now stops them
+        """Stop engines of removed models once their requests have ended, after at most ``seconds``, and free their
+        memory; empties ``gone``. Returns whether all requests ended by themselves."""
+        self.leaving += gone  # immediately, so that they are stopped if the server ends now
         return self._retire(gone, seconds)
 
     async def _retire(self, gone: list[EngineLike], seconds: float) -> bool:
@@ -161,7 +161,7 @@ class Replacement:
         retiring.add_done_callback(self._retiring.discard)
 
     async def _replaced(self, models: tuple[ModelConfig, ...], load: Load) -> list[EngineLike]:
-        """Load what is new; returns the engines to stop. Models that were loaded on request stay."""
+        """Load new models. Returns the engines to be stopped. Models that were loaded on request remain."""
         old = dict(zip(served_names(self._models), self._models, strict=True))
         new = dict(zip(served_names(models), models, strict=True))
         loaded = [name for name in self._engines.names if name not in old and name not in new]
@@ -189,11 +189,11 @@ class Replacement:
 
 
 def forget(gone: Sequence[weakref.ref[EngineLike]]) -> None:
-    """Give the memory of engines that have stopped back to the system; blocks until the last references to them are
-    gone, for seconds at most.
+    """Return the memory of stopped engines to the system; blocks until the last references to them are gone, for at
+    most some seconds.
 
-    ``settle`` would keep one that is still referenced for ever, such as by the thread that has just stopped it: the
-    collector never looks at it again.
+    An engine that is still referenced, for example by the thread that has just stopped it, would be frozen by
+    ``settle`` and never collected.
     """
     gc.unfreeze()
     for seconds in _FREEING:
@@ -208,7 +208,7 @@ def forget(gone: Sequence[weakref.ref[EngineLike]]) -> None:
 
 
 def unfollowed(old: Config, new: Config) -> list[str]:
-    """What differs between two configurations that a running server cannot follow: tables, and keys of [server]."""
+    """Differences between two configurations that require a restart: tables, and keys of [server]."""
     keys = [f.name for f in dataclasses.fields(old.server) if f.name not in _FOLLOWED]
     changed = [f"[server] {key}" for key in keys if getattr(old.server, key) != getattr(new.server, key)]
     tables = [f.name for f in dataclasses.fields(old) if f.name not in ("server", *_TABLES)]

@@ -1,7 +1,6 @@
-"""Requests as messages carry them.
+"""Conversion of request messages to core requests.
 
-A request is judged as a whole first, so that a client learns everything that is wrong with it at once; only an
-acceptable one is then built.
+A message is validated completely first, so that a client gets all violations at once; only a valid one is converted.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from mmserve.wire.enums import ROLES
 from mmserve.wire.plain import from_message
 from mmserve.wire.policies import chosen_policy
 
-#: What is added to the logits of tokens that must not be chosen: no model's logits come near it.
+#: Added to the logits of tokens that must not be chosen: far below any model's logits.
 NEVER = -1e4
 
 
@@ -53,11 +52,11 @@ def to_request(
     slo: Mapping[str, SLO] = MappingProxyType({}),
     adapter: str = "",
 ) -> Request:
-    """The core request for the model of ``info``, with ``adapter`` where it names none itself.
+    """The core request for the model of ``info``, with ``adapter`` as the default adapter.
 
-    ``media`` gives the bytes of a media id or URL, or raises ``NotFound``. ``deadline`` is on the monotonic clock
-    (seconds); ``slo``: the classes that requests may name. Raises ``InvalidArgument`` with every violation, or
-    ``Unimplemented`` where the model lacks what the request needs.
+    ``media`` returns the bytes of a media id or URL, or raises ``NotFound``. ``deadline``: monotonic clock (seconds);
+    ``slo``: the classes that requests may name. Raises ``InvalidArgument`` with all violations, or ``Unimplemented`` if
+    the model lacks a required capability.
     """
     if wrong := (*violations(message, info, limits), *_wrong_class(message, slo)):
         raise InvalidArgument(*wrong)

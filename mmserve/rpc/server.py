@@ -1,4 +1,4 @@
-"""The gRPC server: all services on one port, from start to an orderly end."""
+"""The gRPC server: all services on one port, from start to graceful shutdown."""
 
 from __future__ import annotations
 
@@ -61,30 +61,30 @@ SERVICES = tuple(
     for module in (generation_pb2, decision_pb2, media_pb2, model_pb2, cache_pb2, video_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 )
-#: Threads for engines that are loaded later; they are made as they are needed.
+#: Threads for engines that are loaded later; created on demand.
 _LOADED_THREADS = 64
-#: How long the last responses may take to reach the clients once nothing runs any more (seconds).
+#: Maximum time (seconds) for the last responses to reach clients during shutdown.
 _FLUSH_SECONDS = 2.0
 
 
 class Front(Protocol):
-    """Another protocol of the same server, on a port of its own; used on the server's event loop."""
+    """Another protocol of the same server, on its own port; used on the server's event loop."""
 
     async def start(self) -> None:
-        """Listen; raises ``ConfigError`` where that is impossible."""
+        """Listen; raises ``ConfigError`` if that fails."""
 
     async def stop(self, seconds: float) -> None:
-        """Stop listening, and let answers in progress be sent for so many seconds. Nothing if it has not started."""
+        """Stop listening, and allow ``seconds`` for responses in progress. No effect if it has not started."""
 
     def follow(self, config: Config) -> None:
-        """Use the TLS files of ``config``, which are known to be usable, for new connections."""
+        """Use the TLS files of ``config``, which are valid, for new connections."""
 
 
 class Server:
-    """Serves ``engines`` (model name → engine, the first is the default), which it starts, drains and stops.
+    """Serves ``engines`` (by model name, the first is the default), which it starts, drains and stops.
 
-    ``loading``: names of models whose engines are given to ``add`` once the server listens. Until then their requests
-    end with UNAVAILABLE, and health reports NOT_SERVING.
+    ``loading``: names of models whose engines are passed to ``add`` while the server already listens. Until then their
+    requests end with UNAVAILABLE, and health is NOT_SERVING.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class Server:
         self._health = Health(SERVICES)
         self._grpc: Any = None
         self._scraped: Endpoint | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # once it has started
+        self._loop: asyncio.AbstractEventLoop | None = None  # set by ``start``
         self._impaired = False
         self._ending: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
-        # a drain in progress keeps one thread an engine busy, and the call that cuts it short needs another; engines
-        # that replace others on SIGHUP, or are loaded on request, need theirs, too
+        # A drain uses one thread for each engine, and the call that interrupts it needs another; engines that replace
+        # others on SIGHUP, or are loaded on request, need threads as well.
         self._threads = ThreadPoolExecutor(4 * len(self.engines.names) + _LOADED_THREADS, "mmserve-engine")
         self._replacement = Replacement(self.engines, config, self._elsewhere, self._leave)
         self.loading = Loading(self.engines, config, self._elsewhere, self._replacement)
@@ -129,15 +129,15 @@ class Server:
 
     @property
     def reading(self) -> bool:
-        """Whether a thread reads the files of a model that is loaded at run time, which nothing can interrupt."""
+        """Whether a thread is reading the files of a model loaded at run time, which cannot be interrupted."""
         return self._replacement.reading
 
     def attach(self, front: Front) -> None:
-        """Start and stop ``front`` with the server; before ``start``."""
+        """Start and stop ``front`` together with the server; call before ``start``."""
         self._fronts.append(front)
 
     async def start(self) -> int:
-        """Listen, start the engines, and return the bound port; raises ``ConfigError`` where that is impossible."""
+        """Listen, start the engines, and return the bound port; raises ``ConfigError`` if that fails."""
         if self._grpc is not None:
             raise RuntimeError("a server starts once")
         self._loop = asyncio.get_running_loop()
@@ -161,16 +161,16 @@ class Server:
             await self._grpc.stop(None)
             await self._close_endpoint()
             raise
-        self._given.clear()  # one that is unloaded is kept by nothing
+        self._given.clear()  # so that an unloaded engine is not kept alive
         if loading := ", ".join(self.engines.loading):
             logger.info("listening on %s:%d, loading %s", self.config.server.host, self.port, loading)
         self._announce()
         return self.port
 
     async def add(self, engine: EngineLike) -> bool:
-        """Start an engine and serve its model; health reports SERVING once no model is loading any more.
+        """Start an engine and serve its model; health becomes SERVING when no model is loading any more.
 
-        Returns False, with the engine stopped, where the server ends already.
+        Returns False, with the engine stopped, if the server is already ending.
         """
         await self._for_all([engine], "start")
         if self._ending is not None:
@@ -181,7 +181,7 @@ class Server:
         return True
 
     def impair(self, impaired: bool) -> None:
-        """Have health report NOT_SERVING although requests are answered, or stop doing so; from any thread."""
+        """Set whether health is NOT_SERVING although requests are answered; thread-safe."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._set_impaired, impaired)
 
@@ -198,11 +198,12 @@ class Server:
             logger.info("serving %s on %s:%d", ", ".join(self.engines), self.config.server.host, self.port)
 
     async def drain(self) -> None:
-        """End in order: health reports NOT_SERVING, new requests are refused, running ones get ``drain_seconds``."""
+        """Shut down gracefully: health becomes NOT_SERVING, new requests are refused, running ones get
+        ``drain_seconds``."""
         await self._end(self.config.server.drain_seconds)
 
     async def stop(self) -> None:
-        """End at once: running requests fail with UNAVAILABLE. Also cuts short a ``drain`` in progress."""
+        """Shut down immediately: running requests fail with UNAVAILABLE. Also interrupts a ``drain`` in progress."""
         if self._ending is not None and not self._ending.done():
             logger.warning("stopping at once")
             engines = [*self.engines.values(), *self._replacement.leaving]
@@ -210,10 +211,10 @@ class Server:
         await self._end(0.0)
 
     async def reload(self, read: Callable[[], Config], load: Load | None = None) -> None:
-        """Follow the configuration that ``read`` gives: its tokens, tenants and certificates as they are now.
+        """Apply the configuration returned by ``read``: its current tokens, tenants and certificates.
 
-        Connections and requests in progress go on. Raises ``ConfigError`` where something cannot be used: then
-        everything stays as it was. Models that are new are loaded by ``load``, in the background (``Replacement``).
+        Connections and requests in progress continue. Raises ``ConfigError``, without any change, if something is
+        invalid. New models are loaded by ``load``, in the background (``Replacement``).
         """
         config, apply = await self._elsewhere(self._read, read)
         apply()
@@ -235,10 +236,10 @@ class Server:
         read: Callable[[], Config] | None = None,
         load: Load | None = None,
     ) -> None:
-        """Serve, once started, until SIGTERM or SIGINT, then drain; a second signal stops at once.
+        """Serve, after ``start``, until SIGTERM or SIGINT, then drain; a second signal stops immediately.
 
-        ``ready`` is called when signals are watched. On SIGHUP, ``reload`` follows the configuration that ``read``
-        gives, by default the one that the server began with: its files are read again. ``load`` loads its new models.
+        ``ready`` is called once signals are handled. On SIGHUP, ``reload`` applies the configuration returned by
+        ``read`` (default: the original one, whose files are read again). ``load`` loads its new models.
         """
         loop = asyncio.get_running_loop()
         signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -254,7 +255,7 @@ class Server:
         ]
         try:
             await self._ended.wait()
-            await self.drain()  # over already: raises what went wrong in it
+            await self.drain()  # has ended already: raises its error
         finally:
             for task in tasks:
                 task.cancel()
@@ -313,13 +314,13 @@ class Server:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._scraped.close)
 
     async def _leave(self, engine: EngineLike, seconds: float) -> None:
-        """Let the sessions of an engine that will stop end within ``seconds``; none is opened after that."""
+        """Let the sessions of an engine that will stop end within ``seconds``; none can be opened afterwards."""
         await self.sessions.drain(seconds, engine)
         await self._elsewhere(self._hosts.forget, engine)
-        await self.sessions.drain(0.0, engine)  # one that was being opened meanwhile
+        await self.sessions.drain(0.0, engine)  # sessions opened meanwhile
 
     async def _for_all(self, engines: Iterable[EngineLike], method: str, *args: float) -> list[Any]:
-        """Call a blocking method of several engines, side by side."""
+        """Call a blocking method of several engines in parallel."""
         return await asyncio.gather(*(self._elsewhere(getattr(engine, method), *args) for engine in engines))
 
     async def _elsewhere(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -362,5 +363,5 @@ class Server:
                 return int(self._grpc.add_insecure_port(f"{host}:{config.port}"))
             return int(self._grpc.add_secure_port(f"{host}:{config.port}", certificates.credentials()))
         except RuntimeError as error:
-            try_port(config.host, config.port, "port")  # for gRPC does not name the reason
+            try_port(config.host, config.port, "port")  # gRPC does not report the reason
             raise ConfigError(f"cannot listen on {host}:{config.port}: {error}") from error

@@ -1,4 +1,4 @@
-"""How a call of the server ends with an error."""
+"""Conversion of errors to the status of a server's call."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mmserve.wire.status import DETAILS_KEY, to_status
 logger = logging.getLogger("mmserve.rpc")
 _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 
-#: How long a handler waits for its status to be sent (seconds).
+#: Maximum time (seconds) that a handler waits for its status to be sent.
 UNREAD_SECONDS = 2.0
-#: Seconds that a call's deadline may be later here than at its client, whose clock started when it sent the call: the
-#: client's cancellation at its own deadline arrives before the deadline here.
+#: Seconds by which a call's deadline may be later here than at its client, which started its clock when it sent the
+#: call: the client's own cancellation arrives before the deadline here.
 DEADLINE_SLACK = 0.25
 
 
 async def abort(context: Any, error: MMServeError) -> NoReturn:
     """End the call of ``context`` with the status of ``error``; always raises.
 
-    A client that does not read blocks its call's status. After a moment that is left to gRPC, which sends it when the
-    client reads, so that no handler, and nothing of its request, waits for that.
+    A client that does not read blocks its call's status. After a short time, sending it is left to gRPC, so that
+    neither the handler nor its request waits for the client.
     """
     status = to_status(error)
     code = next(c for c in grpc.StatusCode if c.value[0] == status.code)
@@ -42,14 +42,14 @@ async def abort(context: Any, error: MMServeError) -> NoReturn:
 
 @asynccontextmanager
 async def errors_to_status(context: Any, method: str) -> AsyncIterator[None]:
-    """Around the body of every handler: a typed error becomes its status, anything else INTERNAL with a logged id."""
+    """Context for the body of every handler: a typed error becomes its status, any other INTERNAL with a logged id."""
     try:
         yield
     except MMServeError as error:
         if type(error) is MMServeError:
             await abort(context, Internal.logged(error, method, logger))
         await abort(context, error)
-    except Exception as error:  # the boundary: logged with its traceback, sent as INTERNAL
+    except Exception as error:  # boundary: logged with its traceback, sent as INTERNAL
         if context.cancelled() or isinstance(error, grpc.aio.InternalError):  # the latter: gRPC knows first
             logger.debug("%s ended after its client had gone: %r", method, error)
             raise asyncio.CancelledError from error
@@ -57,7 +57,7 @@ async def errors_to_status(context: Any, method: str) -> AsyncIterator[None]:
 
 
 def handler(method: _Method) -> _Method:
-    """A method of a service that answers one message: its errors become the status of its call."""
+    """Decorator of a unary method of a service: its errors become the status of its call."""
 
     @functools.wraps(method)
     async def handle(service: Any, message: Any, context: Any) -> Any:

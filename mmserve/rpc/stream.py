@@ -1,9 +1,8 @@
-"""The outbox of one request: events come from the engine's thread, and leave to an asyncio handler.
+"""The outbox of one request: events from the engine's thread, consumed by an asyncio handler.
 
-A slow client never makes the engine wait, and never makes the outbox grow: unsent deltas are joined, and of the
-unsent snapshots only the latest is kept, for each sample by itself; of unsent drafts a few are, and the last of them
-takes in what follows. Joined or not, the deltas a client gets add up to the same texts, its drafts to the same
-canvases, and the edits that its snapshots announce to the same numbers.
+A slow client never blocks the engine, and the outbox is bounded: for each sample, unsent deltas are merged, only the
+latest unsent snapshot is kept, and of unsent drafts a few, the last of which absorbs later ones. Merged or not, a
+client gets the same texts, canvases, and numbers of edits.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from mmserve.core.events import Delta, Draft, Event, Failed, Finished, Snapshot
 
 logger = logging.getLogger("mmserve.rpc")
 
-#: Drafts of a sample that may be unsent: a client that reads at all gets every step, however its process is scheduled.
+#: Maximum unsent drafts of a sample: a client that keeps reading gets every step, despite scheduling delays.
 DRAFTS = 8
 
 
 class Outbox:
-    """Events of one request on their way out; made and iterated on the running loop, ``put`` from any thread.
+    """The event queue of one request; created and iterated on the running loop, ``put`` is thread-safe.
 
     The last event is a ``Failed``, or the ``Finished`` of the last of ``samples``.
     """
@@ -32,14 +31,14 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._unsent: list[Event] = []
-        self._open = samples  # whose last event has not come in; without one nothing may follow
+        self._open = samples  # samples whose last event was not put yet
         self._waking = False
         self._ready = asyncio.Event()
-        self._unfinished = samples  # whose last event has not gone out
-        self.ended = False  # the last event went out
+        self._unfinished = samples  # samples whose last event was not taken yet
+        self.ended = False  # the last event was taken
 
     def put(self, event: Event) -> None:
-        """Add ``event``, joined with what is unsent; ignored after the last one."""
+        """Add ``event``, merged with unsent ones; ignored after the last event."""
         with self._lock:
             if not self._open:
                 logger.error("event after the last one of its request: %r", event)
@@ -55,7 +54,7 @@ class Outbox:
             logger.debug("event after the end of the server: %r", event)
 
     def __len__(self) -> int:
-        """Events unsent."""
+        """Number of unsent events."""
         with self._lock:
             return len(self._unsent)
 
@@ -79,13 +78,13 @@ class Outbox:
 
 
 def _left(samples: int, event: Event) -> int:
-    """How many of ``samples`` are not at their end after ``event``."""
+    """The number of ``samples`` that are not finished after ``event``."""
     return 0 if isinstance(event, Failed) else samples - isinstance(event, Finished)
 
 
 def coalesce(unsent: list[Event], event: Event) -> None:
-    """Add ``event`` to ``unsent``, in place; at most two deltas, one snapshot and ``DRAFTS`` drafts of a sample are
-    ever in it."""
+    """Add ``event`` to ``unsent``, in place; it contains at most two deltas, one snapshot and ``DRAFTS`` drafts of each
+    sample."""
     if isinstance(event, Draft):
         drafts = [i for i, e in enumerate(unsent) if isinstance(e, Draft) and e.sample == event.sample]
         if len(drafts) >= DRAFTS:
@@ -106,7 +105,7 @@ def coalesce(unsent: list[Event], event: Event) -> None:
 
 
 def _join(unsent: list[Event], sample: int) -> None:
-    """Join the deltas of ``sample`` that follow one another, whatever of other samples is between them."""
+    """Merge consecutive deltas of ``sample``, ignoring events of other samples between them."""
     own = [i for i, e in enumerate(unsent) if isinstance(e, Delta | Snapshot | Finished) and e.sample == sample]
     for first, second in reversed(list(pairwise(own))):
         left, right = unsent[first], unsent[second]

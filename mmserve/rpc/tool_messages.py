@@ -1,4 +1,4 @@
-"""Tools as messages carry them: what is wrong with them, their core form, and the constraint that they make."""
+"""Tools in messages: validation, conversion to core types, and the constraint of their calls."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from mmserve.tools.grammar import openings, tool_grammar
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import TOOL_CHOICES
 
-#: Tools of a request.
+#: Maximum number of tools of a request.
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-#: Bytes of descriptions and schemas together: what the chat template writes.
+#: Maximum total bytes of descriptions and schemas, which the chat template writes.
 MAX_TOOL_BYTES = 256 << 10
-#: Bytes that a grammar has around all tools, and around the schema of each without its name, at most.
+#: Maximum bytes that a grammar adds for all tools, and for each schema without its name.
 _AROUND_ALL, _AROUND = 1 << 10, 250
-#: The field of what is wrong with a line of a grammar, and where in the schema there.
+#: Matches the field of a violation in a line of a grammar, and the location in the schema there.
 _IN_GRAMMAR = re.compile(r"constraint\.(?:lark|json_schema)#/([0-9]{1,9})(|/.*)", re.DOTALL)
-#: Keywords that only the model and people read.
+#: Keywords without effect on a grammar.
 _TEXTS = ("$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly")
 _NAMED = "must be 1 to 128 letters, digits, '_', '.' and '-'"
 
 
 def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
-    """What is wrong with the tools of ``message``, and with calls and results in its chat: field and description."""
+    """Yields the violations of the tools of ``message``, and of calls and results in its chat: field and
+    description."""
     for i, chat in enumerate(message.messages):
         yield from _wrong_calls(chat, f"messages[{i}]")
     asked = message.WhichOneof("tool_use")
@@ -104,7 +105,7 @@ def _is_object(text: str) -> bool:
 
 
 def asked_tools(message: pb.GenerateRequest) -> ToolUse | None:
-    """The core form of the tools of ``message``, in which ``wrong_tools`` found nothing; None without any to show."""
+    """The core form of the valid tools of ``message``; None if none are in its prompt."""
     choice = ToolChoice(TOOL_CHOICES.get(message.tool_choice, "auto"))
     if not message.tools or choice is ToolChoice.NONE:
         return None
@@ -128,7 +129,7 @@ def _tool(tool: pb.Tool) -> Tool:
 
 
 def _of_objects(text: str) -> str:
-    """The schema in ``text``, for objects alone: it may leave that open, and nothing else is read as arguments."""
+    """The schema in ``text``, restricted to objects if it does not restrict the type: arguments are always objects."""
     schema: dict[str, Any] = json.loads(text)
     if "$ref" in schema and _is_alone(schema):
         kept = {name: value for name, value in schema.items() if name in ANNOTATIONS or name not in KNOWN}
@@ -137,7 +138,7 @@ def _of_objects(text: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """The schema in ``text`` without what only the model and people read, which a grammar does not need."""
+    """The schema in ``text`` without keywords that have no effect on a grammar."""
     schema: dict[str, Any] = json.loads(text)
     left: list[Any] = [schema]
     while left:
@@ -149,10 +150,10 @@ def _bare(text: str) -> str:
 
 
 def _is_alone(schema: dict[str, Any]) -> bool:
-    """Whether what is beside a reference has no effect in the draft of ``schema``."""
+    """Whether keywords next to a reference have no effect in the draft of ``schema``."""
     try:
         return dialect(schema) <= 7
-    except Refused:  # an unknown draft: reported when the grammar is compiled
+    except Refused:  # unknown draft: reported when the grammar is compiled
         return False
 
 
@@ -162,9 +163,9 @@ def asked_calls(chat: pb.ChatMessage) -> tuple[ToolCall, ...]:
 
 
 def tool_constraint(use: ToolUse, info: ModelInfo, text: ConstraintSpec | None = None) -> ConstraintSpec:
-    """The constraint of answers under ``use`` by the model of ``info``, which takes tools.
+    """The constraint of answers under ``use`` for the model of ``info``, which supports tools.
 
-    ``text``: that of an answer that calls none, with a JSON schema; of no effect where a tool must be called.
+    ``text``: the constraint of answers without calls, a JSON schema; ignored if a tool must be called.
     """
     use = replace(use, tools=tuple(replace(tool, parameters=_bare(tool.parameters)) for tool in use.callable))
     strict, form = all(tool.strict for tool in use.tools), FORMATS[info.tool_format]
@@ -178,13 +179,13 @@ def tool_constraint(use: ToolUse, info: ModelInfo, text: ConstraintSpec | None =
 
 
 def named_tools(error: MMServeError, use: ToolUse) -> MMServeError:
-    """``error`` of a request under ``use``, with the tool for each line of the grammar of calls that was refused."""
+    """``error`` of a request under ``use``, with the tool's name for each refused line of the grammar of calls."""
     if not isinstance(error, InvalidArgument) or not error.violations:
         return error
     named = tuple(_of_tool(each, use) for each in error.violations)
     return (
         error if named == error.violations else InvalidArgument(*named)
-    )  # which may have more to say, as ``DoesNotFit``
+    )  # keeps additional fields of subclasses such as ``DoesNotFit``
 
 
 def _of_tool(wrong: FieldViolation, use: ToolUse) -> FieldViolation:

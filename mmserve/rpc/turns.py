@@ -1,9 +1,8 @@
-"""One large message at a time: the event loop serves other calls after each.
+"""Serialises the copying of large messages, so that the event loop can serve other calls in between.
 
-gRPC copies a message twice, on the event loop and in one piece, when the read that waits for it goes on. Most of that
-time goes into page faults of fresh memory: 1 to 2 ms a megabyte. Messages that are complete at the same moment would be
-copied one right after another. Here each is copied in its turn, and after one that took long the next waits while
-others are served.
+gRPC copies a message twice, on the event loop and without interruption, when the waiting read resumes. Most of that
+time is for page faults: 1 to 2 ms per megabyte. Messages that are complete at the same time would be copied
+consecutively. Here each is copied in its turn, and after a long one the next waits while others are served.
 """
 
 from __future__ import annotations
@@ -12,28 +11,28 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Generic, TypeVar
 
-#: After a turn that took longer than the first, the next one begins no sooner than the second (seconds).
+#: After a turn longer than the first value, the next one begins at the earliest after the second (seconds).
 LONG_SECONDS, REST_SECONDS = 0.005, 0.05
 
 T = TypeVar("T")
 
 
 class Turns:
-    """Turns of what is awaited on one event loop."""
+    """Turns of awaitables on one event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def take(self, read: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``read()``, which goes on after what it first waits for only when it is its turn.
+        """The result of ``read()``, which resumes after its first wait only when it is its turn.
 
-        It should wait for one thing only: while it waits for a second one, no other call has a turn.
+        It should wait only once: while it waits again, no other call gets a turn.
         """
         return await _InTurn(read(), self._lock)
 
 
 class _InTurn(Generic[T]):
-    """Waits as ``coming`` does, and for ``lock`` before ``coming`` goes on."""
+    """Awaits ``coming``, and acquires ``lock`` before it resumes."""
 
     def __init__(self, coming: Awaitable[T], lock: asyncio.Lock) -> None:
         self._coming, self._lock = coming, lock

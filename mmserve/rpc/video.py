@@ -1,4 +1,4 @@
-"""VideoService: connections of sessions, each a stream of requests and one of responses."""
+"""VideoService: connections of sessions, each a stream of requests and a stream of responses."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ from mmserve.wire import request_id
 
 logger = logging.getLogger("mmserve.rpc")
 
-#: How long the last responses of an ended connection may take to reach its client (seconds).
+#: Maximum time (seconds) for the last responses of an ended connection to reach its client.
 _UNREAD_SECONDS = 2.0
-#: How long after the end of a client's requests gRPC reports, at most, that it is lost (seconds).
+#: Maximum delay (seconds) after the end of a client's requests until gRPC reports that it has disconnected.
 _LOST_SECONDS = 0.05
-#: Bytes of a message beside those of its push.
+#: Bytes of a message besides those of its push.
 _MESSAGE_BYTES = 1 << 10
 
 
 class VideoService(video_pb2_grpc.VideoServiceServicer):
-    """Opens sessions, and goes on with those whose connection was lost."""
+    """Opens sessions, and resumes those whose connection was lost."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Requests and responses of a session as messages carry them: what the server reads and writes."""
+"""Conversion of a session's requests and responses from and to messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mmserve.wire.plain import from_message, to_message
 from mmserve.wire.policies import options_of
 from mmserve.wire.request_id import MAX_CHARACTERS, is_label
 
-#: Characters of an error's texts, and fields that it names.
+#: Maximum characters of an error's texts, and maximum number of fields that it names.
 _MESSAGE_CHARACTERS, _WRONG_FIELDS = 2000, 16
 #: Characters of a configuration's ``open_id``, at least: nobody else can guess it.
 _OPEN_ID = 16

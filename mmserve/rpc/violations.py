@@ -1,4 +1,4 @@
-"""What is wrong with a request, field by field."""
+"""Validation of request messages, field by field."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from mmserve.wire.enums import ROLES
 from mmserve.wire.policies import options_of
 
 MAX_STOP_STRINGS = 16
-#: Tokens whose logits a request may change.
+#: Maximum number of tokens with logit biases.
 MAX_BIASES = 1024
-#: Characters of the JSON text of a chat template's options.
+#: Maximum characters of a chat template's options (JSON).
 MAX_TEMPLATE_OPTIONS = 1 << 16
-#: Messages of a chat and their parts, together.
+#: Maximum total number of messages and their parts.
 MAX_PARTS = 1 << 12
 
-#: Fields, and what each must be.
+#: Violations: field, and what it must be.
 Wrong = Iterator[tuple[str, str]]
 
 
 def violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig) -> Iterator[FieldViolation]:
-    """Every wrong field of ``message`` to the model of ``info``: what the message alone shows."""
+    """Yields the violations of ``message`` for the model of ``info`` that can be determined from the message alone."""
     for field, description in (
         *_wrong_messages(message, info, limits),
         *_wrong_sampling(message.sampling, info),
@@ -98,7 +98,7 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
 
 
 def _wrong_end(message: pb.GenerateRequest) -> Wrong:
-    """What is wrong with the last message, after which the answer begins."""
+    """Yields the violations of the last message, after which the answer begins."""
     last, path = message.messages[-1], f"messages[{len(message.messages) - 1}]"
     if not message.continue_final_message:
         if last.tool_calls:
@@ -113,7 +113,7 @@ def _wrong_end(message: pb.GenerateRequest) -> Wrong:
 
 def _wrong_media(item: pb.Image | pb.Video, path: str, limits: MediaConfig) -> Wrong:
     source = item.WhichOneof("source")
-    size = len(item.data) if source == "data" else 0  # once: each look at the data copies them
+    size = len(item.data) if source == "data" else 0  # once, because each access copies the data
     match source:
         case None:
             yield path, "must have data, a media_id or a url"
@@ -163,7 +163,7 @@ def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
 
 
 def wrong_policy(message: ProtoMessage, oneof: str, path: str) -> Wrong:
-    """What is wrong with the numbers and texts of the policy chosen in ``oneof``, and of the one it builds on."""
+    """Yields the violations of the parameters of the policy chosen in ``oneof``, and of its base policy."""
     chosen = message.WhichOneof(oneof)
     if chosen is None:
         return
@@ -175,7 +175,7 @@ def wrong_policy(message: ProtoMessage, oneof: str, path: str) -> Wrong:
 
 
 def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
-    """An answer region of ``early_commit`` that is not part of the canvas, or is named twice."""
+    """Yields violations of the answer region of ``early_commit``: not part of the canvas, or specified twice."""
     early = message.diffusion.early_commit
     if early.answer_after and early.answer_start:
         yield "diffusion.early_commit.answer_start", "must be 0 with answer_after: the answer begins after that text"

@@ -1,4 +1,4 @@
-"""What the model sees of pictures and videos, as messages name it: pixels, visual tokens, frames."""
+"""Vision parameters in messages: pixel limits, pruning of visual tokens, and video frames."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmserve.wire.plain import from_message
 
 
 def wrong_vision(vision: pb.VisionParams) -> Iterator[tuple[str, str]]:
-    """What is wrong with pixels and with the amount, whatever the model and the pruner."""
+    """Yields the violations of pixel limits and pruning amount that are independent of model and pruner."""
     asked = {name: getattr(vision, name) for name in (*PIXELS, *AMOUNTS) if vision.HasField(name)}
     for kind in (Pixels, Amounts):
         for name, rule in wrong(kind, asked):
@@ -37,7 +37,7 @@ def asked_vision(vision: pb.VisionParams) -> Vision:
 
 
 def wrong_video_sampling(sampling: pb.VideoSampling, path: str, limits: MediaConfig) -> Iterator[tuple[str, str]]:
-    """Each field of ``sampling`` that is wrong, with ``path`` in front, and what it must be."""
+    """Yields the violations of ``sampling``: field, prefixed by ``path``, and what it must be."""
     given = from_message(VideoSampling, sampling)
     asked = {name: number for name, number in vars(given).items() if number is not None}
     for name, rule in wrong(VideoSampling, asked):
@@ -50,6 +50,6 @@ def wrong_video_sampling(sampling: pb.VideoSampling, path: str, limits: MediaCon
 
 
 def asked_video_sampling(video: pb.Video) -> VideoSampling | None:
-    """The core form of a video's sampling; None where it asks for nothing."""
+    """The core form of a video's sampling; None if it is empty."""
     found = from_message(VideoSampling, video.sampling)
     return None if found == VideoSampling() else found

@@ -1,7 +1,7 @@
-"""Serialized protobuf messages, looked at before they are built.
+"""Checks of serialised protobuf messages before they are parsed.
 
-Two bytes of a serialized message can become an object of a hundred, and to build millions of these takes seconds in
-which the process does nothing else. So fields are counted on the bytes first, and no further than to the limit.
+Two bytes of a serialised message can become an object of a hundred bytes, and creating millions of them blocks the
+process for seconds. So fields are counted in the bytes first, up to the limit.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from google.protobuf.message import DecodeError
 
 from mmserve.errors import InvalidArgument
 
-#: Fields of a message and of the messages in it, together, and how many of them may be messages.
+#: Maximum total fields of a message, including nested ones, and how many of them may be messages.
 MAX_FIELDS = 1 << 14
 MAX_MESSAGES = 1 << 13
-#: Messages in messages; protobuf's own limit.
+#: Maximum nesting depth of messages; protobuf's own limit.
 MAX_DEPTH = 100
 
-#: Of a message type: its fields that hold messages, by number.
+#: The fields of a message type that contain messages, by number.
 Shape = dict[int, "Shape"]
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -26,7 +26,7 @@ _TAG_BYTES, _VARINT_BYTES = 5, 10
 
 
 def shape_of(descriptor: Any, known: dict[str, Shape] | None = None) -> Shape:
-    """The shape of the message type of ``descriptor``; types that contain themselves have shapes that do, too."""
+    """The shape of the message type of ``descriptor``; shapes of recursive types are recursive, too."""
     known = {} if known is None else known
     if descriptor.full_name not in known:
         shape = known[descriptor.full_name] = {}
@@ -37,11 +37,10 @@ def shape_of(descriptor: Any, known: dict[str, Shape] | None = None) -> Shape:
 
 
 def check_fields(data: bytes, shape: Shape) -> None:
-    """Raise ``InvalidArgument`` where the message of ``data`` has more than ``MAX_FIELDS`` fields, nested ones and
-    unknown ones among them, or ``MAX_MESSAGES`` nested messages, and ``DecodeError`` where it is not well-formed as far
-    as that is looked at.
+    """Raises ``InvalidArgument`` if the message in ``data`` has more than ``MAX_FIELDS`` fields (including nested and
+    unknown ones) or ``MAX_MESSAGES`` nested messages, and ``DecodeError`` if the scanned part is malformed.
 
-    Takes time in proportion to these limits, not to the length of ``data``.
+    Takes time proportional to these limits, not to the length of ``data``.
     """
     try:
         fits = _fits(data, shape)
@@ -56,9 +55,9 @@ def check_fields(data: bytes, shape: Shape) -> None:
 
 
 def _fits(data: bytes, shape: Shape) -> bool:
-    """Whether the message has no more fields and messages than it may have."""
+    """Whether the message is within the limits."""
     position, end, count, messages = 0, len(data), 0, 0
-    outer: list[tuple[int, Shape]] = []  # where the messages around this one end, and their shapes
+    outer: list[tuple[int, Shape]] = []  # ends and shapes of the surrounding messages
     while True:
         while position >= end:
             if position > end:
@@ -105,7 +104,7 @@ def _fits(data: bytes, shape: Shape) -> bool:
 
 
 def _varint(data: bytes, position: int, longest: int) -> tuple[int, int]:
-    """The varint at ``position`` and where it ends."""
+    """The varint at ``position``, and the position after it."""
     value = shift = 0
     for _ in range(longest):
         byte = data[position]

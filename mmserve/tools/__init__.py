@@ -1,1 +1,1 @@
-"""Tool calls in the text of a model: how they are written, the grammar that admits only valid ones, their reading."""
+"""Tool calls in a model's text: their formats, the grammar that accepts only valid ones, and their parser."""

@@ -1,4 +1,4 @@
-"""The events of an answer that may call tools: text and calls separated."""
+"""Separates the events of an answer that may call tools into text and calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Sample:
     calls: list[ToolCall] = field(default_factory=list)
 
     def take(self, pieces: list[Piece], sample: int) -> Iterator[Event]:
-        """The deltas of ``pieces``, which are kept."""
+        """The deltas of ``pieces``, which are also stored."""
         for piece in pieces:
             if isinstance(piece, TextPiece):
                 self.text += piece.text
@@ -35,9 +35,9 @@ class _Sample:
 
 
 class ToolAnswers:
-    """Reads the calls in the events of one request, whose model writes them in ``form``.
+    """Parses the calls in the events of one request, in the model's format ``form``.
 
-    ``openings``: as of ``CallReader``. ``streams``: whether its text comes in deltas, and so do calls.
+    ``openings``: see ``CallReader``. ``streams``: whether text and calls are sent in deltas.
     """
 
     def __init__(self, form: ToolFormat, openings: tuple[str, ...] = (), *, streams: bool) -> None:
@@ -45,7 +45,7 @@ class ToolAnswers:
         self._streams = streams
 
     def of(self, event: Event) -> Iterator[Event]:
-        """What the client is sent in place of ``event``."""
+        """The events that replace ``event`` for the client."""
         if isinstance(event, Delta):
             sample = self._samples[event.sample]
             yield from sample.take(sample.reader.feed(event.text), event.sample)

@@ -1,4 +1,4 @@
-"""How models write tool calls: the formats known, and which of them a chat template has."""
+"""Formats of tool calls in models' texts, and detection of a chat template's format."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A call is ``opening``, the name, ``middle``, the arguments as JSON, ``closing``; ``separator`` is between two.
+    """A call is ``opening``, the name, ``middle``, the arguments as JSON, ``closing``; calls are joined by
+    ``separator``.
 
-    ``after_text``: whether calls may follow text of the answer; otherwise they are all of it. ``marks``: what a chat
-    template that renders tools in this format contains.
+    ``after_text``: whether text may precede calls; otherwise an answer has only calls. ``marks``: strings contained in
+    chat templates of this format.
     """
 
     name: str
@@ -22,7 +23,7 @@ class ToolFormat:
     marks: tuple[str, ...]
 
 
-#: NousResearch's Hermes 2 Pro format, also that of Qwen 2.5 and 3 and of LLaDA 2 (their chat templates).
+#: NousResearch's Hermes 2 Pro format, also used by Qwen 2.5 and 3 and LLaDA 2 (their chat templates).
 HERMES = ToolFormat(
     name="hermes",
     opening='<tool_call>\n{"name": "',
@@ -46,6 +47,6 @@ FORMATS = {each.name: each for each in (HERMES, LLAMA3)}
 
 
 def format_in(template: str) -> ToolFormat | None:
-    """The format of the tool calls in a chat template (Jinja text); None where it is none of those known."""
+    """The format of the tool calls in a chat template (Jinja text); None if it is unknown."""
     found = (each for each in FORMATS.values() if all(mark in template for mark in each.marks))
     return next(found, None)

@@ -1,4 +1,4 @@
-"""The grammar (llguidance's Lark dialect) of the answers that may call tools, each with arguments under its schema."""
+"""The grammar (llguidance's Lark dialect) of answers with tool calls, whose arguments match their schemas."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from mmserve.tools.formats import ToolFormat
 
 
 def openings(use: ToolUse, form: ToolFormat) -> tuple[str, ...]:
-    """How a call under ``use`` begins in the format ``form``, up to its arguments, by tool."""
+    """The beginning of a call under ``use`` in the format ``form``, up to its arguments, for each tool."""
     return tuple(f"{form.opening}{tool.name}{form.middle}" for tool in use.callable)
 
 
 def tool_grammar(use: ToolUse, form: ToolFormat, *, beside_json: bool = False) -> str:
     """The Lark grammar of all answers under ``use`` in the format ``form``; not for ``ToolChoice.NONE``.
 
-    ``beside_json``: whether an answer may be a JSON document in place of a call. Where the two begin alike they then
-    have the same words: of a longer one, which the engine prefers, only calls could follow.
+    ``beside_json``: whether an answer may be a JSON document instead of a call. Calls are then split into the same
+    lexemes as documents: after a longer lexeme, which llguidance's lexer prefers, only a call could follow.
     """
     tools = list(enumerate(use.callable))
     rules = [f"arguments_{i}: %json {tool.parameters}" for i, tool in tools]
     free = use.choice is ToolChoice.AUTO and use.named is None
     before = ""
-    if free and form.after_text:  # text and the beginning of the call are one terminal: where it ends is then clear
+    if free and form.after_text:  # text and the opening are one terminal, so that its end is unambiguous
         before = "BEFORE? "
         rules.append(f"BEFORE: /{_without(_mark(form))}/")
     begins = {i: f"{form.opening}{tool.name}{form.middle}" for i, tool in tools}
@@ -45,12 +45,12 @@ def tool_grammar(use: ToolUse, form: ToolFormat, *, beside_json: bool = False) -
 
 
 def _mark(form: ToolFormat) -> str:
-    """What text before a call must not contain."""
+    """The string that text before a call must not contain."""
     return form.opening.splitlines()[0]
 
 
 def _words(text: str) -> str:
-    """``text`` in the words of JSON: its strings, and what is between them."""
+    """``text`` as JSON lexemes: strings, and the parts between them."""
     return " ".join(map(_literal, re.findall('"[^"]*"|[^"]+', text)))
 
 
@@ -59,13 +59,13 @@ def _literal(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A regular expression, between the slashes of a terminal, that matches ``text``."""
+    """A regular expression (without the terminal's slashes) that matches ``text``."""
     return "".join(f"\\{char}" if char in "\\/.^$*+?()[]{}|-" else char for char in text).replace("\n", "\\n")
 
 
 def _without(mark: str) -> str:
-    """A regular expression of the texts, at least one character long, that do not contain ``mark``, whose first
-    character it has only once."""
+    """A regular expression of non-empty texts that do not contain ``mark``, whose first character must be unique in
+    it."""
     first, begun, left = _escaped(mark[0]), "", ""  # after the first: a proper beginning; the same and a way out of it
     for char in reversed(mark[1:]):
         this = _escaped(char)
@@ -77,7 +77,7 @@ def _without(mark: str) -> str:
 
 
 def _not_begun(opening: str) -> str:
-    """A regular expression of the texts, at least one character long, that do not begin as ``opening``."""
+    """A regular expression of non-empty texts that do not begin with ``opening``."""
     found = ""
     for char in reversed(opening):
         this = _escaped(char)

@@ -1,4 +1,4 @@
-"""Tool calls read from the text of an answer, as it comes."""
+"""An incremental parser of tool calls in the text of an answer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mmserve.tools.formats import ToolFormat
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text of the answer that belongs to no call."""
+    """Text of the answer outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallPiece:
-    """More of a call: its ``name`` with the first piece, then parts of its ``arguments``. ``index`` counts from 0."""
+    """A part of a call: its ``name`` in the first piece, then parts of its ``arguments``. ``index`` counts from 0."""
 
     index: int
     name: str = ""
@@ -29,27 +29,27 @@ Piece = TextPiece | CallPiece
 
 @dataclass
 class CallReader:
-    """Reads the text of one answer of the language that ``tool_grammar`` makes for ``form``, in parts of any size.
+    """Parses the text of one answer in the language of ``tool_grammar`` for ``form``, in parts of any size.
 
-    What is not in that language, as the end of a text that was cut, is text. ``openings``: how calls begin, as of
-    ``grammar.openings``, which distinguishes them from documents that begin as calls of other tools.
+    Text outside of that language, such as a truncated end, is returned as text. ``openings``: beginnings of calls
+    (``grammar.openings``), which distinguish them from documents that look like calls of other tools.
     """
 
     form: ToolFormat
     openings: tuple[str, ...] = ()
-    _held: str = ""  # text that came and was not handed on
+    _held: str = ""  # text received but not returned yet
     _calls: int = 0
-    _begun: bool = False  # with text
-    _inside: bool = False  # the arguments of a call
+    _begun: bool = False  # whether text has begun
+    _inside: bool = False  # whether inside a call's arguments
     _arguments: _Scan = field(default_factory=lambda: _Scan())
 
     @property
     def inside(self) -> bool:
-        """Whether the latest call is not complete."""
+        """Whether the latest call is incomplete."""
         return self._inside
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are known once ``text`` has come, in order."""
+        """The pieces that are complete after ``text``, in order."""
         self._held += text
         found: list[Piece] = []
         while (piece := self._next()) is not None:
@@ -57,7 +57,7 @@ class CallReader:
         return found
 
     def end(self) -> list[Piece]:
-        """The pieces that are left once all text has come."""
+        """The remaining pieces, after the last text."""
         rest, self._held = self._held, ""
         return [TextPiece(rest)] if rest and not self._calls else []
 
@@ -73,7 +73,7 @@ class CallReader:
 
     @property
     def _first_texts(self) -> tuple[str, ...]:
-        """With one of which an answer begins that has calls, where they are all of it."""
+        """The possible beginnings of an answer with calls, if calls must come first."""
         return self.openings or (self.form.opening,)
 
     def _text(self) -> Piece | None:
@@ -107,7 +107,7 @@ class CallReader:
 
 @dataclass
 class _Scan:
-    """Finds the end of a JSON object whose text comes in parts."""
+    """Finds the end of a JSON object in text that arrives in parts."""
 
     depth: int = 0
     quoted: bool = False
@@ -115,7 +115,7 @@ class _Scan:
     ended: bool = False
 
     def within(self, text: str) -> int:
-        """How many characters of ``text``, which follows what was scanned, belong to the object."""
+        """Number of characters of ``text``, which follows the scanned text, that belong to the object."""
         for i, char in enumerate(text):
             if self.quoted:
                 self.quoted = self.escaped or char != '"'
@@ -133,12 +133,12 @@ class _Scan:
 
 
 def _overlap(text: str, opening: str) -> int:
-    """The length of the longest proper beginning of ``opening`` with which ``text`` ends."""
+    """The length of the longest proper prefix of ``opening`` that is a suffix of ``text``."""
     return next((size for size in range(min(len(opening) - 1, len(text)), 0, -1) if text.endswith(opening[:size])), 0)
 
 
 def written(form: ToolFormat, calls: Iterable[tuple[str, str]]) -> str:
-    """The text of ``calls`` (names and arguments) as a model writes them."""
+    """The text of ``calls`` (names and arguments) in a model's format."""
     return form.separator.join(
         f"{form.opening}{name}{form.middle}{arguments}{form.closing}" for name, arguments in calls
     )

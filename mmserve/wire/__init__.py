@@ -1,1 +1,1 @@
-"""Protobuf messages to plain data of ``mmserve.core`` and back: what the server and its client share."""
+"""Conversion between protobuf messages and plain data of ``mmserve.core``, shared by server and client."""

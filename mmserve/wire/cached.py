@@ -1,4 +1,4 @@
-"""Cache entries as messages, and back."""
+"""Conversion of cache entries to messages, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enums of messages by the names that the rest of the code has for their values."""
+"""Enums of messages, by the names of their values in the rest of the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmserve.v1 import video_pb2 as video
 
 
 def _names(enum: Any) -> dict[int, str]:
-    """Value to name for each value but ``…_UNSPECIFIED``: ``SCHEMA_OPTION_WHITE_SPACE`` is ``white_space``."""
+    """Names of all values except for ``…_UNSPECIFIED``: ``SCHEMA_OPTION_WHITE_SPACE`` is ``white_space``."""
     prefix = len(enum.DESCRIPTOR.values_by_number[0].name.removesuffix("UNSPECIFIED"))
     return {v.number: v.name[prefix:].lower() for v in enum.DESCRIPTOR.values if v.number}
 
@@ -27,7 +27,7 @@ OVERLOADS = _names(video.OverloadPolicy)
 
 
 def number_of(names: dict[int, str], name: Any, field: str) -> Any:
-    """The value that has ``name``; raises ``InvalidArgument`` for the ``field`` where there is none."""
+    """The value with ``name``; raises ``InvalidArgument`` for the ``field`` if there is none."""
     for number, known in names.items():
         if known == name:
             return number

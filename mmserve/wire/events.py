@@ -1,4 +1,4 @@
-"""Events as messages carry them, there and back."""
+"""Conversion of events to messages, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATES: dict[str, Any] = {name: number for number, name in DRAFT_STATES.items()
 
 
 def to_response(event: events.Event, request_id: str) -> pb.GenerateResponse:
-    """The response message of ``event``; a ``Failed`` has none, it becomes a status."""
+    """The response message of ``event``; ``Failed`` has none, because it becomes a status."""
     match event:
         case events.Admitted():
             admitted = to_message(event, pb.Admitted(request_id=request_id))
@@ -37,7 +37,7 @@ def to_response(event: events.Event, request_id: str) -> pb.GenerateResponse:
 
 
 def from_response(response: pb.GenerateResponse) -> events.Event:
-    """The event that ``response`` carries; raises ``Internal`` where this version knows none in it."""
+    """The event in ``response``; raises ``Internal`` if this version does not know it."""
     match response.WhichOneof("event"):
         case "admitted":
             return from_message(events.Admitted, response.admitted)
@@ -58,7 +58,7 @@ def from_response(response: pb.GenerateResponse) -> events.Event:
 
 
 def _draft(draft: events.Draft) -> pb.Draft:
-    """Written out: there may be hundreds of positions at each step."""
+    """Written out for speed: there may be hundreds of positions in each step."""
     positions = [
         pb.DraftPosition(
             index=index,

@@ -1,4 +1,4 @@
-"""``ModelInfo`` to its message and back."""
+"""Conversion of ``ModelInfo`` to its message, and back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def from_model_info(message: model_pb2.ModelInfo) -> ModelInfo:
 def _tuning(message: model_pb2.ModelDefaults) -> Tuning | None:
     plain, default = chosen_pair(message.exact), chosen_pair(message.balanced)
     if plain is None or default is None:
-        return None  # of a server that does not report it, or of one that has policies unknown here
+        return None  # the server does not report it, or has policies unknown to this version
     curve = [(chosen_pair(row.policies), row) for row in message.curve]
     return Tuning(
         source=message.policy_source,

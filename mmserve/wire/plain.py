@@ -1,4 +1,4 @@
-"""Dataclasses to messages with the same fields, and back."""
+"""Conversion of dataclasses to messages with the same fields, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _M = TypeVar("_M")
 
 @dataclass(frozen=True)
 class _Field:
-    """A field that a dataclass and a message share: its name in each, and the dataclass that it holds, if any."""
+    """A field of both a dataclass and a message: its name in each, and the type of its value, if that is a
+    dataclass."""
 
     own: str
     name: str
@@ -33,7 +34,7 @@ def _shared(kind: Any, message: Any) -> tuple[_Field, ...]:
 
 @cache
 def _fields(kind: Any, message: Any) -> tuple[_Field, ...]:
-    """Fields of both; one in the message may end in the unit ``_ms`` or ``_seconds``. Enums are left out."""
+    """The common fields; a message's field may have a suffix with its unit, ``_ms`` or ``_seconds``. Without enums."""
     there, hints = message.DESCRIPTOR.fields_by_name, get_type_hints(kind)
     found = []
     for field in dataclasses.fields(kind):
@@ -56,7 +57,7 @@ def _fields(kind: Any, message: Any) -> tuple[_Field, ...]:
 
 
 def to_message(value: Any, message: _M) -> _M:
-    """``message`` with the fields that it shares with the dataclass ``value``; what is None stays unset."""
+    """``message`` with the common fields of the dataclass ``value``; None values stay unset."""
     for field in _shared(type(value), message):
         given, target = getattr(value, field.own), getattr(message, field.name)
         if given is None:
@@ -77,7 +78,8 @@ def to_message(value: Any, message: _M) -> _M:
 
 
 def from_message(kind: type[_T], *messages: Any, **more: Any) -> _T:
-    """The dataclass ``kind`` with the fields of ``messages``, and ``more``; what is unset has its default, or None."""
+    """The dataclass ``kind`` with the fields of ``messages``, and ``more``; unset fields have their default, or
+    None."""
     found: dict[str, Any] = {}
     for message in messages:
         for field in _shared(kind, message):
@@ -94,7 +96,8 @@ def from_message(kind: type[_T], *messages: Any, **more: Any) -> _T:
 
 
 def put(message: Any, path: str, **values: Any) -> None:
-    """Set the fields of ``message`` that have a value; ``InvalidArgument`` names the one that cannot be."""
+    """Set the fields of ``message`` that have a value; raises ``InvalidArgument`` naming a field with an invalid
+    value."""
     for name, value in values.items():
         if value is None:
             continue

@@ -1,4 +1,4 @@
-"""Policies as messages name them: chosen from what a caller gives, and read."""
+"""Policies in messages: written from a caller's value, and read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from mmserve.errors import InvalidArgument
 from mmserve.wire.enums import QUALITIES, number_of
 from mmserve.wire.plain import put
 
-#: Policies whose field of a message has another name.
+#: Policies whose field in a message has another name.
 _FIELDS = {"none": "no_cache"}
 _NAMES = {field: name for name, field in _FIELDS.items()}
 
 
 def named(policy: Policy) -> Any:
-    """``policy`` as ``generate`` takes it: its name, or its class with its numbers; ``KeyError`` where it has none."""
+    """``policy`` as an argument of ``generate``: its name, or its class with parameters; raises ``KeyError`` if
+    unknown."""
     if not policy.options and policy.base is None:
         return policy.name
     base = {} if policy.base is None else {"base": named(policy.base)}
@@ -28,7 +29,7 @@ def named(policy: Policy) -> Any:
 
 
 def put_policy(message: Any, oneof: str, policy: Any, path: str) -> None:
-    """Choose ``policy`` in the message's ``oneof``: a name, or one of the classes with its numbers."""
+    """Set ``policy`` in the message's ``oneof``: a name, or a policy class with parameters."""
     if policy is None:
         return
     name = policy if isinstance(policy, str) else policy_name(policy)
@@ -47,7 +48,7 @@ def put_policy(message: Any, oneof: str, policy: Any, path: str) -> None:
 
 
 def chosen_policy(message: ProtoMessage, oneof: str) -> Policy | None:
-    """The policy chosen in ``oneof`` with the numbers and texts that were set; None where none is chosen."""
+    """The policy in ``oneof`` with the parameters that are set; None if none is chosen."""
     chosen = message.WhichOneof(oneof)
     if chosen is None:
         return None
@@ -57,18 +58,18 @@ def chosen_policy(message: ProtoMessage, oneof: str) -> Policy | None:
 
 
 def options_of(policy: ProtoMessage) -> dict[str, float | str]:
-    """The numbers, texts and switches of a policy's message that were set."""
+    """The parameters of a policy's message that are set."""
     return {field.name: value for field, value in policy.ListFields() if field.message_type is None}
 
 
 def put_pair(message: ProtoMessage, pair: Pair) -> None:
-    """Choose the policies of ``pair`` in ``message``, a ``DiffusionParams``."""
+    """Set the policies of ``pair`` in ``message``, a ``DiffusionParams``."""
     _put(message, "recompute", pair.recompute)
     _put(message, "commit", pair.commit)
 
 
 def chosen_pair(message: ProtoMessage) -> Pair | None:
-    """What ``put_pair`` put there; None where a policy is missing."""
+    """The inverse of ``put_pair``; None if a policy is missing."""
     recompute, commit = (chosen_policy(message, oneof) for oneof in ("recompute", "commit"))
     return None if recompute is None or commit is None else Pair(recompute, commit)
 
@@ -83,12 +84,12 @@ def _put(message: Any, oneof: str, policy: Policy) -> None:
 
 
 def _known(message: Any, oneof: str) -> dict[str, str]:
-    """The fields of ``oneof`` by the names of their policies."""
+    """The fields of ``oneof``, by the names of their policies."""
     return {_NAMES.get(field.name, field.name): field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields}
 
 
 def put_quality(diffusion: Any, quality: str | float | None) -> None:
-    """Ask for ``quality``: one of its names, or the least that is wanted; raises ``InvalidArgument``."""
+    """Set ``quality``: a name, or the minimum quality; raises ``InvalidArgument``."""
     if quality is None:
         return
     if isinstance(quality, str) and quality in QUALITIES.values():

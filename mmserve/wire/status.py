@@ -32,15 +32,15 @@ logger = logging.getLogger("mmserve.wire")
 
 DETAILS_KEY = "grpc-status-details-bin"
 
-# gRPC's default limit on all metadata of a call is 8 KiB. The message travels percent-encoded (up to 3x), the
-# details in base64 (4/3x) and with the message once more: 3 x 900 + 4/3 x (900 + 2200) is below 7 KiB.
+# gRPC's default limit on all metadata of a call is 8 KiB. The message is sent percent-encoded (up to 3x), the details
+# in base64 (4/3x) including the message again: 3 x 900 + 4/3 x (900 + 2200) is below 7 KiB.
 _MESSAGE_BYTES = 900
 _VIOLATIONS_BYTES = 2000
 _FIELD_BYTES = 200
 
 
 def to_status(error: MMServeError) -> status_pb2.Status:
-    """The ``google.rpc.Status`` of ``error``, cut to what fits into gRPC's metadata."""
+    """The ``google.rpc.Status`` of ``error``, truncated to fit into gRPC's metadata."""
     status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=_cut(error.message, _MESSAGE_BYTES))
     if isinstance(error, InvalidArgument):
         status.details.add().Pack(_bad_request(error.violations))
@@ -54,7 +54,7 @@ def to_status(error: MMServeError) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> MMServeError:
-    """The error that ``status`` carries; a code outside the error tree becomes the nearest one in it."""
+    """The error in ``status``; a code without an error class becomes the most similar one."""
     found = _details(status)
     kind = BY_CODE.get(_code_name(status.code), Internal)
     if kind is InvalidArgument:
@@ -87,7 +87,7 @@ def from_rpc_error(error: Any) -> MMServeError:
 
 
 def from_server(error: Any) -> bool:
-    """Whether the server sent the status of ``error``, rather than gRPC finding that it cannot be reached."""
+    """Whether the server sent the status of ``error``, rather than gRPC because the server is unreachable."""
     return any(key == DETAILS_KEY for key, _value in error.trailing_metadata() or ())
 
 
@@ -117,7 +117,7 @@ def _details(status: status_pb2.Status) -> dict[type, Any]:
     return found
 
 
-#: Codes that this server never sends, but a proxy between might: what they mean to a caller here.
+#: Codes that this server never sends, but that a proxy may send, with their meaning here.
 _NEAREST = {"PERMISSION_DENIED": Unauthenticated.code, "ABORTED": Unavailable.code}
 
 
@@ -133,7 +133,7 @@ def _unknown(status: status_pb2.Status) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    """``text`` in at most ``limit`` bytes of UTF-8, marked with an ellipsis where it was cut."""
+    """``text`` in at most ``limit`` bytes of UTF-8, with an ellipsis if it is truncated."""
     data = text.encode("utf-8", errors="replace")
     if len(data) <= limit:
         return data.decode()

@@ -267,7 +267,7 @@ class _Reply(Chunks):
 def _answer(one: Finished) -> dict[str, Any]:
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in one.tool_calls
+        for call in (*one.tool_calls, *([] if one.cut_call is None else [one.cut_call]))
     ]
     content = None if calls and not one.text else one.text
     found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}

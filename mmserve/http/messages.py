@@ -16,6 +16,7 @@ from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import Placed, add_messages, message, part_of, role_of, text_part
 from mmserve.http.errors import openai_error, status_of
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
+from mmserve.http.partial_json import completed
 from mmserve.http.tools import take_message_tools
 from mmserve.http.vllm import take_template_options, take_xargs
 from mmserve.observe import calls
@@ -223,8 +224,11 @@ class _Reply:
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
         (one,) = finished
-        content = [{"type": "text", "text": one.text, "citations": None}] if one.text or not one.tool_calls else []
-        content += [_tool_use(call.id, call.name, _given(call.arguments)) for call in one.tool_calls]
+        calls = [_tool_use(call.id, call.name, _given(call.arguments)) for call in one.tool_calls]
+        if (cut := one.cut_call) is not None:
+            calls.append(_tool_use(cut.id, cut.name, _given(completed(cut.arguments))))
+        content = [{"type": "text", "text": one.text, "citations": None}] if one.text or not calls else []
+        content += calls
         own = {"usage": _usage(one.usage), "mmserve": own_fields(finished)}
         return {**self._common, "content": content, **_end(one), **own}
 

@@ -1,4 +1,4 @@
-"""The address of a server as a client is given it."""
+"""Parsing of a server's address."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from mmserve.errors import ConfigError
 
-#: Environment variables: the address and the token of clients that are given none.
+#: Environment variables with the default address and token.
 SERVER_VARIABLE = "MMSERVE_SERVER"
 TOKEN_VARIABLE = "MMSERVE_TOKEN"
 _DEFAULT = "localhost:50051"
 
-#: Schemes of this client, and whether each means TLS.
+#: Schemes of this client, and whether they imply TLS.
 _SCHEMES = {"grpc": False, "grpcs": True}
-#: Schemes that gRPC itself resolves; passed on as they are.
+#: Schemes that gRPC resolves itself; passed on unchanged.
 _NAMING = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s:/@\[\]]+)):(?P<port>[0-9]+)")
 _ACCEPTED = "HOST:PORT, grpc://HOST:PORT (not encrypted) or grpcs://HOST:PORT (TLS)"
@@ -24,7 +24,7 @@ _ACCEPTED = "HOST:PORT, grpc://HOST:PORT (not encrypted) or grpcs://HOST:PORT (T
 
 @dataclass(frozen=True)
 class Address:
-    """``target`` as gRPC takes it; ``host`` and ``port`` where it names them; ``tls``: whether it begins with grpcs."""
+    """``target``: for gRPC; ``host`` and ``port``: if it contains them; ``tls``: whether its scheme is grpcs."""
 
     target: str
     host: str | None = None
@@ -33,7 +33,7 @@ class Address:
 
     @property
     def local(self) -> bool:
-        """Whether what is sent there stays on this machine."""
+        """Whether the connection stays on this machine."""
         if self.host is None:
             return self.target.startswith("unix")
         if self.host.lower() == "localhost":
@@ -45,9 +45,9 @@ class Address:
 
 
 def parse_address(given: str | None) -> Address:
-    """The address in ``given``, else in ``MMSERVE_SERVER``, else localhost:50051.
+    """The address ``given``; default ``MMSERVE_SERVER``, else localhost:50051.
 
-    Raises ``ConfigError`` for what is none of the accepted forms.
+    Raises ``ConfigError`` for an unsupported form.
     """
     text = given if given is not None else os.environ.get(SERVER_VARIABLE) or _DEFAULT
     if text.startswith(_NAMING):

@@ -225,7 +225,7 @@ class AsyncClient(Base):
 
     async def close(self) -> None:
         """As ``Client.close``."""
-        with self._lock:  # who is opening it has done so, or finds it closed
+        with self._lock:  # another thread has opened it, or finds it closed
             self._closed = True
         if self._opened is not None:
             await self._opened.channel.close()
@@ -248,7 +248,8 @@ class AsyncClient(Base):
         return await asyncio.to_thread(self._failure, error)
 
     async def _call(self, service: str, method: str, message: Any, timeout: float | None) -> Any:
-        """The reply of a ``method`` to one ``message``, or to the messages that calling it makes for each attempt."""
+        """The reply of a ``method`` to one ``message``, or to the stream of messages that ``message()`` creates for
+        each attempt."""
         stub = getattr(getattr(self._open(grpc.aio), service), method)
         retries = self._retries(timeout)
         while True:
@@ -286,7 +287,8 @@ class AsyncClient(Base):
 
 
 def _raise_if_closed(closed: bool) -> None:
-    """grpc.aio reports "cancelled" when its channel is closed; the caller's own task was not cancelled then."""
+    """Raises ``Cancelled`` for a closed client: grpc.aio reports a cancellation, but the caller's task was not
+    cancelled."""
     task = asyncio.current_task()
     if closed and task is not None and not task.cancelling():
         raise Cancelled("the client was closed")

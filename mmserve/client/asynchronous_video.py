@@ -43,11 +43,11 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
 
     async def open(self) -> Self:
         """Connect; what ``async with`` does."""
-        self._client._open(grpc.aio)  # here its errors have a caller
+        self._client._open(grpc.aio)  # errors are raised to the caller
         self._running = asyncio.create_task(self._run())
         try:
             await self._until(self._opened, self._timeout, "the session was not opened")
-        except (asyncio.CancelledError, DeadlineExceeded):  # nobody has the session, so nobody would close it
+        except (asyncio.CancelledError, DeadlineExceeded):  # nobody else can close the session
             await self._leave()
             raise
         self._check_opened()
@@ -195,7 +195,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
                 await self._running
 
     async def _until(self, so: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait until ``so()``, which still holds when the caller goes on: no other task runs in between."""
+        """Wait until ``so()``, which is still true when the caller continues: no other task runs in between."""
         try:
             async with asyncio.timeout(seconds):  # ``wait_for`` of Python 3.11 waits in a task of its own
                 await self._changes.until(so)
@@ -234,7 +234,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
             except grpc.RpcError as failed:
                 error, sent = await asyncio.to_thread(self._client._failure, failed), from_server(failed)
             except asyncio.CancelledError:
-                if self._client._closed:  # set by grpc.aio when its channel is closed
+                if self._client._closed:  # grpc.aio closed its channel
                     raise Cancelled("the client was closed") from None
                 raise
             finally:
@@ -259,7 +259,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
                     return
                 else:
                     await self._changes.changed()
-        except (grpc.RpcError, asyncio.InvalidStateError):  # the connection is lost: its reader has the error
+        except (grpc.RpcError, asyncio.InvalidStateError):  # the connection is lost: its reader gets the error
             return
 
 

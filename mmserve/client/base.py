@@ -1,4 +1,4 @@
-"""What both clients are made of: the channel, its stubs, and what a call carries."""
+"""The common part of both clients: the channel, its stubs, and the metadata of calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mmserve.wire.status import from_rpc_error, from_server
 
 
 def chosen_tls(address: Address, given: TLS | bool | None) -> TLS | None:
-    """The TLS of a channel; None = not encrypted. Raises ``ConfigError`` where the address contradicts it."""
+    """The TLS settings of a channel; None = not encrypted. Raises ``ConfigError`` if they contradict the address."""
     if address.tls is False and given:
         raise ConfigError(f"{address.target} was given as grpc://, which is not encrypted, and with tls: use grpcs://")
     if address.tls and given is False:
@@ -43,7 +43,7 @@ def chosen_tls(address: Address, given: TLS | bool | None) -> TLS | None:
 def chosen_token(given: str | None, address: Address, *, encrypted: bool, allow_plaintext: bool) -> str | None:
     """The token of a client's calls, ``given`` or from the environment; None = none.
 
-    Raises ``ConfigError`` for one that cannot be sent, or that could be read on the way.
+    Raises ``ConfigError`` for a token that cannot be sent, or that would be sent unencrypted.
     """
     token, source = given, "the token"
     if token is None:
@@ -68,9 +68,9 @@ def call_metadata(token: str | None, label: str | None = None) -> list[tuple[str
 
 
 def _trace_context() -> list[tuple[str, str]]:
-    """The trace context of the caller's active OpenTelemetry span, as metadata; empty without one.
+    """The trace context of the caller's active OpenTelemetry span, as metadata; empty without a span.
 
-    A program that has one has imported OpenTelemetry; the client itself does not need it.
+    OpenTelemetry is used only if the program has imported it.
     """
     if "opentelemetry.trace" not in sys.modules:
         return []
@@ -90,44 +90,44 @@ def open_channel(library: Any, address: Address, tls: TLS | None) -> Any:
 
 
 def _channel_options(tls: TLS | None) -> list[tuple[str, int | str]]:
-    """Options of a client's channel; message sizes are the server's to limit."""
+    """Options of a client's channel; message sizes are limited by the server."""
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
-        # how long a server that is up again may go unnoticed
+        # Maximum delay until a restarted server is detected.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
-        ("grpc.use_local_subchannel_pool", 1),  # one client's failed connection is not another's
+        ("grpc.use_local_subchannel_pool", 1),  # clients do not share failed connections
     ]
     if tls is not None and tls.server_name:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     return options
 
 
-#: How often a server is asked whether it is ready, and how long its reply may take (seconds).
+#: Interval of health checks while waiting for a server, and timeout of each (seconds).
 POLL_SECONDS = 0.1
 _CHECK_SECONDS = 5.0
-#: How gRPC's messages begin where no connection was made.
+#: Prefixes of gRPC's messages if no connection was established.
 _NOT_CONNECTED = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
-#: How often a connection that fails is looked at for a mistake about TLS (seconds).
+#: Minimum interval (seconds) between diagnoses of TLS errors.
 _LOOK_SECONDS = 1.0
 
 
-#: Methods that do something else when they are called a second time.
+#: Methods that are not idempotent.
 _ONCE = frozenset({"LoadModel", "UnloadModel", "DropAdapter"})
 
 
 def may_have_run(method: str, error: Any) -> bool:
-    """Whether a call of ``method`` that failed with the ``grpc.RpcError`` ``error`` must not be repeated, as the server
-    may have got it."""
+    """Whether a call of ``method`` that failed with the ``grpc.RpcError`` ``error`` must not be repeated, because the
+    server may have received it."""
     return method in _ONCE and not from_server(error) and not (error.details() or "").startswith(_NOT_CONNECTED)
 
 
 class Stubs:
-    """The server's services over one channel."""
+    """The stubs of the server's services over one channel."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
@@ -183,7 +183,7 @@ class Base:
         self._looked: tuple[float, TLSError | None] | None = None
 
     def _open(self, library: Any) -> Stubs:
-        """The stubs, over a channel of ``library`` (``grpc`` or ``grpc.aio``) that is made at the first call."""
+        """The stubs, over a channel of ``library`` (``grpc`` or ``grpc.aio``) that is created at the first call."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("this client is closed")
@@ -192,14 +192,14 @@ class Base:
             return self._opened
 
     def _failure(self, error: Any) -> MMServeError:
-        """The error of a failed call: ``TLSError`` where client and server do not agree about TLS.
+        """The error of a failed call; ``TLSError`` if the TLS settings of client and server do not match.
 
-        May block for as long as a server takes to answer a TLS handshake.
+        May block until a server replies to a TLS handshake.
         """
         failure = from_rpc_error(error)
         if not isinstance(failure, Unavailable) or from_server(error):
             return failure
-        with self._looking:  # of many calls that fail together, one looks
+        with self._looking:  # of many concurrent failures, only one is diagnosed
             if self._looked is None or time.monotonic() > self._looked[0] + _LOOK_SECONDS:
                 found = mistake(self._tls, self._address.host, self._address.port, failure.message)
                 self._looked = time.monotonic(), found
@@ -226,23 +226,23 @@ class Base:
 
 
 def check() -> Any:
-    """The question whether the server as a whole is serving."""
+    """The health check of the whole server."""
     return health_pb2.HealthCheckRequest()
 
 
 def serving(reply: Any) -> bool:
-    """Whether ``reply`` to it reports SERVING."""
+    """Whether ``reply`` to the health check is SERVING."""
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def unready(failure: MMServeError) -> MMServeError:
-    """What is wrong with a server that may yet come up; any other error is raised."""
+    """The error of a server that may still become ready; raises any other error."""
     if isinstance(failure, TLSError) or not isinstance(failure, Unavailable | DeadlineExceeded):
         raise failure
     return failure
 
 
 def chunks(data: bytes) -> Iterator[media_pb2.UploadMediaRequest]:
-    """The messages of an upload of ``data``."""
+    """The messages that upload ``data``."""
     for start in range(0, len(data), UPLOAD_CHUNK):
         yield media_pb2.UploadMediaRequest(chunk=data[start : start + UPLOAD_CHUNK])

@@ -1,4 +1,4 @@
-"""The client that waits: ``Client``."""
+"""The blocking client: ``Client``."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class Client(Base):
 
     def close(self) -> None:
         """Close the connection; calls in progress end with ``Cancelled``."""
-        with self._lock:  # who is opening it has done so, or finds it closed
+        with self._lock:  # another thread has opened it, or finds it closed
             self._closed = True
         if self._opened is not None:
             self._opened.channel.close()
@@ -250,7 +250,8 @@ class Client(Base):
                 raise Cancelled("the client was closed")
 
     def _call(self, service: str, method: str, message: Any, timeout: float | None) -> Any:
-        """The reply of a ``method`` to one ``message``, or to the messages that calling it makes for each attempt."""
+        """The reply of a ``method`` to one ``message``, or to the stream of messages that ``message()`` creates for
+        each attempt."""
         stub = getattr(getattr(self._open(grpc), service), method)
         retries = self._retries(timeout)
         while True:

@@ -1,4 +1,4 @@
-"""Sessions of video for the client that waits: ``VideoSession``."""
+"""Video sessions of the blocking client: ``VideoSession``."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class VideoSession(SessionView["Question", "Alerts"]):
         self._changed = threading.Condition()
         self._call: Any = None
         self._leaving = False
-        client._open(grpc)  # here its errors have a caller
+        client._open(grpc)  # errors are raised to the caller
         self._thread = threading.Thread(target=self._run, name="mmserve-session", daemon=True)
         self._thread.start()
         try:
             with self._changed:
                 self._until(self._opened, self._timeout, "the session was not opened")
-        except BaseException as error:  # also Ctrl+C: nobody has the session, so nobody would close it
+        except BaseException as error:  # also Ctrl+C: nobody else can close the session
             self._leave(error if isinstance(error, DeadlineExceeded) else Cancelled("the session was not waited for"))
             raise
         self._check_opened()
@@ -143,7 +143,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
             return self._act(lambda: self._state.enqueue(**push.request))
 
     def _until(self, so: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait with the lock until ``so()``."""
+        """Wait, with the lock, until ``so()``."""
         if not self._changed.wait_for(so, seconds):
             raise DeadlineExceeded(f"{what} in time")
 
@@ -241,7 +241,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
         if call is not None:
             call.cancel()
 
-    # --- the connection: a thread of its own ---
+    # --- the connection, on a separate thread ---
 
     def _run(self) -> None:
         try:
@@ -269,7 +269,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
                 sent = False
             except grpc.RpcError as failed:
                 error, sent = self._client._failure(failed), from_server(failed)
-            except (RuntimeError, ValueError) as failed:  # of a closed channel
+            except (RuntimeError, ValueError) as failed:  # the channel is closed
                 if not self._client._closed:
                     raise
                 raise Cancelled("the client was closed") from failed
@@ -283,7 +283,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
     def _outgoing(self, own: object) -> Iterator[pb.SessionRequest]:
         """The requests of one connection."""
         with self._changed:
-            if self._connection is not own:  # lost before gRPC asked for its first request
+            if self._connection is not own:  # lost before gRPC requested its first message
                 return
             opening = self._state.opening()
         yield opening

@@ -1,4 +1,4 @@
-"""What a server keeps for later requests: ``client.cache``."""
+"""The caches of a server: ``client.cache``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mmserve.wire.cached import from_entry, kind_number
 
 @dataclass(frozen=True)
 class Warmed:
-    """A prompt that is prefilled: its tokens, those that were kept before, its visual ones, and the id of its entry,
-    which is empty where the model's attention lets prompts share nothing."""
+    """A prefilled prompt: its tokens, those that were cached before, visual ones, and the id of its entry, which is
+    empty if the model's attention does not allow sharing prefixes."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -36,19 +36,19 @@ class Cache:
         self._call = call
 
     def list(self, model: str = "", *, kind: Kind | None = None, timeout: float | None = None) -> Listing:
-        """What is kept, the largest entries first: the caller's own, or all where its token is an admin's."""
+        """The cache entries, the largest first: the caller's own, or all with an admin's token."""
         return _listing(self._call("ListEntries", _asked(model, kind), timeout))
 
     def pin(self, ids: Sequence[str], *, model: str = "", timeout: float | None = None) -> int:
-        """Keep entries whatever else comes; how many blocks that are. Needs an admin's token."""
+        """Pin entries, so that they are not evicted. Returns the number of blocks. Needs an admin's token."""
         return int(self._call("PinEntries", pb.PinEntriesRequest(ids=ids, model=model), timeout).blocks)
 
     def unpin(self, ids: Sequence[str], *, model: str = "", timeout: float | None = None) -> int:
-        """Let entries go when there is no room; how many blocks that are. Needs an admin's token."""
+        """Unpin entries. Returns the number of blocks. Needs an admin's token."""
         return int(self._call("UnpinEntries", pb.UnpinEntriesRequest(ids=ids, model=model), timeout).blocks)
 
     def drop(self, ids: Sequence[str], *, model: str = "", timeout: float | None = None) -> int:
-        """Forget entries; how many blocks that were. Needs an admin's token."""
+        """Drop entries. Returns the number of blocks. Needs an admin's token."""
         return int(self._call("DropEntries", pb.DropEntriesRequest(ids=ids, model=model), timeout).blocks)
 
     def warm(
@@ -60,7 +60,7 @@ class Cache:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Warmed:
-        """Encode and prefill a prompt now; a request that begins with it starts from there. ``pin``: as ``pin``."""
+        """Encode and prefill a prompt now, so that requests with this prefix reuse it. ``pin``: see ``pin``."""
         return _warmed(self._call("Warm", _warm(prompt, images, pin, options), timeout))
 
 

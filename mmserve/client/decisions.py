@@ -18,7 +18,7 @@ from mmserve.wire.plain import from_message, put
 
 @dataclass(frozen=True)
 class YesNo:
-    """A question whose answer is yes or no; ``yes`` and ``no`` are what these mean, where that needs saying."""
+    """A question whose answer is yes or no; ``yes`` and ``no``: descriptions of these answers, if needed."""
 
     text: str
     yes: str = ""
@@ -37,7 +37,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Score:
-    """A question whose answer is a level from ``low`` to ``high``; ``levels``: their meanings, where they need any."""
+    """A question whose answer is a level from ``low`` to ``high``; ``levels``: descriptions of the levels, if
+    needed."""
 
     text: str
     low: int = 0
@@ -53,9 +54,8 @@ TypedQuestion = YesNo | Choice | Score
 class Answered:
     """The answer to one question.
 
-    ``answer`` is the most probable one (``yes``, an option, a level), ``probabilities`` are those of all answers, which
-    sum to 1, ``mass`` is the vocabulary's probability that the answers had together, and ``expected`` the mean level of
-    a score.
+    ``answer``: the most probable one (``yes``, an option, a level); ``probabilities``: of all answers, which sum to 1;
+    ``mass``: total probability of the answers in the vocabulary; ``expected``: the mean level of a score.
     """
 
     id: str
@@ -67,9 +67,9 @@ class Answered:
 
 @dataclass(frozen=True)
 class Decisions:
-    """The answers to the questions of one call, in their order or by their ids.
+    """The answers to the questions of one call, in order or by their ids.
 
-    ``asked``: of a video session, the frames that they are about.
+    ``asked``: for a video session, the frames that they are about.
     """
 
     model: str
@@ -80,7 +80,7 @@ class Decisions:
     asked: Asked | None = None
 
     def __getitem__(self, key: int | str) -> Answered:
-        """By the question's place, counted from 0, or by its id."""
+        """The answer by the question's index, from 0, or by its id."""
         if isinstance(key, int):
             return self.answers[key]
         found = next((each for each in self.answers if each.id == key), None)
@@ -103,12 +103,12 @@ def build_decision(
     video_sampling: VideoSampling | None,
     model: str,
 ) -> pb.DecideRequest:
-    """The message for these arguments; raises ``InvalidArgument`` for what cannot be put into one."""
+    """The message for these arguments; raises ``InvalidArgument`` for invalid ones."""
     chat: str | Sequence[Chat] = prompt
     if isinstance(prompt, str) and not prompt:
         chat = [{"role": "user", "content": " "}] if images or videos else []
     context = build_request(chat, images, deltas=False, snapshots=False, videos=videos, video_sampling=video_sampling)
-    if not prompt and context.messages:  # the media alone
+    if not prompt and context.messages:  # only media
         del context.messages[-1].parts[-1]
     request = pb.DecideRequest(messages=context.messages)
     put(request, "", model=model or None)
@@ -119,7 +119,7 @@ def build_decision(
 
 
 def to_decisions(response: pb.DecideResponse, asked: Asked | None = None) -> Decisions:
-    """The answers in ``response``; ``asked``: as of ``Decisions``."""
+    """The answers in ``response``; ``asked``: see ``Decisions``."""
     answers = [
         Answered(
             d.id,

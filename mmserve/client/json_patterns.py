@@ -1,6 +1,6 @@
-"""JSON schemas of scalar types whose values pydantic reads from a part of the strings of their format only.
+"""JSON schemas of scalar types for which pydantic accepts only some of the strings of a format.
 
-Arguments named ``schema`` are pydantic's core schemas; what they bound is kept.
+Arguments named ``schema`` are pydantic's core schemas; their bounds are included.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
 _GROUP = "[0-9a-f]{1,4}"
 _IPV6 = f"{_GROUP}(?::{_GROUP}){{7}}"
-#: Networks have zeros after their prefix.
+#: Networks must have zeros after their prefix.
 _NETWORK4 = rf"(?:{_IPV4}/32|{_OCTET}(?:\.{_OCTET}){{2}}\.0/24|{_OCTET}\.{_OCTET}\.0\.0/16|{_OCTET}\.0\.0\.0/8)"
 _NETWORK6 = f"(?:{_IPV6}/128|{_GROUP}(?::{_GROUP}){{3}}::/64)"
-#: No label begins with "xn--", which has rules of its own, and the last is not a number.
+#: No label begins with "xn--", which has additional rules, and the last label is not a number.
 _LABEL = "[a-z][a-z0-9]{0,19}(?:-[a-z0-9]{1,10})?"
 _HOST = rf"(?:{_LABEL}\.){{1,3}}(?:com|org|net|edu|eu)"
 _WORD = "[a-z0-9]{1,20}"
 _EMAIL = rf"^{_WORD}(?:[._\-]{_WORD}){{0,2}}@{_HOST}$"
-#: Base64 (with either alphabet) of ASCII, so that it is text too where text is wanted.
+#: Base64 (with either alphabet) of ASCII, so that it is also valid as text.
 _BASE64_TRIPLE = "[A-Za-f][A-HQ-Xg-nw-z0-3][ABEFIJMNQRUVYZcdghklopstwx014589][A-Za-z0-9]"
 _WHOLE = "(?:0|-?[1-9][0-9]{0,14})"
 _NUMBER = r"(?:-?(?:0|[1-9][0-9]{0,8})(?:\.[0-9]{1,6})?)"
@@ -35,7 +35,7 @@ def _uuid(version: str) -> str:
     return rf"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
 
 
-#: Formats of pydantic to patterns of strings that it reads; "" = every string.
+#: Patterns of strings that pydantic accepts, by its formats; "" = every string.
 FORMATS: dict[str, str] = {
     "binary": "",
     "path": "",
@@ -55,14 +55,14 @@ FORMATS: dict[str, str] = {
     "regex": "^[A-Za-z0-9 ]*$",
     "fraction": r"^-?[0-9]{1,9}/[1-9][0-9]{0,8}$",
 }
-#: Formats whose values depend on more than their text.
+#: Formats whose validity depends on more than their text.
 UNKNOWABLE = {"file-path": "files that exist on the client", "directory-path": "folders that exist on the client"}
 
 _DAYS = (
     "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 )
-#: A day of a year of four digits.
+#: A date in a year of four digits.
 DAY = f"[12][0-9]{{3}}-{_DAYS}"
 _CLOCK = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
 _OFFSET = "(?:Z|[+\\-](?:0[0-9]|1[0-4]):[0-5][0-9])"
@@ -70,7 +70,7 @@ _TIME_PART = (
     "T(?:[0-9]{1,3}H(?:[0-9]{1,3}M)?(?:[0-9]{1,3}S)?|[0-9]{1,3}M(?:[0-9]{1,3}S)?|[0-9]{1,3}S)"  # at least one of them
 )
 _DURATION = rf"^P(?:[0-9]{{1,4}}D(?:{_TIME_PART})?|{_TIME_PART})$"
-#: How many years, or days, are written out at most.
+#: Maximum number of years, or days, that are enumerated.
 _MOST_YEARS, _MOST_DAYS = 100, 800
 
 
@@ -94,7 +94,7 @@ def decimal(schema: Mapping[str, Any]) -> Schema:
 
 
 def timedelta(schema: Mapping[str, Any]) -> Schema:
-    """A duration of days, hours, minutes and seconds, or, where it is bounded, a number of seconds."""
+    """A duration of days, hours, minutes and seconds or, if it is bounded, a number of seconds."""
     bounds = _bounds(schema, lambda bound: bound.total_seconds())
     if not bounds:
         return {"type": "string", "pattern": _DURATION}
@@ -102,7 +102,7 @@ def timedelta(schema: Mapping[str, Any]) -> Schema:
 
 
 def date(schema: Mapping[str, Any]) -> Schema:
-    """A date: any, or one in the whole years between the bounds, or on one of a few days."""
+    """A date: any, one within whole years between the bounds, or one of a few days."""
     if (span := _span(schema)) is None:
         return {"type": "string", "format": "date"}
     first, last = span
@@ -113,7 +113,7 @@ def date(schema: Mapping[str, Any]) -> Schema:
 
 
 def datetime(schema: Mapping[str, Any]) -> Schema:
-    """A date and time, in UTC or with an offset unless it must have none; its day is strictly between the bounds."""
+    """A date and time, in UTC or with an offset unless it must be naive; its date is strictly between the bounds."""
     naive = schema.get("tz_constraint") == "naive"
     span = _span(schema)
     if span is None and not naive:
@@ -135,7 +135,7 @@ def time(schema: Mapping[str, Any]) -> Schema:
 
 
 def binary(schema: Mapping[str, Any], encoding: str) -> Schema:
-    """Bytes as ASCII, or, with the ``encoding`` "base64" or "hex", as their code."""
+    """Bytes as ASCII or, with the ``encoding`` "base64" or "hex", encoded."""
     least, most = schema.get("min_length", 0), schema.get("max_length")
     if encoding == "base64":
         unit, (least, most) = _BASE64_TRIPLE, (-(-least // 3), None if most is None else most // 3)
@@ -145,12 +145,12 @@ def binary(schema: Mapping[str, Any], encoding: str) -> Schema:
 
 
 def stripped(least: int) -> str:
-    """The pattern of strings with ``least`` characters and more between white space."""
+    """The pattern of strings with at least ``least`` characters after stripping white space."""
     return r"\S" if least == 1 else rf"\S[\s\S]{{{least - 2},}}\S"
 
 
 def url(schemes: Sequence[str] | None) -> str:
-    """The pattern of URLs with one of ``schemes``, which have a host unless the scheme is file."""
+    """The pattern of URLs with one of ``schemes``, with a host unless the scheme is file."""
     path = r"(?:/[A-Za-z0-9_\-]{1,20}){0,3}"
     named = [scheme for scheme in schemes or ("https", "http") if scheme != "file"]
     forms = [f"(?:{'|'.join(scheme.replace('+', chr(92) + '+') for scheme in named)})://{_HOST}{path}"] if named else []
@@ -159,7 +159,7 @@ def url(schemes: Sequence[str] | None) -> str:
 
 
 def key_names(keys: Mapping[str, Any]) -> Schema | None:
-    """The schema of the member names from which keys of the schema ``keys`` are read; None where it is that schema."""
+    """The schema of the member names for dictionary keys of the schema ``keys``; None if it is the same schema."""
     match keys.get("type"):
         case "integer":
             return {"type": "string", "pattern": f"^{_WHOLE}$"} if not _limited(keys) else _unreadable("integers")
@@ -190,15 +190,15 @@ def _plain(number: Any) -> int | float:
 
 
 def _span(schema: Mapping[str, Any]) -> tuple[dt.date, dt.date] | None:
-    """The first and the last day that the bounds of ``schema`` allow, or, without a bound, a day long before or after;
-    None where it has none."""
+    """The first and the last day that the bounds of ``schema`` allow; for a missing bound, a day far away. None if
+    there are no bounds."""
     keys = ("ge", "gt", "le", "lt", "now_op")
     if all(schema.get(key) is None for key in keys):
         return None
     day, today = dt.timedelta(days=1), dt.datetime.now(dt.UTC).date()
     low = [_day(schema["ge"])] if schema.get("ge") is not None else []
     low += [_day(schema["gt"]) + day] if schema.get("gt") is not None else []
-    low += [today + 2 * day] if schema.get("now_op") == "future" else []  # it is tomorrow in some time zone
+    low += [today + 2 * day] if schema.get("now_op") == "future" else []  # today is already tomorrow in some time zone
     high = [_day(schema["le"])] if schema.get("le") is not None else []
     high += [_day(schema["lt"]) - day] if schema.get("lt") is not None else []
     high += [today - 2 * day] if schema.get("now_op") == "past" else []
@@ -219,7 +219,7 @@ def _day(bound: dt.date | dt.datetime) -> dt.date:
 
 
 def _listed(first: dt.date, last: dt.date) -> list[str]:
-    """Each day from ``first`` to ``last`` where they are few."""
+    """Each day from ``first`` to ``last``, if there are few."""
     count = (last - first).days + 1
     if count < 1:
         raise TypeError("no whole day is within the bounds")
@@ -227,6 +227,6 @@ def _listed(first: dt.date, last: dt.date) -> list[str]:
 
 
 def _years(first: dt.date, last: dt.date) -> str:
-    """The whole years from ``first`` to ``last``, the nearest to ``last`` where they are many."""
+    """The whole years from ``first`` to ``last``; if there are many, those nearest to ``last``."""
     years = range(first.year + 1, last.year)
     return f"(?:{'|'.join(f'{year:04}' for year in years[-_MOST_YEARS:])})"

@@ -1,4 +1,4 @@
-"""A JSON schema made by pydantic, narrowed where its formats, keys, unions and texts hold more than pydantic reads."""
+"""Narrows pydantic's JSON schemas to what pydantic accepts: formats, keys, unions and JSON in strings."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _MAPS = ("properties", "$defs", "patternProperties")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "propertyNames", "contentSchema", "not")
 _CHARACTER = "[A-Za-z0-9 _.,:\\-]"
-#: What in a pattern may match a character that JSON strings escape.
+#: Parts of a pattern that may match a character that JSON strings escape.
 _UNSAFE = re.compile(r'"|\\(?![.+\-$^])|\[\^|(?<!\\)\.')
-#: The pattern of ``pydantic.ByteSize``, whose units are not any word.
+#: The pattern of ``pydantic.ByteSize``, which allows any word as unit.
 _BYTE_SIZE = r"^\s*(\d*\.?\d+)\s*(\w+)?"
-#: Items of an array, and levels of references, within the text of a JSON string.
+#: Maximum items of an array, and levels of references, in JSON within a string.
 _MOST_ITEMS, _MOST_LEVELS = 8, 8
 
 
 def narrowed(root: Schema) -> Schema:
-    """``root`` without the values that pydantic does not read. Raises ``TypeError`` where no schema has only others."""
+    """``root`` without values that pydantic rejects. Raises ``TypeError`` if there is no such schema."""
     return _Narrowing(root).schema(root)
 
 
 class _Narrowing:
     def __init__(self, root: Schema) -> None:
         self._definitions: Mapping[str, Any] = root.get("$defs", {})
-        self._tags: dict[str, set[str]] = {}  # by definition: the members that distinguish it
+        self._tags: dict[str, set[str]] = {}  # by definition: the members that distinguish it in unions
         self._find_tags(root)
 
     def schema(self, node: Any) -> Any:
-        """``node``, a schema, narrowed."""
+        """The schema ``node``, narrowed."""
         if not isinstance(node, dict):
             return node
         made: Schema = dict(node)
@@ -56,9 +56,9 @@ class _Narrowing:
             made["anyOf"] = made.pop("oneOf", made.get("anyOf", []))
         if made.get("uniqueItems"):
             if made.get("minItems", 0) < 2:
-                made.pop("uniqueItems")  # a set reads an item that comes twice
+                made.pop("uniqueItems")  # pydantic accepts repeated items for a set
             elif "enum" in (items := self._resolved(made.get("items"))):
-                made["items"] = items  # the server writes sets of few values out
+                made["items"] = items  # the server enumerates sets of few values
         if made.get("contentMediaType") == "application/json":
             return {"type": "string", "pattern": f"^{self._text(made.get('contentSchema', {}), 0)}$"}
         if made.get("pattern") == _BYTE_SIZE:
@@ -83,7 +83,7 @@ class _Narrowing:
                 self._find_tags(value)
 
     def _named(self, node: Schema) -> Schema:
-        """``node`` with the names of its members as properties or patterns."""
+        """``node`` with the schema of its member names as properties or patterns."""
         names = self._resolved(node["propertyNames"])
         value = node.get("additionalProperties", True)
         made = {key: kept for key, kept in node.items() if key != "propertyNames"}
@@ -92,7 +92,7 @@ class _Narrowing:
             return made | {"properties": dict.fromkeys(map(str, keys), value), "additionalProperties": False}
         if "pattern" in names:
             return made | {"patternProperties": {names["pattern"]: value}, "additionalProperties": False}
-        if "format" in names:  # one that the server has a pattern for; names cannot have it
+        if "format" in names:  # a format that the server has a pattern for; member names cannot have one
             return made | {"patternProperties": {_pattern_of(names["format"]): value}, "additionalProperties": False}
         return node
 
@@ -102,7 +102,7 @@ class _Narrowing:
         return node if isinstance(node, dict) else {}
 
     def _text(self, node: Any, level: int) -> str:
-        """A regular expression of JSON texts that ``node``, a narrowed schema, accepts: not all, but each simple."""
+        """A regular expression of JSON texts under the narrowed schema ``node``: a simple subset."""
         if level > _MOST_LEVELS:
             raise TypeError("a JSON string of a type that refers to itself cannot be enforced")
         node = self._resolved(node)
@@ -166,7 +166,7 @@ class _Narrowing:
 
 
 def _formatted(node: Schema) -> Schema:
-    """``node`` with the format of its strings as a pattern, where pydantic has one of its own."""
+    """``node`` with the format of its strings as a pattern, if pydantic differs from the standard."""
     name = node["format"]
     if name in UNKNOWABLE:
         raise TypeError(f"values of the format {name} are {UNKNOWABLE[name]}, which the server does not know")
@@ -177,7 +177,7 @@ def _formatted(node: Schema) -> Schema:
 
 
 def _pattern_of(name: str) -> str:
-    """The pattern of a format that the server knows, as keys and JSON strings need it."""
+    """The pattern of a format that the server knows, for keys and JSON in strings."""
     found = {
         "date": f"^{DAY}$",
         "date-time": f"^{DAY}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]Z$",

@@ -21,10 +21,10 @@ from mmserve.core.request import Message, SeedCanvas, VideoSampling
 from mmserve.core.tuning import Quality
 from mmserve.core.values import Value
 
-#: An image: the bytes of its file, the file's path, a picture in memory, the id of an upload, or a URL that
-#: the server may fetch.
+#: An image: the bytes of its file, the file's path, a PIL image, the id of an upload, or a URL that the server
+#: downloads.
 Image = bytes | Path | PIL.Image.Image | str
-#: A video: the bytes of its file, the file's path, the id of an upload, or such a URL.
+#: A video: the bytes of its file, the file's path, the id of an upload, or a URL.
 Video = bytes | Path | str
 #: A chat message: typed, or ``{"role": …, "content": …}``; an assistant's may have ``tool_calls``, and a tool's has the
 #: ``tool_call_id`` that it answers.
@@ -95,7 +95,7 @@ class Options(SharedOptions, total=False):
     parallel_tool_calls: bool | None
 
 
-#: What ``generate`` and ``stream`` take beside their options.
+#: Arguments of ``generate`` and ``stream`` besides their options.
 ARGUMENTS = """\
 prompt: the text of the user's message, or a chat: messages that end with the user's.
 images: images placed before the text of the last message: file bytes, ``Path``, PIL image or media id.
@@ -105,7 +105,7 @@ request_id: name of the request in the server's log, 1 to 128 printable ASCII ch
 
 
 def describe(options: type[Any], known: Mapping[str, Value]) -> None:
-    """Append a line on each key of the typed dictionary ``options`` to its docstring."""
+    """Append a line for each key of the typed dictionary ``options`` to its docstring."""
     lines = [f"{name}: {known[name].sentence}." for name in options.__annotations__]
     options.__doc__ = "\n\n".join([inspect.getdoc(options) or "", "\n".join(lines)])
 

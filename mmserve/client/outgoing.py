@@ -1,4 +1,4 @@
-"""A request message from the arguments of ``generate`` and ``stream``."""
+"""Creates request messages from the arguments of ``generate`` and ``stream``."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def build_request(
 
 
 def put_seed(message: pb.SeedCanvas, seed: SeedCanvas) -> None:
-    """Put the ids and positions of ``seed`` into ``message``; ``InvalidArgument`` where they are none."""
+    """Copy the ids and positions of ``seed`` to ``message``; raises ``InvalidArgument`` for invalid ones."""
     for name in ("tokens", "pinned"):
         try:
             getattr(message, name).extend(getattr(seed, name))
@@ -108,7 +108,7 @@ def put_seed(message: pb.SeedCanvas, seed: SeedCanvas) -> None:
 
 
 def json_text(field: str, value: Mapping[str, Any]) -> str:
-    """``value`` as JSON; ``InvalidArgument`` where it is no JSON object."""
+    """``value`` as JSON; raises ``InvalidArgument`` if it is not a JSON object."""
     try:
         if isinstance(value, Mapping):
             return json.dumps(dict(value), allow_nan=False)
@@ -122,7 +122,7 @@ def _named(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for an option that does not exist."""
+    """Raises ``TypeError`` for an option that does not exist."""
     known = Options.__annotations__
     for name in options:
         if name not in known:
@@ -131,7 +131,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def file_bytes(image: Any, where: str) -> bytes:
-    """The encoded file of an image given as bytes, path or picture (which becomes a PNG)."""
+    """The encoded file of an image given as bytes, path or PIL image (which becomes a PNG)."""
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     if isinstance(image, Path):
@@ -144,7 +144,7 @@ def file_bytes(image: Any, where: str) -> bytes:
 
 
 def request_label(given: str | None) -> str:
-    """``given``, or a fresh id; raises ``InvalidArgument`` for what a server would not accept."""
+    """``given``, or a new id; raises ``InvalidArgument`` for a label that a server would reject."""
     if given is None:
         return uuid.uuid4().hex
     if not request_id.is_label(given):
@@ -221,7 +221,7 @@ def _video(video: Video, sampling: VideoSampling | None, where: str) -> pb.Video
 
 
 def _named_file(given: str, where: str) -> dict[str, Any]:
-    """The field of a message for a media id or a URL."""
+    """The message field for a media id or a URL."""
     if is_url(given):
         return {"url": given}
     if not is_media_id(given):

@@ -1,4 +1,4 @@
-"""A client's constraint: what it may be given as, what of it goes into a message, and what comes back."""
+"""Conversion of a client's constraint arguments to messages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mmserve.errors import InvalidArgument
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import CONSTRAINT_MODES, CONSTRAINT_SAMPLINGS, SCHEMA_OPTIONS, number_of
 
-#: What to do with a constraint that no grammar can express.
+#: How to treat parts of a constraint that no grammar can express.
 ConstraintMode = Literal["strict", "validate", "lenient"]
 
-#: How a JSON schema is read, and how its documents are written, otherwise than by default.
+#: Options for reading a JSON schema, and for writing its documents.
 SchemaOption = Literal["unknown_formats", "one_of_as_any_of", "closed_objects", "white_space", "exponents", "any_order"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hole:
-    """A gap of a template: at most ``max_tokens`` tokens that satisfy the one constraint that is given, or any text."""
+    """A hole of a template: at most ``max_tokens`` tokens that satisfy the given constraint, or any text."""
 
     max_tokens: int = 16
     schema: Schema | None = None
@@ -31,7 +31,7 @@ class Hole:
     schema_options: Sequence[SchemaOption] = ()
 
 
-#: Texts and, with text between any two, holes.
+#: Texts and holes, with text between any two holes.
 Template = Sequence[str | Hole]
 
 
@@ -43,10 +43,10 @@ def put_constraint(
     sampling: str | None = None,
     schema_options: Sequence[str] = (),
 ) -> None:
-    """Put the one constraint that is ``given`` into ``request``: ``schema``, ``regex``, ``choices``, ``template`` or
-    ``grammar``, which is GBNF where it defines rules with ``::=``, else Lark.
+    """Set the one constraint that is ``given`` in ``request``: ``schema``, ``regex``, ``choices``, ``template`` or
+    ``grammar``, which is GBNF if it defines rules with ``::=``, else Lark.
 
-    Raises ``InvalidArgument`` for more than one, and for what cannot be put into a message.
+    Raises ``InvalidArgument`` for more than one, and for invalid values.
     """
     made = _constraint(given, mode, sampling, schema_options)
     if made is not None:
@@ -56,7 +56,7 @@ def put_constraint(
 def _constraint(
     given: Mapping[str, Any], mode: str | None, sampling: str | None = None, schema_options: Sequence[str] = ()
 ) -> pb.Constraint | None:
-    """The message for the one that is not None; None if there is none."""
+    """The message for the constraint that is not None; None if there is none."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise InvalidArgument.of(names[1], f"cannot be given together with {names[0]}")

@@ -1,7 +1,7 @@
-"""JSON schemas of Python types, narrow enough that every document of theirs is one that pydantic reads.
+"""JSON schemas of Python types, narrow enough that pydantic accepts every document under them.
 
-pydantic's own schemas are wider than what pydantic reads: a ``Decimal`` is any string there, a ``timedelta`` any
-ISO 8601 duration, and models take members that they do not have. Needs pydantic.
+pydantic's own schemas are wider than what pydantic accepts: a ``Decimal`` is any string, a ``timedelta`` any ISO 8601
+duration, and models accept unknown members. Needs pydantic.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Schema = dict[str, Any]
 
 
 def is_foreign(kind: Any) -> bool:
-    """Whether ``kind`` has the methods of a pydantic model, or of a ``TypeAdapter``, and is neither."""
+    """Whether ``kind`` has the methods of a pydantic model, or of a ``TypeAdapter``, but is neither."""
     if isinstance(kind, type):
         return hasattr(kind, "model_json_schema") and not issubclass(kind, BaseModel)
     return hasattr(kind, "json_schema") and not isinstance(kind, TypeAdapter)
 
 
 def adapter_of(kind: Any) -> TypeAdapter[Any]:
-    """What reads values of ``kind``, a Python type. Raises ``TypeError`` for what pydantic does not know."""
+    """The adapter of ``kind``, a Python type. Raises ``TypeError`` for types that pydantic does not support."""
     if isinstance(kind, TypeAdapter):
         return kind
     try:
@@ -44,7 +44,7 @@ def adapter_of(kind: Any) -> TypeAdapter[Any]:
 
 
 def schema_of(adapter: TypeAdapter[Any]) -> Schema:
-    """The JSON schema of the values that ``adapter`` reads. Raises ``TypeError`` where there is none."""
+    """The JSON schema of the values of ``adapter``. Raises ``TypeError`` if there is none."""
     try:
         return adapter.json_schema(schema_generator=NarrowSchema)
     except (PydanticInvalidForJsonSchema, PydanticUserError) as error:
@@ -52,7 +52,7 @@ def schema_of(adapter: TypeAdapter[Any]) -> Schema:
 
 
 class NarrowSchema(GenerateJsonSchema):
-    """pydantic's generator of JSON schemas, narrowed to what pydantic reads."""
+    """pydantic's generator of JSON schemas, narrowed to what pydantic accepts."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012 - as pydantic declares it
 
@@ -65,19 +65,19 @@ class NarrowSchema(GenerateJsonSchema):
         return _closed(super().model_schema(schema))
 
     def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
-        """As of a model."""
+        """See ``model_schema``."""
         return _closed(super().dataclass_schema(schema))
 
     def typed_dict_schema(self, schema: Any) -> JsonSchemaValue:
-        """As of a model."""
+        """See ``model_schema``."""
         return _closed(super().typed_dict_schema(schema))
 
     def decimal_schema(self, schema: Any) -> JsonSchemaValue:
-        """A number of as many digits as may be."""
+        """A number with the allowed digits."""
         return patterns.decimal(schema)
 
     def timedelta_schema(self, schema: Any) -> JsonSchemaValue:
-        """An ISO 8601 duration of days and less, or, where there are bounds, a number of seconds."""
+        """An ISO 8601 duration of days and smaller units or, with bounds, a number of seconds."""
         return patterns.timedelta(schema)
 
     def date_schema(self, schema: Any) -> JsonSchemaValue:
@@ -85,7 +85,7 @@ class NarrowSchema(GenerateJsonSchema):
         return patterns.date(schema)
 
     def datetime_schema(self, schema: Any) -> JsonSchemaValue:
-        """A date and time within the bounds, with an offset unless there must be none."""
+        """A date and time within the bounds, with an offset unless it must be naive."""
         return patterns.datetime(schema)
 
     def time_schema(self, schema: Any) -> JsonSchemaValue:
@@ -97,11 +97,11 @@ class NarrowSchema(GenerateJsonSchema):
         return patterns.binary(schema, self._config.val_json_bytes)
 
     def complex_schema(self, schema: Any) -> JsonSchemaValue:
-        """A complex number as Python writes it."""
+        """A complex number in Python's syntax."""
         return {"type": "string", "pattern": patterns.COMPLEX}
 
     def str_schema(self, schema: Any) -> JsonSchemaValue:
-        """A string that keeps its least length when white space around it is removed."""
+        """A string that has its minimum length after white space is stripped."""
         made = super().str_schema(schema)
         if schema.get("strip_whitespace") and made.get("minLength") and "pattern" not in made:
             made["pattern"] = patterns.stripped(made["minLength"])
@@ -112,12 +112,12 @@ class NarrowSchema(GenerateJsonSchema):
         return super().url_schema(schema) | {"format": "", "pattern": patterns.url(schema.get("allowed_schemes"))}
 
     def multi_host_url_schema(self, schema: Any) -> JsonSchemaValue:
-        """As of a URL, with one host."""
+        """A URL with one host."""
         made = super().multi_host_url_schema(schema)
         return made | {"format": "", "pattern": patterns.url(schema.get("allowed_schemes"))}
 
     def dict_schema(self, schema: Any) -> JsonSchemaValue:
-        """Members whose names are keys of the type that keys have."""
+        """Members whose names are valid keys."""
         made = super().dict_schema(schema)
         if "patternProperties" in made:
             return made | {"additionalProperties": False}
@@ -137,7 +137,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _rebuilt(kind: Any) -> Any:
-    """``kind`` with each ``typing.TypedDict`` in it as one of ``typing_extensions``, which pydantic needs."""
+    """``kind`` with each ``typing.TypedDict`` in it converted to ``typing_extensions``, as pydantic requires."""
     if typing_extensions.is_typeddict(kind):
         names = typing.get_type_hints(kind, include_extras=True)
         fields = {name: _rebuilt(hint) for name, hint in names.items()}

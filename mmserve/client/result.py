@@ -26,15 +26,15 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(events.Finished, Generic[T]):
-    """A finished answer: the event that ended it, and what its client knows of it. ``times`` are milliseconds.
+    """A finished answer: its final event, and the client's additional data. ``times`` are milliseconds.
 
-    Of a request for several samples it is the first; ``samples`` are all of them.
+    For a request with several samples it is the first; ``samples`` has all.
     """
 
     request_id: str
-    moments: tuple[Moment, ...] = ()  # of an answer about a video session: times that its text names
-    others: tuple[Result[T], ...] = ()  # the samples after the first
-    read: Callable[[str], T] | None = field(default=None, repr=False, compare=False)  # of an answer to a ``schema``
+    moments: tuple[Moment, ...] = ()  # for a video session: times that the text mentions
+    others: tuple[Result[T], ...] = ()  # the other samples
+    read: Callable[[str], T] | None = field(default=None, repr=False, compare=False)  # reads an answer to a ``schema``
     readers: Mapping[str, Callable[[str], Any]] = field(default_factory=dict, repr=False, compare=False)  # of tools
 
     @property
@@ -44,13 +44,13 @@ class Result(events.Finished, Generic[T]):
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """The calls of tools, in order, with values of the tools' types."""
+        """The tool calls, in order, with values of the tools' types."""
         known = self.readers
         return tuple(Call(c.id, c.name, c.arguments, known.get(c.name, json.loads)) for c in self.tool_calls)
 
     @property
     def message(self) -> Message:
-        """The answer as a message of a chat that goes on."""
+        """The answer as a message, for the next turn of the chat."""
         return Message("assistant", (TextPart(self.text),) if self.text else (), self.tool_calls)
 
     @property
@@ -60,9 +60,9 @@ class Result(events.Finished, Generic[T]):
 
     @property
     def parsed(self) -> T:
-        """The answer to a request with ``schema``: a value, or an instance of its class; None without one, where a
-        stop string cut the answer, and where it calls tools. Raises what the class raises, if it asks for more than its
-        schema does."""
+        """The answer to a request with ``schema``: a value, or an instance of its class. None without a schema, if a
+        stop string truncated the answer, or if it calls tools. Raises the validation errors of a class that is stricter
+        than its schema."""
         other = self.finish_reason == "stop" or self.tool_calls
         return cast(T, None) if self.read is None or other else self.read(self.text)
 
@@ -75,8 +75,8 @@ def to_result(
     moments: Mapping[int, tuple[Moment, ...]] | None = None,
     tools: Sequence[ToolLike] | None = None,
 ) -> Result[Any]:
-    """The result in what a stream of ``samples`` finished with, in any order; raises ``Unavailable`` where one is
-    missing. ``schema`` and ``tools``: the request's; ``moments``: of an answer about a video session, by sample."""
+    """The result from the final events of ``samples`` samples, in any order; raises ``Unavailable`` if one is missing.
+    ``schema`` and ``tools``: the request's; ``moments``: for a video session, by sample."""
     if sorted(event.sample for event in done) != list(range(samples)):
         raise Unavailable("the server ended the stream without an answer")
     own: dict[str, Any] = {"request_id": request_id, "read": reader(schema), "readers": readers(tools)}

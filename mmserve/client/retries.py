@@ -1,4 +1,4 @@
-"""When a call is tried again: where the server has not begun to answer, while there is time."""
+"""Retries of calls that the server has not begun to answer, until the deadline."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import time
 
 from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, ResourceExhausted, TLSError, Unavailable
 
-#: Longer timeouts (seconds) are as good as none, and clocks would overflow.
+#: Maximum timeout (seconds): longer ones are equivalent to none, and clocks would overflow.
 LONGEST = 365 * 86_400.0
 _FIRST_DELAY = 0.1  # seconds; doubles with every attempt …
-_LAST_DELAY = 5.0  # … up to this, for a server that is full …
-_LAST_RECONNECT_DELAY = 0.5  # … or this, for one that cannot be reached
-_SILENT_SECONDS = 2.0  # without a connection, before a warning is logged
+_LAST_DELAY = 5.0  # … up to this for a full server …
+_LAST_RECONNECT_DELAY = 0.5  # … or this for an unreachable server
+_SILENT_SECONDS = 2.0  # without a connection, until a warning is logged
 
 logger = logging.getLogger("mmserve.client")
 
 
 def bounded(timeout: float) -> float:
-    """``timeout`` (seconds) as a clock can take it; raises ``InvalidArgument`` where it is not finite and above 0."""
+    """``timeout`` (seconds), limited; raises ``InvalidArgument`` if it is not finite and above 0."""
     if not (math.isfinite(timeout) and timeout > 0):
         raise InvalidArgument.of("timeout", f"must be finite and above 0 seconds, not {timeout}")
     return min(timeout, LONGEST)
 
 
 class Retries:
-    """How long one call of the user may still take, and whether a failed attempt is worth another.
+    """The remaining time of one call of the user, and whether a failed attempt is retried.
 
-    ``again`` false: none is.
+    ``again`` False: no retries.
     """
 
     def __init__(self, timeout: float, reconnect_seconds: float | None = None, *, again: bool = True) -> None:
@@ -37,30 +37,30 @@ class Retries:
         self._deadline = self._begun + bounded(timeout)
         self._reconnect_seconds = math.inf if reconnect_seconds is None else reconnect_seconds
         self._again, self._attempts = again, 1
-        self._lost: float | None = None  # since when the server cannot be reached
+        self._lost: float | None = None  # since when the server has been unreachable
         self._warned = False
         self._unreached: MMServeError | None = None  # the last error of an attempt that did not reach it
         self._delay = _FIRST_DELAY
 
     def remaining(self) -> float:
-        """Seconds left for everything."""
+        """Remaining seconds."""
         return max(0.0, self._deadline - time.monotonic())
 
     def delay(self, error: MMServeError, *, started: bool = False) -> float:
-        """Seconds to wait before the next attempt, or raise ``error`` where there should be none.
+        """Seconds to wait before the next attempt; raises ``error`` if there should be none.
 
-        Until the deadline, calls are tried again that the server did not begin to answer (``started`` false): where it
-        is full and reports when it will not be, and where it is ending or cannot be reached, for at most
-        ``reconnect_seconds``. The error raised at last has the number of attempts, and the time they took.
+        Until the deadline, calls that the server did not begin to answer (``started`` False) are retried: if it is full
+        and reports a time to retry after, and if it is shutting down or unreachable, for at most ``reconnect_seconds``.
+        The error raised at the end includes the number of attempts and their duration.
         """
         if isinstance(error, DeadlineExceeded) and self._unreached is not None and not started:
-            raise self._with_attempts(self._unreached)  # what the time was spent on
+            raise self._with_attempts(self._unreached)  # the error of the time spent
         lost = isinstance(error, Unavailable) and not isinstance(error, TLSError)
         self._unreached = error if lost else None
         full = isinstance(error, ResourceExhausted) and error.retry_after is not None
         now = time.monotonic()
         self._lost = (now if self._lost is None else self._lost) if lost else None
-        pause = self._delay * random.uniform(0.5, 1.0)  # not all who were refused together come back together
+        pause = self._delay * random.uniform(0.5, 1.0)  # jitter, so that refused clients do not retry simultaneously
         if isinstance(error, ResourceExhausted) and error.retry_after is not None:
             pause += error.retry_after
         if self._lost is not None:
@@ -77,7 +77,7 @@ class Retries:
         return pause
 
     def _with_attempts(self, error: MMServeError) -> MMServeError:
-        """``error`` with what was tried before it, where it is one that another attempt might not have met."""
+        """``error`` with the number of previous attempts, if it is one that a retry might have avoided."""
         if self._attempts == 1 or isinstance(error, TLSError):
             return error
         text = f"{error.message} (tried {self._attempts} times in {time.monotonic() - self._begun:.1f} s)"

@@ -1,4 +1,4 @@
-"""What a client may give as ``schema``: its JSON text, and what makes values of answers."""
+"""Values of the option ``schema``: conversion to JSON text, and readers of answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Schema = Any
 
 
 class Adapter(Protocol[T_co]):
-    """What has a JSON schema and reads values from JSON, as ``pydantic.TypeAdapter`` does."""
+    """An object with a JSON schema that reads values from JSON, such as ``pydantic.TypeAdapter``."""
 
     def json_schema(self) -> dict[str, Any]:
         """The JSON schema of the values."""
@@ -23,7 +23,7 @@ class Adapter(Protocol[T_co]):
 
 
 def schema_text(schema: Schema) -> str:
-    """The JSON text of ``schema``. Raises ``TypeError`` or ``ValueError`` for what is no schema."""
+    """The JSON text of ``schema``. Raises ``TypeError`` or ``ValueError`` if it is not a schema."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -37,7 +37,7 @@ def schema_text(schema: Schema) -> str:
 
 
 def reader(schema: Schema | None) -> Callable[[str], Any] | None:
-    """What makes a value of an answer to a request with ``schema``; None without one."""
+    """The function that converts an answer to a value for ``schema``; None without one."""
     if schema is None:
         return None
     return json.loads if isinstance(schema, Mapping | str | bool) else _found(schema)[1]
@@ -58,7 +58,7 @@ def _unwrapped(schema: Any) -> Any:
 
 
 def _found(schema: Any) -> tuple[Callable[[], Any], Callable[[str], Any]]:
-    """What makes the JSON schema of a Python type, and what reads its values."""
+    """The functions that return the JSON schema of a Python type, and that read its values."""
     try:
         from mmserve.client import python_types  # needs pydantic, which is optional
     except ImportError as error:

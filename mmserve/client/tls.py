@@ -1,4 +1,4 @@
-"""TLS of a client's channel: how to trust the server, and what is wrong where the two do not agree."""
+"""TLS settings of a client's channel, and diagnosis of mismatches with the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import grpc
 
 from mmserve.errors import ConfigError, TLSError
 
-#: How long a server may take to answer a probe (seconds).
+#: Timeout (seconds) of a probing handshake.
 _PROBE_SECONDS = 2.0
 _PLAINTEXT = (
     "the server does not speak TLS on this port: connect with tls=None or grpc:// (in a shell: without --tls), or turn "
@@ -61,17 +61,17 @@ class TLS:
 def channel_credentials(tls: TLS) -> Any:
     """The channel credentials for ``tls``.
 
-    Raises ``ConfigError`` for certificates and keys that cannot be used, ``OSError`` for files that cannot be read.
+    Raises ``ConfigError`` for invalid certificates and keys, ``OSError`` for unreadable files.
     """
     _context(tls)
     return grpc.ssl_channel_credentials(_pem(tls.ca), _pem(tls.key), _pem(tls.certificate))
 
 
 def mistake(tls: TLS | None, host: str | None, port: int, details: str) -> TLSError | None:
-    """What client and server do not agree on, where a connection failed with ``details``; None = not about TLS.
+    """The TLS mismatch of client and server, if a connection failed with ``details``; None = not about TLS.
 
-    gRPC reports "Socket closed" both where a server ends and where it refuses a client for its lack of TLS or of a
-    certificate. These are distinguished by a TLS handshake with ``host`` and ``port``, which blocks.
+    gRPC reports "Socket closed" both if a server exits and if it refuses a client without TLS or a certificate. These
+    are distinguished by a TLS handshake with ``host`` and ``port``, which blocks.
     """
     if tls is not None:
         if "WRONG_VERSION_NUMBER" in details:
@@ -91,15 +91,15 @@ def mistake(tls: TLS | None, host: str | None, port: int, details: str) -> TLSEr
 
 
 def _handshake(tls: TLS, host: str, port: int) -> bool | None:
-    """Whether a server that speaks TLS accepts this client; None where none answers in TLS."""
+    """Whether a TLS server accepts this client; None if none responds in TLS."""
     context = _context(tls)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # gRPC has looked at the server's certificate
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # gRPC has verified the server's certificate
     try:
         plain = socket.create_connection((host, port), _PROBE_SECONDS)
         with plain, context.wrap_socket(plain, server_hostname=tls.server_name or host) as secured:
             try:
-                # with TLS 1.3 a client is refused after the handshake; gRPC's servers then close the connection, where
-                # they would send their HTTP/2 settings
+                # With TLS 1.3 a client is refused after the handshake: gRPC's servers then close the connection instead
+                # of sending their HTTP/2 settings.
                 return bool(secured.recv(1))
             except (ssl.SSLError, ConnectionError):
                 return False
@@ -108,7 +108,7 @@ def _handshake(tls: TLS, host: str, port: int) -> bool | None:
 
 
 def _context(tls: TLS) -> ssl.SSLContext:
-    """OpenSSL's view of ``tls``."""
+    """An ``ssl.SSLContext`` with the settings of ``tls``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     ca, certificate, key = _pem(tls.ca), _pem(tls.certificate), _pem(tls.key)

@@ -1,4 +1,4 @@
-"""Tools that a client offers: functions, Python types or descriptions; and the calls of them that come back."""
+"""Tools of a client (functions, Python types or descriptions), and the calls in answers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mmserve.wire.enums import TOOL_CHOICES, number_of
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A tool by its name, a description for the model, and the schema of its arguments: a JSON schema or Python type.
+    """A tool: its name, a description for the model, and the schema of its arguments (a JSON schema or Python type).
 
-    ``strict``: whether a schema with parts that no grammar can enforce is refused, or enforced in part.
+    ``strict``: whether a schema with parts that no grammar can enforce is rejected, or enforced in part.
     """
 
     name: str
@@ -31,13 +31,13 @@ class Tool:
 
 
 #: A tool: a ``Tool``; a function with annotated parameters; a Python type, whose fields are the arguments; or a mapping
-#: as OpenAI's API has it. Names and descriptions of functions and types are their own.
+#: in OpenAI's format. Names and descriptions of functions and types are taken from them.
 ToolLike = Tool | Callable[..., Any] | type[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Call(ToolCall):
-    """A call of a tool. ``arguments`` is the JSON text, ``value`` what it means to the tool's type."""
+    """A call of a tool. ``arguments``: the JSON text, ``value``: the same as the tool's type."""
 
     read: Callable[[str], Any] = field(default=json.loads, repr=False, compare=False)
 
@@ -47,13 +47,13 @@ class Call(ToolCall):
         return self.read(self.arguments)
 
     def reply(self, result: Any) -> Message:
-        """The message with the tool's ``result``, a text or what JSON can hold, for the next turn of the chat."""
+        """The message with the tool's ``result`` (a text or a JSON value), for the next turn of the chat."""
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         return Message("tool", (TextPart(text),), tool_call_id=self.id)
 
 
 def described(tool: Any, place: str) -> Tool:
-    """``tool``, whatever it was given as; raises ``InvalidArgument`` for what is none."""
+    """``tool`` in any supported form, converted; raises ``InvalidArgument`` for others."""
     if isinstance(tool, Tool):
         return tool
     if isinstance(tool, Mapping):
@@ -77,8 +77,8 @@ def put_tools(
     *,
     parallel: bool | None,
 ) -> None:
-    """Put ``tools`` into ``request``; ``choice``: ``auto``, ``none``, ``required`` or the name of one of them;
-    ``allowed``: the names of those that may be called, empty = all."""
+    """Set ``tools`` in ``request``; ``choice``: ``auto``, ``none``, ``required`` or the name of a tool; ``allowed``:
+    names of the tools that may be called, empty = all."""
     for i, each in enumerate(tools or ()):
         tool = described(each, f"tools[{i}]")
         try:
@@ -101,7 +101,7 @@ def put_tools(
 
 
 def tool_call(given: Any, place: str) -> ToolCall:
-    """The call that ``given`` is: one of a result, or a mapping as OpenAI's API has it."""
+    """Converts ``given`` to a call: one of a result, or a mapping in OpenAI's format."""
     if isinstance(given, ToolCall):
         return given
     if isinstance(given, Mapping):
@@ -112,14 +112,14 @@ def tool_call(given: Any, place: str) -> ToolCall:
 
 
 def readers(tools: Sequence[Any] | None) -> dict[str, Callable[[str], Any]]:
-    """What makes values of the arguments of each tool, by its name."""
+    """The functions that convert the arguments of each tool to values, by its name."""
     found = (described(tool, "tools") for tool in tools or ())
     return {tool.name: reader(tool.parameters) or json.loads for tool in found}
 
 
 def _parameters(function: Callable[..., Any], place: str) -> Any:
-    """A typed dictionary of the parameters of ``function``; those with a default may be missing."""
-    import typing_extensions  # of pydantic, which types need
+    """A typed dictionary of the parameters of ``function``; those with a default are optional."""
+    import typing_extensions  # a dependency of pydantic, which types need
 
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -137,6 +137,7 @@ def _parameters(function: Callable[..., Any], place: str) -> Any:
 
 
 def _first_paragraph(tool: Any) -> str:
-    """Of the docstring; of a type only its own, for an inherited one documents pydantic, or ``dict``."""
+    """The first paragraph of the docstring; for a type only its own, because an inherited one describes pydantic, or
+    ``dict``."""
     text = inspect.cleandoc(vars(tool).get("__doc__") or "") if isinstance(tool, type) else inspect.getdoc(tool)
     return (text or "").split("\n\n")[0].replace("\n", " ")

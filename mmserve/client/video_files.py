@@ -1,4 +1,4 @@
-"""Video files cut into segments at keyframes, without decoding or encoding anything."""
+"""Splits video files into segments at keyframes, without decoding or encoding."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from mmserve.errors import ConfigError, InvalidArgument
 
-#: A segment is cut at the first keyframe after so many seconds.
+#: Minimum length (seconds) of a segment, which ends before a keyframe.
 SEGMENT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class FileSegment:
-    """A piece of a file, as Matroska; times are seconds since the file's first frame."""
+    """A segment of a file, as Matroska; times are seconds since the file's first frame."""
 
     data: bytes = field(repr=False)
     start: float
@@ -25,9 +25,9 @@ class FileSegment:
 
 
 def file_segments(source: Any, seconds: float = SEGMENT_SECONDS, **open_options: Any) -> Iterator[FileSegment]:
-    """The first video stream of ``source``, anything that PyAV opens, cut at keyframes that are ``seconds`` apart.
+    """The first video stream of ``source`` (anything that PyAV opens), split at keyframes at least ``seconds`` apart.
 
-    Raises ``ConfigError`` where PyAV is not installed, ``InvalidArgument`` for what is no video.
+    Raises ``ConfigError`` if PyAV is not installed, ``InvalidArgument`` if it is not a video.
     """
     try:
         import av
@@ -68,7 +68,7 @@ def _cut(container: Any, stream: Any, seconds: float) -> Iterator[FileSegment]:
 
 
 def _segment(stream: Any, packets: list[Any], first: int) -> FileSegment:
-    """One Matroska file of ``packets``; ``first``: the time of the file's first frame, in ticks."""
+    """A Matroska file with ``packets``; ``first``: time of the file's first frame, in ticks."""
     import av
 
     start = min(packet.pts for packet in packets)
@@ -88,5 +88,5 @@ def _segment(stream: Any, packets: list[Any], first: int) -> FileSegment:
 
 
 def due(begun: float, seconds: float, speed: float) -> float:
-    """Seconds to wait until ``seconds`` of a file that plays since ``begun`` (monotonic clock)."""
+    """Seconds to wait until time ``seconds`` of a file that has been playing since ``begun`` (monotonic clock)."""
     return max(0.0, begun + seconds / speed - time.monotonic())

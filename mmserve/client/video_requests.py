@@ -1,4 +1,4 @@
-"""The messages of a session's requests, from what its caller gives."""
+"""Creates the messages of a session's requests from the caller's arguments."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from mmserve.wire.policies import put_policy
 #: Options of a session that are fields of ``StreamMemory`` and ``FrameSampler``, by their names there.
 _MEMORY = {"policy": "memory", **{name: name for name in values(Memory) if name != "policy"}}
 _SAMPLER = {name: name for name in values(FrameSampling)}
-#: Options of questions that a session can have, for those that do not set any of their kind; and those of its frames.
+#: Options of questions that a session can have as defaults, and options of its frames.
 _DEFAULTS = {*SAMPLING, *DIFFUSION, "seed_canvas", "recompute", "commit", "quality"}
 _OF_FRAMES = ("model", "videos", "video_sampling", "pruner", *AMOUNTS, *PIXELS)
 
 
 @dataclass(frozen=True)
 class Push:
-    """A push as ``SessionState.enqueue`` takes it, and the bytes that it counts for credit."""
+    """A push, as keyword argument of ``SessionState.enqueue``, and its bytes for credit."""
 
     request: dict[str, Any]
     size: int
 
 
 def image_push(image: bytes | str, seconds: float) -> Push:
-    """One image, which is one frame: the bytes of its file, or the URL that the server fetches it from."""
+    """One image, which is one frame: the bytes of its file, or a URL that the server downloads."""
     return _push("push_image", pb.PushImage(seconds=seconds), image)
 
 
 def segment_push(file: bytes | str, start: float | None, init: bytes) -> Push:
-    """A piece of encoded video: its bytes, or such a URL."""
+    """A segment of encoded video: its bytes, or a URL."""
     return _push("push_segment", pb.PushSegment(init=init, start_seconds=start), file)
 
 
@@ -57,9 +57,9 @@ def _push(kind: str, message: pb.PushImage | pb.PushSegment, file: bytes | str) 
 
 
 def configuration(**options: Unpack[SessionOptions]) -> pb.ConfigureSession:
-    """The message that opens a session, with the options of ``generate`` that can be a question's default.
+    """The message that opens a session, with the options of ``generate`` that can be defaults of questions.
 
-    Raises ``InvalidArgument`` for what cannot be put into a message, ``TypeError`` for an option that does not exist.
+    Raises ``InvalidArgument`` for invalid values, ``TypeError`` for an option that does not exist.
     """
     given: dict[str, Any] = dict(options)
     config = pb.ConfigureSession()
@@ -89,7 +89,7 @@ def question_message(
     snapshots: bool,
     options: Mapping[str, Any],
 ) -> pb.Ask:
-    """The message of a question about ``scope``: "now", "all", or (begin, end) in seconds, either of them None."""
+    """The message of a question; ``scope``: "now", "all", or (begin, end) in seconds, each of which may be None."""
     for name in _OF_FRAMES:
         if options.get(name):
             raise InvalidArgument.of(name, "is not an option of a question about a session")
@@ -97,7 +97,7 @@ def question_message(
     request.ClearField("vision")
     for name in ("sampling", "diffusion"):
         if not getattr(request, name).ByteSize():
-            request.ClearField(name)  # the session's count then
+            request.ClearField(name)  # use the session's default
     ask = pb.Ask(question_id=question_id, request=request)
     _put_scope(ask, scope, timeout)
     return ask
@@ -110,7 +110,7 @@ def decide_message(
     scope: Any,
     timeout: float | None,
 ) -> pb.Decide:
-    """The message of typed questions; arguments as of ``question_message``."""
+    """The message of typed questions; arguments as in ``question_message``."""
     made = build_decision(text, questions, (), (), None, "")
     decide = pb.Decide(question_id=question_id, messages=made.messages, questions=made.questions)
     _put_scope(decide, scope, timeout)
@@ -118,7 +118,7 @@ def decide_message(
 
 
 def _put_scope(ask: pb.Ask | pb.Decide, scope: Any, timeout: float | None) -> None:
-    """Put the ``scope`` of a question, and the seconds that it may take, into its message."""
+    """Set the ``scope`` and the timeout (seconds) of a question in its message."""
     if timeout is not None:
         ask.timeout_seconds = timeout
     match scope:
@@ -140,7 +140,7 @@ def watch_message(
     wanted: str | None,
     numbers: Mapping[str, float | None],
 ) -> pb.Watch:
-    """The message of a standing question; ``numbers`` by their names in it."""
+    """The message of a standing question; ``numbers``: fields by name."""
     watch = pb.Watch(watch_id=watch_id, text=text)
     if choices is not None and not choices:
         raise InvalidArgument.of("choices", "must not be empty")
@@ -154,7 +154,7 @@ def watch_message(
 
 
 def push_bytes(request: pb.SessionRequest) -> int:
-    """Bytes that a push counts for credit; 0 for other requests."""
+    """Bytes of a push for credit; 0 for other requests."""
     if request.WhichOneof("request") == "push_image":
         return len(request.push_image.data) + len(request.push_image.url)
     segment = request.push_segment

@@ -1,4 +1,4 @@
-"""A session as its client keeps it: what is to be sent, what was received, and the answers so far; without I/O.
+"""The client's state of a session: unsent requests, received responses, and answers so far; without I/O.
 
 ``blocking_video.py`` and ``asynchronous_video.py`` connect it to a server, and serialise its calls.
 """
@@ -36,17 +36,17 @@ from mmserve.wire.plain import from_message
 
 logger = logging.getLogger("mmserve.client")
 
-#: Responses after which the client confirms what it received.
+#: Number of responses after which the client confirms them.
 _CONFIRM_EVERY = 8
-#: Reports of failed pushes that are kept, the newest.
+#: Maximum number of kept reports of failed pushes; the newest are kept.
 _FAILURES = 256
-#: Alerts of a standing question that wait to be read, the newest.
+#: Maximum number of unread alerts of a standing question; the newest are kept.
 _UNREAD = 1024
 
 
 @dataclass(eq=False)
 class Pending:
-    """A question in progress: events not read yet, and how it ended."""
+    """A question in progress: unread events, and its result."""
 
     question_id: str
     samples: int
@@ -59,17 +59,17 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether it is complete."""
         return self.error is not None or self.finished == self.samples
 
 
 @dataclass(eq=False)
 class Watching:
-    """A standing question: alerts not read yet, and why it is not asked any more."""
+    """A standing question: unread alerts, and the error with which it ended, if any."""
 
     watch_id: str
     alerts: deque[Alert] = field(default_factory=lambda: deque(maxlen=_UNREAD))
-    dropped: int = 0  # alerts that were not read in time
+    dropped: int = 0  # number of alerts dropped because they were not read in time
     accepted: bool = False
     removed: bool = False
     error: MMServeError | None = None
@@ -85,7 +85,7 @@ class Turn:
 
 
 class SessionState:
-    """Everything that a client knows of a session."""
+    """The client's whole state of a session."""
 
     def __init__(self, config: pb.ConfigureSession) -> None:
         self._config = config
@@ -114,19 +114,19 @@ class SessionState:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be had of the server."""
+        """Whether the session has ended."""
         return self.closed or self.error is not None
 
     # --- the connection ---
 
     @property
     def progress(self) -> int:
-        """What grows with each request that the server has taken, and with each response that was received."""
+        """A counter that grows with each request received by the server, and with each response received."""
         return self._acknowledged + self._received
 
     @property
     def waiting(self) -> bool:
-        """Whether the server has not taken every request."""
+        """Whether the server has not received every request."""
         return bool(self._requests)
 
     def opening(self) -> pb.SessionRequest:
@@ -139,7 +139,7 @@ class SessionState:
         return pb.SessionRequest(received=self._received, resume=resume)
 
     def next_request(self) -> pb.SessionRequest | None:
-        """The next request to send on this connection, or None now."""
+        """The next request to send on this connection; None if there is none now."""
         if not self._may_send:
             return None
         for request in self._requests:
@@ -154,10 +154,10 @@ class SessionState:
         request.received = self._confirmed = self._received
         return request
 
-    # --- what is asked ---
+    # --- requests ---
 
     def enqueue(self, **request: Any) -> int:
-        """Have a request sent, after those before it; returns its index."""
+        """Queue a request. Returns its index."""
         if self.error is not None:
             raise self.error
         if self.closing:
@@ -167,7 +167,7 @@ class SessionState:
         return self._index
 
     def begin_push(self, called: float) -> Turn:
-        """The turn of a push; pushes are sent in the order of their turns."""
+        """Start a push; pushes are sent in the order in which they were started."""
         turn = Turn(called)
         self._turns.append(turn)
         return turn
@@ -177,7 +177,7 @@ class SessionState:
         self._turns.remove(turn)
 
     def is_next(self, turn: Turn) -> bool:
-        """Whether every push before it is sent."""
+        """Whether every push started before is sent."""
         return self._turns[0] is turn
 
     def push_fits(self, size: int, turn: Turn | None = None) -> bool:
@@ -194,7 +194,7 @@ class SessionState:
         return len(waiting) < self._credit_pushes and sum(waiting) + size <= self._credit_bytes
 
     def ask(self, text: str | Sequence[Any], scope: Any, timeout: float | None, **how: Any) -> Pending:
-        """Ask a question."""
+        """Queue a question."""
         message = question_message(uuid.uuid4().hex, text, scope, timeout, **how)
         self.enqueue(ask=message)
         pending = Pending(message.question_id, message.request.sampling.n or 1)
@@ -217,12 +217,12 @@ class SessionState:
         return pending
 
     def cancel(self, pending: Pending) -> None:
-        """End a question early; nothing happens where it has ended."""
+        """Cancel a question; no effect if it has ended."""
         if not pending.done and self.error is None and not self.closing:
             self.enqueue(cancel_ask=pb.CancelAsk(question_id=pending.question_id))
 
     def cancel_all(self) -> None:
-        """End every question in progress."""
+        """Cancel every question in progress."""
         for pending in list(self._questions.values()):
             self.cancel(pending)
 
@@ -239,25 +239,25 @@ class SessionState:
         callback: Callable[[Alert], None] | None,
         **numbers: float | None,
     ) -> Watching:
-        """Ask a standing question; ``numbers`` by their names in ``Watch``."""
+        """Queue a standing question; ``numbers``: fields of ``Watch`` by name."""
         message = watch_message(uuid.uuid4().hex, text, choices, wanted, numbers)
         self.enqueue(watch=message)
         watching = self._watches[message.watch_id] = Watching(message.watch_id, callback=callback)
         return watching
 
     def unwatch(self, watching: Watching) -> None:
-        """End a standing question."""
+        """Remove a standing question."""
         if not watching.removed and self.error is None and not self.closing:
             self.enqueue(unwatch=pb.Unwatch(watch_id=watching.watch_id))
 
     def ask_statistics(self) -> list[Statistics]:
-        """Ask for the statistics; what is returned has them once they have come."""
+        """Request statistics; they are appended to the returned list when they arrive."""
         self.enqueue(get_statistics=pb.GetStatistics())
         found: list[Statistics] = []
         self._statistics.append(found)
         return found
 
-    # --- what comes ---
+    # --- responses ---
 
     def take(self, response: pb.SessionResponse) -> Callable[[], None] | None:
         """Take a response in; what it returns is to be called without the lock."""

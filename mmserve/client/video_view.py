@@ -1,6 +1,6 @@
-"""What the sessions of both clients do without waiting: ask, and show what is known.
+"""The non-blocking part of both clients' sessions: asking, and reading the state.
 
-``blocking_video.py`` and ``asynchronous_video.py`` add what waits, each in its own way, and the connection.
+``blocking_video.py`` and ``asynchronous_video.py`` add blocking methods, and the connection.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mmserve.core.session import Alert, Asked, Moment, PushFailed
 from mmserve.errors import MMServeError, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
 
-#: How long a session that is left by an exception tries to close (seconds).
+#: Maximum seconds for closing a session whose context raised an exception.
 LEAVING_SECONDS = 2.0
-#: How long a connection must last to be of use where there was nothing to send (seconds).
+#: Minimum duration (seconds) of a connection that counts as useful if there was nothing to send.
 _LASTING_SECONDS = 1.0
 
 _T = TypeVar("_T")
@@ -32,26 +32,26 @@ AlertsT = TypeVar("AlertsT")
 
 
 class SessionView(Generic[QuestionT, AlertsT]):
-    """A session's state, and what needs no waiting."""
+    """A session's state, and its non-blocking methods."""
 
     def __init__(self, client: Base, config: pb.ConfigureSession, timeout: float | None) -> None:
         self._client = client
         self._timeout = bounded(client.timeout if timeout is None else timeout)
         self._state = SessionState(config)
         self._begun = time.monotonic()
-        self._connected = (self._begun, 0)  # when the last connection began, and the progress then
+        self._connected = (self._begun, 0)  # start of the last connection, and the progress at that time
         self._acknowledged = False  # whether the server has acknowledged something on it
 
     def _act(self, act: Callable[[], _T]) -> _T:
-        """Change the state, and wake all that wait."""
+        """Modify the state, and wake all waiting calls."""
         raise NotImplementedError
 
     def _question(self, pending: Pending, timeout: float, read: Mapping[str, Any]) -> QuestionT:
-        """What a caller gets of a question."""
+        """The caller's object for a question."""
         raise NotImplementedError
 
     def _alerts(self, watching: Watching) -> AlertsT:
-        """What a caller gets of a standing question."""
+        """The caller's object for a standing question."""
         raise NotImplementedError
 
     # --- questions ---
@@ -111,35 +111,35 @@ class SessionView(Generic[QuestionT, AlertsT]):
 
     @property
     def push_failures(self) -> tuple[PushFailed, ...]:
-        """Pushes that could not be taken, the last 256: each with its ``error`` and the ``index`` that it returned."""
+        """Failed pushes, the last 256: each with its ``error``, and the ``index`` that the push returned."""
         return tuple(self._state.failures.copy())
 
     @property
     def frames_taken(self) -> int:
-        """Frames that questions can see, as far as the server has reported."""
+        """Number of frames visible to questions, as last reported by the server."""
         return self._state.frames_taken
 
     @property
     def frames_dropped(self) -> int:
-        """Frames that the overload policy dropped."""
+        """Number of frames dropped by the overload policy."""
         return self._state.frames_dropped
 
     @property
     def seconds(self) -> float:
-        """Of the newest frame that was taken, on the session's clock."""
+        """The time of the newest frame on the session's clock (seconds)."""
         return self._state.seconds
 
     @property
     def resumes(self) -> int:
-        """How often the session was resumed after a lost connection."""
+        """Number of times that the session was resumed after a lost connection."""
         return self._state.resumes
 
     @property
     def going_away(self) -> tuple[float, str] | None:
-        """Where the server has announced its end: the seconds that were left then, and why."""
+        """If the server has announced its end: the seconds that were left at that time, and the reason."""
         return self._state.going_away
 
-    # --- for what waits ---
+    # --- for blocking methods ---
 
     def _limit(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else min(timeout, LONGEST)
@@ -149,7 +149,7 @@ class SessionView(Generic[QuestionT, AlertsT]):
 
     @contextmanager
     def _pushing(self) -> Iterator[Turn]:
-        """The turn of a push that is made meanwhile; pushes of several threads or tasks keep the order of calls."""
+        """Context of a push; pushes of several threads or tasks keep the order of calls."""
         turn = self._act(lambda: self._state.begin_push(time.monotonic() - self._begun))
         try:
             yield turn
@@ -157,34 +157,34 @@ class SessionView(Generic[QuestionT, AlertsT]):
             self._act(lambda: self._state.end_push(turn))
 
     def _begin_deciding(self, questions: Any, text: Any, scope: Any, timeout: float | None) -> tuple[Pending, float]:
-        """Ask typed questions; their answers to be, and the seconds to wait for it."""
+        """Ask typed questions. Returns the pending answers, and the timeout (seconds)."""
         seconds = self._question_seconds(timeout)
         return self._act(lambda: self._state.decide(questions, text, scope, seconds)), seconds
 
     def _decided(self, pending: Pending) -> Decisions:
-        """The answers to typed questions; raises what they failed with."""
+        """The answers to typed questions; raises their error."""
         if pending.decisions is None:
             assert pending.error is not None
             raise pending.error
         return pending.decisions
 
     def _fits(self, turn: Turn, wait: bool) -> bool:
-        """Whether a push can be sent now; raises where there is no room for it and it must not ``wait``."""
+        """Whether a push can be sent now; if there is no credit and not ``wait``, raises."""
         fits = self._state.push_fits(turn.size, turn)
         if not (fits or wait):
             raise ResourceExhausted("the server has no room for another push now; try again later")
         return fits and self._state.is_next(turn)
 
     def _opened(self) -> bool:
-        """Whether the session is open, or never will be."""
+        """Whether opening the session is complete, or has failed."""
         return self._state.configured is not None or self._state.error is not None
 
     def _came(self, found: Sequence[_T]) -> bool:
-        """Whether what was asked for is there, or never will be."""
+        """Whether a requested item has arrived, or cannot arrive any more."""
         return bool(found) or self._state.error is not None
 
     def _first(self, found: Sequence[_T]) -> _T:
-        """What was asked for; raises why it is not there."""
+        """The requested item; raises the session's error if it is missing."""
         if not found:
             assert self._state.error is not None
             raise self._state.error
@@ -195,25 +195,25 @@ class SessionView(Generic[QuestionT, AlertsT]):
             self._act(self._state.close)
 
     def _fail(self, error: MMServeError) -> None:
-        """End the session: every call that waits raises ``error``."""
+        """End the session: all waiting calls raise ``error``."""
         self._act(lambda: self._state.fail(error))
 
     def _connecting(self) -> None:
-        """A connection begins."""
+        """Record the start of a connection."""
         self._connected, self._acknowledged = (time.monotonic(), self._state.progress), False
 
     def _received(self, response: pb.SessionResponse) -> None:
-        """Take a response in."""
+        """Process a response."""
         then = self._act(lambda: self._state.take(response))
         if then is not None:
             then()
         self._acknowledged |= response.WhichOneof("response") == "acknowledged"
 
     def _resuming(self, retries: Retries) -> Retries:
-        """For how long to resume after the connection was lost: anew, or as before where it was of no use.
+        """The retries after a lost connection: new ones, or the previous ones if the connection was useless.
 
-        That is one on which the server acknowledged nothing, or took none of the requests that wait: what ends each
-        connection may be one of them, such as a message that is too large for a proxy.
+        Useless means that the server acknowledged nothing, or received none of the waiting requests: one of these may
+        be the reason why connections fail, such as a message that is too large for a proxy.
         """
         begun, progress = self._connected
         least = self._timeout if self._state.waiting else min(_LASTING_SECONDS, self._timeout)
@@ -221,18 +221,18 @@ class SessionView(Generic[QuestionT, AlertsT]):
         return self._client._retries(self._timeout) if self._acknowledged and of_use else retries
 
     def _check_opened(self) -> None:
-        """Raise why the session could not be opened."""
+        """Raises the error with which opening the session failed."""
         if self._state.error is not None:
             raise self._state.error
 
     def _check_closed(self) -> None:
-        """Raise what the session failed with; nothing where the client ended it."""
+        """Raises the session's error; no effect if the client ended it."""
         if self._state.error is not None and not self._state.closed:
             raise self._state.error
 
 
 class QuestionView:
-    """A question in progress, and what is known of its answer; ``read``: what ``to_result`` needs of its options."""
+    """A question in progress, and the current state of its answer; ``read``: arguments of ``to_result``."""
 
     def __init__(
         self, session: SessionView[Any, Any], pending: Pending, timeout: float, read: Mapping[str, Any]
@@ -243,17 +243,17 @@ class QuestionView:
 
     @property
     def asked(self) -> Asked | None:
-        """What it is asked about, once the server has reported it."""
+        """The frames that it is about, once the server has reported them."""
         return self._pending.asked
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """Times that its answer (of several, the first) names, in seconds of the session's clock; () until it is
-        finished, where there are none, and where the model's labels of frames are not known."""
+        """Times that its answer (of several, the first) mentions, in seconds of the session's clock; empty until it is
+        finished, if there are none, and if the model's labels of frames are not known to be seconds."""
         return self._pending.moments.get(0, ())
 
     def cancel(self) -> None:
-        """End it early; ``result`` then raises ``Cancelled``. Not to be awaited."""
+        """Cancel it; ``result`` then raises ``Cancelled``. Not to be awaited."""
         self._view._act(lambda: self._view._state.cancel(self._pending))
 
     def _ready(self) -> bool:
@@ -264,7 +264,7 @@ class QuestionView:
         return max(0.0, self._deadline - time.monotonic())
 
     def _popped(self) -> Event | None:
-        """The next event; None after the last one. Raises what the question failed with."""
+        """The next event; None after the last one. Raises the question's error."""
         if self._pending.events:
             event = self._pending.events.popleft()
             if isinstance(event, Finished):
@@ -280,25 +280,25 @@ class QuestionView:
 
 
 class AlertsView:
-    """The alerts of a standing question not read yet."""
+    """The unread alerts of a standing question."""
 
     def __init__(self, session: SessionView[Any, Any], watching: Watching) -> None:
         self._view, self._watching = session, watching
 
     @property
     def dropped(self) -> int:
-        """Alerts that were lost because they were not read in time: the newest 1,024 are kept."""
+        """Number of alerts dropped because they were not read in time: the newest 1,024 are kept."""
         return self._watching.dropped
 
     def close(self) -> None:
-        """Ask it no more. Not to be awaited."""
+        """Remove the standing question. Not to be awaited."""
         self._view._act(lambda: self._view._state.unwatch(self._watching))
 
     def _ready(self) -> bool:
         return bool(self._watching.alerts) or self._watching.removed or self._view._state.over
 
     def _popped(self) -> Alert | None:
-        """The next alert; None where there is none. Raises why the question is not asked any more."""
+        """The next alert; None if there is none. Raises the error with which the question ended."""
         watching, state = self._watching, self._view._state
         if watching.alerts:
             return watching.alerts.popleft()

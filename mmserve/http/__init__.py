@@ -1,4 +1,5 @@
-"""The HTTP front: the APIs of OpenAI over the same engines, tenants and limits as gRPC (extra ``mmserve[http]``)."""
+"""The HTTP front end: the APIs of OpenAI and others, with the engines, tenants and limits of gRPC (extra
+``mmserve[http]``)."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def require_packages() -> None:
-    """Raise ``ConfigError`` where the packages of the extra are missing; imports nothing."""
+    """Raises ``ConfigError`` if packages of the extra are missing; imports nothing."""
     for name in ("starlette", "uvicorn"):
         if find_spec(name) is None:
             raise ConfigError(f"[server] http_port needs the package {name!r}: run pip install 'mmserve[http]'")
 
 
 def attach(server: Server) -> HttpFront | None:
-    """Have ``server``, which has not started, serve HTTP where its configuration has an ``http_port``.
+    """Add HTTP to ``server``, which has not started, if its configuration has an ``http_port``; else returns None.
 
-    Raises ``ConfigError`` where the packages of the extra are missing.
+    Raises ``ConfigError`` if packages of the extra are missing.
     """
     if not server.config.server.http_port:
         return None

@@ -1,4 +1,4 @@
-"""What surrounds every request over HTTP: its line of the access log, and its metrics."""
+"""Access log and metrics of HTTP requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmserve.observe.calls import Call
 from mmserve.observe.metrics import Metrics
 from mmserve.rpc.access import ended
 
-#: HTTP status to the name of a gRPC code, for metrics and the log; the first of those that share one.
+#: Names of gRPC codes by HTTP status, for metrics and the log; the first of those with the same status.
 _CODES = {int(status): code for code, status in reversed(STATUS.items())}
 _UNKNOWN_ROUTE = 404, 405
 

@@ -1,4 +1,4 @@
-"""What the APIs of the HTTP front have in common: how each reads bodies, and how it writes answers and errors."""
+"""The common parts of the HTTP APIs: reading bodies, and writing responses and errors."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
-#: Fields of sampling that all APIs name alike, by field of ``GenerateRequest``. ``top_k``, ``min_p`` and
-#: ``repetition_penalty`` are vLLM's additions, as is ``ignore_eos``.
+#: Sampling fields with the same name in all APIs, with their field of ``GenerateRequest``. ``top_k``, ``min_p``,
+#: ``repetition_penalty`` and ``ignore_eos`` are vLLM's.
 SAMPLING = {
     **{n: f"sampling.{n}" for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")},
     "ignore_eos": "sampling.ignore_end",
 }
-#: The same of OpenAI's APIs alone.
+#: The same for OpenAI's APIs only.
 PENALTIES = {name: f"sampling.{name}" for name in ("frequency_penalty", "presence_penalty")}
-#: ``template_options`` of ``GenerateRequest`` as bodies call it.
+#: The field ``template_options`` of ``GenerateRequest``, with its name in bodies.
 TEMPLATE_OPTIONS = "chat_template_kwargs"
-#: How long a model is to reason apart from its answer, and how long answers are to be: hints that no model here takes.
+#: Hints about the length of reasoning and of answers, which no model here uses.
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
-#: Classes of service of OpenAI's APIs; there is one here.
+#: Service tiers of OpenAI's APIs; this server has only one.
 TIERS = ("auto", "default", "flex", "priority", "scale")
-#: Name to accepted values, and the error for others.
+#: Accepted values by name, with the error for others.
 Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
 
 
-#: vLLM's fields of chats and completions at the values that they have there by default, which its clients may send.
+#: vLLM's fields of chats and completions with their default values, which clients may send.
 VLLM: Neutral = {
     "min_tokens": ((0,), "is not supported"),
     "stop_token_ids": (([],), "is not supported; use stop"),
@@ -49,48 +49,49 @@ VLLM: Neutral = {
 
 
 class Reply(Protocol):
-    """How one request is answered."""
+    """Formats the response to one request."""
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        """The JSON object of an answer whose samples are ``finished``, in order."""
+        """The JSON object of a response with the samples ``finished``, in order."""
         ...
 
     def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-        """The same answer as server-sent events; a string holds those that are known at once, which is one write."""
+        """The same response as server-sent events; each string is one write, with all events that are available
+        together."""
         ...
 
     def failed(self, body: dict[str, Any]) -> str:
-        """The event of an error in the middle of a stream; ``body``: that of a response with the error."""
+        """The event of an error during a stream; ``body``: that of a response with the error."""
         ...
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A body that was read."""
+    """A parsed body."""
 
     message: pb.GenerateRequest
     stream: bool
     reply: Reply
-    #: Fields of ``message`` to what this body calls them, where its API has other names for them, or none.
+    #: Names in this body of fields of ``message``, where they differ from those of its API.
     names: Mapping[str, str] = field(default_factory=dict)
-    #: Where the body has each message, and what of it has another place there (``errors.renamed``).
+    #: The location of each message in the body, and of its parts that are elsewhere (``errors.renamed``).
     places: Mapping[str, str] = field(default_factory=dict)
-    #: Whether more new tokens than the model has are as many as it has.
+    #: Whether more new tokens than the model's maximum are reduced to it.
     fits: bool = False
-    #: Further prompts, each of them a request that is as ``message`` otherwise.
+    #: Additional prompts, each a separate request that is otherwise equal to ``message``.
     prompts: Sequence[TextPart | TokensPart] = ()
 
 
 class Api(Protocol):
-    """One API: a kind of body, of answer and of error."""
+    """One API: its body, response and error formats."""
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Fields of ``GenerateRequest`` to what bodies call them."""
+        """Names in bodies of fields of ``GenerateRequest``."""
         ...
 
     def read(self, body: dict[str, Any]) -> Asked:
-        """The request in ``body``; raises ``InvalidArgument`` with its wrong fields."""
+        """The request in ``body``; raises ``InvalidArgument`` with its invalid fields."""
         ...
 
     def error(self, error: MMServeError) -> dict[str, Any]:
@@ -99,13 +100,13 @@ class Api(Protocol):
 
 
 def sse(data: Mapping[str, Any], event: str = "") -> str:
-    """A server-sent event with JSON; ``event``: its name, where it has one."""
+    """A server-sent event with JSON; ``event``: its name, if it has one."""
     line = f"data: {json.dumps(data)}\n\n"
     return f"event: {event}\n{line}" if event else line
 
 
 def draft_line(draft: Draft) -> str:
-    """A draft as an event of that name, the same in all APIs; an alternative is an id, a text and a probability."""
+    """A draft as an event of that name, the same in all APIs; an alternative has an id, a text and a probability."""
     names = ("index", "id", "text", "state", "confidence", "alternatives")
     positions = [dict(zip(names, row, strict=True)) for row in draft.rows]
     found = {"sample": draft.sample, "forwards": draft.forwards, "total": draft.total, "positions": positions}
@@ -113,14 +114,14 @@ def draft_line(draft: Draft) -> str:
 
 
 def names_in_errors(sampling: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Fields of ``GenerateRequest`` to their names in errors about bodies with ``sampling``; ``own``: of this API."""
+    """Names in errors of fields of ``GenerateRequest``, for bodies with ``sampling``; ``own``: those of this API."""
     names = {path: name for name, path in sampling.items()} | {"template_options": TEMPLATE_OPTIONS}
     names |= {"required_tool": "tool_choice"}
     return names | {n: f"mmserve.{n}" for n in ("diffusion", "vision", "kv_reduction", "image_reuse")} | dict(own)
 
 
 def names_of_messages(calls: Mapping[str, str], **media: str) -> dict[str, str]:
-    """Names of what is in messages: of the fields of ``calls``, and of an image and a video below the content."""
+    """Names in errors of fields of messages: those of ``calls``, and of an image and a video in the content."""
     found = {"messages[].parts": "@[].content", "messages[].tool_calls": "@[].tool_calls"}
     found |= {f"messages[].tool_calls[].{own}": f"@[].tool_calls[].{name}" for own, name in calls.items()}
     for kind, name in media.items():
@@ -130,7 +131,8 @@ def names_of_messages(calls: Mapping[str, str], **media: str) -> dict[str, str]:
 
 
 def names_of_tools(function: str, schema: str) -> dict[str, str]:
-    """Names of what is in tools: ``function`` is in front of their fields, ``schema`` is that of the arguments."""
+    """Names in errors of fields of tools: ``function`` is the prefix of their fields, ``schema`` the name of the
+    arguments' schema."""
     return {
         "tools[].name": f"tools[].{function}name",
         "tools[].parameters_json_schema": f"tools[].{function}{schema}",
@@ -138,7 +140,7 @@ def names_of_tools(function: str, schema: str) -> dict[str, str]:
 
 
 def take_neutral(fields: Fields, neutral: Neutral, labels: Sequence[str]) -> None:
-    """Take fields that change nothing at the values in ``neutral``, and ``labels``, which are strings of the caller.
+    """Accept fields whose values in ``neutral`` have no effect, and ``labels``, which are strings of the caller.
 
     Raises ``InvalidArgument`` for other values.
     """
@@ -151,13 +153,13 @@ def take_neutral(fields: Fields, neutral: Neutral, labels: Sequence[str]) -> Non
 
 
 def one_of(accepted: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """A row of ``Neutral`` for strings."""
+    """An entry of ``Neutral`` for strings."""
     return tuple(accepted), f"must be one of {', '.join(map(repr, accepted))}"
 
 
 def own_fields(finished: Sequence[Finished]) -> dict[str, Any]:
-    """What other APIs have no field for: forward passes, times (ms, of the slowest sample), edited tokens, and warnings
-    about constraints and policies."""
+    """Fields that other servers do not have: forward passes, times (ms, of the slowest sample), edited tokens, and
+    warnings about constraints and policies."""
     times = max((one.times for one in finished), key=lambda each: each.total)
     return {
         "forwards": sum(one.forwards for one in finished),
@@ -168,7 +170,7 @@ def own_fields(finished: Sequence[Finished]) -> dict[str, Any]:
 
 
 def required(fields: Fields, name: str, kind: type, why: str = "is required") -> Any:
-    """The value of ``name``; raises ``InvalidArgument`` where it is absent."""
+    """The value of ``name``; raises ``InvalidArgument`` if it is absent."""
     value = fields.take(name, kind)
     if value is None:
         raise InvalidArgument.of(fields.path(name), why)

@@ -1,4 +1,4 @@
-"""Routes of the HTTP front, and what happens around each request: access, tenants, limits, errors."""
+"""Routes of the HTTP front end, with access control, tenants, limits and errors for each request."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ logger = logging.getLogger("mmserve.http")
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 _BEARER = "bearer "
-#: What OpenAI's clients read the id of a request from, and Anthropic's.
+#: The headers with the request id, for OpenAI's clients and Anthropic's.
 _ID_HEADERS = (request_id.KEY, "request-id")
-#: Most letters of a host and its port: a name of DNS has at most 253.
+#: Maximum length of a host with its port: a DNS name has at most 253 characters.
 _HOST_LETTERS = 300
 CONSTRAINTS, COUNTS = "/v1/constraints", "/v1/messages/count_tokens"
 _MODEL = "/v1/models/{name:path}"
-#: When a model was made, for Anthropic's clients, which ask for it.
+#: The creation time of models, which Anthropic's clients require.
 _UNKNOWN_DATE = "1970-01-01T00:00:00Z"
-#: What of ``ModelInfo`` the list of models has.
+#: The fields of ``ModelInfo`` in the list of models.
 _DESCRIBED = (
     *("diffusion", "images", "videos", "recompute_policies", "commit_policies", "recompute_policy", "commit_policy"),
     *("pruners", "max_tokens", "max_new_tokens", "block_length", "tool_format"),
 )
 CHAT = Chat()
-#: Path to API, of those that generate.
+#: APIs that generate, by path.
 APIS: dict[str, Api] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": Completions(),
@@ -78,14 +78,14 @@ APIS: dict[str, Api] = {
 
 
 class App:
-    """The ASGI application over ``server``; used on its event loop."""
+    """The ASGI application of ``server``; used on its event loop."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._alone = is_loopback(server.config.server.host)
-        # one thread: parsing holds the interpreter, so that two would not be faster
+        # One thread: parsing holds the GIL, so that two would not be faster.
         self._parser = ThreadPoolExecutor(1, "mmserve-http-parse")
-        # one thread: a constraint that is hard to compile delays other checks only
+        # One thread: a constraint that is slow to compile delays only other checks.
         self._checker = ThreadPoolExecutor(1, "mmserve-http-check")
         self._prompts = Prompts(server)
         self._bodies = Bodies(server.config.server, server.budget, self._parser)
@@ -109,7 +109,8 @@ class App:
         )
 
         async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
-            # a tenth of the work of a short request was Starlette's way to the handler, which ends with all errors
+            # Avoids Starlette's middleware, which took a tenth of the time of a short request: handlers convert all
+            # errors.
             answer = posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
             if answer is None:
                 await others(scope, receive, send)
@@ -119,17 +120,18 @@ class App:
         self.asgi: ASGIApp = asgi
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         for pool in (self._parser, self._checker):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _open(
         self, handler: Handler, api: Api | DecisionApi = CHAT, route: str = "", *, always: bool = False
     ) -> Handler:
-        """``handler`` for callers with an accepted token, with errors of ``api``; ``calls.current()`` is its call.
+        """``handler`` for callers with an accepted token, with errors in the format of ``api``; ``calls.current()`` is
+        its call.
 
-        ``route``: of paths that clients choose a part of. ``always``: whether it answers connections beyond the limit,
-        too.
+        ``route``: the route's name, for paths with a variable part. ``always``: whether it is also served on
+        connections beyond the limit.
         """
 
         async def answer(request: Request) -> Response:
@@ -156,9 +158,9 @@ class App:
         return answer
 
     def _check_host(self, request: Request) -> None:
-        """Refuse a browser whose page has another host than this server, but a name that leads here (DNS rebinding).
+        """Refuse browsers whose page has another host name that resolves to this server (DNS rebinding).
 
-        Only where nothing else keeps such pages out: a server of this machine alone that asks for no tokens.
+        Only for a server on loopback without tokens, which has no other protection.
         """
         config = self._server.config.server
         if self._server.guard.auth.guards or not self._alone:
@@ -195,7 +197,7 @@ class App:
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if not name:  # of a URL that ends with a slash
+        if not name:  # the URL ends with a slash
             return await self._models(request)
         model, adapter = self._server.engines.split(name)
         engine = self._server.engines.find(model)
@@ -210,7 +212,8 @@ class App:
         return {**common, "type": "model", "display_name": name, "created_at": _UNKNOWN_DATE, "mmserve": own}
 
     async def _checked(self, request: Request) -> Response:
-        """Whether a constraint can be kept; always 200, for who writes one is not done with it."""
+        """Whether a constraint can be enforced; always status 200, because an invalid constraint is an expected
+        result."""
         tenant: Tenant = request.state.tenant
         with self._server.quotas.taken(tenant):
             message, answer, names = checks.read(await self._bodies.read(request))
@@ -227,7 +230,7 @@ class App:
         return JSONResponse({**checks.verdict(None, names), "warnings": list(found.warnings), **judged})
 
     async def _counted(self, request: Request) -> Response:
-        """Tokens of a prompt: of its text alone, or, where that is not enough, those of a request that has it."""
+        """The number of a prompt's tokens: from its text alone or, if that is not enough, by running a request."""
         tenant: Tenant = request.state.tenant
         with ExitStack() as held:
             held.enter_context(self._server.quotas.taken(tenant))
@@ -247,7 +250,7 @@ class App:
             return JSONResponse({"input_tokens": count})
 
     def _generates(self, api: Api) -> Handler:
-        """The handler of an API that generates."""
+        """The handler of a generating API."""
 
         async def answer(request: Request) -> Response:
             tenant: Tenant = request.state.tenant
@@ -269,7 +272,7 @@ class App:
                         async with aclosing(events):
                             finished = await _finished(events)
                         return JSONResponse(asked.reply.whole(finished))
-                    begun = [await anext(events)]  # refusals have a status of their own until there is an answer
+                    begun = [await anext(events)]  # refusals have their own status until the response begins
                     while isinstance(begun[-1], Prefilled):
                         begun.append(await anext(events))
                 lines = _lines(api, asked.reply, _after(begun, events))
@@ -278,7 +281,7 @@ class App:
         return answer
 
     def _decides(self, api: DecisionApi) -> Handler:
-        """The handler of an API of typed questions."""
+        """The handler of an API for typed questions."""
 
         async def answer(request: Request) -> Response:
             tenant: Tenant = request.state.tenant
@@ -303,11 +306,10 @@ class App:
         fields: dict[str, str],
         prompts: Sequence[TextPart | TokensPart] = (),
     ) -> AsyncGenerator[Event]:
-        """Events of the request after its admission, the first once there is an answer to begin.
+        """Events of the request after its admission; the first once the answer begins.
 
-        ``fields``: where the body has URLs of media. ``prompts``: as of ``Asked``; their samples follow those of the
-        request. The number of new tokens is the most that the client takes: where fewer fit after the prompt, it is
-        that many.
+        ``fields``: locations of media URLs in the body. ``prompts``: see ``Asked``; their samples follow those of the
+        request. The number of new tokens is a maximum: if fewer fit after the prompt, it is reduced.
         """
         own, label = uuid.uuid4().hex, calls.current().request_id
         with logged(own, label), self._server.generations.watch() as watch:
@@ -322,7 +324,7 @@ class App:
                         yield event
 
 
-#: Proxies pass events on as they come.
+#: Headers that prevent proxies from buffering events.
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -331,7 +333,7 @@ def _refusal(api: Api | DecisionApi, error: MMServeError) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """A path or method that does not exist, as an error of the API."""
+    """The API's error for an unknown path or method."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}: {error.detail}"
     body: dict[str, Any] = {"error": {"message": what, "type": "invalid_request_error", "param": None, "code": None}}
@@ -343,7 +345,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 @lru_cache(maxsize=256)
 def _host(given: str) -> tuple[str, bool]:
-    """The name in a host header, and whether it is this machine's to itself."""
+    """The name in a host header, and whether it is a loopback name or address."""
     try:
         name = urlsplit(f"//{given}").hostname or ""
     except ValueError:
@@ -352,7 +354,7 @@ def _host(given: str) -> tuple[str, bool]:
 
 
 def _token(request: Request) -> str | None:
-    """The token of ``Authorization: Bearer``, or of Anthropic's ``x-api-key``."""
+    """The token in ``Authorization: Bearer``, or in Anthropic's ``x-api-key``."""
     given = request.headers.get("authorization", "")
     if given.lower().startswith(_BEARER):
         return given[len(_BEARER) :]
@@ -372,7 +374,7 @@ async def _after(begun: Sequence[Event], events: AsyncIterator[Event]) -> AsyncI
 
 
 class _Stream(StreamingResponse):
-    """Server-sent ``lines``; however they end, ``events`` and ``held`` are closed."""
+    """A response with server-sent ``lines``; closes ``events`` and ``held`` at its end, including errors."""
 
     def __init__(self, lines: AsyncIterator[str], events: AsyncGenerator[Event], held: ExitStack) -> None:
         super().__init__(lines, media_type="text/event-stream", headers=_UNBUFFERED)
@@ -380,13 +382,13 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the lines."""
-        with suppress(Cancelled), self._held:  # a client that leaves ends its answer
+        with suppress(Cancelled), self._held:  # a client that disconnects cancels its answer
             async with aclosing(self._events):
                 await self.stream_response(send)
 
 
 async def _lines(api: Api, reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    """The lines of ``events``; an error after the first is a line, too, and the last."""
+    """The lines of ``events``; an error after the first event is the last line."""
     try:
         async for line in reply.lines(events):
             yield line

@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON objects, bounded in bytes and in time."""
+"""Bodies of requests: JSON objects, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mmserve.errors import Cancelled, InvalidArgument
 from mmserve.http.errors import BadRequest
 from mmserve.rpc.memory_budget import MemoryBudget
 
-#: Larger bodies are parsed off the event loop, and count among what requests hold meanwhile (bytes).
+#: Size (bytes) above which bodies are parsed off the event loop, and counted in the memory budget meanwhile.
 INLINE_BYTES = 1 << 20
-#: Levels of objects and arrays: what is parsed here is written as JSON again, from deeper in the stack.
+#: Maximum nesting depth: parsed values are serialised again, at a deeper stack level.
 MAX_DEPTH = 256
-#: Objects and arrays of a body, and all of its values: reading one takes microseconds, in which nothing else is served.
+#: Maximum objects and arrays of a body, and of all its values: each takes microseconds that block the event loop.
 MAX_CONTAINERS, MAX_VALUES = 1 << 14, 1 << 17
-#: Escapes in the strings of a body: each costs a parser as much time as a hundred other characters.
+#: Maximum escapes in the strings of a body: each takes a parser as long as a hundred other characters.
 MAX_ESCAPES = 1 << 22
-#: Steps in which the bytes of a body that is still arriving are counted.
+#: Bytes between two updates of the memory budget while a body is received.
 _STEP = 1 << 20
 
 
@@ -36,7 +36,7 @@ class Bodies:
         self._config, self._budget, self._parser = config, budget, parser
 
     async def read(self, request: Request) -> dict[str, Any]:
-        """The JSON object that ``request`` carries; raises ``InvalidArgument``, or ``BadRequest`` with its status."""
+        """The JSON object in the body of ``request``; raises ``InvalidArgument``, or ``BadRequest`` with its status."""
         if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise BadRequest(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must have no content-encoding")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -59,7 +59,7 @@ class Bodies:
         return found
 
     async def _bytes(self, request: Request, held: ExitStack) -> bytes:
-        """The body, whose bytes count until ``held`` is closed."""
+        """The body, whose bytes count in the budget until ``held`` is closed."""
         most = self._config.max_message_bytes
         why = f"the body is larger than {most} bytes (max_message_bytes); upload large media first, over gRPC"
         given = request.headers.get("content-length", "")

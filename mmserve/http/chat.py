@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: their bodies as ``GenerateRequest``, and events as their responses and chunks."""
+"""OpenAI's chat completions: bodies to ``GenerateRequest``, and events to responses and chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmserve.http.tools import take_chat_tools
 from mmserve.http.vllm import take_template_options, take_xargs
 from mmserve.v1 import generation_pb2 as pb
 
-#: JSON field to field of ``GenerateRequest``. ``max_tokens`` is the older name of ``max_completion_tokens``.
+#: Fields of ``GenerateRequest`` by JSON field. ``max_tokens`` is the older name of ``max_completion_tokens``.
 SAMPLING = {
     **api.SAMPLING,
     **api.PENALTIES,
@@ -27,7 +27,7 @@ SAMPLING = {
     "max_tokens": "sampling.max_new_tokens",
     "max_completion_tokens": "sampling.max_new_tokens",
 }
-#: The names of ``GenerateRequest``'s fields in errors.
+#: Names in errors of fields of ``GenerateRequest``.
 NAMES = api.names_in_errors(
     SAMPLING,
     {
@@ -54,15 +54,15 @@ NEUTRAL: Neutral = {
     "reasoning_effort": api.one_of(api.EFFORTS),
     "verbosity": api.one_of(api.VERBOSITIES),
 }
-#: Strings that name the caller or the request; they change no answer.
+#: Strings that identify the caller or the request, without effect on the answer.
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-#: Most digits of a token's id.
+#: Maximum number of digits of a token id.
 _DIGITS = 10
 _REASONS = {"end": "stop", "stop": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
 class OpenAI:
-    """Errors of OpenAI's completions; ``names``: what bodies call the fields of ``GenerateRequest``."""
+    """Errors of OpenAI's completions; ``names``: names in bodies of fields of ``GenerateRequest``."""
 
     names: Mapping[str, str] = NAMES
 
@@ -94,7 +94,7 @@ class Chat(OpenAI):
         names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.take("metadata", dict)
-        fields.take("prediction", dict)  # of what the answer will be: it would make that faster, and no other
+        fields.take("prediction", dict)  # predicted output: would only affect speed
         fields.end()
         return Asked(
             found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", usage_chunk=usage_chunk), names, places
@@ -102,26 +102,26 @@ class Chat(OpenAI):
 
 
 def take_continuation(fields: Fields, found: pb.GenerateRequest) -> None:
-    """Take vLLM's ``continue_final_message``, and ``add_generation_prompt``, which is true without it."""
+    """Read vLLM's ``continue_final_message``, and ``add_generation_prompt``, which must be its opposite."""
     found.continue_final_message = fields.take("continue_final_message", bool, False)
     if fields.take("add_generation_prompt", bool, not found.continue_final_message) == found.continue_final_message:
         raise InvalidArgument.of("add_generation_prompt", "must be true, and false with continue_final_message")
 
 
 def take_stream(fields: Fields, body: dict[str, Any], found: pb.GenerateRequest) -> tuple[bool, bool]:
-    """Take ``stream`` and its options: whether to stream, and whether with a chunk of the usage at its end."""
+    """Read ``stream`` and its options. Returns whether to stream, and whether to end with a chunk of the usage."""
     stream = found.stream.deltas = fields.take("stream", bool, False)
     with fields.within("stream_options") as options:
         if body.get("stream_options") is not None and not stream:
             raise InvalidArgument.of("stream_options", "is only for stream = true")
         usage_chunk = options.take("include_usage", bool, False)
         options.take("include_obfuscation", bool)
-        options.take("continuous_usage_stats", bool)  # of vLLM; numbers are in the last chunk
+        options.take("continuous_usage_stats", bool)  # of vLLM; the usage is in the last chunk
     return stream, usage_chunk
 
 
 def take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
-    """Take ``logprobs``, and ``top_logprobs``: so many alternatives of each token."""
+    """Read ``logprobs``, and ``top_logprobs``, the number of alternatives of each token."""
     found.stream.tokens = fields.take("logprobs", bool, False)
     others = fields.any("top_logprobs")
     if others is None:
@@ -132,7 +132,7 @@ def take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
 
 
 def take_bias(fields: Fields, found: pb.GenerateRequest) -> None:
-    """Take ``logit_bias``, numbers by ids of tokens."""
+    """Read ``logit_bias``: numbers by token ids."""
     for token, bias in fields.take("logit_bias", dict, {}).items():
         if len(token) > _DIGITS or not token.isascii() or not token.isdigit() or int(token) >= 1 << 32:
             raise InvalidArgument.of("logit_bias", "must have ids of tokens as its names")
@@ -146,7 +146,7 @@ def _message(fields: Fields) -> Placed:
     if role == "tool" and not call_id:
         raise InvalidArgument.of(fields.path("tool_call_id"), "must be the id of the call that the message answers")
     refusal = fields.take("refusal", str)
-    for label in ("name", "reasoning", "reasoning_content"):  # the latter two: of other servers' answers
+    for label in ("name", "reasoning", "reasoning_content"):  # the latter two: in other servers' responses
         fields.take(label, str)
     fields.take("annotations", list)
     fields.end("is not a supported field of a message")
@@ -163,7 +163,7 @@ def _call(fields: Fields) -> pb.ToolCall:
     with fields, fields.within("function") as function:
         if fields.take("type", str, "function") != "function":
             raise InvalidArgument.of(fields.path("type"), "must be 'function'")
-        fields.take("index", int)  # of a stream's deltas
+        fields.take("index", int)  # in deltas of a stream
         own, name = fields.take("id", str, ""), function.take("name", str, "")
         return pb.ToolCall(id=own, name=name, arguments=function.take("arguments", str, "") or "{}")
 
@@ -182,21 +182,21 @@ def _video(fields: Fields) -> pb.ContentPart:
 
 
 class Chunks:
-    """What answers in OpenAI's completions have in common: their fields, and chunks of the ``kind`` with their end.
+    """The common part of OpenAI's completion responses: their fields, and chunks of ``kind`` with their end.
 
-    ``prompts``: how many there are, each with as many samples as ``asked`` has.
+    ``prompts``: number of prompts, each with as many samples as in ``asked``.
     """
 
     def __init__(
         self, asked: pb.GenerateRequest, prefix: str, kind: str, *, usage_chunk: bool, prompts: int = 1
     ) -> None:
-        self._each = asked.sampling.n or 1  # samples of a prompt
+        self._each = asked.sampling.n or 1  # samples per prompt
         self._samples, self._logprobs = self._each * prompts, asked.stream.tokens
         self._kind, self._usage_chunk = kind, usage_chunk
         self._common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
     def failed(self, body: dict[str, Any]) -> str:
-        """As of ``Reply.failed``."""
+        """See ``Reply.failed``."""
         return sse(body)
 
     def _chunk_of(self, choice: dict[str, Any], own: dict[str, Any]) -> str:
@@ -207,13 +207,13 @@ class Chunks:
         return usage(finished, self._each)
 
     def _end(self, finished: Sequence[Finished]) -> str:
-        """What follows the end of the last sample."""
+        """The lines after the end of the last sample."""
         found = {**self._common, "object": self._kind, "choices": [], "usage": self._usage(finished)}
         return (sse(found) if self._usage_chunk else "") + "data: [DONE]\n\n"
 
 
 class _Reply(Chunks):
-    """The answer to one chat completion."""
+    """The response of one chat completion."""
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = [
@@ -229,7 +229,7 @@ class _Reply(Chunks):
         return {**self._common, "object": "chat.completion", "choices": choices, **own}
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-        """Chunks: roles, text as it becomes final, an end for each sample, the usage on request."""
+        """Chunks: roles, text as it becomes final, the end of each sample, and the usage if requested."""
         finished: list[Finished] = []
         role = {"role": "assistant", "content": "", "refusal": None}
         begun = "".join(self._chunk(sample, role, None) for sample in range(self._samples))
@@ -282,7 +282,7 @@ def _call_delta(event: ToolCallDelta) -> dict[str, Any]:
 
 
 def usage(finished: Sequence[Finished], samples: int) -> dict[str, Any]:
-    """Tokens of all answers, and of their prompts: each has so many ``samples``."""
+    """Token counts of all answers, and of their prompts, which have ``samples`` samples each."""
     by_cached = sorted(finished, key=lambda one: one.usage.cached_tokens)
     prompts = {one.sample // samples: one.usage for one in by_cached}  # with the most cached tokens of each prompt
     prompt = sum(each.prompt_tokens for each in prompts.values())
@@ -296,7 +296,7 @@ def usage(finished: Sequence[Finished], samples: int) -> dict[str, Any]:
 
 
 def content_logprobs(tokens: Sequence[CommittedToken]) -> dict[str, Any]:
-    """``tokens`` as the ``logprobs`` of a choice."""
+    """``tokens`` in the format of a choice's ``logprobs``."""
     return {"content": token_logprobs(tokens), "refusal": None}
 
 

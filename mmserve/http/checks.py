@@ -1,4 +1,4 @@
-"""``/v1/constraints``: whether a model can keep a constraint, and an answer obeys it; for editors of schemas."""
+"""``/v1/constraints``: whether a model can enforce a constraint, and whether an answer obeys it; for schema editors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
-#: The answer of a server that cannot find out without a request.
+#: The response of a server that can check constraints only by running a request.
 UNCHECKED = {"valid": None, "warnings": ["the constraint was not checked: this server does that with a request"]}
 _NAMES = {"sampling.max_new_tokens": "max_tokens"}
 
 
 def read(body: dict[str, Any]) -> tuple[pb.GenerateRequest, str | None, dict[str, str]]:
-    """The request that would have the constraint of ``body``, the answer that is to be judged by it, if any, and the
-    names that errors about fields of the request have.
-    """
+    """A request with the constraint of ``body``, the answer to be checked, if any, and the names of the request's
+    fields in errors."""
     fields, found = Fields(body), pb.GenerateRequest()
     found.model = required(fields, "model", str)
     found.messages.add(role=pb.ROLE_USER).parts.add(text=" ")
@@ -37,5 +36,5 @@ def read(body: dict[str, Any]) -> tuple[pb.GenerateRequest, str | None, dict[str
 
 
 def verdict(error: MMServeError | None, names: Mapping[str, str]) -> dict[str, Any]:
-    """Whether all is well; otherwise with what is wrong, as of the other APIs. ``names``: as of ``read``."""
+    """The result: valid, or the error in the format of the other APIs. ``names``: see ``read``."""
     return {"valid": True} if error is None else {"valid": False, **openai_error(error, names)}

@@ -1,7 +1,7 @@
-"""Completions of a text, and of a gap in one: OpenAI's completions, and Mistral's fill-in-the-middle.
+"""Text completions, and fill-in-the-middle: OpenAI's completions, and Mistral's FIM API.
 
-A suffix is given from the start: a diffusion model's canvas holds it, and an autoregressive answer ends with it. The
-text before it has the room of ``max_tokens``.
+The suffix is fixed: a diffusion model's canvas contains it from the start, and an autoregressive answer is constrained
+to end with it. ``max_tokens`` limits the text before it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 class Completions(OpenAI):
-    """``/v1/completions``, and with ``fim`` ``/v1/fim/completions``, which answers as chat completions do."""
+    """``/v1/completions``, and with ``fim`` ``/v1/fim/completions``, whose responses are those of chat completions."""
 
     names = NAMES
 
@@ -81,7 +81,7 @@ class Completions(OpenAI):
 
 
 def _prompts(fields: Fields, *, one: bool) -> list[TextPart | TokensPart]:
-    """The prompts in ``prompt``: a text, an array of token ids, or an array of either; ``one``: exactly one."""
+    """The prompts in ``prompt``: a text, an array of token ids, or an array of these; ``one``: exactly one."""
     given = fields.any("prompt")
     several = isinstance(given, list) and not (given and _is_number(given[0]))
     prompts = given if several else [given]
@@ -105,17 +105,17 @@ def _is_number(value: Any) -> bool:
 
 
 def _pin(found: pb.GenerateRequest, suffix: str) -> None:
-    """Have the answer end with ``suffix``; the room of ``max_tokens`` is that of the text before it."""
+    """Constrain the answer to end with ``suffix``; ``max_tokens`` limits the text before it."""
     if found.HasField("constraint"):
         raise InvalidArgument.of("suffix", "cannot be combined with a constraint")
     room = found.sampling.max_new_tokens
     found.constraint.template.parts.add(hole=pb.Hole(max_tokens=room))
     found.constraint.template.parts.add(text=suffix)
-    found.sampling.max_new_tokens = min(room + len(suffix.encode()), _UINT32_MAX)  # at most a token a byte
+    found.sampling.max_new_tokens = min(room + len(suffix.encode()), _UINT32_MAX)  # at most one token per byte
 
 
 class _Reply(Chunks):
-    """The answer to one body, whose samples are those of all its prompts."""
+    """The response to one body, with the samples of all its prompts."""
 
     def __init__(self, asked: pb.GenerateRequest, suffix: str, *, usage_chunk: bool, fim: bool, prompts: int) -> None:
         kind = "chat.completion.chunk" if fim else "text_completion"
@@ -129,7 +129,7 @@ class _Reply(Chunks):
         return {**self._common, "object": kind, "choices": choices, **own}
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-        """Chunks of text as it becomes final; all of it at the end where a suffix follows it."""
+        """Chunks of text as it becomes final; with a suffix, all of it at the end."""
         finished: list[Finished] = []
         async for event in events:
             if isinstance(event, Draft):
@@ -145,11 +145,11 @@ class _Reply(Chunks):
                 yield line + (self._end(finished) if last else "")
 
     def _text(self, one: Finished) -> str:
-        """The text in front of the suffix; what a stop string left of it."""
+        """The text before the suffix, or before a stop string."""
         return one.holes[0] if one.holes else one.text.removesuffix(self._suffix)
 
     def _tokens(self, one: Finished) -> Sequence[CommittedToken]:
-        """Those of the text in front of the suffix, where log-probabilities are asked for."""
+        """The tokens of the text before the suffix, if log-probabilities are requested."""
         if not self._suffix or not self._logprobs:
             return one.tokens
         left, own = len(self._text(one).encode()), []
@@ -173,12 +173,12 @@ class _Reply(Chunks):
         return self._chunk_of({"index": sample, **content, "logprobs": logprobs, "finish_reason": reason}, own)
 
     def _given(self, tokens: Sequence[CommittedToken]) -> dict[str, Any]:
-        """``tokens`` as the API's log-probabilities: fill-in-the-middle answers as chats do."""
+        """``tokens`` in the API's format of log-probabilities: that of chats for fill-in-the-middle."""
         return content_logprobs(tokens) if self._fim else _logprobs(tokens)
 
 
 def _logprobs(tokens: Sequence[CommittedToken]) -> dict[str, Any]:
-    """``text_offset`` counts whole characters in front of a token."""
+    """Log-probabilities of ``tokens``; ``text_offset`` counts complete characters before a token."""
     whole = getincrementaldecoder("utf-8")("replace")
     offsets, at = [], 0
     for token in tokens:

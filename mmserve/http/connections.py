@@ -1,6 +1,6 @@
-"""Connections of the HTTP front: uvicorn's, within limits that uvicorn does not have.
+"""Connections of the HTTP front end: uvicorn's, with additional limits.
 
-``connection_class`` is the one with the fastest parser that is installed: httptools (llhttp, compiled) or h11.
+``connection_class`` uses the fastest installed parser: httptools (llhttp, compiled) or h11.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger("mmserve.http")
 
-#: Bytes of a request's head (its line and headers).
+#: Maximum bytes of a request's head (request line and headers).
 HEAD_BYTES = 64 << 10
-#: Chunks of a body that may be small, and bytes that those of a longer one have on average.
+#: Number of small chunks allowed in a body, and minimum mean bytes of chunks of a longer one.
 TINY_PARTS, TINY = 1024, 64
-#: Seconds that a request's head may take to arrive, and what is left of a body after its answer.
+#: Maximum seconds to receive a request's head, and the rest of a body after the response.
 PATIENCE = 10.0
-#: In the scope of a request whose client went away before all of its answer was sent: what is sent then is dropped.
+#: Key in the scope of a request whose client disconnected before the whole response was sent.
 LEFT = "mmserve.left"
-#: In the scope of a request for which there is no room: how many connections there may be.
+#: Key in the scope of a request beyond the limit of connections: the limit.
 FULL = "mmserve.full"
 
 
 class Parts:
-    """Counts what a body comes in: each tiny chunk costs the event loop what a large one does, and one read may hold
-    40,000 of them."""
+    """Counts the chunks of a body: each costs the event loop about the same, however small, and one read may contain
+    40,000."""
 
     def __init__(self) -> None:
         self._parts = self._bytes = 0
 
     def tiny(self, size: int) -> bool:
-        """Count a part of so many bytes; whether the body has come in too many that are too small."""
+        """Count a chunk of ``size`` bytes. Returns whether the body has too many small chunks."""
         self._parts, self._bytes = self._parts + 1, self._bytes + size
         return self._parts > TINY_PARTS and self._bytes < self._parts * TINY
 
 
 def wrong_head(method: bytes, version: bytes, headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """What a head has that two programs may read differently, or that is for a proxy; empty where it has nothing such.
+    """The reason why a head is refused: it is ambiguous (request smuggling), or meant for a proxy; empty if it is
+    valid.
 
     headers: pairs of a name in lower case and a value.
     """
@@ -66,15 +67,15 @@ def wrong_head(method: bytes, version: bytes, headers: Iterable[tuple[bytes, byt
 
 
 class Limits(asyncio.Protocol):
-    """What both kinds of connections keep to, mixed into uvicorn's protocols.
+    """Limits of both kinds of connections, mixed into uvicorn's protocols.
 
-    A connection is closed whose next request's head is not whole ``PATIENCE`` seconds after its first byte, or whose
-    request still comes so long after its answer, and one that takes nothing of an answer for ``stall_seconds`` (0: it
-    may).
+    A connection is closed if its next request's head is incomplete ``PATIENCE`` seconds after its first byte, if the
+    rest of its request arrives that long after the response, or if it accepts nothing of a response for
+    ``stall_seconds`` (0: unlimited).
 
-    Requests of a connection beyond ``most`` (0: there is no limit) have ``FULL`` in their scope, and the connection is
-    closed after the answer to one, which is to be short; so is that of any request while more than ``most`` are
-    answered. uvicorn would refuse the requests of all connections once there are so many, those of health checks too.
+    Requests of connections beyond ``most`` (0: unlimited) have ``FULL`` in their scope, and the connection is closed
+    after their response, which should be short; so are others while more than ``most`` requests are running. uvicorn
+    would refuse the requests of all connections beyond its limit, including health checks.
     """
 
     transport: asyncio.Transport
@@ -95,23 +96,23 @@ class Limits(asyncio.Protocol):
         self._stalled: asyncio.TimerHandle | None = None
 
     def _awaited(self) -> bool:
-        """Whether the client has to send something at once: not between two requests, nor while one is answered."""
+        """Whether the client must send something now: not between two requests, nor while one is running."""
         raise NotImplementedError
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin with the limits of a first request."""
+        """Start with the limits of a first request."""
         super().connection_made(transport)
         self._beyond = 0 < self._most < len(self.connections)
-        # asyncio does so for sockets whose protocol is named, which those of ``create_server`` are not. Without it the
-        # second write of a response waits for the client's delayed acknowledgement of the first: 40 ms.
+        # asyncio sets TCP_NODELAY only for sockets with a named protocol, not for those of ``create_server``. Without
+        # it the second write of a response waits for the client's delayed acknowledgement of the first: 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(
             high=1
-        )  # what the system does not take is noticed at once; 0 stops TLS for ever
+        )  # detect immediately what the system does not accept; 0 would stop TLS permanently
         self._watch()
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; one for which there is no room has ``FULL`` in its scope."""
+        """Run a request; one beyond the limit has ``FULL`` in its scope."""
         self._beyond = self._beyond and len(self.connections) > self._most
         if not self._beyond and len(self.tasks) <= self._most:
             await self._whole_app(scope, receive, send)
@@ -131,12 +132,12 @@ class Limits(asyncio.Protocol):
         self._watch()
 
     def on_response_complete(self) -> None:
-        """Go on with the next request."""
+        """Continue with the next request."""
         super().on_response_complete()  # type: ignore[misc]
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the timers, and note for whom an answer ends."""
+        """Stop the timers, and mark a running request as disconnected."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.scope[LEFT] = True
         super().connection_lost(exc)
@@ -146,13 +147,13 @@ class Limits(asyncio.Protocol):
         self._slow = self._stalled = None
 
     def pause_writing(self) -> None:
-        """The client takes nothing at the moment."""
+        """The client currently accepts nothing."""
         super().pause_writing()
         if self._stall_seconds and self._stalled is None:
             self._stalled = self.loop.call_later(self._stall_seconds, self._leave)
 
     def resume_writing(self) -> None:
-        """The client has taken everything."""
+        """The client has accepted everything."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -172,12 +173,12 @@ class Limits(asyncio.Protocol):
 
 
 class _H11(h11.Connection):
-    """Refuses doubtful heads, those that came at once but are too long, and bodies of tiny chunks."""
+    """Refuses ambiguous heads, overlong heads received in one read, and bodies of tiny chunks."""
 
     _seen = Parts()
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """As of h11; ``RemoteProtocolError`` for such a request."""
+        """See h11; raises ``RemoteProtocolError`` for a refused request."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._seen = Parts()
@@ -192,7 +193,7 @@ class _H11(h11.Connection):
 
 
 class H11Connection(Limits, H11Protocol):
-    """A connection that h11 parses: pure Python."""
+    """A connection parsed by h11 (pure Python)."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -205,7 +206,7 @@ class H11Connection(Limits, H11Protocol):
 
 
 def connection_class() -> type[Limits]:
-    """The class of connections with httptools where that is installed, else with h11."""
+    """The connection class with httptools if it is installed, else with h11."""
     try:
         found: type[Limits] = importlib.import_module("mmserve.http.llhttp").LlhttpConnection
     except ModuleNotFoundError as error:

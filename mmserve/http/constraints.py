@@ -1,4 +1,4 @@
-"""Constraints in bodies: OpenAI's formats of a response, and vLLM's structured outputs."""
+"""Constraints in bodies: OpenAI's response formats, and vLLM's structured outputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FORMAT = "response_format"
 
 
 def constrain(fields: Fields, message: pb.GenerateRequest) -> dict[str, str]:
-    """Take the constraint of ``response_format``, vLLM's ``structured_outputs`` or its older ``guided_*`` fields.
+    """Read the constraint of ``response_format``, vLLM's ``structured_outputs`` or its older ``guided_*`` fields.
 
-    Returns the names that errors about fields of ``message`` then have.
+    Returns the names in errors of fields of ``message``.
     """
     found = [*_response_format(fields), *_structured(fields), *_guided(fields)]
     if len(found) > 1:
@@ -42,7 +42,7 @@ def _response_format(fields: Fields) -> Iterator[tuple[str, pb.Constraint]]:
 
 
 def format_of(given: Fields, described: Fields) -> pb.Constraint | None:
-    """The constraint of a format: ``given`` has its ``type``, ``described`` the schema with its name; None = text."""
+    """The constraint of a format: ``given`` has its ``type``, ``described`` the schema and its name; None = text."""
     kind = given.take("type", str, "")
     if kind == "text":
         return None

@@ -11,9 +11,9 @@ from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire import enums
 
-#: Reads the other fields of a part, which it takes; ``type`` of the part to reader.
+#: Readers of the fields of a content part, by its ``type``.
 Readers = Mapping[str, Callable[[Fields], pb.ContentPart]]
-#: Names of roles in bodies, to ours.
+#: Roles by their names in bodies.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -23,7 +23,7 @@ def text_part(fields: Fields) -> pb.ContentPart:
 
 
 def refusal_part(fields: Fields) -> pb.ContentPart:
-    """What an assistant said in place of an answer, as a text."""
+    """An assistant's refusal, as a text part."""
     return pb.ContentPart(text=fields.take("refusal", str, ""))
 
 
@@ -40,7 +40,7 @@ def message(role: str, content: Any, path: str, readers: Readers) -> pb.ChatMess
 
 @dataclass
 class Placed:
-    """A message, and where a body has it; ``inner``: places of what is elsewhere than its number suggests."""
+    """A message, and its location in the body; ``inner``: locations of parts that differ from their index."""
 
     message: pb.ChatMessage
     path: str
@@ -48,9 +48,9 @@ class Placed:
 
 
 def add_messages(found: pb.GenerateRequest, given: Iterable[Placed]) -> dict[str, str]:
-    """Add messages to ``found``; returns the places of all of them, as ``errors.renamed`` takes them.
+    """Add messages to ``found``. Returns their locations for ``errors.renamed``.
 
-    The results of tools become text alone: images in them go to the user's message after them, or are one.
+    Tool results become text only: images in them are moved to the following user message, or to a new one.
     """
     places = {}
     for i, each in enumerate(_results_of_text(given), len(found.messages)):
@@ -82,7 +82,7 @@ def _results_of_text(messages: Iterable[Placed]) -> Iterator[Placed]:
 
 
 def _with(media: list[tuple[pb.ContentPart, str]], parts: list[tuple[pb.ContentPart, str]], path: str) -> Placed:
-    """A user's message of ``media`` and ``parts``, each with its place."""
+    """A user message of ``media`` and ``parts``, each with its location."""
     both = [*media, *parts]
     message = pb.ChatMessage(role=pb.ROLE_USER, parts=[part for part, _ in both])
     return Placed(message, path, {f"content[{i}]": at for i, (_, at) in enumerate(both)})

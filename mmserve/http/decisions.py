@@ -1,7 +1,7 @@
-"""Typed questions over HTTP: ``/v1/decisions`` and ``/v1/systemone``, with the fields that SGLang and vLLM take.
+"""Typed questions over HTTP: ``/v1/decisions`` and ``/v1/systemone``, with the fields of SGLang and vLLM.
 
-Both read a context, images and questions into a ``DecideRequest``; they differ in names. Answers are by the questions'
-ids. An option or level with a description is shown to the model as both, and is named by the first alone.
+Both parse a context, images and questions to a ``DecideRequest``; they differ in names. Answers are by the questions'
+ids. An option or level with a description is shown to the model with it, and is named without it in the response.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from mmserve.http.media import image
 from mmserve.v1 import decision_pb2 as pb
 from mmserve.v1 import generation_pb2
 
-#: Version of the wording in which questions are asked (``core/decisions.py``).
+#: Version of the prompt format of questions (``core/decisions.py``).
 PROMPT_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Named:
-    """A question of a body: its id, its kind, and what its answers are called there."""
+    """A question of a body: its id, its kind, and the names of its answers."""
 
     id: str
     kind: str
     names: tuple[str, ...]
-    legend: tuple[Any, ...] = ()  # of a score: its levels as the body has them
+    legend: tuple[Any, ...] = ()  # levels of a score, as in the body
 
 
 @dataclass(frozen=True)
 class DecisionsAsked:
-    """A body that was read. ``temperature`` scales the probabilities of the answers, and not their mass."""
+    """A parsed body. ``temperature`` scales the probabilities of the answers, but not their mass."""
 
     message: pb.DecideRequest
     questions: tuple[Named, ...]
     temperature: float = 1.0
-    #: Where the body has each question, if not under its number (``errors.renamed``).
+    #: The location of each question in the body, if it differs from its index (``errors.renamed``).
     places: Mapping[str, str] = field(default_factory=dict)
 
 
 class DecisionApi(Protocol):
-    """One API of typed questions."""
+    """One API for typed questions."""
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Fields of ``DecideRequest`` to what bodies call them."""
+        """Names in bodies of fields of ``DecideRequest``."""
         ...
 
     def read(self, body: dict[str, Any]) -> DecisionsAsked:
-        """The request in ``body``; raises ``InvalidArgument`` with its wrong fields."""
+        """The request in ``body``; raises ``InvalidArgument`` with its invalid fields."""
         ...
 
     def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
-        """The JSON object that answers it."""
+        """The JSON object of the response."""
         ...
 
     def error(self, error: MMServeError) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class DecisionApi(Protocol):
         ...
 
 
-#: What both call images; they come before the text of the context.
+#: Types of image parts in both APIs; images precede the text of the context.
 _IMAGES = {f"messages[-].parts[].image{source}": "images[]" for source in ("", ".data", ".media_id")}
 
 
@@ -139,7 +139,7 @@ class DecisionsApi:
 
 
 class SystemOneApi:
-    """``/v1/systemone``: questions by their ids, with ``criteria`` for what the answers are."""
+    """``/v1/systemone``: questions by their ids, with ``criteria`` that describe the answers."""
 
     names: Mapping[str, str] = {
         "messages": "state",
@@ -162,7 +162,7 @@ class SystemOneApi:
         given = required(fields, "questions", dict)
         if "" in given:
             raise InvalidArgument.of("questions", "must have names that are not empty")
-        _no_template_options(fields)  # other fields are left: the published schema allows them
+        _no_template_options(fields)  # other fields are ignored: the published schema allows them
         named = []
         for name, each in given.items():
             with Fields.of(each, f"questions.{name}"[:200]) as own:
@@ -198,7 +198,7 @@ DECISION_APIS: dict[str, DecisionApi] = {"/v1/decisions": DecisionsApi(), "/v1/s
 
 
 def _message(fields: Fields, context: str) -> pb.DecideRequest:
-    """A request for the body's model with its images and ``context``."""
+    """A request for the body's model, with its images and ``context``."""
     message = pb.DecideRequest(model=required(fields, "model", str, "is required; GET /v1/models lists the names"))
     images = [_image(each, f"images[{i}]") for i, each in enumerate(fields.take("images", list, []))]
     if images or context:
@@ -209,7 +209,7 @@ def _message(fields: Fields, context: str) -> pb.DecideRequest:
 
 
 def _image(given: Any, path: str) -> generation_pb2.ContentPart:
-    """An image by its URL, alone or as of a chat's ``image_url`` part."""
+    """An image by its URL, alone or in a chat's ``image_url`` part."""
     if isinstance(given, str):
         return image(given, path)
     fields = Fields.of(given, path)
@@ -224,7 +224,7 @@ def _image(given: Any, path: str) -> generation_pb2.ContentPart:
 
 
 def _decision(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestion) -> Named:
-    """Put what follows the question's text of ``/v1/decisions`` into ``asked``."""
+    """Copy the fields of ``/v1/decisions`` besides the question's text to ``asked``."""
     if kind == CHOICE:
         names = dict[str, None]()  # in their order
         for i, option in enumerate(required(fields, "options", list)):
@@ -245,7 +245,7 @@ def _decision(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestion) 
 
 
 def _by_criteria(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestion) -> Named:
-    """The same of ``/v1/systemone``, whose yes/no questions are ``noul``."""
+    """The same for ``/v1/systemone``, whose yes/no questions are ``noul``."""
     if kind == "noul":
         asked.yes_no.SetInParent()
         with fields.within("criteria") as meanings:
@@ -285,7 +285,7 @@ def _text(fields: Fields, name: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """A text as it is; any other JSON value as its JSON."""
+    """A text unchanged; any other JSON value as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -314,14 +314,14 @@ def _mean(probabilities: Sequence[float]) -> float:
 
 
 def _above_chance(probabilities: Sequence[float]) -> float:
-    """0 where all options are equally probable, 1 where one is certain."""
+    """0 if all options are equally probable, 1 if one is certain."""
     count = len(probabilities)
     return max(0.0, (max(probabilities) - 1 / count) / (1 - 1 / count))
 
 
 def _concentration(probabilities: Sequence[float]) -> float:
-    """1 where one level is certain; 0 where the mean distance from the most probable one is that of equally probable
-    levels from their middle, or larger."""
+    """1 if one level is certain; 0 if the mean distance from the most probable one is at least that of equally probable
+    levels from their middle."""
     count, best = len(probabilities), _best(probabilities)
     distance = math.fsum(p * abs(level - best) for level, p in enumerate(probabilities))
     even = math.fsum(abs(level - (count - 1) / 2) for level in range(count)) / count

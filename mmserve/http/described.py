@@ -1,6 +1,6 @@
-"""Every field of every request body as data: what it accepts, as a JSON schema, and what it does.
+"""Descriptions of every field of every request body: the JSON schema of its values, and its effect.
 
-``/openapi.json`` and the tables of docs/api.md are made from this; a test compares the names with those that are read.
+Used for ``/openapi.json`` and the tables of docs/api.md; a test compares the names with those that are read.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ _COUNTED = (
     *("thinking", "context_management", "cache_control", "chat_template_kwargs"),
 )
 
-#: Path to the fields of its body, by name.
+#: The fields of a body by name, for each path.
 BODIES: dict[str, dict[str, Field]] = {
     "/v1/chat/completions": _CHAT_FIELDS,
     "/v1/completions": _COMPLETION_FIELDS,

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses: status, headers, and the JSON body of OpenAI's APIs."""
+"""Conversion of errors to HTTP responses: status, headers, and the JSON body of OpenAI's APIs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from mmserve.errors import DoesNotFit, FieldViolation, InvalidArgument, MMServeError, ResourceExhausted, Unavailable
 
-#: gRPC code to HTTP status. What a model cannot do is the caller's to change, as is an unsuitable argument.
+#: HTTP status by gRPC code. Unsupported features are client errors, like invalid arguments.
 STATUS = {
     "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
     "FAILED_PRECONDITION": HTTPStatus.BAD_REQUEST,
@@ -26,7 +26,7 @@ STATUS = {
     "CANCELLED": 499,  # nginx's "client closed request"
     "INTERNAL": HTTPStatus.INTERNAL_SERVER_ERROR,
 }
-#: HTTP status to the ``type`` of OpenAI's errors.
+#: The ``type`` of OpenAI's errors, by HTTP status.
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -37,12 +37,12 @@ _TYPES = {
 }
 
 
-#: Fields that an error names, and characters of a field and of a description: a request may have millions.
+#: Maximum fields in an error, and characters of a field and of a description: a request may have millions.
 _VIOLATIONS, _FIELD, _MESSAGE = 32, 300, 2000
 
 
 class BadRequest(InvalidArgument):
-    """A request that cannot be read as one of its API: its own status, such as 413 for a body that is too long."""
+    """A request that cannot be read: with its own status, such as 413 for a body that is too long."""
 
     def __init__(self, status: HTTPStatus, description: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class BadRequest(InvalidArgument):
 
     @property
     def message(self) -> str:
-        """What is wrong."""
+        """The description."""
         return self.description
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class BadRequest(InvalidArgument):
 
 
 class TooManyConnections(Unavailable):
-    """The server has all connections over HTTP that it takes; ``retry_after``: seconds until the next attempt."""
+    """The server has reached its maximum of HTTP connections; ``retry_after``: seconds."""
 
     retry_after = 1.0
 
@@ -75,17 +75,18 @@ def status_of(error: MMServeError) -> int:
 
 
 def headers_of(error: MMServeError) -> dict[str, str]:
-    """``Retry-After`` (whole seconds) where the error has a time, and the scheme that a missing token must have."""
+    """``Retry-After`` (whole seconds) if the error has a time, and the authentication scheme if the token is
+    missing."""
     if isinstance(error, ResourceExhausted | TooManyConnections) and error.retry_after is not None:
         return {"retry-after": str(math.ceil(error.retry_after))}
     return {"www-authenticate": "Bearer"} if status_of(error) == HTTPStatus.UNAUTHORIZED else {}
 
 
 def openai_error(error: MMServeError, names: Mapping[str, str]) -> dict[str, Any]:
-    """The body of ``error``: ``param`` is the first wrong field, ``code`` the gRPC code in lower case, or OpenAI's code
-    of prompts that are too long.
+    """The body of ``error``: ``param`` is the first invalid field, ``code`` the gRPC code in lower case, or OpenAI's
+    code for prompts that are too long.
 
-    ``names``: fields of ``GenerateRequest`` to those of the request's API.
+    ``names``: names in the request's API of fields of ``GenerateRequest``.
     """
     message, param = shortened(error.message, _MESSAGE), None
     if isinstance(error, InvalidArgument) and error.violations:
@@ -102,14 +103,14 @@ def openai_error(error: MMServeError, names: Mapping[str, str]) -> dict[str, Any
 
 
 def shortened(text: str, most: int) -> str:
-    """``text``, without its end where it has more than ``most`` characters."""
+    """``text``, truncated to at most ``most`` characters."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 @contextmanager
 def renamed(names: Mapping[str, str], places: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Fields of ``GenerateRequest`` in an ``InvalidArgument`` become those of ``names``; ``places``: where a body has
-    each message or question, which may have another number there."""
+    """Context that renames fields of ``GenerateRequest`` in an ``InvalidArgument`` by ``names``; ``places``: locations
+    in the body of messages or questions whose index differs."""
     try:
         yield
     except InvalidArgument as error:
@@ -122,10 +123,11 @@ def renamed(names: Mapping[str, str], places: Mapping[str, str] = MappingProxyTy
 
 
 def _named(field: str, names: Mapping[str, str], places: Mapping[str, str] = MappingProxyType({})) -> str:
-    """``field`` under its name of the API, with its rest, such as ``stop[0]`` or ``guided_json#/type``.
+    """``field`` with its name in the API, including its rest, such as ``stop[0]`` or ``guided_json#/type``.
 
-    Of several paths in ``names`` the longest counts. A number in one, ``[]``, is that of the name, where ``[-]`` has
-    none there. A name that begins with ``@[]`` is a message's or question's, which ``places`` has by its number.
+    The longest matching path in ``names`` is used. An index ``[]`` in the path replaces that in the name; ``[-]`` has
+    none in the name. A name that begins with ``@[]`` is relative to a message or question, whose location is in
+    ``places`` by its index.
     """
     found = [(len(path), path, match) for path in names if (match := _pattern(path).match(field))]
     if not found:
@@ -141,12 +143,12 @@ def _named(field: str, names: Mapping[str, str], places: Mapping[str, str] = Map
     return f"messages{name[1:]}"
 
 
-#: Where a field may end in a longer path.
+#: Characters after which a longer field continues a path.
 _BOUNDARY = re.compile(r"(?<=.)(?=[\[.#]|\Z)")
 
 
 @lru_cache(maxsize=1024)
 def _pattern(path: str) -> re.Pattern[str]:
-    """Matches fields that are ``path``, or in it."""
+    """A pattern of fields that are ``path``, or within it."""
     numbered = re.escape(path).replace(re.escape("[]"), r"\[([0-9]+)\]").replace(re.escape("[-]"), r"\[[0-9]+\]")
     return re.compile(f"{numbered}{_BOUNDARY.pattern}")

@@ -1,6 +1,7 @@
-"""How a field of a request body is described: the JSON schema of its values, what it does, and a value for tests.
+"""Descriptions of request body fields: the JSON schema of a field's values, its effect, and an example for tests.
 
-Fields that the modules which read bodies have in tables (``SAMPLING``, ``NEUTRAL``, ``LABELS``) are made of those.
+Fields in the tables of modules that read bodies (``SAMPLING``, ``NEUTRAL``, ``LABELS``) are described by these
+tables.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Field:
-    """A field: the JSON schema of its values beside null, what it does, and a value that is accepted."""
+    """A field: the JSON schema of its values besides null, its effect, and a valid example."""
 
     schema: Schema
     meaning: str
@@ -41,7 +42,7 @@ _KINDS = {
     FieldDescriptor.CPPTYPE_UINT64: "integer",
     FieldDescriptor.CPPTYPE_BOOL: "boolean",
 }
-#: Where bodies take more than messages do, ``WIDER``.
+#: Schemas of fields for which bodies accept more than messages (``WIDER``).
 _RULES = {"sampling.seed": "from -2**63 to 2**64 - 1", "sampling.top_k": "at least 0, or -1 for all"}
 _KNOWN = {f"sampling.{name}": v for name, v in values(Sampling).items()} | {
     f"stream.{name}": v for name, v in values(Streaming).items()
@@ -56,7 +57,7 @@ def _bounds(accepted: Range | None) -> Schema:
 
 
 def numbers(table: Mapping[str, str], examples: Mapping[str, Any]) -> dict[str, Field]:
-    """Fields of ``GenerateRequest`` (dotted paths) under the names of ``table``."""
+    """Fields of ``GenerateRequest`` (dotted paths), by their names in ``table``."""
     found = {}
     for name, path in table.items():
         *outer, leaf = path.split(".")
@@ -74,7 +75,7 @@ def numbers(table: Mapping[str, str], examples: Mapping[str, Any]) -> dict[str, 
 
 
 def neutral(table: Neutral) -> dict[str, Field]:
-    """Fields that are accepted at a few values alone, or not at all."""
+    """Fields that accept only a few values, or none."""
     return {
         name: Field(
             {"enum": list(accepted)}, f'{_shown(accepted)}; others are refused ("{why}")', next(iter(accepted), None)
@@ -89,22 +90,22 @@ def _shown(accepted: Iterable[Any]) -> str:
 
 
 def labels(names: Iterable[str]) -> dict[str, Field]:
-    """Fields that hold strings of the caller."""
+    """Fields with strings of the caller."""
     return {name: Field(TEXT, LABEL, "a") for name in names}
 
 
 def hint(accepted: Sequence[str], meaning: str = "") -> Field:
-    """A field that is accepted at some values, and has no effect."""
+    """A field that accepts some values, without effect."""
     return Field({"enum": list(accepted)}, f"{_shown(accepted)}: {meaning or HINT}", accepted[-1])
 
 
 def any_of(*schemas: Schema) -> Schema:
-    """What one of ``schemas`` accepts."""
+    """A schema that accepts what any of ``schemas`` does."""
     return {"anyOf": list(schemas)}
 
 
 def array(items: Schema, **more: Any) -> Schema:
-    """Arrays of ``items``; ``more`` keywords."""
+    """Arrays of ``items``; ``more``: further keywords."""
     return {"type": "array", "items": items, **more}
 
 
@@ -114,5 +115,5 @@ def object_of(required: Iterable[str] = (), **properties: Schema) -> Schema:
 
 
 def part_of(kind: str, required: str, **properties: Schema) -> Schema:
-    """Parts of a message, of the type ``kind``, whose ``required`` property has the content."""
+    """Content parts of the type ``kind``, whose ``required`` property has the content."""
     return object_of(["type", required], type={"const": kind}, **properties)

@@ -1,4 +1,4 @@
-"""Fields of JSON bodies: taken one by one, each of its type; what is left over is refused by name."""
+"""Fields of JSON bodies: read one by one with type checks; remaining fields are refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from mmserve.errors import FieldViolation, InvalidArgument
 from mmserve.v1 import generation_pb2 as pb
 
-#: JSON's names of Python's types.
+#: JSON's names of Python types.
 _NAMES = {
     str: "a string",
     bool: "true or false",
@@ -28,22 +28,22 @@ _TYPES: Mapping[int, type] = {
     FieldDescriptor.CPPTYPE_BOOL: bool,
     FieldDescriptor.CPPTYPE_STRING: str,
 }
-#: Negative values that bodies may have for fields of ``GenerateRequest``: the least one, and what they are there.
-#: OpenAI's seeds are signed; -1 is vLLM's "all" of ``top_k``.
+#: Negative values that bodies may have for fields of ``GenerateRequest``: the minimum, and their meaning. OpenAI's
+#: seeds are signed; -1 is vLLM's "all" for ``top_k``.
 WIDER: Mapping[str, tuple[int, Callable[[int], int]]] = {
     "sampling.seed": (-(1 << 63), lambda seed: seed % (1 << 64)),
     "sampling.top_k": (-1, lambda _: 0),
 }
 #: Fields of ``GenerateRequest`` that the ``mmserve`` object of a body may set, by protobuf's JSON names.
 OWN = ("diffusion", "vision", "kv_reduction", "image_reuse", "constraint", "stream", "slo_class")
-#: Unknown fields that an error names.
+#: Maximum number of unknown fields in an error.
 _NAMED = 32
-#: Fields of its ``stream`` that bodies have under no other name.
+#: Fields of its ``stream`` that have no other name in bodies.
 OWN_STREAM = ("drafts", "alternatives")
 
 
 class Fields:
-    """The fields of a JSON object at ``path``; each ``take`` removes one. A ``with`` block ends with ``end``."""
+    """The fields of a JSON object at ``path``; each ``take`` removes one. A ``with`` block calls ``end``."""
 
     def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
         self._left = {name: value for name, value in body.items() if value is not None}
@@ -51,42 +51,42 @@ class Fields:
 
     @classmethod
     def of(cls, value: Any, path: str) -> Self:
-        """Those of ``value``, which must be an object."""
+        """The fields of ``value``, which must be an object."""
         return cls(typed(value, dict, path), path)
 
     def path(self, name: str) -> str:
-        """``name`` with the path of the object in front of it; that path alone where it is empty."""
+        """``name`` prefixed by the path of the object; only that path if ``name`` is empty."""
         return f"{self._path}.{name}" if self._path and name else self._path or name
 
     def has(self, name: str) -> bool:
-        """Whether ``name`` is there, not null, and nothing has taken it yet."""
+        """Whether ``name`` is present, not null, and not taken yet."""
         return name in self._left
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
-        """The value of ``name``, ``default`` if absent or null; ``InvalidArgument`` where it is no ``kind``."""
+        """The value of ``name``; ``default`` if absent or null. Raises ``InvalidArgument`` if it is not a ``kind``."""
         value = self._left.pop(name, None)
         return default if value is None else typed(value, kind, self.path(name))
 
     def any(self, name: str) -> Any:
-        """The value of ``name``, of any type; None where it is absent or null."""
+        """The value of ``name``, of any type; None if it is absent or null."""
         return self._left.pop(name, None)
 
     def nested(self, name: str) -> Fields | None:
-        """The fields of the object ``name``; None where it is absent or null."""
+        """The fields of the object ``name``; None if it is absent or null."""
         value = self.take(name, dict)
         return None if value is None else Fields(value, self.path(name))
 
     def within(self, name: str) -> Fields:
-        """As of ``nested``; of an object that is absent or null, no fields."""
+        """The fields of the object ``name``; without fields if it is absent or null."""
         return self.nested(name) or Fields({}, self.path(name))
 
     def each(self, name: str) -> Iterator[Fields]:
-        """The fields of each object of the array ``name``; none where it is absent or null."""
+        """The fields of each object in the array ``name``; none if it is absent or null."""
         for i, value in enumerate(self.take(name, list, [])):
             yield Fields.of(value, f"{self.path(name)}[{i}]")
 
     def end(self, why: str = "is not a field of this API") -> None:
-        """Raise ``InvalidArgument`` with every field that nothing has taken."""
+        """Raises ``InvalidArgument`` with every field that was not taken."""
         if self._left:
             wrong = [FieldViolation(self.path(name[:200]), why) for name in islice(self._left, _NAMED)]
             if (more := len(self._left) - len(wrong)) > 0:
@@ -102,7 +102,7 @@ class Fields:
 
 
 def typed(value: Any, kind: type, path: str) -> Any:
-    """``value``, which must be of the JSON type ``kind``; an integer is a number, too."""
+    """``value``, which must have the JSON type ``kind``; an integer is also a number."""
     if kind is float and type(value) is int:
         return float(value) if abs(value) < 1 << 63 else _wrong(path, float)
     return value if type(value) is kind else _wrong(path, kind)
@@ -113,7 +113,8 @@ def _wrong(path: str, kind: type) -> Any:
 
 
 def copy_fields(fields: Fields, message: pb.GenerateRequest, table: Mapping[str, str]) -> None:
-    """Set the fields of ``message`` (dotted paths) that ``table`` names for JSON names, from those present."""
+    """Set the fields of ``message`` (dotted paths) by ``table``, which maps JSON names to fields, from those
+    present."""
     for name, path in table.items():
         if not fields.has(name):
             continue
@@ -143,8 +144,8 @@ def stops(fields: Fields, name: str) -> list[str]:
 def merge_own(fields: Fields, message: pb.GenerateRequest) -> dict[str, str]:
     """Merge the ``mmserve`` object into ``message``: fields of ``GenerateRequest`` in protobuf's JSON form.
 
-    Returns the names that errors about fields of ``message`` then have. Raises ``InvalidArgument`` for other fields,
-    for a second constraint, and for drafts of an answer that is not streamed.
+    Returns the names in errors of fields of ``message``. Raises ``InvalidArgument`` for other fields, for a second
+    constraint, and for drafts without streaming.
     """
     own = fields.take("mmserve", dict)
     if not own:

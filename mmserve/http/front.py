@@ -25,12 +25,12 @@ from mmserve.rpc.server import Server
 logger = logging.getLogger("mmserve.http")
 logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
-#: Connections that wait to be accepted.
+#: Maximum connections waiting to be accepted.
 _BACKLOG = 2048
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the server that it is part of; ``listening`` is set once it accepts connections."""
+    """uvicorn without signal handlers, which the server has; ``listening`` is set once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -46,13 +46,13 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Replaceable(ssl.SSLContext):
-    """Listens for connections, each of which has the ``latest`` context: from one context neither an authority nor the
-    keys of session tickets can be taken away."""
+    """A listening context whose connections use the ``latest`` context, because CAs and session ticket keys cannot be
+    removed from a context."""
 
     latest: ssl.SSLContext
 
     def wrap_bio(self, *given: Any, **named: Any) -> ssl.SSLObject:
-        """As of ``SSLContext.wrap_bio``."""
+        """See ``SSLContext.wrap_bio``."""
         return self.latest.wrap_bio(*given, **named)
 
 
@@ -60,7 +60,7 @@ class HttpFront:
     """Serves the HTTP APIs of ``server`` on ``[server] http_port`` of its configuration, with its certificate."""
 
     def __init__(self, server: Server, port: int | None = None) -> None:
-        """``port``: in place of the configuration's; 0 = any free one."""
+        """``port``: overrides the configuration's; 0 = any free port."""
         self._server = server
         self._asked = server.config.server.http_port if port is None else port
         self._app: App | None = None
@@ -70,7 +70,7 @@ class HttpFront:
         self.port = 0
 
     async def start(self) -> None:
-        """Listen; raises ``ConfigError`` where the port cannot be bound."""
+        """Listen; raises ``ConfigError`` if the port cannot be bound."""
         config = self._server.config.server
         listener = _listener(config.host, self._asked)
         self.port = listener.getsockname()[1]
@@ -104,7 +104,7 @@ class HttpFront:
         logger.info("HTTP on %s://%s:%d", "https" if config.tls_key else "http", config.host, self.port)
 
     async def stop(self, seconds: float) -> None:
-        """Stop listening; answers in progress are sent for so many seconds."""
+        """Stop listening; responses in progress get ``seconds`` to be sent."""
         if self._uvicorn is None or self._task is None:
             return
         self._uvicorn.should_exit = True
@@ -122,7 +122,7 @@ class HttpFront:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A listening socket; ``ConfigError`` where it cannot be had."""
+    """A listening socket; raises ``ConfigError`` if the port cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)

@@ -1,4 +1,4 @@
-"""Media in bodies: ``data:`` URLs, media ids, and URLs, which ``rpc/fetching.py`` fetches."""
+"""Media in bodies: ``data:`` URLs, media ids, and URLs, which ``rpc/fetching.py`` downloads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mmserve.errors import InvalidArgument
 from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
-#: What ``mmserve.v1.MediaService`` returns for an upload, in place of a URL.
+#: Pattern of the media ids of ``mmserve.v1.MediaService``, which may replace a URL.
 MEDIA_ID = "sha256:"
-#: How closely OpenAI's models are to look at an image.
+#: Values of OpenAI's level of detail for images.
 DETAILS = ("auto", "low", "high", "original")
 
 
@@ -37,16 +37,16 @@ def video(url: str, path: str) -> pb.ContentPart:
 
 
 def take_detail(source: Fields) -> None:
-    """Take the ``detail`` of an image: a hint, which changes nothing; ``mmserve.vision`` sets sizes."""
+    """Read the ``detail`` of an image: a hint without effect; ``mmserve.vision`` sets sizes."""
     if source.take("detail", str, "auto") not in DETAILS:
         raise InvalidArgument.of(source.path("detail"), f"must be one of {', '.join(map(repr, DETAILS))}")
 
 
 def fields_of(urls: Collection[str], body: Any) -> dict[str, str]:
-    """Where ``body`` has each of ``urls``: the path of the first field with it."""
+    """The location of each of ``urls`` in ``body``: the path of the first field with it."""
     found: dict[str, str] = {}
     left: list[tuple[str, Any]] = [("", body)] if urls else []
-    while left:  # no recursion: a body may be nested as deeply as it was parsed
+    while left:  # iterative: a body may be nested as deeply as the parser allows
         path, value = left.pop()
         if isinstance(value, str) and value in urls:
             found.setdefault(value, path)

@@ -1,4 +1,4 @@
-"""Anthropic's messages: their bodies as ``GenerateRequest``, and events as their messages and streams."""
+"""Anthropic's messages: bodies to ``GenerateRequest``, and events to messages and streams."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ NEUTRAL: Neutral = {
     "container": ((), "is not supported"),
     "mcp_servers": (([],), "is not supported"),
 }
-#: Blocks of other servers' answers that are no part of the chat.
+#: Content blocks in other servers' responses that are not part of the chat.
 _THOUGHTS = ("thinking", "redacted_thinking")
-#: HTTP status to the ``type`` of an error.
+#: The ``type`` of an error, by HTTP status.
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -52,9 +52,9 @@ _TYPES = {
 _REASONS = {"end": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-#: What ``thinking`` may be: leave to think, which no model here does apart from its answer.
+#: Values of ``thinking``: permission to think, which no model here does separately from its answer.
 THINKING = ("disabled", "adaptive", "enabled")
-#: The edits of a context that change nothing without thinking.
+#: Context edits without effect if there is no thinking.
 _CLEAR_THINKING = "clear_thinking_"
 
 
@@ -88,10 +88,10 @@ class Messages:
 
 
 def read_counted(body: dict[str, Any]) -> tuple[pb.GenerateRequest, dict[str, str]]:
-    """The request whose prompt ``/v1/messages/count_tokens`` counts, which is asked for one token of no interest, and
-    the places of its messages."""
+    """The request whose prompt ``/v1/messages/count_tokens`` counts, with one new token, which is discarded, and the
+    locations of its messages."""
     fields, found, places = _prompt(body)
-    _output_config(fields, pb.GenerateRequest())  # no part of the prompt
+    _output_config(fields, pb.GenerateRequest())  # not part of the prompt
     fields.end()
     if found.tool_choice == pb.TOOL_CHOICE_NONE:
         del found.tools[:]
@@ -101,7 +101,7 @@ def read_counted(body: dict[str, Any]) -> tuple[pb.GenerateRequest, dict[str, st
 
 
 def _prompt(body: dict[str, Any]) -> tuple[Fields, pb.GenerateRequest, dict[str, str]]:
-    """A request with what of ``body`` makes its prompt, the fields that are left, and the places of the messages."""
+    """A request with the prompt of ``body``, the remaining fields, and the locations of the messages."""
     fields, found = Fields(body), pb.GenerateRequest()
     found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
     system = fields.any("system")
@@ -111,7 +111,7 @@ def _prompt(body: dict[str, Any]) -> tuple[Fields, pb.GenerateRequest, dict[str,
     found.continue_final_message = bool(found.messages) and _continued(found.messages[-1])
     take_message_tools(fields, found)
     take_template_options(fields, found)
-    fields.take("cache_control", dict)  # prompts share their beginnings without being asked to
+    fields.take("cache_control", dict)  # prefixes are always cached
     with fields.within("thinking") as thinking:
         if thinking.take("type", str, THINKING[0]) not in THINKING:
             raise InvalidArgument.of("thinking.type", f"must be one of {', '.join(map(repr, THINKING))}")
@@ -130,7 +130,7 @@ def _continued(last: pb.ChatMessage) -> bool:
 
 
 def _messages(fields: Fields) -> Iterator[Placed]:
-    """A message of the body: the results of tools in it are messages of their own, in front of the rest."""
+    """A message of the body; tool results in it become separate messages before it."""
     role, content, path = role_of(fields, ("user", "assistant")), fields.any("content"), fields.path("content")
     fields.end()
     if not isinstance(content, list):
@@ -162,7 +162,7 @@ def _call(fields: Fields) -> pb.ToolCall:
 
 def _result(fields: Fields) -> pb.ChatMessage:
     fields.take("cache_control", dict)
-    fields.take("is_error", bool)  # what went wrong is in the content
+    fields.take("is_error", bool)  # the content describes the error
     content = fields.any("content")
     readers = {"text": _text, "image": _image}
     found = message("tool", "" if content is None else content, fields.path("content"), readers)
@@ -205,7 +205,7 @@ def _video(fields: Fields) -> pb.ContentPart:
 
 
 def _source(fields: Fields) -> tuple[str, str]:
-    """A source as a URL, and where it is."""
+    """A source as a URL, and its location."""
     with fields.within("source") as source:
         kind = source.take("type", str, "")
         if kind == "url":
@@ -217,7 +217,7 @@ def _source(fields: Fields) -> tuple[str, str]:
 
 
 class _Reply:
-    """The answer to one message."""
+    """The response to one request."""
 
     def __init__(self, model: str) -> None:
         self._common = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
@@ -233,18 +233,18 @@ class _Reply:
         return {**self._common, "content": content, **_end(one), **own}
 
     def failed(self, body: dict[str, Any]) -> str:
-        """As of ``Reply.failed``."""
+        """See ``Reply.failed``."""
         return sse(body, "error")
 
     def _start(self, usage: Usage) -> str:
-        """The event that begins a stream, whose prompt has that ``usage``."""
+        """The first event of a stream; ``usage``: of the prompt."""
         begun = {**self._common, "content": [], **_end(None), "usage": _usage(usage)}
         return sse({"type": "message_start", "message": begun}, "message_start")
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """``message_start``, content blocks with their deltas, ``message_delta`` with the usage, ``message_stop``."""
         usage, begun = Usage(0, 0, 0), False
-        index, kind = -1, ""  # of the open block
+        index, kind = -1, ""  # of the current block
 
         def block(content: dict[str, Any]) -> str:
             nonlocal index, kind
@@ -271,7 +271,7 @@ class _Reply:
                 line = block(_tool_use(event.id, event.name, {})) if event.id else ""
                 line += more({"type": "input_json_delta", "partial_json": event.arguments}) if event.arguments else ""
             elif isinstance(event, Finished):
-                line = block(text) if index < 0 else ""  # a message has one block at least
+                line = block(text) if index < 0 else ""  # a message has at least one block
                 line += sse({"type": "content_block_stop", "index": index}, "content_block_stop")
                 own = {"usage": _tokens(event.usage), "mmserve": own_fields([event])}
                 line += sse({"type": "message_delta", "delta": _end(event), **own}, "message_delta")
@@ -281,7 +281,7 @@ class _Reply:
 
 
 def _given(arguments: str) -> dict[str, Any]:
-    """The object in the text of a call's ``arguments``; numbers beyond all floats become the last one."""
+    """The object in a call's ``arguments`` (JSON text); numbers beyond the range of floats become the maximum."""
     given: dict[str, Any] = json.loads(arguments, parse_float=_float, parse_int=_integer)
     return given
 
@@ -299,14 +299,14 @@ def _tool_use(own: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(one: Finished | None) -> dict[str, Any]:
-    """Why the answer ended; all None before."""
+    """The reason why the answer ended; all None before its end."""
     reason = None if one is None else _REASONS[one.reason]
     stop = None if one is None else one.stop or None
     return {"stop_reason": reason, "stop_sequence": stop, "stop_details": None, "container": None}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """``usage`` as a message has it."""
+    """``usage`` in the format of a message."""
     return {
         **_tokens(usage),
         "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
@@ -316,7 +316,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _tokens(usage: Usage) -> dict[str, Any]:
-    """Tokens that were run, and read from the cache. The cache takes in prompts unasked: none is run for it."""
+    """Prompt tokens that were run, and those read from the cache. Caching is implicit, so none are written
+    explicitly."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "output_tokens": usage.completion_tokens,

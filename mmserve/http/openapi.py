@@ -1,4 +1,4 @@
-"""``/openapi.json``: the HTTP APIs as an OpenAPI description, made of the tables of ``described.py``."""
+"""``/openapi.json``: the OpenAPI description of the HTTP APIs, generated from the tables of ``described.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmserve.http.errors import STATUS
 from mmserve.http.field_schemas import Field, Schema
 
 _JSON = "application/json"
-#: Path to what it is, of those that take a body; the first sentences of docs/api.md are longer.
+#: Short descriptions of the paths with a body; those of docs/api.md are longer.
 _POSTS = {
     "/v1/chat/completions": "OpenAI's chat completions",
     "/v1/completions": "OpenAI's completions, of one text or several; with suffix, a gap filled",
@@ -31,7 +31,7 @@ _GETS = {
     "/metrics": ("Prometheus metrics; where tokens are asked for, for tenants with admin = true", "text/plain", ()),
     "/openapi.json": ("This description", _JSON, ()),
 }
-#: Top-level names that each answer has.
+#: Top-level fields of each response.
 _ANSWERS = {
     "/v1/chat/completions": ("id", "object", "created", "model", "choices", "usage"),
     "/v1/completions": ("id", "object", "created", "model", "choices", "usage"),
@@ -66,7 +66,7 @@ def document(models: Sequence[str]) -> dict[str, Any]:
             "200": {"description": "As asked", "content": {kind: {"schema": {}}}},
             **_errors(extra=(HTTPStatus.SERVICE_UNAVAILABLE,)),
         }
-        if path == "/health":  # without a token
+        if path == "/health":  # needs no token
             answers = {status: {"description": "", "content": {_JSON: {}}} for status in ("200", "503")}
         paths[path] = {"get": {"summary": summary, "parameters": given, "responses": answers}}
     return {
@@ -92,12 +92,12 @@ def _post(path: str, models: Sequence[str]) -> dict[str, Any]:
         "type": "object",
         "properties": properties,
         "required": [name for name, field in fields.items() if field.required],
-        "additionalProperties": path == "/v1/systemone",  # whose published schema allows others
+        "additionalProperties": path == "/v1/systemone",  # its published schema allows other fields
     }
     answer: Schema = {"type": "object", "required": list(_ANSWERS[path])}
     content = {_JSON: {"schema": answer}}
     if "stream" in fields:
-        content["text/event-stream"] = {"schema": {}}  # of a whole stream there is no schema, only of its events
+        content["text/event-stream"] = {"schema": {}}  # there is no schema of a whole stream, only of its events
     example = {name: field.example for name, field in fields.items() if field.required}
     return {
         "summary": _POSTS[path],

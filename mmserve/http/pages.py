@@ -1,4 +1,4 @@
-"""The playground: a page and its modules, as files of this package, and what it asks about the server."""
+"""The playground: a page and its modules, which are files of this package, and the server information that it needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.routing import Route
 from mmserve import __version__
 from mmserve.rpc.auth import BearerAuth
 
-#: Where the page's files are; the page itself is ``/``.
+#: Paths of the page's files; the page itself is ``/``.
 FOLDER = "/playground"
 _TYPES = {
     "html": "text/html; charset=utf-8",
@@ -22,7 +22,7 @@ _TYPES = {
     "png": "image/png",
     "svg": "image/svg+xml",
 }
-#: Nothing of other hosts, no code in the page itself, and no frame around it.
+#: Content security policy: nothing from other hosts, no inline code, and no framing.
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -43,14 +43,14 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(self), microphone=(), geolocation=()",
-    "cache-control": "no-cache",  # kept, and asked about each time
+    "cache-control": "no-cache",  # cached, and revalidated each time
 }
 
 
 class Pages:
     """The routes of the playground; its files are read once.
 
-    They need no token: nothing in them is secret, and the page asks for one where ``auth`` does.
+    They need no token, because they contain no secrets; the page asks for a token if ``auth`` requires one.
     """
 
     def __init__(self, apis: Sequence[str], auth: BearerAuth) -> None:
@@ -77,7 +77,7 @@ class Pages:
         return RedirectResponse(f"{FOLDER}/icon.svg", 301, _HEADERS)
 
     async def _about(self, _request: Request) -> Response:
-        """Paths that there are, whether a token is needed, and the version: what a page may know before it has one."""
+        """Available paths, whether a token is required, and the version: information that is public."""
         about = {"version": __version__, "apis": self._apis, "tokens": self._auth.guards}
         return JSONResponse(about, headers=_HEADERS)
 

@@ -1,4 +1,4 @@
-"""A client that disconnects ends the work for it."""
+"""Cancellation of the work for a client that disconnects."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mmserve.errors import Cancelled
 
 
 class Present:
-    """A context of the task that answers a request, whose body has been read with ``receive``.
+    """A context of the task that handles a request, whose body was already read with ``receive``.
 
-    Where the client disconnects, the task is cancelled, and the context ends with ``Cancelled``.
+    If the client disconnects, the task is cancelled, and the context raises ``Cancelled``.
     """
 
     def __init__(self, receive: Receive) -> None:

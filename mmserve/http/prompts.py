@@ -1,4 +1,4 @@
-"""Several prompts of one body: requests that are alike, admitted together and answered as the samples of one."""
+"""Several prompts in one body: similar requests, admitted together, whose answers are returned as samples of one."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ logger = logging.getLogger("mmserve.http")
 
 
 class Prompts:
-    """Requests to ``server`` for the prompts of a body."""
+    """Creates requests to ``server`` for the prompts of a body."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
     def take(self, asked: Asked, tenant: Tenant, held: ExitStack) -> None:
-        """Count the prompts of ``asked`` after the first in the limits of ``tenant``, until ``held`` is closed.
+        """Count the prompts of ``asked`` after the first towards the limits of ``tenant``, until ``held`` is closed.
 
-        Raises ``InvalidArgument`` where no server or tenant of these settings takes so many, and as of
+        Raises ``InvalidArgument`` if this number can never be admitted with the current settings, and as
         ``Quotas.taken``.
         """
         count, samples = 1 + len(asked.prompts), asked.message.sampling.n or 1
@@ -54,10 +54,10 @@ class Prompts:
         prompts: Sequence[TextPart | TokensPart],
         held: ExitStack,
     ) -> AsyncGenerator[Event]:
-        """Events of ``request``, and of those that have ``prompts`` in place of its own; arguments as of ``answered``
-        and of ``Generations.alike``.
+        """Events of ``request``, and of copies of it with each of ``prompts``; arguments as in ``answered`` and
+        ``Generations.alike``.
 
-        A request has as many new tokens as fit after its prompt, where those are fewer than asked for.
+        The number of new tokens is reduced to what fits after each prompt.
         """
         first = _fitted(engine, request, watch)
         if not prompts:
@@ -91,7 +91,7 @@ class Prompts:
 
 
 async def _placed(number: int, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
-    """``events``, whose errors name the prompt by its place in the body."""
+    """``events``, with errors that name the prompt by its index in the body."""
     with renamed({"messages": f"prompt[{number}]"}):
         async with aclosing(events):
             async for event in events:
@@ -99,14 +99,14 @@ async def _placed(number: int, events: AsyncGenerator[Event]) -> AsyncGenerator[
 
 
 async def _fitted(engine: EngineLike, request: Request, watch: Watch) -> AsyncGenerator[Event]:
-    """As of ``answered``, with as many new tokens as fit after the prompt, where those are fewer than asked for."""
+    """As ``answered``, with the number of new tokens reduced to what fits after the prompt."""
     while True:
         try:
             async with aclosing(answered(engine, request, watch)) as events:
                 async for event in events:
                     yield event
             return
-        except DoesNotFit as error:  # before any event but ``Admitted``
+        except DoesNotFit as error:  # precedes all events except for ``Admitted``
             if not 0 < error.room < request.sampling.max_new_tokens:
                 raise
             fitting = replace(request.sampling, max_new_tokens=error.room)
@@ -116,13 +116,13 @@ async def _fitted(engine: EngineLike, request: Request, watch: Watch) -> AsyncGe
 async def joined(
     streams: Sequence[AsyncGenerator[Event]], samples: int, failed: Callable[[], None] = lambda: None
 ) -> AsyncGenerator[Event]:
-    """The events of several requests, of so many ``samples`` each, as those of one request: samples are counted through
-    all of them.
+    """The events of several requests, of ``samples`` samples each, as those of one request with samples numbered
+    consecutively.
 
-    No event is yielded before all requests are admitted. The error of one request ends the others, after ``failed`` is
+    No event is yielded before all requests are admitted. An error of one request ends the others, after ``failed`` is
     called.
     """
-    ready: asyncio.Queue[Event | Exception | None] = asyncio.Queue(1)  # unsent events are joined in outboxes alone
+    ready: asyncio.Queue[Event | Exception | None] = asyncio.Queue(1)  # unsent events are merged only in outboxes
 
     async def pass_on(first: int, stream: AsyncGenerator[Event]) -> None:
         try:

@@ -1,6 +1,6 @@
-"""Open Responses: their bodies as ``GenerateRequest``, and events as their responses and streams.
+"""Open Responses: bodies to ``GenerateRequest``, and events to responses and streams.
 
-Nothing is stored: a conversation travels in ``input``.
+Nothing is stored: a conversation is sent in ``input``.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ NEUTRAL: Neutral = {
     "truncation": (("disabled", "auto"), "must be 'disabled' or 'auto'"),
     "service_tier": api.one_of(api.TIERS),
 }
-#: What ``include`` may hold: log-probabilities of the tokens, and what no answer here has.
+#: Values of ``include``: log-probabilities of the tokens, and values without effect here.
 LOGPROBS, REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
-#: Hints of ``reasoning``: no model here reasons apart from its answer.
+#: Hints of ``reasoning``: no model here reasons separately from its answer.
 HINTS: Neutral = {
     "effort": api.one_of(api.EFFORTS),
     "summary": api.one_of(("auto", "concise", "detailed")),
     "generate_summary": api.one_of(("auto", "concise", "detailed")),
 }
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-#: Fields of a response that repeat those of the request, and their values without one.
+#: Fields of a response that repeat those of the request, with their defaults.
 _ECHOED: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -74,7 +74,7 @@ _ECHOED: dict[str, Any] = {
     "top_p": 1.0,
     "truncation": "disabled",
 }
-#: Fields that have one value here.
+#: Fields with a fixed value.
 _FIXED: dict[str, Any] = {
     "background": False,
     "error": None,
@@ -124,7 +124,7 @@ class Responses:
 
 
 def _take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
-    """Take ``include`` and ``top_logprobs``, which asks for the tokens' own, too."""
+    """Read ``include`` and ``top_logprobs``, which implies the log-probabilities of the tokens."""
     for i, name in enumerate(fields.take("include", list, [])):
         if name not in (LOGPROBS, REASONING):
             raise InvalidArgument.of(f"include[{i}]", f"must be {LOGPROBS!r}: nothing else can be included")
@@ -135,8 +135,7 @@ def _take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
 
 
 def _unfinished(given: Any) -> bool:
-    """Whether the last item of the ``input`` is a message of the assistant that is not complete: the answer continues
-    it, as in vLLM."""
+    """Whether the last item of ``input`` is an incomplete assistant message, which the answer continues, as in vLLM."""
     last = given[-1] if isinstance(given, list) and given else None
     return (
         isinstance(last, dict)
@@ -157,7 +156,7 @@ def _input(fields: Fields) -> list[Placed]:
         each = Fields.of(item, f"input[{i}]")
         kind = each.take("type", str, "message")
         if kind == "function_call":
-            if not (found and found[-1].message.role == pb.ROLE_ASSISTANT):  # calls are of the message in front of them
+            if not (found and found[-1].message.role == pb.ROLE_ASSISTANT):  # calls belong to the preceding message
                 found.append(Placed(message("assistant", [], each.path("type"), {}), each.path("")))
             found[-1].inner[f"tool_calls[{len(found[-1].message.tool_calls)}]"] = each.path("")
             found[-1].message.tool_calls.append(_call(each))
@@ -165,7 +164,7 @@ def _input(fields: Fields) -> list[Placed]:
         if kind == "function_call_output":
             found.append(Placed(_result(each), each.path("")))
             continue
-        if kind == "reasoning":  # of another server's answer
+        if kind == "reasoning":  # in other servers' responses
             continue
         if kind != "message":
             raise InvalidArgument.of(each.path("type"), _ITEMS)
@@ -209,7 +208,7 @@ def _image(fields: Fields) -> pb.ContentPart:
 
 
 def _text(fields: Fields, found: pb.GenerateRequest) -> dict[str, Any]:
-    """Take ``text``, the format of the answer; the same as a response has it."""
+    """Read ``text``, the format of the answer. Returns it as repeated in a response."""
     with fields.within("text") as text:
         take_neutral(text, {"verbosity": api.one_of(api.VERBOSITIES)}, ())
         given = text.take("format", dict, {"type": "text"})
@@ -221,7 +220,7 @@ def _text(fields: Fields, found: pb.GenerateRequest) -> dict[str, Any]:
 
 
 class _Reply:
-    """The answer to one response request."""
+    """The response to one request."""
 
     def __init__(self, asked: pb.GenerateRequest, fields: dict[str, Any]) -> None:
         self._logprobs = asked.stream.tokens
@@ -262,7 +261,7 @@ class _Reply:
         }
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-        """The events of a response, numbered: of a message where there is text, and of each call."""
+        """The numbered events of a response: of a message, if there is text, and of each call."""
         begun = {**self._common, "status": "in_progress", "completed_at": None, "incomplete_details": None}
         begun |= {"output": [], "usage": None}
         items = _Items(self)
@@ -284,29 +283,29 @@ class _Reply:
             first = ""
 
     def failed(self, body: dict[str, Any]) -> str:
-        """The event of an error, with its fields as in OpenAI's events and as in Open Responses."""
+        """The event of an error, with the fields of both OpenAI's events and Open Responses."""
         given = {name: body["error"][name] for name in ("code", "message", "param")}
         return sse({"type": "error", "sequence_number": next(self.numbers), **given, **body}, "error")
 
     def message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """The item of the message."""
+        """The message item."""
         return {"type": "message", "id": self.item, "status": status, "role": "assistant", "content": content}
 
 
 class _Items:
-    """The output items of a response as a stream has them, one after another."""
+    """The output items of a streamed response, in order."""
 
     def __init__(self, reply: _Reply) -> None:
         self._reply = reply
         self._done: list[dict[str, Any]] = []
-        self._open: ToolCall | str | None = None  # the item that is sent now: a call, or the text of the message
+        self._open: ToolCall | str | None = None  # the current item: a call, or the text of the message
 
     def line(self, event: str, **fields: Any) -> str:
         """A numbered event."""
         return sse({"type": event, "sequence_number": next(self._reply.numbers), **fields}, event)
 
     def text(self, delta: str) -> Iterator[str]:
-        """More text of the message, which comes before all calls."""
+        """Add text to the message, which precedes all calls."""
         if self._open is None:
             self._open = ""
             yield self.line("response.output_item.added", output_index=0, item=self._reply.message("in_progress", []))
@@ -316,7 +315,7 @@ class _Items:
             yield self.line("response.output_text.delta", **self._place(), delta=delta, logprobs=[])
 
     def call(self, delta: ToolCallDelta) -> Iterator[str]:
-        """More of a call."""
+        """Add a part of a call."""
         if delta.id:
             yield from self._close()
             self._open = ToolCall(delta.id, delta.name, "")
@@ -329,8 +328,8 @@ class _Items:
             yield self.line(event, **self._place(), delta=delta.arguments)
 
     def end(self, one: Finished) -> Iterator[str]:
-        """The end of the last item, and of the response, whose output are the items of the stream: a call that was cut
-        is one of them."""
+        """The end of the last item, and of the response, whose output has all streamed items, including an incomplete
+        call."""
         if self._open is None:
             yield from self.text("")
         whole = self._reply.whole([one])
@@ -362,7 +361,7 @@ class _Items:
         self._done.append(item)
 
     def _place(self) -> dict[str, Any]:
-        """Where a delta belongs."""
+        """The fields that locate a delta."""
         if isinstance(self._open, ToolCall):
             return {"item_id": _call_item(self._open, "")["id"], "output_index": len(self._done)}
         return {"item_id": self._reply.item, "output_index": 0, "content_index": 0}

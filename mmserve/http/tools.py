@@ -1,4 +1,4 @@
-"""Tools in bodies: the three ways in which APIs describe tools, and name those that must be called."""
+"""Tools in bodies: the three APIs' formats of tools and of tool choices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
 
 _CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required": pb.TOOL_CHOICE_REQUIRED}
-#: A choice of some of the tools.
+#: Type of a choice that allows some of the tools.
 _ALLOWED = "allowed_tools"
-#: Fields of Anthropic's tools that change nothing: all tools are in the prompt, and arguments come as they are made.
+#: Fields of Anthropic's tools without effect: all tools are in the prompt, and arguments are streamed.
 _TOOL_LABELS: dict[str, type] = {
     "cache_control": dict,
     "eager_input_streaming": bool,
@@ -23,7 +23,7 @@ _TOOL_LABELS: dict[str, type] = {
 
 
 def take_chat_tools(fields: Fields, found: pb.GenerateRequest) -> None:
-    """Take ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of chat completions into ``found``."""
+    """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of chat completions into ``found``."""
     for each in fields.each("tools"):
         with each, each.within("function") as function:
             _of_kind(each, "function")
@@ -32,7 +32,7 @@ def take_chat_tools(fields: Fields, found: pb.GenerateRequest) -> None:
 
 
 def take_response_tools(fields: Fields, found: pb.GenerateRequest) -> None:
-    """The same of Responses, whose functions are not nested."""
+    """The same for Responses, whose functions are not nested."""
     for each in fields.each("tools"):
         with each:
             _of_kind(each, "function")
@@ -41,7 +41,7 @@ def take_response_tools(fields: Fields, found: pb.GenerateRequest) -> None:
 
 
 def take_message_tools(fields: Fields, found: pb.GenerateRequest) -> None:
-    """Take ``tools`` and ``tool_choice`` of Anthropic's messages into ``found``."""
+    """Read ``tools`` and ``tool_choice`` of Anthropic's messages into ``found``."""
     for each in fields.each("tools"):
         with each:
             _of_kind(each, "custom", default="custom")
@@ -72,7 +72,7 @@ def _of_kind(tool: Fields, kind: str, default: str = "") -> None:
 
 
 def _add(tool: Fields, found: pb.GenerateRequest, schema: str) -> None:
-    """Add a tool. Without ``strict``, what of its schema no grammar can enforce is left to the caller."""
+    """Add a tool. Without ``strict``, parts of its schema that no grammar can enforce are not enforced."""
     parameters: Any = tool.take(schema, dict)
     found.tools.add(
         name=tool.take("name", str, ""),
@@ -83,7 +83,7 @@ def _add(tool: Fields, found: pb.GenerateRequest, schema: str) -> None:
 
 
 def _named(given: Fields, *, nested: bool) -> str:
-    """The name of the function that ``given`` refers to."""
+    """The name of the function in ``given``."""
     _of_kind(given, "function")
     named = given.within("function") if nested else given
     name: str = named.take("name", str, "")
@@ -93,7 +93,7 @@ def _named(given: Fields, *, nested: bool) -> str:
 
 
 def _allow(given: Fields, found: pb.GenerateRequest, *, nested: bool) -> None:
-    """Take a choice of some of the tools, all of which the model is shown."""
+    """Read a choice of some of the tools; the prompt contains all of them."""
     given.take("type", str)
     allowed = given.within(_ALLOWED) if nested else given
     mode = allowed.take("mode", str, "")

@@ -1,4 +1,4 @@
-"""vLLM's own fields of bodies: ``vllm_xargs``, which has those of diffusion models, and the chat template's options."""
+"""vLLM's own fields: ``vllm_xargs``, with those of diffusion models, and the chat template's options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmserve.http.fields import Fields, copy_fields, typed
 from mmserve.v1 import generation_pb2 as pb
 
 XARGS = "vllm_xargs"
-#: Names in ``vllm_xargs`` to fields of ``GenerateRequest``: a block is what vLLM calls a canvas.
+#: Fields of ``GenerateRequest`` by their names in ``vllm_xargs``: vLLM's "canvas" is a block here.
 _NUMBERS = {
     "diffusion_canvas_length": "diffusion.block_length",
     "diffusion_max_steps": "diffusion.max_steps",
@@ -25,7 +25,7 @@ _NEUTRAL: Neutral = {
 
 
 def take_xargs(fields: Fields, found: pb.GenerateRequest) -> dict[str, str]:
-    """Take ``vllm_xargs``; the names that errors about fields of ``found`` then have."""
+    """Read ``vllm_xargs``. Returns the names in errors of fields of ``found``."""
     given = fields.nested(XARGS)
     if given is None:
         return {}
@@ -56,6 +56,6 @@ def _extend(seed: pb.SeedCanvas, name: str, ids: list[int], path: str) -> None:
 
 
 def take_template_options(fields: Fields, found: pb.GenerateRequest) -> None:
-    """Take ``chat_template_kwargs``."""
+    """Read ``chat_template_kwargs``."""
     if options := fields.take(TEMPLATE_OPTIONS, dict, {}):
         found.template_options = json.dumps(options)

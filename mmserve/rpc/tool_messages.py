@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +26,15 @@ MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 #: Maximum total bytes of descriptions and schemas, which the chat template writes.
 MAX_TOOL_BYTES = 256 << 10
+#: Maximum levels of objects and arrays in a schema and in arguments, which chat templates write recursively.
+MAX_LEVELS = 256
 #: Maximum bytes that a grammar adds for all tools, and for each schema without its name.
 _AROUND_ALL, _AROUND = 1 << 10, 250
 #: Matches the field of a violation in a line of a grammar, and the location in the schema there.
 _IN_GRAMMAR = re.compile(r"constraint\.(?:lark|json_schema)#/([0-9]{1,9})(|/.*)", re.DOTALL)
 #: Keywords without effect on a grammar.
 _TEXTS = ("$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly")
+_LEVELS = f", with at most {MAX_LEVELS} levels"
 _NAMED = "must be 1 to 128 letters, digits, '_', '.' and '-'"
 
 
@@ -63,7 +66,7 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
         elif tool.name in names[:i]:
             yield f"tools[{i}].name", f"is that of another tool: {tool.name!r}"
         if tool.parameters_json_schema and not _is_object(tool.parameters_json_schema):
-            yield f"tools[{i}].parameters_json_schema", "must be the JSON text of a schema that is an object"
+            yield f"tools[{i}].parameters_json_schema", f"must be the JSON text of a schema that is an object{_LEVELS}"
         elif tool.parameters_json_schema and not _takes_objects(json.loads(tool.parameters_json_schema)):
             yield f"tools[{i}].parameters_json_schema", "must have the type object: arguments are one"
         else:
@@ -94,14 +97,23 @@ def _wrong_calls(chat: pb.ChatMessage, path: str) -> Iterator[tuple[str, str]]:
         if not _NAME.fullmatch(call.name):
             yield f"{path}.tool_calls[{i}].name", _NAMED
         if not _is_object(call.arguments):
-            yield f"{path}.tool_calls[{i}].arguments", "must be the JSON text of an object"
+            yield f"{path}.tool_calls[{i}].arguments", f"must be the JSON text of an object{_LEVELS}"
 
 
 def _is_object(text: str) -> bool:
+    """Whether ``text`` is an object of at most ``MAX_LEVELS`` levels."""
     try:
-        return isinstance(json.loads(text), dict)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return False
+    level = [found] if isinstance(found, dict) else []
+    for _ in range(MAX_LEVELS):
+        level = [inner for each in level for inner in _inner(each) if isinstance(inner, dict | list)]
+    return isinstance(found, dict) and not level
+
+
+def _inner(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def asked_tools(message: pb.GenerateRequest) -> ToolUse | None:

@@ -20,6 +20,7 @@ class ToolFormat:
     closing: str
     separator: str
     after_text: bool
+    several: bool
     marks: tuple[str, ...]
 
 
@@ -31,7 +32,8 @@ HERMES = ToolFormat(
     closing="}\n</tool_call>",
     separator="\n",
     after_text=True,
-    marks=("tools", "<tool_call>", "arguments"),
+    several=True,
+    marks=("tools", "<tool_call>", '"arguments'),  # in quotes: Qwen3-Coder's calls are XML between the same tags
 )
 #: Llama 3.1 to 3.3: JSON-based tool calling (Meta's model cards and chat templates).
 LLAMA3 = ToolFormat(
@@ -41,6 +43,7 @@ LLAMA3 = ToolFormat(
     closing="}",
     separator="; ",
     after_text=False,
+    several=False,
     marks=("tools", '"parameters": ', "ipython"),
 )
 FORMATS = {each.name: each for each in (HERMES, LLAMA3)}

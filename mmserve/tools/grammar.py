@@ -32,7 +32,7 @@ def tool_grammar(use: ToolUse, form: ToolFormat, *, beside_json: bool = False) -
         rules += [f"BEGIN_{i}: {before}{_literal(text)}" for i, text in begins.items()]
     firsts = {i: _words(text) if beside_json else f"BEGIN_{i}" for i, text in begins.items()}
     calls = " | ".join(f"{first} arguments_{i} {_literal(form.closing)}" for i, first in firsts.items())
-    if use.parallel and use.named is None:
+    if use.parallel and form.several and use.named is None:
         rules += [
             f"NEXT_{i}: {_literal(f'{form.separator}{form.opening}{tool.name}{form.middle}')}" for i, tool in tools
         ]

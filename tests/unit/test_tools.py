@@ -30,6 +30,7 @@ from mmserve.models.chat import load_tokenizer, prompt_ids
 from mmserve.models.registry import load_model, model_folder
 from mmserve.reference.calls import CALLS, NO_TOOL
 from mmserve.rpc.tool_messages import (
+    MAX_LEVELS,
     MAX_TOOL_BYTES,
     MAX_TOOLS,
     asked_tools,
@@ -83,7 +84,7 @@ def test_the_grammar_takes_text_or_calls_as_asked(admission: Admission, form: To
     wrong = written(form, [("get_weather", '{"town": "Paris"}')])
     unknown = written(form, [("gone", "{}")])
     auto = ToolUse(tools=TOOLS)
-    for text, right in (("It rains.", True), (one, True), (both, True), (wrong, False), (unknown, False)):
+    for text, right in (("It rains.", True), (one, True), (both, form.several), (wrong, False), (unknown, False)):
         assert takes(admission, auto, form, text) == right, text
     assert takes(admission, auto, form, f"Well: {one}")  # text and a call, or text alone
     [read] = [CallReader(form).feed(f"Well: {one}")]
@@ -104,7 +105,7 @@ def test_only_allowed_tools_are_called(admission: Admission, form: ToolFormat, c
     assert not takes(admission, use, form, written(form, CALLED[:1]))
     assert takes(admission, use, form, "It rains.") == (choice is ToolChoice.AUTO)
     with_both = ToolUse(tools=TOOLS, choice=choice, allowed=("now", "get_weather"))
-    assert takes(admission, with_both, form, written(form, CALLED))
+    assert takes(admission, with_both, form, written(form, CALLED[: 1 + form.several]))
 
 
 def test_allowed_tools_are_some_of_the_tools() -> None:
@@ -235,6 +236,23 @@ def test_tools_are_bounded() -> None:
     assert "bytes together" in wrong["tools"]
 
 
+@pytest.mark.parametrize(
+    ("levels", "right"), [(MAX_LEVELS, True), (MAX_LEVELS + 1, False), (900, False), (9000, False)]
+)
+def test_what_a_template_writes_has_few_levels(tokenizer: PreTrainedTokenizerFast, levels: int, right: bool) -> None:
+    text = '{"a":' * levels + "1" + "}" * levels
+    message = pb.GenerateRequest()
+    message.messages.add(role=pb.ROLE_ASSISTANT).tool_calls.add(name="f", arguments=text)
+    message.tools.add(name="f", parameters_json_schema=text)
+    fields = ["messages[0].tool_calls[0].arguments", "tools[0].parameters_json_schema"]
+    assert [field for field, _ in wrong_tools(message)] == ([] if right else fields)
+    if right:
+        call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": json.loads(text)}}
+        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": json.loads(text)}}
+        chat = [{"role": "assistant", "content": "<|eot_id|>", "tool_calls": [call]}]
+        assert len(prompt_ids(tokenizer, chat, [tool])) > levels
+
+
 @pytest.mark.parametrize("part", [{"$ref": "#/components/schemas/X"}, {"enum": [0.12345678901234567]}])
 def test_arguments_of_a_tool_that_is_not_strict_are_enforced_in_part(part: Any) -> None:
     schema = {"type": "object", "properties": {"a": part, "b": {"type": "integer"}}}
@@ -357,6 +375,24 @@ def test_a_template_shows_tools_calls_and_results(tokenizer: PreTrainedTokenizer
     call = question.turns[0]["tool_calls"][0]["function"]
     assert written(HERMES, [(call["name"], json.dumps(call["arguments"]))]) in text
     assert question.turns[1]["content"] in text
+
+
+@pytest.mark.parametrize(
+    ("call", "form"),
+    [
+        ("""'<tool_call>\n{"name": "' }}{{ call.name }}{{ '", "arguments": ' }}{{ call.arguments""", HERMES),
+        (r"""'<tool_call>' }}{{ "{\"name\": \"" ~ call.name ~ "\", \"arguments\": " ~ call.arguments""", HERMES),
+        ("""'<tool_call>\n<function=' + call.name + '>\n' }}{% for name, value in call.arguments|items""", None),
+        ("""'\n<tool_call>' + call.name }}{% for name, value in call.arguments.items() %}<arg_key>{{ name""", None),
+        (
+            """'{"name": "' + call.name + '", ' }}{{ '"parameters": ' }}{{ call.arguments | tojson }}ipython{{ ''""",
+            LLAMA3,
+        ),
+    ],
+    ids=["qwen3", "escaped", "qwen3-coder", "glm", "llama3"],
+)
+def test_the_format_of_a_template_is_that_of_its_calls(call: str, form: ToolFormat | None) -> None:
+    assert format_in("{% if tools %}{{ tools | tojson }}{% endif %}{{ " + call + " }}") is form
 
 
 def test_a_template_shows_what_it_has_no_short_form_for_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:

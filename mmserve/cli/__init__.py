@@ -1,7 +1,7 @@
 """The command line: ``mmserve serve | demo | generate | decide | models | adapters | cache | tune | calibrate |
 train-filter | plan | export | bench | completion``.
 
-Answers and ``--json`` go to stdout, progress and logs to stderr. Exit code 0 = done, 1 = failed, 2 = wrong usage.
+Results and ``--json`` go to stdout, progress and logs to stderr. Exit code 0 = success, 1 = failure, 2 = usage error.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from types import ModuleType
 import mmserve
 from mmserve.errors import ConfigError, MMServeError
 
-#: Commands with one line on each. The module of a command has ``add_arguments(parser)`` and ``run(arguments) -> exit
-#: code``; its name is that of the command, with ``_`` for ``-``.
+#: Commands, each with a one-line description. The module of a command has ``add_arguments(parser)`` and
+#: ``run(arguments) -> exit code``; it is named like the command, with ``_`` for ``-``.
 COMMANDS = {
     "serve": "Serve models over gRPC, and optionally over HTTP, until SIGTERM or Ctrl-C.",
     "demo": "Start a server with the bundled model, ask it about newly drawn images and clips, and check its answers.",
@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 def build_parser(names: Container[str] = COMMANDS) -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
-    """The parser of every command, and the modules by name of those in ``names``; others have no options."""
+    """The parser of all commands, and the imported modules of those in ``names``; the other commands get no options."""
     parser = argparse.ArgumentParser(prog="mmserve", description=mmserve.__doc__)
     parser.add_argument("--version", action="version", version=f"mmserve {mmserve.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -53,20 +53,20 @@ def build_parser(names: Container[str] = COMMANDS) -> tuple[argparse.ArgumentPar
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code."""
+    """Run one command line (``sys.argv`` by default); returns the exit code."""
     try:
         return _run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # also while modules are imported
+    except KeyboardInterrupt:  # also during imports
         return 130
 
 
 def _run(argv: list[str]) -> int:
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported: its core logs to stderr by itself
-    parser, modules = build_parser(argv[:1])  # imports the module of this command and no other
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported: its core writes its own logs to stderr
+    parser, modules = build_parser(argv[:1])  # imports only the module of this command
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown arguments: {' '.join(unknown)}; see mmserve {arguments.command} --help")
-    from mmserve.observe.logs import configure  # after `--help` has ended
+    from mmserve.observe.logs import configure  # imported after `--help` has exited
 
     form = getattr(arguments, "log_format", "text")
     configure(logging.DEBUG if arguments.verbose else _level(arguments.command), form)
@@ -74,8 +74,8 @@ def _run(argv: list[str]) -> int:
         code = int(modules[arguments.command].run(arguments))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except BrokenPipeError:  # the reader of stdout, such as `head`, closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at exit
         return 1
     except (ConfigError, MMServeError, OSError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)

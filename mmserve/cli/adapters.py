@@ -1,4 +1,4 @@
-"""List, load and drop adapters (LoRA) of a model."""
+"""List, load and unload adapters (LoRA) of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Drop and load what is asked for, then print what is there."""
+    """Unload and load the given adapters, then print the adapters that are loaded."""
     with connected(arguments) as client:
         model = asked_model(arguments)
         for name in arguments.drop:

@@ -1,4 +1,4 @@
-"""Run a benchmark and print its figures."""
+"""Run a benchmark and print its results."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mmserve.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``mmserve bench``: a subcommand for each benchmark, with its own options."""
+    """Arguments of ``mmserve bench``: one subcommand for each benchmark, with its own options."""
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, benchmark in BENCHMARKS.items():
         command = names.add_parser(name, help=benchmark.summary.replace("%", "%%"), description=benchmark.summary)
         for add in benchmark.options:
             add(command)
         add_json(command)
-        # without this default, it would overwrite the option given before NAME
+        # without SUPPRESS it would overwrite the option given before NAME
         command.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="log more")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, with progress on stderr, and print a table or one JSON object."""
+    """Run the benchmark, with progress on stderr, and print a table or one JSON object."""
     require_plot(getattr(arguments, "plot", None))
-    from mmserve.observe.machine import describe  # loads torch
+    from mmserve.observe.machine import describe  # imports torch
 
     counts = {name: getattr(arguments, name) for name in ("limit", "repeats", "concurrent") if name in arguments}
     for name, count in counts.items():
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} must be at least 1, not {count}")
     if "repeats" in counts and counts["repeats"] * counts.get("limit", 2) < 2:
         raise ConfigError("a benchmark needs at least 2 measurements: --limit 2 or --repeats 2")
-    with redirect_stdout(sys.stderr):  # stdout has the result alone; Ray writes there, too
+    with redirect_stdout(sys.stderr):  # stdout holds only the result; Ray writes to stdout, too
         figures = import_module(f"mmserve.bench.{BENCHMARKS[arguments.name].module}").run(arguments, show_progress)
     report = {"bench": arguments.name, **figures, "machine": describe()}
     if arguments.json:

@@ -1,4 +1,4 @@
-"""The benchmarks of ``mmserve bench`` and the options of each; imports neither torch nor the benchmarks."""
+"""The benchmarks of ``mmserve bench`` and their options; imports neither torch nor the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from mmserve.cli.options import add_config, add_server
 from mmserve.core.constraint import ConstraintMode
 
-#: Adds one option, or a few that belong together, to a benchmark's parser.
+#: Adds one option, or several related ones, to the parser of a benchmark.
 Option = Callable[[argparse.ArgumentParser], object]
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: one line on what it measures, and its options beside ``--json`` and ``--verbose``.
+    """A benchmark: one line on what it measures, and its options besides ``--json`` and ``--verbose``.
 
-    ``module``, of ``mmserve.bench``, has ``run(arguments, progress)``, which returns the figures.
+    ``module``, in ``mmserve.bench``, has ``run(arguments, progress)``, which returns the results.
     """
 
     module: str
@@ -28,7 +28,8 @@ class Benchmark:
 
 
 def _option(name: str, what: str, default: Any = "", metavar: str = "N", unset: str = "") -> Option:
-    """The option ``name``, of its default's type; ``unset``: what it then is, where the default does not show that."""
+    """The option ``name``, of its default's type; ``unset``: the effective value to show, if the default does not show
+    it."""
     kind = type(default)
     shown = unset or (f"{default:g}" if kind is float else default)
     text = f"{what} (default {shown})"

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do one thing, and print its result."""
+    """List, pin, unpin, drop or prefill, and print the result."""
     if arguments.what != "list" and not (arguments.names or arguments.image):
         needed = "a prompt" if arguments.what == "warm" else "ids of entries, which `mmserve cache list` lists"
         raise ConfigError(f"{arguments.what} needs {needed}")
@@ -82,5 +82,5 @@ def _warm(arguments: argparse.Namespace, client: Client) -> int:
 
 
 def _chosen(entries: Sequence[CacheEntry], names: Sequence[str]) -> list[str]:
-    """The ids that begin like one of ``names``."""
+    """The ids of the entries whose id begins with one of ``names``."""
     return list(dict.fromkeys(entry.id for entry in entries if any(entry.id.startswith(name) for name in names)))

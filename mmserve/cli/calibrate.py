@@ -1,4 +1,4 @@
-"""Fit the probabilities of typed questions to known answers, and write them to the model's decisions.json."""
+"""Calibrate the probabilities of typed questions on known answers, and write them to the model's decisions.json."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, with progress on stderr, fit on half of the questions, report the error on the others, write the file."""
-    from mmserve.assembly import BackgroundServer  # loads torch
+    """Ask the questions, with progress on stderr, fit on one half, report the error on the other half, write the
+    file."""
+    from mmserve.assembly import BackgroundServer  # imports torch
     from mmserve.calibrate.fit import calibration_error, fitted
     from mmserve.calibrate.items import bundled_items, judged, read_items
     from mmserve.core.decisions import Calibration, Scaling

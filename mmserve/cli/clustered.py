@@ -1,4 +1,4 @@
-"""Engines whose stages are on the workers of a Ray cluster, for ``mmserve serve --cluster``."""
+"""Engines whose stages run on the workers of a Ray cluster, for ``mmserve serve --cluster``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Clustered:
-    """Starts or joins the cluster that ``file`` names, at once: that must come before any object of gRPC."""
+    """Starts or joins the cluster described by ``file`` in its constructor, which must precede any gRPC object."""
 
     def __init__(self, settings: Config, file: Path) -> None:
         self._cluster = load_cluster(file)
@@ -34,22 +34,22 @@ class Clustered:
         self._impair: Callable[[bool], None] = lambda _lost: None
 
     def attach(self, server: Server) -> None:
-        """Have ``server`` report the fleet's state; before ``engines``."""
+        """Make ``server`` report the state of the fleet; to be called before ``engines``."""
         server.metrics.registry.register(FleetMetrics(self._fleet))
         self._impair = server.impair
 
     def engines(self) -> Iterator[EngineLike]:
-        """Start the workers; the models come together, when all workers serve."""
+        """Start the workers; yields all models once all workers are ready."""
         yield from self._fleet.start(self._impair).values()
 
     def replacements(self, settings: Config) -> Iterator[EngineLike]:
-        """Models of a cluster do not change while it serves: ``FailedPrecondition``."""
+        """The models of a cluster cannot be changed while it serves: raises ``FailedPrecondition``."""
         raise FailedPrecondition("a server with --cluster cannot load other models: restart it")
 
     def close(self) -> None:
-        """End the workers, and the cluster if it was started here."""
+        """Stop the workers, and the cluster if it was started by this process."""
         self._fleet.stop()
-        if not ray_actors.end():  # nor would the interpreter, which waits for Ray
+        if not ray_actors.end():  # the interpreter would not exit either: it waits for Ray
             logging.shutdown()
             sys.stdout.flush()
             os._exit(1 if sys.exc_info()[0] else 0)

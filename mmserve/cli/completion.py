@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the script, made from the parser of all commands."""
+    """Print the script, generated from the parser of all commands."""
     from mmserve.cli import build_parser
 
     try:
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Every argument of ``parser`` and of its commands."""
+    """Every argument of ``parser`` and of its subcommands."""
     for action in parser._actions:
         yield action
         for command in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():

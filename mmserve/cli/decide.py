@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, and print an answer a line with the probabilities."""
+    """Send the questions, and print one answer with its probabilities a line."""
     context = sys.stdin.read() if arguments.context == "-" else arguments.context
     if not arguments.questions:
         raise InvalidArgument.of("questions", "at least one is needed: --yes-no, --choice or --score")
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _question(flag: str, text: str) -> YesNo | Choice | Score:
-    """The question of a flag's value; ``argparse.ArgumentTypeError`` for one that is none."""
+    """The question given as the value of ``flag``; raises ``argparse.ArgumentTypeError`` if it is malformed."""
     if flag == "--yes-no":
         return YesNo(text)
     asked, equals, rest = text.rpartition("=")

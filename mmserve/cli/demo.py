@@ -1,7 +1,7 @@
-"""Start a server with the bundled model, ask it about newly drawn images and clips, and check its answers.
+"""Start a server with the bundled model, ask questions about generated images and clips, and check the answers.
 
-Each question is asked twice: with the default policies, and with plain decoding. With ``--video`` the scenes are a
-video session instead (``demo_video.py``).
+Each question is asked twice: with the default policies, and with plain decoding. With ``--video`` the scenes are pushed
+into a video session instead (``demo_video.py``).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import correct
 
-#: What is asked, in turn.
+#: The tasks of the questions, repeated in this order.
 ROUND = ("count", "color", "position", "what", "json", "comparison", "yes_no", "direction", "arithmetic", "which")
-#: Snapshots of a canvas printed for one answer where there is no terminal to rewrite.
+#: Number of canvas snapshots printed for one answer if stdout is not a terminal.
 PRINTED_SNAPSHOTS = 4
 
 
 @dataclass(frozen=True)
 class Item:
-    """One question of the demo and how it went; times in milliseconds. ``plain_…``: by plain decoding."""
+    """One question of the demo and its results; times in milliseconds. ``plain_…``: with plain decoding."""
 
     task: str
     question: str
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, print, judge; exit code 0 if every request was answered."""
+    """Ask the questions, print and check the answers; exit code 0 if every request was answered."""
     if arguments.items < 1:
         raise ConfigError(f"--items must be at least 1, not {arguments.items}")
     if arguments.video:
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _questions(count: int, seed: int) -> Iterator[tuple[Shown, Question]]:
-    """Questions of every task of ``ROUND`` in turn, each about something freshly drawn."""
+    """``count`` questions with the tasks of ``ROUND`` in turn, each about newly generated media."""
     for index in range(count):
         task = ROUND[index % len(ROUND)]
         thing, question = item(task, index, seed)
@@ -145,7 +145,7 @@ class _Answered:
 
 
 def _answered(client: Client, model: str, media: Shown, question: Question, printer: _Printer | None) -> _Answered:
-    """The answer by default, shown by ``printer`` while it is made; without one, that by plain decoding."""
+    """The answer with the default policies, shown by ``printer`` while it is generated; with plain decoding if None."""
     started = time.monotonic()
     finished: Finished | None = None
     options: Options = {"model": model or None, "max_new_tokens": canvas(question.task), "videos": media["videos"]}
@@ -171,7 +171,7 @@ def _since(started: float) -> float:
 
 
 def _totals(items: list[Item]) -> dict[str, float]:
-    """Both ways together: times, accuracy of plain decoding, and how many answers are the same."""
+    """Totals of both ways of decoding: times, accuracy with plain decoding, and the number of equal answers."""
     total, plain = sum(asked.total_ms for asked in items), sum(asked.plain_ms for asked in items)
     return {
         "plain_accuracy": round(sum(asked.plain_correct for asked in items) / len(items), 4),
@@ -193,13 +193,13 @@ def _save(folder: Path, name: str, media: Shown) -> None:
 
 
 def _by_task(items: list[Item]) -> dict[str, float]:
-    """Accuracy of each task, and of all short questions about one image together."""
+    """Accuracy of each task, and of all short questions about one image."""
     short = [("short", asked.correct) for asked in items if asked.task in SHORT_TASKS]
     return dict(sorted(share_by_task([*((asked.task, asked.correct) for asked in items), *short]).items()))
 
 
 class _Printer:
-    """What the demo prints for a person: on stdout, or nothing at all where a program reads it."""
+    """Output of the demo for people: on stdout, or nothing with ``quiet`` (``--json``)."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet

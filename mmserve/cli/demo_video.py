@@ -1,9 +1,9 @@
-"""A minute of generated scenes as a video session: questions and standing questions while frames arrive.
+"""A minute of generated scenes as a video session: questions and watches while frames arrive.
 
-The scenes are clip after clip at one frame a second, pushed over gRPC faster than real time. When a clip has ended, a
-question about its interval of the stream is asked, and the next frames are pushed meanwhile. The standing questions ask
-for the shapes that come and go most often. The script of the clips is the truth that is printed beside every answer and
-alert.
+The scenes are consecutive clips at one frame a second, pushed over gRPC faster than real time. After the end of a clip,
+a question about its interval of the stream is asked while the next frames are pushed. The watches ask for the shapes
+that appear and disappear most often. The expected answer, from the script of the clips, is printed with every answer
+and alert.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from mmserve.reference.items import Question
 from mmserve.reference.tasks import correct
 from mmserve.video.clock import on_the_clock
 
-#: Frames pushed in a second by default, where the stream has one.
+#: Frames pushed a second by default; the stream has one frame a second.
 SPEED = 8.0
-#: Standing questions, and the longest answer in tokens.
+#: Number of watches, and the maximum length of an answer in tokens.
 WATCHES, ANSWER = 2, 24
-#: When an answer turns (seconds of the first frame), and whether to yes.
+#: A change of the answer: the time of its first frame in seconds, and whether the answer becomes yes.
 Turn = tuple[float, bool]
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One question: ``seconds`` is the newest frame pushed before it, on the stream's clock.
+    """One question: ``seconds`` is the stream time of the newest frame pushed before it.
 
-    ``on_clock`` and ``expected_on_clock`` are the answer and the truth with labels of frames ("at 3 s") replaced by
-    seconds of the stream's clock.
+    ``on_clock`` and ``expected_on_clock`` are the actual and the expected answer with frame labels ("at 3 s") replaced
+    by stream time in seconds.
     """
 
     seconds: float
@@ -60,14 +60,14 @@ class Answered:
 
 @dataclass
 class Watched:
-    """A standing question: its alerts, and when its answer turns in truth."""
+    """A watch: its alerts, and the expected changes of its answer."""
 
     question: str
     truth: list[Turn]
     alerts: list[Turn] = field(default_factory=list)
 
     def report(self) -> dict[str, object]:
-        """What ``--json`` prints of it."""
+        """The JSON object of this watch in the output of ``--json``."""
         return {**asdict(self), "right": len(set(self.alerts) & set(self.truth))}
 
 
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Push, ask, watch, judge; exit code 0 if every frame was taken and every question answered."""
+    """Push frames, ask, watch, check; exit code 0 if every frame was accepted and every question answered."""
     if arguments.seconds < 1:
         raise ConfigError(f"--seconds must be at least 1, not {arguments.seconds}")
     if not (arguments.server or arguments.config or arguments.model):
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Lines:
-    """Lines for a person on stdout; on stderr where a program reads stdout. Called from several threads."""
+    """Output lines for people: on stdout, or on stderr with ``quiet`` (``--json``). Thread-safe."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._file = sys.stderr if quiet else sys.stdout
@@ -114,12 +114,12 @@ class _Lines:
             print(text, file=self._file, flush=True)
 
     def at(self, seconds: float, text: str) -> None:
-        """A line about a moment of the stream."""
+        """Print a line with the stream time it is about."""
         self.line(f"{seconds:6.1f} s  {text}")
 
 
 class _Played:
-    """One session that plays the stream."""
+    """One session that plays the generated stream."""
 
     def __init__(self, session: VideoSession, arguments: argparse.Namespace, show: _Lines) -> None:
         self._session, self._show = session, show
@@ -133,7 +133,7 @@ class _Played:
         self._wall = 0.0
 
     def play(self) -> None:
-        """Push every frame, ask the questions; returns when the session has taken and answered everything."""
+        """Push every frame and ask the questions; returns once the session has processed all frames and questions."""
         for watched in self._watched:
             self._show.line(f"          standing question: {watched.question}")
             self._session.watch(watched.question, callback=partial(self._alert, watched))
@@ -147,7 +147,7 @@ class _Played:
                     asking[-1].start()
             for thread in asking:
                 thread.join()
-            self._session.statistics()  # returns when every frame is taken
+            self._session.statistics()  # returns once every frame is processed
         finally:
             self._ready.stop()
         self._wall = time.monotonic() - begun
@@ -198,7 +198,7 @@ class _Played:
         )
 
     def report(self, arguments: argparse.Namespace) -> int:
-        """Print what came out; returns the exit code."""
+        """Print the results; returns the exit code."""
         answers = sorted(self._answers, key=lambda each: each.seconds)
         right, taken = sum(each.correct for each in answers), self._session.frames_taken
         ready = round(1000 * statistics.median(self._ready.seconds or [0.0]), 1)
@@ -234,7 +234,7 @@ class _Played:
 
 
 def _line(answered: Answered, newest: float) -> str:
-    """An answer as a person reads it; ``newest`` is the newest frame taken meanwhile."""
+    """An answer formatted for people; ``newest`` is the newest frame processed in the meantime."""
     if answered.error:
         return f"{answered.question} No answer: {answered.error}"
     verdict = "right" if answered.correct else f"WRONG, it is {answered.expected_on_clock}"
@@ -243,20 +243,21 @@ def _line(answered: Answered, newest: float) -> str:
 
 
 def _questions(clips: Sequence[Shown], seconds: int, most: int, seed: int) -> dict[int, tuple[Shown, Question]]:
-    """Up to ``most`` questions by the second after whose frame they are asked, the last of their clip."""
+    """Up to ``most`` questions, keyed by the second after whose frame they are asked: the last frame of their clip."""
     rng, counts = random.Random(f"questions of the demo {seed}"), Counter[str]()
     found: dict[int, tuple[Shown, Question]] = {}
     for shown in clips:
         choices = shown.questions(rng)
         if choices and shown.end <= seconds and len(found) < most:
-            question = min(choices, key=lambda each: counts[each.task])  # of the task asked least often so far
+            question = min(choices, key=lambda each: counts[each.task])  # of the least asked task so far
             counts[question.task] += 1
             found[shown.end - 1] = shown, question
     return found
 
 
 def _names(clips: Sequence[Shown], seconds: int) -> list[tuple[str, list[Turn]]]:
-    """The ``WATCHES`` shapes, by colour and kind, that come and go most often, with when they do."""
+    """The ``WATCHES`` shapes, by colour and kind, that appear and disappear most often, with the times of the
+    changes."""
     seen: dict[str, list[bool]] = {name: [] for shown in clips for name in sorted(shapes(shown.clip))}
     for shown in clips:
         for second in range(shown.clip.seconds):
@@ -268,7 +269,8 @@ def _names(clips: Sequence[Shown], seconds: int) -> list[tuple[str, list[Turn]]]
 
 
 def _turns(there: Sequence[bool]) -> list[Turn]:
-    """When a shape that is ``there`` or not in each second comes and goes; it is not there before the stream."""
+    """The times at which a shape appears and disappears; ``there``: whether it is visible, by second. Hidden at
+    first."""
     return [
         (i + PART, now) for i, (before, now) in enumerate(zip([False, *there], there, strict=False)) if now != before
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from mmserve.cli.options import show_progress
 from mmserve.errors import ConfigError
 
-#: As ``mmserve.export.gguf.TYPES``, which loads torch.
+#: The keys of ``mmserve.export.gguf.TYPES``, repeated because that module imports torch.
 _TYPES = ("f32", "q8_0")
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load the model in fp32, and write it."""
+    """Load the model in fp32, and write the GGUF file."""
     if not arguments.out.parent.is_dir():
         raise ConfigError(f"--out: there is no folder {arguments.out.parent}")
     show_progress(f"Loading {arguments.model}")

@@ -1,4 +1,4 @@
-"""Ask one question, with or without images and videos, and print the answer."""
+"""Send one prompt, with or without images and videos, and print the answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Stream the answer, showing the canvas on a terminal while it fills."""
+    """Stream the answer; on a terminal, show the canvas while it is denoised."""
     try:
         return _run(arguments)
     except InvalidArgument as error:
@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> int:
     options["model"] = asked_model(arguments) or None
     schema = request_schema(arguments)
     messages = request_prompt(arguments, prompt)
-    images = request_images(arguments)  # before a server is started for nothing
+    images = request_images(arguments)  # before a server is started
     screen = CanvasLine()
     done: list[Finished] = []
     with connected(arguments) as client:
@@ -62,13 +62,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _row(event: Finished) -> dict[str, Any]:
-    """An answer as JSON; a weight of zero has no finite logarithm, and JSON no other number."""
+    """An answer as a JSON object; an infinite ``log_weight`` (a zero weight) is a string, as JSON has no infinities."""
     row = {**asdict(event), "tokens_per_forward": event.tokens_per_forward}
     return {**row, "log_weight": "-Infinity"} if event.log_weight == -math.inf else row
 
 
 def _print(done: list[Finished], *, as_json: bool) -> None:
-    """One answer as it is; several with their numbers."""
+    """Print one answer alone, several with their numbers."""
     if as_json:
         rows = [_row(event) for event in done]
         print_json(rows[0] if len(rows) == 1 else {"samples": rows})
@@ -80,6 +80,6 @@ def _print(done: list[Finished], *, as_json: bool) -> None:
 
 
 def _shown(event: Finished) -> str:
-    """The text of an answer, then each call on a line."""
+    """The text of an answer, followed by one line for each tool call."""
     calls = (f"{call.name}({call.arguments})" for call in event.tool_calls)
     return "\n".join(filter(None, [event.text, *calls]))

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Unload and load what is asked for, then ask the server and print one model a paragraph."""
+    """Unload and load the given models, then list the models of the server, one paragraph each."""
     with connected(arguments) as client:
         for name in arguments.unload:
             client.unload_model(name)
@@ -68,7 +68,7 @@ def _paragraph(m: ModelInfo) -> str:
 
 
 def _defaults(m: ModelInfo) -> list[str]:
-    """What each quality is decoded by, and where that is from, with its figures where it was measured."""
+    """The default policies of each quality and their source, with the measured speed and agreement if there are any."""
     if m.tuning is None:
         return []
     from_where = {

@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mmserve.client import TLS, Client
 from mmserve.config import Config
 from mmserve.errors import ConfigError, InvalidArgument
 
-#: How long a command tries to reach a server that cannot be reached: short, as a person waits for it.
+#: Seconds for which a command retries an unreachable server: short, as a person waits for it.
 _RECONNECT_SECONDS = 2.0
-#: Variable of the environment that holds the bearer token for ``--server``.
+#: Environment variable that holds the bearer token for ``--server``.
 TOKEN_VARIABLE = "MMSERVE_TOKEN"
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """``--config``, ``--model``, ``--companion`` and ``--set``: what to serve and how."""
+    """``--config``, ``--model``, ``--companion`` and ``--set``: the models to serve and their settings."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (TOML)")
     parser.add_argument(
         "--model",
@@ -50,15 +50,15 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(arguments: argparse.Namespace) -> Config:
-    """The configuration that ``--config``, ``--model``, ``--companion`` and ``--set`` name together."""
+    """The configuration that results from ``--config``, ``--model``, ``--companion`` and ``--set``."""
     if arguments.config is not None:
-        config.load(arguments.config)  # its own errors first
+        config.load(arguments.config)  # reports errors of the file alone first
     data, source = read_tables(arguments)
     return config.from_mapping(data, source=source)
 
 
 def read_tables(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """The same as nested mappings, unchecked, and the name of their source for errors."""
+    """The same configuration as nested mappings, not validated, and the name of its source for error messages."""
     data: dict[str, Any] = {}
     source = "command line"
     if arguments.config is not None:
@@ -66,7 +66,7 @@ def read_tables(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if arguments.model:
         data["models"] = [{"path": path} for path in arguments.model]
     models = data.get("models", [{}])
-    if arguments.companion and isinstance(models, list):  # of anything else who reads the tables reports an error
+    if arguments.companion and isinstance(models, list):  # another type is reported as an error by the validation
         beside = {"companion": arguments.companion}
         data["models"] = [{**model, **beside} if isinstance(model, dict) else model for model in models]
     for override in arguments.set:
@@ -82,14 +82,14 @@ def read_tables(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _shown(override: str) -> str:
-    """What an error may repeat of ``--set``: names, and not the value, which may be a token."""
+    """The part of a ``--set`` value that error messages may repeat: the key without the value, which may be a token."""
     named = re.match(r"[\w.\-]*=?", override)
     name = named.group() if named else ""
     return override if name == override else f"{name}…"
 
 
 def _value(text: str) -> Any:
-    """A TOML value; bare words are strings."""
+    """``text`` parsed as a TOML value; bare words are strings."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -97,14 +97,14 @@ def _value(text: str) -> Any:
 
 
 def existing(flag: str, path: Path) -> Path:
-    """``path``, which the option ``flag`` names; raises ``InvalidArgument`` where nothing is there."""
+    """``path``, given by the option ``flag``; raises ``InvalidArgument`` if it does not exist."""
     if not path.exists():
         raise InvalidArgument.of(flag, f"there is no file {path}")
     return path
 
 
 def require_plot(path: Path | None) -> None:
-    """Raise ``ConfigError``, before anything is measured, where a plot could not be drawn."""
+    """Raise ``ConfigError`` before measuring if the plot could not be drawn."""
     if path is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'")
 
@@ -115,17 +115,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON on stdout."""
+    """Print one line of JSON on stdout."""
     print(json.dumps(value, ensure_ascii=False))
 
 
 def show_progress(text: str) -> None:
-    """A line for a person on stderr: stdout has the result alone."""
+    """Print a progress line on stderr; stdout holds only the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """``--server`` and its credentials: ask a running server instead of starting one."""
+    """``--server`` and its credentials: use a running server instead of starting one."""
     parser.add_argument(
         "--server",
         metavar="HOST:PORT",
@@ -147,14 +147,15 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """The options of commands that ask a server: which one, or how one is started here, and ``--json``."""
+    """The options of commands that send requests: ``--server`` or the settings of a server started here, and
+    ``--json``."""
     add_server(parser)
     add_config(parser)
     add_json(parser)
 
 
 class _NoToken(argparse.Action):
-    """Refuses a token on the command line, and does not repeat it."""
+    """Rejects a token given on the command line, without repeating it in the error."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         parser.error(
@@ -175,13 +176,13 @@ def _tls(arguments: argparse.Namespace) -> TLS | bool:
     files = {"ca": arguments.tls_ca, "certificate": arguments.tls_cert, "key": arguments.tls_key}
     for file in files.values():
         if file is not None:
-            file.read_bytes()  # an error names the file, before anything is asked
+            file.read_bytes()  # fails with the file's name before any request is sent
     return TLS(**files) if any(files.values()) else bool(arguments.tls)
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A server with its credentials; ``model``: the name of the model to ask, "" = the server's default."""
+    """A running server with its credentials; ``model``: the model of the requests, "" = the server's default."""
 
     target: str
     token: str | None = None
@@ -190,7 +191,7 @@ class Reached:
 
 
 def reached(arguments: argparse.Namespace) -> Reached:
-    """The server that ``--server`` names; ``ConfigError`` for options that are for a server started here."""
+    """The server given by ``--server``; raises ``ConfigError`` for options of a server started by the command."""
     _refuse_settings(arguments)
     if ":" not in arguments.server:
         raise ConfigError(f"--server takes HOST:PORT, such as localhost:50051, not {arguments.server!r}")
@@ -199,7 +200,7 @@ def reached(arguments: argparse.Namespace) -> Reached:
 
 @contextmanager
 def connected(arguments: argparse.Namespace) -> Iterator[Client]:
-    """A client of ``--server``, or of a server started here for as long as the context lasts."""
+    """A client of ``--server``, or of a server started here and stopped when the context exits."""
     if arguments.server:
         at = reached(arguments)
         with Client(at.target, token=at.token, tls=at.tls, reconnect_seconds=_RECONNECT_SECONDS) as client:
@@ -207,16 +208,16 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
         return
     settings = any_port(read_config(arguments))
     show_progress("Starting a server; this takes some seconds (--server HOST:PORT uses a running one)")
-    from mmserve.assembly import BackgroundServer  # loads torch: not needed to ask a running server
+    from mmserve.assembly import BackgroundServer  # imports torch, which a running server does not need
 
     with BackgroundServer(settings) as server, Client(server.address) as client:
         yield client
 
 
 def asked_model(arguments: argparse.Namespace) -> str:
-    """The model that requests name: with ``--server`` the value of ``--model``, else "", the only server's default.
+    """The model name of the requests: the value of ``--model`` with ``--server``, else "" (the default model).
 
-    Raises ``ConfigError`` for several names.
+    Raises ``ConfigError`` if ``--model`` is given several times.
     """
     names = arguments.model or [""]
     if not arguments.server:
@@ -227,14 +228,14 @@ def asked_model(arguments: argparse.Namespace) -> str:
 
 
 def _refuse_settings(arguments: argparse.Namespace) -> None:
-    """What a running server was started with cannot be changed by who asks it, and is not ignored in silence."""
+    """Raise ``ConfigError`` for server settings given with ``--server``: a client cannot change them."""
     for name in ("config", "companion", "set"):
         if getattr(arguments, name):
             raise ConfigError(f"--{name} cannot be used with --server: it configures a server that is started here")
 
 
 def any_port(settings: Config) -> Config:
-    """The settings of a server that only its own process talks to: a free port, and no authentication."""
+    """The settings of a server used only by this process: a free port, and no authentication."""
     server = replace(
         settings.server,
         port=0,

@@ -1,4 +1,4 @@
-"""Plan a cluster: measure the costs of stages, and find the layout of workers with the highest goodput."""
+"""Plan a cluster: profile the stages, and find the layout of workers with the highest goodput."""
 
 from __future__ import annotations
 

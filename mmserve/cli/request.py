@@ -1,4 +1,4 @@
-"""The options of ``mmserve generate`` that describe a request, and the request that they make."""
+"""The options of ``mmserve generate`` that describe a request, and the request built from them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from mmserve.errors import InvalidArgument
 
 _T = TypeVar("_T")
 
-#: How numbers of a field's type are read.
+#: Parsers of numbers, by the name of the field's type.
 _READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 _POLICY = "NAME[:KEY=VALUE,…]"
-#: Defaults of the command line, where they differ from those of the API: a terminal shows short answers.
+#: Defaults of the command line that differ from those of the API: a terminal shows short answers.
 _DEFAULTS: dict[str, Any] = {"max_new_tokens": 64}
-#: Options that are read from files, or given several times, under another flag.
+#: Fields whose option has another name, as it reads a file or may be repeated.
 _FLAGS = {"videos": "video", "choices": "choice", "schema_options": "schema_option"}
-#: Options that a field of a message is another name of.
+#: Options that are another name for a field of a message.
 _FIELDS = {"json_schema": "schema", "choice": "choices", "lark": "grammar", "gbnf": "grammar"}
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
-    """The options of a request beside its prompt."""
+    """The options of a request except its prompt."""
     _add_messages(parser.add_argument_group("messages, images and videos"))
     _add_answer(parser.add_argument_group("the answer"))
     _add_policies(
@@ -51,7 +51,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 
 def request_options(arguments: argparse.Namespace) -> Options:
-    """The options of the request that ``arguments`` describe; its files are read."""
+    """The request options given by ``arguments``; reads the files that they name."""
     given = {name: getattr(arguments, _FLAGS.get(name, name)) for name in Options.__annotations__ if name != "model"}
     given["videos"] = [_media("videos", video) for video in arguments.video]
     given["grammar"] = None if arguments.grammar is None else _text("grammar", arguments.grammar)
@@ -61,12 +61,12 @@ def request_options(arguments: argparse.Namespace) -> Options:
 
 
 def request_images(arguments: argparse.Namespace) -> list[bytes | str]:
-    """The files and media ids of ``--image``."""
+    """The images of ``--image``: the contents of files, and media ids or URLs as strings."""
     return [_media("image", image) for image in arguments.image]
 
 
 def request_prompt(arguments: argparse.Namespace, prompt: str) -> str | list[dict[str, str]]:
-    """``prompt``, after the messages of ``--system`` and ``--chat``; the assistant's, where the answer continues it."""
+    """``prompt``, after the messages of ``--system`` and ``--chat``; with role assistant if the answer continues it."""
     chat: list[dict[str, str]] = []
     if arguments.system is not None:
         chat.append({"role": "system", "content": arguments.system})
@@ -77,17 +77,17 @@ def request_prompt(arguments: argparse.Namespace, prompt: str) -> str | list[dic
 
 
 def request_schema(arguments: argparse.Namespace) -> Any:
-    """The schema in the file of ``--schema``, or None."""
+    """The parsed JSON schema of ``--schema``, or None."""
     return None if arguments.schema is None else _read("schema", arguments.schema)
 
 
 def by_flags(error: InvalidArgument) -> InvalidArgument:
-    """``error`` with the options of the command line in place of the fields that they set."""
+    """``error`` with command-line options in place of the request fields that they set."""
     return InvalidArgument(*(replace(wrong, field=_flag_of(wrong.field)) for wrong in error.violations))
 
 
 def _flag_of(path: str) -> str:
-    """The option that sets a request's field, with ``path`` for a part of it; ``path`` itself where none does."""
+    """The option that sets the request field at ``path``; ``path`` itself if there is none."""
     *outer, last = path.split(".")
     for part in (*outer, last):
         field = re.sub(r"\[.*", "", part)
@@ -102,7 +102,7 @@ def _flag(name: str) -> str:
 
 
 def _add(group: argparse._ActionsContainer, name: str, **how: Any) -> None:
-    """The option ``name`` of a request, with its meaning, range and default as help."""
+    """Add the option ``name`` of a request, with its meaning, range and default as help."""
     repeated = "; may be repeated" if how.get("action") == "append" else ""
     group.add_argument(_flag(name), help=_help(REQUEST[name]) + repeated, **how)
 
@@ -170,7 +170,7 @@ def _add_policies(group: argparse._ArgumentGroup) -> None:
 
 
 def _numbers() -> str:
-    """The policies that have numbers, each as it can be written with the defaults of its own."""
+    """The policies with parameters, each in the option's syntax with its default values."""
     shown = []
     for name, kind in CLASSES.items():
         pairs = (f"{v.name}={v.default_words or v.name.upper()}" for v in values(kind).values() if v.default != "")
@@ -215,7 +215,7 @@ def _add_tools(group: argparse._ArgumentGroup) -> None:
 
 
 def _policy(option: str, text: str) -> Any:
-    """A policy's name, or its class with the numbers that follow the name."""
+    """A policy's name, or an instance of its class if parameters follow the name."""
     name, colon, numbers = text.partition(":")
     if not colon:
         if name not in policy_names(option):
@@ -228,7 +228,7 @@ def _policy(option: str, text: str) -> Any:
 
 
 def _made(kind: type[_T], text: str) -> _T:
-    """The dataclass ``kind`` with the values that ``text`` (``KEY=VALUE,…``) gives its fields."""
+    """An instance of the dataclass ``kind`` with the fields set in ``text`` (``KEY=VALUE,…``)."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
     for pair in re.split(r",(?![^(]*\))", text):
@@ -243,7 +243,7 @@ def _made(kind: type[_T], text: str) -> _T:
 
 
 def _value(name: str, kind: str, text: str) -> Any:
-    """``text`` as a value of the field ``name``, whose type is called ``kind``."""
+    """``text`` parsed as a value of the field ``name`` with the type name ``kind``."""
     if name == "base":
         policy, numbers, rest = text.partition("(")
         return _policy("commit", f"{policy}:{rest.removesuffix(')')}" if numbers else policy)
@@ -258,7 +258,7 @@ def _value(name: str, kind: str, text: str) -> Any:
 
 
 def _seed_canvas(text: str) -> SeedCanvas:
-    """An object of ``tokens`` and ``pinned``."""
+    """The seed canvas in ``text``: a JSON object with ``tokens`` and ``pinned``."""
     try:
         return SeedCanvas(**json.loads(text))
     except (TypeError, ValueError) as error:
@@ -266,7 +266,7 @@ def _seed_canvas(text: str) -> SeedCanvas:
 
 
 def _biases(text: str) -> dict[int, float]:
-    """What the logits of tokens gain."""
+    """The logit biases in ``text``, by token id."""
     try:
         pairs = (pair.split("=") for pair in text.split(","))
         return {int(token): float(bias) for token, bias in pairs}
@@ -275,7 +275,7 @@ def _biases(text: str) -> dict[int, float]:
 
 
 def _quality(text: str) -> Quality:
-    """The number in ``text``, or the name that it is."""
+    """The quality in ``text``: a number or a name."""
     try:
         return float(text)
     except ValueError:
@@ -286,7 +286,7 @@ def _quality(text: str) -> Quality:
 
 
 def _template(path: Path | None) -> Template | None:
-    """The template in the file at ``path``: strings, and for each hole an object of ``Hole``'s fields."""
+    """The template in the file at ``path``: a list of strings and, for holes, objects with the fields of ``Hole``."""
     if path is None:
         return None
     parts = _read("template", path)
@@ -308,5 +308,5 @@ def _text(name: str, path: Path) -> str:
 
 
 def _media(name: str, given: str) -> bytes | str:
-    """The media id or URL that ``given`` is, or the bytes of the file at that path."""
+    """``given`` if it is a media id or URL, else the contents of the file at that path."""
     return given if is_media_id(given) or is_url(given) else existing(_flag(name), Path(given)).read_bytes()

@@ -1,4 +1,4 @@
-"""The canvas on a terminal: one line on stderr, rewritten while positions are filled in."""
+"""The canvas on a terminal: one line on stderr, rewritten at each snapshot."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 
 
 def empty_note(reason: str) -> str:
-    """What is shown in place of an empty answer that ended for ``reason``."""
+    """The note shown in place of an empty answer with the finish reason ``reason``."""
     return f"(the answer is empty: {'the model ended at once' if reason == 'end' else f'finish reason {reason!r}'})"
 
 
 class CanvasLine:
-    """Shows a canvas in place on a terminal; elsewhere it shows nothing (``live`` is False)."""
+    """Shows a canvas in place on a terminal; does nothing if stderr is not a terminal (``live`` is False)."""
 
     def __init__(self) -> None:
         self.live = sys.stderr.isatty()
 
     def show(self, text: str) -> None:
-        """Replace the line by ``text``, cut to the terminal's width."""
+        """Replace the line with ``text``, truncated to the terminal's width."""
         if self.live:
             width = shutil.get_terminal_size().columns - 3
             line = text.replace("\n", " ")

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve; the port is bound before models load, and the address is printed once all of them serve."""
+    """Serve; binds the port before models load, and prints the address once all models are ready."""
     if arguments.http is not None:
         arguments.set.append(f"server.http_port={arguments.http}")
     if arguments.check:
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = served_names(settings.models)
     for model in settings.models:
         if not model.path.startswith(HUB):
-            local_folder(model.path)  # a folder that is not there is reported before anything listens
+            local_folder(model.path)  # a missing folder is reported before the port is bound
     if arguments.cluster:
         existing("--cluster", Path(arguments.cluster))
         require_ray()
@@ -88,9 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.cluster:
         from mmserve.cli.clustered import Clustered
 
-        source = Clustered(settings, Path(arguments.cluster))  # before anything of gRPC
+        source = Clustered(settings, Path(arguments.cluster))  # before any gRPC object
     from mmserve.observe import traces
-    from mmserve.rpc.server import Server  # imports torch, which takes seconds: no other command waits for it
+    from mmserve.rpc.server import Server  # imports torch, which takes seconds: only by this command
 
     end_traces = traces.configure(settings.server.otlp_endpoint)
 
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Print what is in order and what is not; exit code 0 where everything is in order."""
+    """Print the result of each check (``--check``); exit code 0 if there are no problems."""
     found = []
     for finding in chain(_checked_cluster(arguments.cluster), check(*read_tables(arguments))):
         found.append(finding)
@@ -127,24 +127,24 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _checked_cluster(file: str | None) -> Iterator[Finding]:
-    """What is wrong with the description of a cluster; nothing without one."""
+    """Problems of the cluster description ``file``; yields nothing if it is None."""
     if file:
         yield from findings("cluster", require_ray, lambda: load_cluster(Path(file)))
 
 
 class _Local:
-    """Engines of this process."""
+    """Engines that run in this process."""
 
     def __init__(self, settings: Config) -> None:
         self._settings = settings
-        self._cache: Caches | None = None  # of all engines
+        self._cache: Caches | None = None  # shared by all engines
 
     def attach(self, server: Server) -> None:
-        """Have models loaded as this process loads them; what else the server shows, it asks its engines."""
+        """Let ``server`` load further models in this process; it obtains all other state from its engines."""
         server.loading.load = self.replacements
 
     def engines(self) -> Iterator[EngineLike]:
-        """Load one model after another."""
+        """Load the models one after another."""
         from mmserve.assembly import load_engines  # imports torch, which takes seconds
 
         for engine in load_engines(self._settings):
@@ -153,7 +153,7 @@ class _Local:
             engine.warm()
 
     def replacements(self, settings: Config) -> Iterator[EngineLike]:
-        """Load the models of ``settings`` beside those that serve, whose cache they use."""
+        """Load the models of ``settings`` while the present ones serve; they share one cache."""
         from mmserve.assembly import load_engines
 
         for engine in load_engines(settings, self._cache):
@@ -161,13 +161,13 @@ class _Local:
             yield engine
 
     def close(self) -> None:
-        """The server has stopped each engine."""
+        """Does nothing: the server has stopped each engine."""
 
 
 class _Loader:
-    """Loads the models on a thread, one after another, and gives each to ``server``; prints ``ready`` after the last.
+    """Loads the models one after another in a thread and passes each to ``server``; prints ``ready`` after the last.
 
-    Ends the server where a model cannot be loaded.
+    Stops the server if a model cannot be loaded.
     """
 
     def __init__(self, source: _Local | Clustered, server: Server, ready: str) -> None:
@@ -179,15 +179,16 @@ class _Loader:
         self._thread = threading.Thread(target=self._run, name="mmserve-load", daemon=True)
 
     def start(self) -> None:
-        """Begin to load."""
+        """Start loading."""
         self._thread.start()
 
     def close(self) -> None:
-        """After the server's end: raise what loading failed of, or end the process where it is not done."""
+        """To be called after the server has stopped: raises the error of loading, or exits the process if it is not
+        done."""
         self._thread.join(0.5)
         if self._error is not None:
             raise self._error
-        # a read of gigabytes cannot be interrupted, and nobody needs its result
+        # reading gigabytes cannot be interrupted, and the result is no longer needed
         if self._thread.is_alive() or self._server.reading:
             logging.shutdown()
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Train the filter of the commit policy 'learned' on a model's own answers, and write it beside the checkpoint."""
+"""Train the filter of the commit policy 'learned' on a model's own answers, and write it into the checkpoint folder."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, with progress on stderr, and print how the filter does on prompts kept aside."""
-    from mmserve.train_filter.command import run  # loads torch
+    """Train, with progress on stderr, and print the quality of the filter on held-out prompts."""
+    from mmserve.train_filter.command import run  # imports torch
 
     run(arguments)
     return 0

@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, with progress on stderr, write the file, and print the curve."""
-    from mmserve.assembly import BackgroundServer  # loads torch
+    """Measure, with progress on stderr, write the file, and print the measured curve."""
+    from mmserve.assembly import BackgroundServer  # imports torch
     from mmserve.bench.settings import measured_config
     from mmserve.models.names import SHIPPED
     from mmserve.models.policy_file import NO_FILE, POLICY_FILE, row_data, save_policies
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompts = bundled_prompts(arguments.limit, arguments.seed)
     else:
         raise ConfigError("--prompts is required: only the bundled models have built-in questions")
-    # Whatever file there is, right or broken, it is about to be replaced.
+    # The present file is about to be replaced, so it may be invalid.
     config = replace(config, models=(replace(entry, policies=NO_FILE),))
     with BackgroundServer(config) as server, server.client(3600) as client:
         model = client.describe()
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def require_writable(out: Path) -> None:
-    """``ConfigError`` before an hour of measuring that could not be kept."""
+    """Raise ``ConfigError`` if ``out`` cannot be written, before measurements that take an hour."""
     beside = out if out.exists() else out.parent
     if not out.parent.is_dir() or not os.access(beside, os.W_OK):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Metrics under other prefixes, for dashboards that were made for another server."""
+"""Aliases of metrics under other prefixes, for dashboards made for another server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from mmserve.observe.inventory import PREFIX, Unasked
 
-#: Families that mean in vLLM what they mean here; of the prefix cache the ratio, since pages are counted here.
+#: Metric families with the same meaning in vLLM; of the prefix cache only ratios agree, as pages are counted here.
 SHARED = frozenset(
     {
         "e2e_request_latency_seconds",
@@ -35,7 +35,7 @@ SHARED = frozenset(
 
 
 def also_under(registry: CollectorRegistry, prefixes: Sequence[str]) -> CollectorRegistry:
-    """What of ``registry`` is served: all of it, and the ``SHARED`` families under each of ``prefixes``, too."""
+    """The registry to serve: ``registry``, with the ``SHARED`` families repeated under each of ``prefixes``."""
     if not prefixes:
         return registry
     served = CollectorRegistry()

@@ -1,6 +1,6 @@
-"""What is known of the call that is being answered: shared by the access log, other log lines, metrics and traces.
+"""The state of the call in progress, shared by the access log, other log lines, metrics and traces.
 
-A call is answered by a task of the event loop, its request by threads of the engine, which know the request alone.
+A call is handled by a task of the event loop, its request by threads of the engine, which have only the request.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from mmserve.core.request import Request
 
 @dataclass
 class Call:
-    """One call, as far as it has come. Sizes are bytes of messages as they are on the wire, before compression."""
+    """One call in progress. Sizes are bytes of messages on the wire, before compression."""
 
     method: str = ""  # full name, as in /mmserve.v1.GenerationService/Generate
-    route: str = ""  # what it is counted by, where ``method`` holds more than that
+    route: str = ""  # label of its metrics, if it differs from ``method``
     peer: str = ""
     request_id: str = ""
-    tenant: str = ""  # whose token it came with, if that is known
+    tenant: str = ""  # tenant of its token, "" = unknown
     model: str = ""
     received: int = 0
     sent: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    failed: str = ""  # code of the error that an answer ended with that had begun well
+    failed: str = ""  # code of an error after the start of the answer
     started: float = field(default_factory=time.monotonic)
-    headers: Mapping[str, str] = field(default_factory=dict)  # those of its trace context
-    trace_id: str = ""  # of its request, where that is traced, …
-    span_id: str = ""  # … and of the span of the whole request, both in hexadecimal
+    headers: Mapping[str, str] = field(default_factory=dict)  # headers of its trace context
+    trace_id: str = ""  # of its request if it is traced, …
+    span_id: str = ""  # … and of the root span of the request, both in hexadecimal
 
 
 _current: ContextVar[Call | None] = ContextVar("mmserve_call", default=None)
 
 
 def current() -> Call:
-    """The call that this task answers; outside of a call a fresh one that is discarded."""
+    """The call that the current task handles; outside of a call a new one that is discarded."""
     return _current.get() or Call()
 
 
 def begin(call: Call) -> None:
-    """Make ``call`` the one that the current task, and tasks that it starts, answer."""
+    """Make ``call`` the current call of this task, and of tasks that it starts."""
     _current.set(call)
 
 
@@ -52,5 +52,5 @@ class _Working(threading.local):
     request: Request | None = None
 
 
-#: The request that this thread works on at this moment, where that is one alone: for its lines of the log.
+#: The request processed by this thread at the moment, if it is a single one: for the fields of log lines.
 working = _Working()

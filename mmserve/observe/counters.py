@@ -1,4 +1,4 @@
-"""Counters of tenants, whose labels are names of the configuration alone, and of video sessions."""
+"""Counters of tenants, labelled only with names from the configuration, and of video sessions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmserve.observe.inventory import PREFIX
 
 
 class TenantMetrics:
-    """Counters for each tenant, and of calls that are no tenant's; a server without tenants counts nothing here."""
+    """Counters of each tenant, and of calls rejected without a tenant; registered always, used if there are tenants."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -21,22 +21,22 @@ class TenantMetrics:
         self._refused = counter("authentication_failures", "Calls without an accepted token", "reason")
 
     def ended(self, tenant: str, code: str) -> None:
-        """Count a request by the name of its gRPC status."""
+        """Count a request by ``code``, the name of its gRPC status."""
         if tenant:
             self._ended.labels(tenant, code).inc()
 
     def finished(self, tenant: str, event: Finished) -> None:
-        """Count the tokens of a sample."""
+        """Count the prompt and completion tokens of a finished sample."""
         if tenant:
             self._tokens.labels(tenant, "prompt").inc(event.usage.prompt_tokens)
             self._tokens.labels(tenant, "generation").inc(event.usage.completion_tokens)
 
     def limited(self, tenant: str, limit: str) -> None:
-        """Count a call that is over ``limit``: "rate" or "concurrency"."""
+        """Count a call rejected by ``limit``: "rate" or "concurrency"."""
         self._limited.labels(tenant, limit).inc()
 
     def refused(self, reason: str) -> None:
-        """Count a call whose token is "missing" or "unknown"."""
+        """Count a call rejected because its token is "missing" or "unknown" (``reason``)."""
         self._refused.labels(reason).inc()
 
 
@@ -44,7 +44,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class SessionMetrics:
-    """Counters of all sessions of a server, and how many there are."""
+    """Counters of all video sessions of a server, and the number of open ones."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.sessions = Gauge(PREFIX + "video_sessions", "Sessions, with and without a connection", registry=registry)
@@ -60,22 +60,22 @@ class SessionMetrics:
         )
 
     def taken(self, ready: float) -> None:
-        """Count a frame that was taken ``ready`` seconds after it was received."""
+        """Count a frame that was processed ``ready`` seconds after it was received."""
         self._frames.labels("taken").inc()
         self._ready.observe(ready)
 
     def dropped(self, count: int) -> None:
-        """Count frames that an overload policy dropped."""
+        """Count ``count`` frames dropped by an overload policy."""
         self._frames.labels("dropped").inc(count)
 
     def push_failed(self, code: str) -> None:
-        """Count a push that failed with an error's ``code``."""
+        """Count a push that failed with the error code ``code``."""
         self._failed.labels(code).inc()
 
     def resumed(self) -> None:
-        """Count a session that was resumed."""
+        """Count a resumed session."""
         self._resumes.inc()
 
     def alerted(self) -> None:
-        """Count an alert."""
+        """Count an alert of a watch."""
         self._alerts.inc()

@@ -1,4 +1,4 @@
-"""Where metrics are read: a port of its own that speaks HTTP."""
+"""The metrics endpoint: an HTTP server on its own port."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mmserve.config.ports import cannot_listen
 
 logger = logging.getLogger("mmserve.observe")
 
-#: Seconds that a reader has for its handshake and for its question, and how many readers there may be at once.
+#: Timeout of a client's handshake and of its request in seconds, and the maximum number of concurrent clients.
 _PATIENCE, _READERS = 10.0, 32
 
 
 class Endpoint:
-    """Serves a ``registry`` on ``config.metrics_host`` and ``metrics_port``, each reader on a thread, until closed.
+    """Serves ``registry`` on ``config.metrics_host`` and ``metrics_port``, one thread a client, until closed.
 
-    With the server's certificate, and its demand for one of the client's, where it has them. ``ConfigError`` where that
-    cannot be.
+    Uses the server's TLS certificate, and requires client certificates if the server does. Raises ``ConfigError`` if it
+    cannot listen or load the TLS files.
     """
 
     def __init__(self, registry: CollectorRegistry, config: ServerConfig) -> None:
@@ -40,7 +40,7 @@ class Endpoint:
         logger.info("metrics on %s://%s:%d/metrics", "https" if config.tls_key else "http", host, port)
 
     def follow(self, config: ServerConfig) -> None:
-        """Use the TLS files of ``config`` as they are now, for new readers; those must be known to be good."""
+        """Use the present TLS files of ``config`` for new clients; the files must have been validated."""
         self._server.tls = tls_context(config)
 
     def close(self) -> None:
@@ -51,24 +51,24 @@ class Endpoint:
 
 
 class _Text(MetricsHandler):
-    """Answers in Prometheus's text format, whatever a reader would like better.
+    """Always responds in Prometheus's text format, whatever the ``Accept`` header.
 
-    In OpenMetrics, which Prometheus 2 asks for, prometheus_client writes the colon of a sample's name as an underscore,
-    and no name is then what dashboards call it (prometheus/client_python, issue 1177).
+    In OpenMetrics, which Prometheus 2 requests, prometheus_client replaces the colon of a sample's name with an
+    underscore, so that the names are not those of dashboards (prometheus/client_python, issue 1177).
     """
 
     def do_GET(self) -> None:
-        """Answer one question."""
+        """Respond to one request."""
         del self.headers["Accept"]
         super().do_GET()
 
 
 class _Server(ThreadingHTTPServer):
-    """Accepts readers whatever any of them does: a handshake is its own thread's, and so is a silent one's time."""
+    """Handles each client in its own thread, so that a slow handshake or an idle client does not block the others."""
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 4 * _READERS  # of the system's: those beyond it would connect, and wait for a minute
+    request_queue_size = 4 * _READERS  # backlog: clients beyond it would wait for a minute
 
     def __init__(
         self, address: tuple[str, int], handler: Any, family: socket.AddressFamily, tls: ssl.SSLContext | None
@@ -79,7 +79,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for one more reader."""
+        """Whether another client can be accepted: at most ``_READERS`` at a time."""
         return self._places.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -102,7 +102,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """With the TLS files of ``config`` as they are now, which must be known to be good; None without TLS."""
+    """A context with the present TLS files of ``config``, which must have been validated; None without TLS."""
     if not config.tls_key:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

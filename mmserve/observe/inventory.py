@@ -1,6 +1,6 @@
-"""Metrics about a server as a whole: what it is built of, which models it serves, how its calls end.
+"""Metrics of a whole server: versions, loaded models, and calls by status.
 
-Names of the call metrics and their labels are those of go-grpc-middleware, which dashboards for gRPC servers read.
+The names and labels of the call metrics are those of go-grpc-middleware, used by dashboards for gRPC servers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmserve.observe.labelled import Labelled
 
 PREFIX = "mmserve:"
 MODEL = "model_name"
-#: Packages whose versions decide what a server computes.
+#: Packages whose versions affect the results of a server.
 _BUILT_OF = ("torch", "triton", "transformers", "grpcio")
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120, 600)
 
@@ -32,7 +32,7 @@ def family(
     labels: tuple[str, ...],
     samples: Iterable[tuple[tuple[str, ...], float]],
 ) -> Metric:
-    """A family of metrics with ``samples``: values of its labels, and a number."""
+    """A metric family of ``kind``; ``samples`` are pairs of label values and a number."""
     made = kind(PREFIX + name, text, labels=labels)
     for values, number in samples:
         made.add_metric(values, number)
@@ -40,16 +40,16 @@ def family(
 
 
 class Described(Protocol):
-    """An engine that reports which model it runs."""
+    """An engine that describes its model."""
 
     @property
     def info(self) -> ModelInfo:
-        """What clients receive about its model."""
+        """The description of its model, as clients receive it."""
         ...
 
 
 class Calls:
-    """Counts of calls by method and status, of uploads, and times of calls."""
+    """Counts of calls by method and status, of uploads, and latencies of calls."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("grpc_service", "grpc_method")
@@ -70,37 +70,38 @@ class Calls:
         )
 
     def handled(self, method: str, code: str, seconds: float) -> None:
-        """Count a call of ``/service/method``, or of a method that is none (""): a client's word is no label."""
+        """Count a call of ``/service/method``; "" = an unknown method, as text from a client must not become a
+        label."""
         service, _, name = method.removeprefix("/").rpartition("/")
         self._handled.of(service or "unknown", name or "unknown", code).inc()
         self._seconds.of(service or "unknown", name or "unknown").observe(seconds)
 
     def uploaded(self, size: int, *, deduplicated: bool) -> None:
-        """Count an upload of ``size`` bytes that was accepted."""
+        """Count an accepted upload of ``size`` bytes."""
         self._uploads.labels("deduplicated" if deduplicated else "stored").inc()
         self._upload_bytes.inc(size)
 
     def upload_failed(self, code: str) -> None:
-        """Count an upload that ended with an error's ``code``."""
+        """Count an upload that failed with the error code ``code``."""
         self._uploads.labels(code).inc()
 
 
 class Unasked(Collector):
-    """A collector that is registered without being asked for its names: engines may not have started by then."""
+    """A collector whose names are not read at registration: engines may not have started by then."""
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing."""
+        """Yields nothing."""
         return iter(())
 
 
 class Models(Unasked):
-    """What each loaded model is, read when it is asked for."""
+    """The description of each loaded model, read at each scrape."""
 
     def __init__(self, engines: Mapping[str, Described]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        """One family after another, a sample each model."""
+        """The metric families, with one sample a model."""
         described = InfoMetricFamily(PREFIX + "model", "A loaded model", labels=(MODEL,))
         models = {name: engine.info for name, engine in self._engines.items()}
         for name, info in models.items():
@@ -113,7 +114,7 @@ class Models(Unasked):
 
 
 def add_build(registry: CollectorRegistry) -> None:
-    """Register the versions of mmserve, Python and what decides results."""
+    """Register the versions of mmserve, Python and the packages that affect results."""
     versions = {name: found for name in _BUILT_OF if (found := _version(name))}
     info = Info(PREFIX + "build", "Versions of the server and of what it is built of", registry=registry)
     info.info({"version": mmserve.__version__, "python": platform.python_version(), **versions})

@@ -1,4 +1,4 @@
-"""Children of Prometheus metrics, looked up once for each combination of labels: ``labels`` takes a lock each time."""
+"""Children of Prometheus metrics, cached by label values: ``labels`` takes a lock at each call."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Metric = TypeVar("Metric", Counter, Histogram)
 
 
 class Labelled(Generic[Metric]):
-    """A ``metric`` of few combinations of labels."""
+    """A ``metric`` with few combinations of labels."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric: Metric = metric
         self._children: dict[tuple[str, ...], Metric] = {}
 
     def of(self, *labels: str) -> Metric:
-        """The child with these values of its labels."""
+        """The child with these label values."""
         child = self._children.get(labels)
         if child is None:
             child = self._children[labels] = self._metric.labels(*labels)

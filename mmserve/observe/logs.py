@@ -1,4 +1,4 @@
-"""How log records are written: as lines for people, or as one JSON object each for programs."""
+"""Formatting of log records: lines for people, or one JSON object a line for programs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FORMATS = ("text", "json")
 
 
 def configure(level: int, form: str = "text") -> None:
-    """Write records to stderr in ``form``: those of mmserve from ``level`` on, and warnings of libraries."""
+    """Write log records to stderr in ``form`` ("text" or "json"): mmserve's from ``level`` up, libraries' warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Json() if form == "json" else logging.Formatter(_TEXT))
-    # of libraries only warnings: PyTorch writes its counters at every end
+    # of libraries only warnings: PyTorch logs its counters at exit
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("mmserve").setLevel(level)
 
@@ -28,12 +28,12 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 class Json(logging.Formatter):
     """One JSON object a line: ``time`` (UTC, RFC 3339), ``level``, ``logger`` and ``message``.
 
-    With ``exception`` where it has one, and what the record's ``fields`` hold. Of a call, or of a request on a thread
-    of the engine: ``request_id``, ``tenant`` where one is known, ``trace_id`` and ``span_id`` where it is traced.
+    Also ``exception`` if there is one, and the record's ``fields``. In a call, or in an engine's thread that works on
+    one request: ``request_id``, ``tenant`` if known, and ``trace_id`` and ``span_id`` if the request is traced.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
+        """The record as one line of JSON."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, object] = {
             "time": time.replace("+00:00", "Z"),
@@ -49,7 +49,7 @@ class Json(logging.Formatter):
 
 
 def _whose() -> dict[str, str]:
-    """The request that this task or thread works for."""
+    """Fields that identify the request of this task or thread; empty if there is none."""
     request = calls.working.request
     if request is not None:
         return about(request)
@@ -59,7 +59,7 @@ def _whose() -> dict[str, str]:
 
 
 def about(request: Request) -> dict[str, str]:
-    """Fields of a line about ``request``, for those who work on several at once."""
+    """Log fields that identify ``request``, for code that works on several requests at once."""
     _version, trace_id, span_id, _flags = (request.trace.get("traceparent") or "---").split("-")
     of_trace = {"trace_id": trace_id, "span_id": span_id}
     return {"request_id": request.label or request.id, "tenant": request.tenant.name, **of_trace}

@@ -1,4 +1,4 @@
-"""What machine a figure was measured on."""
+"""Description of the machine that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmserve.cores import available_cores
 
 
 def describe() -> dict[str, str | int | float]:
-    """Processor, cores, memory (GiB), GPU and versions, for reports."""
+    """Processor, cores, memory (GiB), GPU and versions of the software, for reports."""
     return {
         "cpu": _cpu(),
         "cores": available_cores(),

@@ -1,8 +1,8 @@
-"""What a server counts and times, as Prometheus metrics.
+"""Counters, gauges and histograms of a server, as Prometheus metrics.
 
-Names are those that vLLM made usual where there is one, with the prefix ``mmserve:``; the rest is what diffusion models
-add to them. Every server has a registry of its own. Outcomes of requests are noted as they end (``watch.py``); what
-engines hold is read from them at each scrape (``_Held``).
+Names are vLLM's where it has one, with the prefix ``mmserve:``; the others are specific to diffusion models. Every
+server has its own registry. Outcomes of requests are recorded as they end (``watch.py``); the state of engines is read
+at each scrape (``_Held``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mmserve.observe.counters import SessionMetrics, TenantMetrics
 from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, Unasked, add_build, family
 from mmserve.observe.labelled import Labelled
 
-#: Upper bounds of histograms: seconds of a whole request or a part of it, seconds between tokens, and counts of tokens.
+#: Upper bounds of histogram buckets: seconds of a request or a stage, seconds between tokens, and numbers of tokens.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
 _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 40)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -29,17 +29,18 @@ _PER_FORWARD = (0.1, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 class Measured(Described, Protocol):
-    """An engine whose state can be read."""
+    """An engine with readable statistics."""
 
     def stats(self) -> Stats:
-        """What it holds and has counted."""
+        """Its present state and its counts since the start."""
         ...
 
 
 class Metrics:
-    """Those of one server over its ``engines`` (model name → engine).
+    """The metrics of one server over its ``engines`` (model name → engine).
 
-    ``served`` is what is read of them: all of ``registry``, and those of mmserve under other ``prefixes``, too.
+    ``served`` is the registry to serve: all of ``registry``, and mmserve's metrics repeated under other
+    ``prefixes``.
     """
 
     def __init__(self, engines: Mapping[str, Measured], prefixes: Sequence[str] = ()) -> None:
@@ -94,23 +95,23 @@ class Metrics:
         self.sessions = SessionMetrics(self.registry)
 
     def message_refused(self, code: str) -> None:
-        """Count a message that was malformed, too large or too slow, before it was a request."""
+        """Count a message rejected before it became a request: malformed, too large or too slow."""
         self._messages.of(code).inc()
 
     def failed(self, model: str, code: str) -> None:
-        """Count a request that ended without an answer."""
+        """Count a request of ``model`` that failed with the error code ``code``."""
         self._failed.of(model, code).inc()
 
     def between(self, model: str, seconds: float) -> None:
-        """Note the time between two pieces of final text."""
+        """Record the time in seconds between two pieces of final text."""
         self._between.of(model).observe(seconds)
 
     def answered(self, model: str, longest: int) -> None:
-        """Note a request all of whose samples are answered, the longest with so many tokens."""
+        """Record a request all of whose samples finished; ``longest``: tokens of the longest sample."""
         self._longest.of(model).observe(longest)
 
     def finished(self, model: str, event: Finished) -> None:
-        """Note the outcome of a sample."""
+        """Record the outcome of a sample."""
         times, usage = event.times, event.usage
         tokens = usage.completion_tokens
         for histogram, milliseconds in (
@@ -156,13 +157,13 @@ class Metrics:
 
 
 class _Held(Unasked):
-    """What engines hold now and have counted, read when it is asked for."""
+    """State and counts of engines, read at each scrape."""
 
     def __init__(self, engines: Mapping[str, Measured]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        """One family after another, a sample each model."""
+        """The metric families, with one sample a model."""
         stats = {name: engine.stats() for name, engine in self._engines.items()}
         gauges = {
             "num_requests_running": ("Samples that hold a place in a stage", lambda s: s.live - s.queued),
@@ -184,12 +185,12 @@ class _Held(Unasked):
                 yield family(kind, name, text, (MODEL,), (((model,), value(own)) for model, own in stats.items()))
         stages = (((model, at), count) for model, own in stats.items() for at, count in own.stages.items())
         yield family(GaugeMetricFamily, "num_requests_stage", "Samples by stage", (MODEL, "stage"), stages)
-        if stats:  # none while all models are loading
+        if stats:  # empty while all models are loading
             yield from _of_caches(next(iter(stats.values())))
 
 
 def _of_caches(stats: Stats) -> Iterator[Metric]:
-    """The caches that all engines of a server share."""
+    """Metrics of the caches shared by all engines of a server."""
     caches = {"tokens": stats.token_cache, "pixels": stats.pixel_cache, "kv": stats.kv_cache}
     for kind, name, text, value in (
         (CounterMetricFamily, "mm_cache_queries", "Media that were looked for in a cache", lambda c: c.lookups),

@@ -1,7 +1,7 @@
-"""What a trace of a request holds: spans of the time that it waits and is worked on, and events of its answer.
+"""Contents of a request's trace: spans of its waiting and processing times, and events of its answer.
 
-Names are those of OpenTelemetry's conventions for generative AI where they have one, and ``mmserve.…`` else; all of
-them are in ``docs/observability.md``. Nothing that a client or a model wrote is ever recorded.
+Names are those of OpenTelemetry's semantic conventions for generative AI where they exist, and ``mmserve.…`` otherwise;
+``docs/observability.md`` lists all. Text of clients or models is never recorded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mmserve.core.request import TERMINAL, Request, RequestId, Stage
 from mmserve.observe.calls import Call
 from mmserve.transfer.base import Transport
 
-#: Spans of the stages that a request is worked on in, but for decode, whose blocks have spans.
+#: Names of the spans of processing stages, except decode, which has a span for each block.
 _WORK = {
     Stage.CONSTRAINING: "mmserve.constraint",
     Stage.LOADING: "mmserve.load",
     Stage.ENCODING: "mmserve.encode",
     Stage.PREFILLING: "mmserve.prefill",
 }
-#: What a request waits for in the stages between.
+#: What a request waits for in each of the other stages.
 _AWAITED = {
     Stage.QUEUED: "start",
     Stage.CONSTRAINED: "encode",
@@ -43,7 +43,7 @@ _AWAITED = {
 
 
 class Recorder:
-    """Begins the traces of requests in one process, and the spans of its workers' passes."""
+    """Starts the traces of requests in one process, and the spans of its workers' passes."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -68,7 +68,7 @@ class Recorder:
 
     @contextmanager
     def stage_pass(self, stage: str, requests: Sequence[Request]) -> Iterator[None]:
-        """As of ``traces.stage_pass``: a span in the trace of the first request, linked to those of the others."""
+        """See ``traces.stage_pass``: a span in the trace of the first request, linked to the traces of the others."""
         contexts = {r.trace["traceparent"]: propagate.extract(r.trace) for r in requests if "traceparent" in r.trace}
         if not contexts:
             yield
@@ -87,9 +87,9 @@ class Recorder:
 
 
 class ObservedTransport:
-    """``transport`` to ``stage`` with a span for each transfer within a pass that is traced.
+    """``transport`` to ``stage`` with a span for each transfer within a traced pass.
 
-    A transport that knows more of a transfer, such as its bytes, sets that on the current span.
+    A transport may set further attributes of a transfer, such as its bytes, on the current span.
     """
 
     def __init__(self, tracer: Tracer, transport: Transport, stage: str) -> None:
@@ -97,7 +97,7 @@ class ObservedTransport:
 
     @property
     def in_process(self) -> bool:
-        """As of ``Transport``; so are the others."""
+        """As in ``Transport``; so are the other methods."""
         return self._transport.in_process
 
     def send(self, request: RequestId, payload: Any) -> None:
@@ -130,7 +130,7 @@ class ObservedTransport:
 
 
 class RequestTrace:
-    """The trace of one request, from its arrival to its end. Written by the engine's thread and the front's."""
+    """The trace of one request, from arrival to end. Written by the engine's thread and by the server's."""
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self._tracer, self._span = tracer, span
@@ -138,21 +138,21 @@ class RequestTrace:
         self._lock = threading.Lock()
         self._samples: dict[int, _Sample] = {}
         self._finished: list[Finished] = []
-        self._encoded: int | None = None  # when samples begin to go their own ways
+        self._encoded: int | None = None  # when the samples' traces diverge
         self._several = False
         self._ended = False
         self.carrier: dict[str, str] = {}  # for ``Request.trace``
         propagate.inject(self.carrier, self._within)
 
     def accepted(self, request: Request) -> None:
-        """The request is parsed from its client's message; it waits from now on."""
+        """Record that the request was parsed from the client's message; it is queued from now on."""
         self._span.update_name(f"chat {request.model}")
         self._span.set_attributes(_asked(request))
         self._several = request.sampling.n > 1
         self._sample(0).enter(Stage.QUEUED, time.time_ns())
 
     def see(self, event: Event | Progress) -> None:
-        """Take in what the engine reports; ignored after the end."""
+        """Record an event of the engine; ignored after the end."""
         with self._lock:
             if self._ended:
                 return
@@ -169,7 +169,7 @@ class RequestTrace:
                     self._finished.append(event)
 
     def end(self, code: str = "") -> None:
-        """The request has ended: with the error ``code`` (a gRPC status code's name), or well."""
+        """Record the end of the request: with the error ``code`` (the name of a gRPC status code), "" = success."""
         with self._lock:
             self._ended = True
             now = time.time_ns()
@@ -186,36 +186,36 @@ class RequestTrace:
         if number not in self._samples:
             attributes = {"mmserve.sample": number} if self._several else {}
             self._samples[number] = _Sample(self._tracer, self._within, attributes)
-            if number and self._encoded is not None:  # until then it was one with the first
+            if number and self._encoded is not None:  # so far it shared the trace of the first
                 self._samples[number].enter(Stage.ENCODED, self._encoded)
         return self._samples[number]
 
 
 @dataclass
 class _Block:
-    """A block that is being decoded."""
+    """A block in decode."""
 
     span: Span
     number: int
-    forwards: int  # before it
+    forwards: int  # before the block
     constraint_seconds: float
     committed: int = 0
     edited: int = 0
 
 
 class _Sample:
-    """Spans of one sample: of where it is, and in decode of the block that it is at."""
+    """Spans of one sample: of its present stage, and in decode of its present block."""
 
     def __init__(self, tracer: Tracer, within: Context, attributes: Mapping[str, AttributeValue]) -> None:
         self._tracer, self._within, self._attributes = tracer, within, attributes
-        self._current: Span | None = None  # of the stage that it is in
+        self._current: Span | None = None  # of its present stage
         self._decoding = False
         self._block: _Block | None = None
-        self._last = 0  # when the last step ended, or decode began
+        self._last = 0  # end of the last step or start of decode
         self._step = Step(-1, 0, 0, 0, 0.0)
 
     def enter(self, stage: Stage, at: int) -> None:
-        """It went on to ``stage`` then."""
+        """Record that the sample entered ``stage`` at time ``at`` (ns)."""
         if stage is Stage.READY or (stage is Stage.STEPPING and self._decoding):
             return
         self._close(at)
@@ -228,7 +228,7 @@ class _Sample:
             self._current = self._start("mmserve.queue", at, {"mmserve.queue.for": _AWAITED[stage]})
 
     def step(self, step: Step, at: int) -> None:
-        """It made a step, which ended then."""
+        """Record a step of the sample that ended at time ``at`` (ns)."""
         block, before = self._block, self._step
         if block is None or block.number != step.block:
             self._end_block()
@@ -240,7 +240,7 @@ class _Sample:
         self._last, self._step = at, step
 
     def end(self, at: int) -> None:
-        """It has ended, however."""
+        """Record that the sample ended at time ``at`` (ns), finished or not."""
         self._close(at)
 
     def _close(self, at: int) -> None:
@@ -273,7 +273,7 @@ class _Sample:
 
 
 def _asked(request: Request) -> dict[str, AttributeValue]:
-    """What is known of a request before it is answered."""
+    """Attributes of a request that are known before it is answered."""
     sampling, diffusion = request.sampling, request.diffusion
     kind = None if request.constraint is None else request.constraint.kind
     asked: dict[str, AttributeValue] = {
@@ -292,7 +292,7 @@ def _asked(request: Request) -> dict[str, AttributeValue]:
         "mmserve.commit_policy": diffusion.commit.name,
         "mmserve.pruner": request.vision.pruner,
     }
-    if sampling.seed < 1 << 63:  # no attribute's number holds more
+    if sampling.seed < 1 << 63:  # attributes are signed 64-bit integers
         asked["gen_ai.request.seed"] = sampling.seed
     if sampling.n > 1:
         asked["gen_ai.request.choice.count"] = sampling.n
@@ -302,7 +302,7 @@ def _asked(request: Request) -> dict[str, AttributeValue]:
 
 
 def _answered(finished: Sequence[Finished]) -> dict[str, AttributeValue]:
-    """The outcome of a request."""
+    """Attributes of a request's outcome."""
     samples = sorted(finished, key=lambda each: each.sample)
     prompt, output = samples[0].usage, sum(each.usage.completion_tokens for each in samples)
     forwards = sum(each.forwards for each in samples)

@@ -1,8 +1,8 @@
-"""Traces of requests with OpenTelemetry: where the rest of the server meets them.
+"""Traces of requests with OpenTelemetry: the interface for the rest of the server.
 
-Off until ``configure`` or ``use``: nothing of OpenTelemetry is imported then, a request has no ``trace``, and what asks
-for one here gets nothing. What is recorded is in ``spans.py``. A process has one recorder, as it has one log; a worker
-process calls ``configure`` for itself, and finds the trace that it takes part in with each request (``Request.trace``).
+Disabled until ``configure`` or ``use`` is called: until then OpenTelemetry is not imported, requests have no ``trace``,
+and the functions here do nothing. ``spans.py`` defines what is recorded. A process has one recorder, as it has one log;
+a worker process calls ``configure`` itself, and receives the trace context with each request (``Request.trace``).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mmserve.errors import ConfigError
 from mmserve.observe.calls import Call
 from mmserve.transfer.base import Transport
 
-if TYPE_CHECKING:  # only who traces imports OpenTelemetry
+if TYPE_CHECKING:  # imports OpenTelemetry
     from opentelemetry.trace import TracerProvider
 
     from mmserve.observe.spans import Recorder, RequestTrace
 
 logger = logging.getLogger("mmserve.observe")
 
-#: Where the standard environment names a receiver of traces.
+#: Standard environment variables with the address of a trace receiver.
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _GRPC, _HTTP = "grpc", "http/protobuf"
@@ -36,9 +36,9 @@ _recorder: Recorder | None = None
 
 
 def use(provider: TracerProvider | None) -> None:
-    """Record traces with ``provider``, which an application that embeds a server has set up; None = no more.
+    """Record traces with ``provider``, set up by the application that embeds a server; None = stop recording.
 
-    Before engines are made: the transports of those made before are not traced.
+    To be called before engines are created: transports created earlier are not traced.
     """
     global _recorder
     if provider is None:
@@ -50,12 +50,12 @@ def use(provider: TracerProvider | None) -> None:
 
 
 def configure(endpoint: str = "") -> Callable[[], None]:
-    """Send traces to the OTLP receiver at ``endpoint``, or where the ``OTEL_…`` environment names one.
+    """Send traces to the OTLP receiver at ``endpoint``, by default at the one of the ``OTEL_…`` environment variables.
 
-    Without either, or with ``OTEL_SDK_DISABLED=true`` or ``OTEL_TRACES_EXPORTER=none``, nothing is traced. The protocol
-    is that of ``OTEL_EXPORTER_OTLP_PROTOCOL``, by default gRPC; samplers, headers and resource attributes are those of
-    the environment. Returns what sends the last spans and ends. Raises ``ConfigError`` where the SDK is not installed
-    or the protocol is unknown.
+    Nothing is traced without either, or with ``OTEL_SDK_DISABLED=true`` or ``OTEL_TRACES_EXPORTER=none``. The protocol
+    is ``OTEL_EXPORTER_OTLP_PROTOCOL``, by default gRPC; samplers, headers and resource attributes are read from the
+    environment. Returns a function that flushes the remaining spans and stops tracing. Raises ``ConfigError`` if the
+    SDK is not installed or the protocol is unknown.
     """
     named = endpoint or any(os.environ.get(name) for name in _ENDPOINTS)
     off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
@@ -80,22 +80,22 @@ def configure(endpoint: str = "") -> Callable[[], None]:
 
 
 def carried(headers: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Those of a call's ``headers``, or metadata, of the trace context."""
+    """The headers (or metadata) of a call that carry its trace context, by name."""
     return {} if _recorder is None else _recorder.carried(headers)
 
 
 def begin(call: Call) -> RequestTrace | None:
-    """The trace of the request of ``call``; None where nothing is traced, or a sampler leaves this one out."""
+    """The trace of the request of ``call``; None if tracing is disabled or the trace is not sampled."""
     return None if _recorder is None else _recorder.begin(call)
 
 
 def stage_pass(stage: str, requests: Sequence[Request]) -> AbstractContextManager[None]:
-    """A context in which a worker runs ``stage`` for ``requests`` together."""
+    """A context in which a worker runs ``stage`` on a batch of ``requests``."""
     return nullcontext() if _recorder is None else _recorder.stage_pass(stage, requests)
 
 
 def observed(transport: Transport, stage: str) -> Transport:
-    """``transport`` to ``stage``, each transfer a span of the pass that makes it."""
+    """``transport`` to ``stage`` with a span for each transfer, in the span of its pass; unchanged without tracing."""
     return transport if _recorder is None else _recorder.observed(transport, stage)
 
 
@@ -116,7 +116,7 @@ def _exporter(endpoint: str) -> Any:
 
 
 def _resource() -> Any:
-    """This process, as traces name it: from the environment variables, and else ``mmserve``."""
+    """The OpenTelemetry resource of this process: from the environment variables, with the default name ``mmserve``."""
     from opentelemetry.sdk.resources import Resource
 
     found = Resource.create({"service.version": mmserve.__version__, "service.instance.id": uuid.uuid4().hex})

@@ -1,4 +1,4 @@
-"""What is noted of one request while it is answered: for metrics, for the access log, and for its trace."""
+"""Records one request while it is answered: for metrics, the access log, and its trace."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from mmserve.errors import MMServeError
 from mmserve.observe import calls
 from mmserve.observe.metrics import Metrics
 
-if TYPE_CHECKING:  # only who traces imports OpenTelemetry
+if TYPE_CHECKING:  # imports OpenTelemetry
     from mmserve.observe.spans import RequestTrace
 
 
 class Watch:
-    """One request, from when it is read to its last event or its failure."""
+    """Records one request, from its arrival to its last event or error."""
 
     def __init__(self, metrics: Metrics, trace: RequestTrace | None = None) -> None:
         self._metrics, self._trace = metrics, trace
-        self._longest = 0  # tokens of an answer
-        self._last: dict[int, float] = {}  # when each sample's last text came, on the monotonic clock (seconds)
-        self.model = ""  # unchanged where there is no model of that name: a client's text is never a label
+        self._longest = 0  # of the longest answer
+        self._last: dict[int, float] = {}  # time of each sample's last text (monotonic, seconds)
+        self.model = ""  # "" for an unknown model: a client's text is never a label
         self.tenant = ""
-        self.left = ""  # code with which the client went away, if it did
-        self.why_cancelled = "cancelled by the client"  # for the log, where its answer is not waited for any more
+        self.left = ""  # error code after the client disconnected, "" = connected
+        self.why_cancelled = "cancelled by the client"  # for the log, if the answer is no longer awaited
 
     def accepted(self, request: Request) -> Request:
-        """``request`` as it goes to the engine: with its client's name for it, and its trace, if it has one."""
+        """``request`` as passed to the engine: with the client's request id as label, and with its trace context, if
+        any."""
         request = replace(request, label=calls.current().request_id)
         if self._trace is None:
             return request
@@ -40,9 +41,10 @@ class Watch:
         return replace(request, trace=self._trace.carrier)
 
     def sink(self, put: Callable[[Event], None]) -> Callable[[Event | Progress], None]:
-        """What the engine reports to: ``put`` gets the events, and the trace what it is made of."""
+        """The function to call with the engine's events: passes events to ``put``, and events and progress to the
+        trace."""
         trace = self._trace
-        if trace is None:  # of which nothing but events comes
+        if trace is None:  # without a trace the engine reports no progress
             return cast(Callable[[Event | Progress], None], put)
 
         def take(event: Event | Progress) -> None:
@@ -53,7 +55,7 @@ class Watch:
         return take
 
     def see(self, event: Event) -> None:
-        """Note an event as it is sent."""
+        """Record an event as it is sent to the client."""
         if isinstance(event, Finished):
             self._longest = max(self._longest, event.usage.completion_tokens)
             self._metrics.finished(self.model, event)

@@ -1,6 +1,7 @@
 """Hostile clients for ``mmserve bench attacks``.
 
-``python -m mmserve.bench.attackers ADDRESS NAME`` attacks until it is killed; it prints "begun" with its first request.
+``python -m mmserve.bench.attackers ADDRESS NAME`` attacks until it is killed; it prints "begun" with its first
+request.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from mmserve.bench.hostile_messages import empty_messages, repeated, silent_call
 from mmserve.client import Client, Options
 from mmserve.errors import MMServeError
 
-#: Seconds that an answer is waited for, until a cancelled request is left, and between two refused requests.
+#: Seconds: timeout of an answer, time until a cancelled request is abandoned, pause between two rejected requests.
 _PATIENCE, _LEFT_AFTER, _PAUSE = 60.0, 0.3, 0.05
 
-#: Attacks the server at an address for ever.
+#: Attacks the server at an address, without end.
 Attack = Callable[[str], None]
 Ask = Callable[[Client], Any]
 
 
 def _again(address: str, asks: Sequence[Ask], timeout: float = _PATIENCE) -> None:
-    """Ask each again and again, over a connection and on a thread each."""
+    """Send each request repeatedly, over a separate connection and in a separate thread."""
 
     def loop(ask: Ask) -> None:
         with Client(address, timeout=timeout) as client:
@@ -51,13 +52,13 @@ def _begun() -> None:
 
 
 def _marked(file: bytes) -> Iterator[bytes]:
-    """``file`` with a few bytes after its end that no decoder reads, each time others: no cache knows it."""
+    """``file`` with a few bytes appended that decoders ignore, different each time to avoid cache hits."""
     for number in itertools.count():
         yield file + (16).to_bytes(4) + b"free" + number.to_bytes(8)
 
 
 def _clips(width: int, height: int, *, timeout: float = _PATIENCE) -> Attack:
-    """Five requests at once, each with two clips of 1,780 black frames of that size."""
+    """Five concurrent requests, each with two clips of 1,780 black frames of the given size."""
 
     def attack(address: str) -> None:
         clip = black_clip(width, height, 1780)
@@ -71,7 +72,7 @@ def _videos(files: Iterator[bytes]) -> Ask:
 
 
 def _pictures(side: int, requests: int) -> Attack:
-    """So many requests at once, each with 11 pictures of side × side."""
+    """``requests`` concurrent requests, each with 11 pictures of ``side`` × ``side`` pixels."""
 
     def attack(address: str) -> None:
         picture = large_png(side)
@@ -94,7 +95,7 @@ def _messages(size: int) -> Attack:
 
 
 def _unfinished(address: str) -> None:
-    """60 silent calls, and messages of 60 MB of which half is sent at once and the rest slowly."""
+    """60 calls that send nothing, and messages of 60 MB of which half is sent at once and the rest slowly."""
     with ExitStack() as stack:
         stack.enter_context(silent_calls(address))
         stack.enter_context(unfinished_messages(address, 60_000_000, sent=30_000_000, rate=1000.0, connections=8))
@@ -122,7 +123,7 @@ def _constraint(name: str, salt: int) -> Ask:
 
 
 def _growing_lexers(address: str) -> None:
-    """20 requests at once, each under an expression of its own for whose texts a lexer needs ever more states."""
+    """20 concurrent requests, each with a different regular expression for which a lexer needs ever more states."""
     _again(address, [_growing(i) for i in range(20)])
 
 
@@ -141,7 +142,7 @@ ATTACKS: dict[str, Attack] = {
     "long_clips": _clips(3840, 2160),
     "cancelled_clips": _clips(3840, 2160, timeout=_LEFT_AFTER),  # each request is cancelled soon
     "large_pictures": _pictures(8000, 2),
-    "accepted_clips": _clips(1920, 1080),  # the limits allow these, and the next
+    "accepted_clips": _clips(1920, 1080),  # within the limits, as is the next
     "accepted_pictures": _pictures(4900, 3),
     "empty_messages_8mb": _messages(8_000_000),
     "empty_messages_60mb": _messages(60_000_000),

@@ -1,8 +1,7 @@
-"""What hostile requests cost other clients: ``mmserve bench attacks``.
+"""The effect of hostile requests on other clients: ``mmserve bench attacks``.
 
-For each attack: the latency of short text requests and of health checks while it runs, beside the same on an idle
-server, and the server's memory before it and some time after it. The server runs in a process of its own, and so does
-the attacker.
+For each attack: the latency of short text requests and of health checks while it runs and on an idle server, and the
+server's memory before it and some time after it. Server and attacker run in separate processes.
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ from mmserve.reference.items import Question
 
 #: Seconds between two health checks.
 CHECK_EVERY = 0.05
-#: Seconds of an attack, and after its end until memory is measured again.
+#: Duration of an attack, and time after its end until memory is measured again, in seconds.
 ATTACK_SECONDS, SETTLE_SECONDS = 15.0, 60.0
-#: Goals: the p99 of text requests over the idle server's, milliseconds of a health check, memory over that before.
+#: Goals: p99 of text requests relative to the idle server, latency of a health check (ms), memory relative to before.
 SLOWER, CHECK_MS, GROWTH = 3.0, 100.0, 1.2
 PATIENCE = 120.0
 
 
 @dataclass
 class Seen:
-    """What a client beside the attack measured; latencies in milliseconds."""
+    """Measurements of an ordinary client during an attack; latencies in milliseconds."""
 
     texts: list[float] = field(default_factory=list)
     checks: list[float] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)  # by question
-    changed: int = 0  # answers that are not the first one of their question
+    changed: int = 0  # answers that differ from the first one of their question
     failures: list[str] = field(default_factory=list)
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for each attack, and each goal as a measure."""
+    """A row for each attack, and a measure for each goal."""
     rows = []
     for name in named_tasks(arguments, ATTACKS):
-        with ServedProcess(arguments) as served:  # a server each: what one leaves is not counted for the next
+        with ServedProcess(arguments) as served:  # a new server each, so that attacks are independent
             rows.append(_attacked(served, name, arguments.seed, progress))
     return {
         "rows": rows,
@@ -77,7 +76,7 @@ def _attacked(served: ServedProcess, name: str, seed: int, progress: Progress) -
     )
     try:
         assert attacker.stdout is not None
-        attacker.stdout.readline()  # it has begun, or has failed
+        attacker.stdout.readline()  # returns once it has begun, or has failed
         seen = _watch(served.address, asks, ATTACK_SECONDS, idle.answers)
         most = served.resident_bytes()
         alive = attacker.poll() is None
@@ -102,7 +101,7 @@ def _attacked(served: ServedProcess, name: str, seed: int, progress: Progress) -
 
 
 def _warm(client: Client, seed: int) -> None:
-    """One request of each kind, so that what is loaded once counts as memory before the attack."""
+    """Send one request of each kind, so that lazily loaded parts count as memory before the attack."""
     for task in ("count", "json", "direction"):
         thing, question = item(task, 0, seed)
         media = shown(task, thing)
@@ -112,7 +111,10 @@ def _warm(client: Client, seed: int) -> None:
 
 
 def _watch(address: str, asks: Sequence[Question], seconds: float, answers: dict[str, str] | None = None) -> Seen:
-    """Short text requests one after another, and health checks beside them; ``answers`` are those known so far."""
+    """Send short text requests one after another, and health checks in parallel, for ``seconds``.
+
+    ``answers``: the expected answers found so far, by question.
+    """
     seen, ended = Seen(answers=dict(answers or {})), threading.Event()
 
     def check() -> None:
@@ -144,12 +146,12 @@ def _watch(address: str, asks: Sequence[Question], seconds: float, answers: dict
 
 
 def _waits(latencies: list[float]) -> list[float]:
-    """Latencies; without any, the time that was waited."""
+    """``latencies``; if there are none, the timeout as a lower bound."""
     return latencies or [1000 * PATIENCE]
 
 
 def _measures(row: Figures) -> list[Figures]:
-    """The row's figures against their goals."""
+    """The measures of a row, with their goals."""
     name, (idle, attacked) = row["measured"], row["text_ms_p99"]
     before, _most, after = row["memory_mib"]
     return [

@@ -1,8 +1,8 @@
-"""What looking at fewer keys and values, or at coarser ones, does to logits and answers: ``mmserve bench attention``.
+"""The effect of sparse attention and of quantized K/V on logits and answers: ``mmserve bench attention``.
 
-Each way of choosing is measured alone, in prefill or in decode, beside blocks at random and beside dense attention, on
-the same fresh items. Blocks have 16 positions: the default tasks' rows of the bundled models have eight to fourteen of
-them. ``oracle`` takes the blocks that hold most of the attention as it is: no builder can hold more.
+Each block selection is measured separately in prefill and in decode, and compared with random blocks and with dense
+attention on the same generated items. Blocks have 16 positions: the default tasks' rows of the bundled models have 8 to
+14 of them. ``oracle`` selects the blocks with the most attention mass: an upper bound for all builders.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from mmserve.reference.evaluate import canvas, evaluate, item, shown
 from mmserve.reference.tasks import TASKS
 from mmserve.tiers.keys import weights_digest
 
-#: The fields that identify a row.
+#: The columns that identify a row.
 KEYS = ("measured", "stage", "density", "kept")
 _BASELINES = {"random": "--", "oracle": ":"}
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Distance of the logits and accuracy against density, a line a builder, prefill beside decode, as PNG."""
+    """Plot distance of the logits and accuracy against density, a line a builder, for prefill and decode, as PNG."""
     with drawn(path, 9, 6.5) as figure:
         axes = figure.subplots(2, 2, sharex=True, sharey="row")
         dense = next(row["accuracy"] for row in rows if row["measured"] == "dense")
@@ -72,30 +72,30 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes[1][0].set_ylabel("accuracy (grey: dense)")
 
 
-#: Two pictures, what differs between two pictures, and a clip: the prompts with the most positions.
+#: Tasks about two pictures, differences of two pictures, and a clip: the prompts with the most positions.
 DEFAULT_TASKS = ("which", "differs", "order")
 DENSITIES = (0.5, 0.25, 0.125)
 PAGE = 16
-#: Rows of a next-token model's prompt, from its end, whose logits are compared.
+#: Number of rows at the end of a next-token model's prompt whose logits are compared.
 _LAST = 16
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One setting of the engine: what it is called in a row of figures, and the keys of ``[engine]`` that it sets."""
+    """One setting of the engine: its name in a row of results, and the keys of ``[engine]`` that it sets."""
 
     row: Mapping[str, Any]
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     def engine(self, base: EngineConfig) -> EngineConfig:
-        """``base`` with those keys, and without what else it may have of their kind."""
+        """``base`` with these keys set, and other keys of their kind at their defaults."""
         plain = {"sparse_prefill": "", "sparse_decode": "", "kv_bits": 0, "kv_kept": 0.0}
         return replace(base, page_size=PAGE, sparse_block=PAGE, prefix_cache=False, **{**plain, **self.keys})
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """An item as the decoder takes it: canvas, embeddings ``[N, D]``, and the rows whose logits are compared."""
+    """Decoder inputs of an item: canvas, embeddings ``[N, D]``, and the rows whose logits are compared."""
 
     canvas: Canvas
     embeddings: Tensor
@@ -105,10 +105,11 @@ class Prompt:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for each variant: how far its logits are from dense ones in nats, how often the best token is the same, the
-    accuracy of ``--limit`` items of each task, and of a choice of blocks the share that it takes.
+    """A row for each variant: KL divergence of its logits from dense ones (nats), share of equal top-1 tokens, accuracy
+    on ``--limit`` items of each task and, for block selections, the achieved density.
 
-    A row that ``--resume`` has is not measured again; ``ConfigError`` where it was measured with other settings.
+    Rows found in ``--resume`` are not measured again; raises ``ConfigError`` if they were measured with other
+    settings.
     """
     tasks = named_tasks(arguments, TASKS, DEFAULT_TASKS)
     config = measured_config(arguments)
@@ -170,9 +171,9 @@ def variants() -> Iterator[Variant]:
 
 
 def changed(config: Config) -> dict[str, dict[str, Any]]:
-    """The settings of ``config`` that differ from the defaults and matter here: tables to keys to values.
+    """The non-default settings of ``config`` that affect the results: table → key → value.
 
-    Keys that each variant sets by itself are left out. Weights and their dtype are identified by their digest.
+    Keys that each variant sets itself are left out. Weights and their dtype are identified by their digest.
     """
     plain = Variant({})
     return {
@@ -237,8 +238,10 @@ def _logits(model: LoadedModel, engine: EngineConfig, p: Prompt, floor: int, *, 
 
 
 def _share(model: LoadedModel, engine: EngineConfig, prompts: list[Prompt]) -> dict[str, float]:
-    """What share of the blocks that could be seen passes look at, on average over prompts and layers, or nothing where
-    nothing is chosen: densities are rounded up to whole blocks, and some layers see everything."""
+    """The achieved density: the share of visible blocks selected by passes, averaged over prompts and layers.
+
+    Empty if all blocks are selected. Densities are rounded up to whole blocks, and some layers are dense.
+    """
     if not (engine.sparse_prefill or engine.sparse_decode):
         return {}
     c = model.decoder.config
@@ -257,8 +260,8 @@ def _share(model: LoadedModel, engine: EngineConfig, prompts: list[Prompt]) -> d
 
 
 def _differences(exact: list[Tensor], made: list[Tensor]) -> dict[str, float]:
-    """Mean Kullback-Leibler divergence of dense logits from these (nats), share of rows with the same best token, and
-    the largest change of a log-probability."""
+    """Mean KL divergence of dense logits from these (nats), share of rows with the same top-1 token, and the largest
+    change of a log-probability."""
     one, other = torch.cat(exact).log_softmax(-1), torch.cat(made).log_softmax(-1)
     divergence = (one.exp() * (one - other)).sum(-1).mean()
     same = (one.argmax(-1) == other.argmax(-1)).float().mean()

@@ -1,4 +1,4 @@
-"""Stages on a Ray cluster of this host against one process: ``mmserve bench cluster``."""
+"""Stages on a Ray cluster of this host compared with one process: ``mmserve bench cluster``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECTIONS = {
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """The report of the sections that ``--tasks`` names."""
+    """The report of the sections given by ``--tasks``."""
     ray_actors.start(cluster_config({"workers": [{"roles": "epd", "cpus": 8.0}]}))
     try:
         return run_sections(arguments, progress, SECTIONS)

@@ -1,4 +1,4 @@
-"""K/V that go to decode while their prompt is prefilled, against K/V that go after it."""
+"""K/V sent to decode during the prefill of their prompt, compared with K/V sent after it."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ from mmserve.core.request import Message, Request, Stage, TextPart
 #: Layers of the model, and tokens of its prompts.
 _LAYERS, _PROMPTS = 24, (500, 2_000, 4_000)
 _REPEATS, _WARM = 5, 1
-#: Of `[cluster]`: without it, and as it is by default.
+#: Values of the `[cluster]` setting: off, and the default.
 _AFTER, _AHEAD = "after the prompt", "ahead"
 _WAYS = {_AFTER: 0, _AHEAD: 1024}
 
 
 class _Traced(Answer):
-    """Times of one request that is traced, on this host's clock (ns)."""
+    """Times of one traced request, on this host's clock (ns)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.prefilling = self.left = self.ready = 0
 
     def sink(self, event: Event | Progress) -> None:
-        """Take an event."""
+        """Record an event."""
         match event:
             case StageEntered(Stage.PREFILLING, at):
                 self.prefilling = self.prefilling or at
-            case Reached("draft", at):  # its prompt has been run
+            case Reached("draft", at):  # its prompt has been prefilled
                 self.left = self.left or at
-            case StageEntered(Stage.READY, at):  # a step has run elsewhere
+            case StageEntered(Stage.READY, at):  # a step has run on the decode worker
                 self.ready = self.ready or at
         super().sink(event)
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figures:
-    """From the end of prefill until the first decode step elsewhere has run, and from the beginning of prefill until
-    then, by turns."""
+    """Times from the end, and from the start, of prefill until the first step on the decode worker, in turns."""
     rows, measures = [], []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         path = str(deep(Path(folder) / "deep", _LAYERS))
@@ -79,7 +78,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figur
 
 
 def _prompt(name: str, tokens: int, seed: int) -> Request:
-    """A prompt of about so many tokens, that no other begins like."""
+    """A prompt of about ``tokens`` tokens that shares no prefix with others."""
     words = " ".join(f"{(seed * 7919 + i * 104729) % 9973}" for i in range(tokens // 4))
     asked = request(name, 0, 4, "last", seed)
     return replace(asked, messages=(Message("user", (TextPart(words),)),), trace={"traceparent": "none"})

@@ -1,4 +1,4 @@
-"""K/V coded in few bits on their way to decode: what that changes of answers, and what it saves of bytes and time."""
+"""K/V quantized to few bits for the transfer to decode: changes of answers, and savings of bytes and time."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from mmserve.reference.tasks import TASKS, correct
 from mmserve.transfer.kv_coding import coded, decoded
 from mmserve.transfer.payloads import PAYLOADS
 
-#: Models with the recompute policy that decodes them.
+#: Models with the recompute policy used to decode with them.
 _MODELS = {"bundled": "none", "bundled-causal": "last"}
-#: 0 = as they are.
+#: Bits of a value; 0 = not quantized.
 _BITS = (0, 8, 6, 5, 4)
-#: Questions of each kind of subject, a turn; clips are left out, whose files take longer to make than to answer.
+#: Questions of each kind of subject in a turn; clips are left out, as generating their files takes too long.
 _QUESTIONS = 10
 _GBITS = (0.1, 1.0, 10.0, 100.0)
-#: Seconds until a request that has not ended is given up.
+#: Timeout of a request in seconds.
 _PATIENCE = 600.0
 
 
 @dataclass
 class _Of:
-    """What became of all questions with so many bits."""
+    """Results of all questions at one number of bits."""
 
     right: int = 0
     changed: int = 0
     drift: list[float] = field(default_factory=list)  # of log-probabilities, until tokens differ
     bytes: int = 0
-    seconds: float = 0.0  # of the processor, to code and to decode
+    seconds: float = 0.0  # CPU time of quantizing and dequantizing
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figures:
-    """Each question is prefilled once, and decoded elsewhere from its K/V in each number of bits.
+    """Prefill each question once, and decode it in another engine from its K/V at each number of bits.
 
-    Questions of a kind are prefilled together, and a question's answers decoded together: none changes another.
+    Questions of a kind are prefilled together, and a question's copies decoded together: the results are independent of
+    batching.
     """
     rows, measures = [], []
     kinds = [task for task, kind in TASKS.items() if kind != "video"]
@@ -112,12 +113,12 @@ def _request(name: str, parts: tuple[ImagePart | TextPart, ...], task: str, reco
 
 
 class _Handed(Answer):
-    """An answer, or the request as it left."""
+    """An answer, or the handover of the request after prefill."""
 
     left: Handover | None = None
 
     def take(self, event: Event | Progress | Left | Saved | Ahead) -> None:
-        """Take an event."""
+        """Record an event."""
         if isinstance(event, Left):
             self.left = event.handover
             self.over.set()
@@ -125,14 +126,14 @@ class _Handed(Answer):
             self.sink(event)
 
     def handed_on(self) -> Handover:
-        """The request, once it has left; raises what it failed with."""
+        """The handover, once it has happened; raises the error of the request."""
         self.over.wait(_PATIENCE)
         if self.left is None:
             raise RuntimeError(f"a request did not leave after its prefill: {self.whole()}")
         return self.left
 
     def answered(self) -> Finished:
-        """The answer, once it is there; raises what it failed with."""
+        """The answer, once it is complete; raises the error of the request."""
         self.over.wait(_PATIENCE)
         return self.whole()
 

@@ -16,12 +16,12 @@ from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request,
 from mmserve.engine.engine import Engine
 from mmserve.plan.pictures import picture
 
-#: Pixels of a picture's side.
+#: Side of a picture in pixels.
 SIDE = 72
 
 
 def config(path: str) -> Config:
-    """A bundled model on one thread, with room for every request of a section in its queue."""
+    """The configuration of a bundled model on one thread, with a queue for all requests of a section."""
     engine = EngineConfig(torch_threads=1, max_queued=4096, max_wait_seconds=0.0)
     return Config(models=(ModelConfig(path=path),), engine=engine)
 
@@ -45,7 +45,7 @@ def fleet(
 
 @contextmanager
 def one_process(path: str) -> Iterator[Engine]:
-    """The engine of the same model here."""
+    """An engine with the same model in this process."""
     [engine] = build_engines(config(path)).values()
     with started(engine):
         yield engine
@@ -53,7 +53,7 @@ def one_process(path: str) -> Iterator[Engine]:
 
 @contextmanager
 def started(engine: Engine, roles: Collection[str] = ()) -> Iterator[None]:
-    """``engine`` runs within the context, limited to ``roles`` where some are given."""
+    """Run ``engine`` within the context, limited to ``roles`` if any are given."""
     engine.start()
     try:
         if roles:
@@ -64,7 +64,7 @@ def started(engine: Engine, roles: Collection[str] = ()) -> Iterator[None]:
 
 
 def request(name: str, images: int, tokens: int, recompute: str, seed: int, side: int = SIDE) -> Request:
-    """A question about so many pictures of ``side`` × ``side`` pixels, each unlike all others."""
+    """A question about ``images`` distinct pictures of ``side`` × ``side`` pixels."""
     parts: list[ImagePart | TextPart] = [ImagePart(picture(seed * 64 + i, side)) for i in range(images)]
     parts.append(TextPart(f"Tell me all about number {seed}."))
     return Request(

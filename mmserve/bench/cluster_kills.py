@@ -1,4 +1,4 @@
-"""Many requests at once on a cluster, and the same while its workers are killed: what of them is right, and lost."""
+"""Many concurrent requests on a cluster with and without workers being killed: correct and lost answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _PATH, _RECOMPUTE, _ROLES = "bundled-causal", "last", "e e p d d"
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """200 requests of two distinct images each: alone, on 2e1p2d, and there with a kill every three seconds."""
+    """200 requests of two distinct images each: in one process, on 2e1p2d, and there with a kill every three
+    seconds."""
     asked = [request(f"q{i}", _IMAGES, _TOKENS, _RECOMPUTE, i) for i in range(_REQUESTS)]
     with one_process(_PATH) as engine:
         right = [answer.text for answer in ask_all(engine, asked)]
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
         killer.start()
         answers = ask_all(coordinator, asked)
         while len(kills) < 3 and all(answer.over.is_set() for answer in answers):
-            answers = ask_all(coordinator, asked)  # the machine is faster than the killer
+            answers = ask_all(coordinator, asked)  # requests may end before the first kill
         over.set()
         killer.join()
         measures += _judged(f"a kill every {_EVERY:g} s", answers, right, made)
@@ -79,9 +80,9 @@ def _judged(label: str, answers: Sequence[Answer], right: Sequence[str], made: F
 
 
 def _kill_workers(made: Fleet, over: threading.Event, kills: list[float], recoveries: list[float]) -> None:
-    """Kill a worker every few seconds, and note when its place is taken; returns when all places are."""
+    """Kill a worker every few seconds, and record the time until it is replaced; returns once all are replaced."""
     drawn, due = random.Random(0), time.monotonic() + _EVERY
-    lost: dict[Member, tuple[int, float]] = {}  # the processes that were killed, and when
+    lost: dict[Member, tuple[int, float]] = {}  # the killed processes, and when
     while lost or not over.is_set():
         serving = {member: member.described.pid for member in made.members if member.described is not None}
         now = time.monotonic()
@@ -101,6 +102,6 @@ def _kill_workers(made: Fleet, over: threading.Event, kills: list[float], recove
 
 
 def _gaps(answer: Answer, kills: Sequence[float]) -> list[float]:
-    """The gaps between two deltas in which a worker was killed."""
+    """The times between two deltas during which a worker was killed."""
     pairs = zip(answer.deltas, answer.deltas[1:], strict=False)
     return [b - a for a, b in pairs if any(a < kill < b for kill in kills)]

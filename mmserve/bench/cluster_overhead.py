@@ -1,4 +1,4 @@
-"""What placement on a cluster of one host costs a request, against one process."""
+"""Overhead of a one-host cluster for a request, compared with one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REQUESTS, _TOKENS, _IMAGES = 30, 16, 1
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """Requests one after another, in turns here and on 1e1p1d; and the coordinator's own time."""
+    """Requests one after another, alternating between one process and 1e1p1d; and the coordinator's CPU time."""
     rows, measures = [], []
     for path, recompute in (("bundled", "none"), ("bundled-causal", "last")):
         with one_process(path) as engine, fleet(path, "e p d") as (_made, coordinator):
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 def _timed(coordinator: Coordinator) -> dict[str, float]:
-    """Count the time that a coordinator spends in its own code, from now on."""
+    """Count the time spent in the coordinator's own methods from now on; updated in place."""
     own = {"seconds": 0.0, "requests": 0.0}
 
     def counted(method: Callable[..., None], requests: int) -> Callable[..., None]:

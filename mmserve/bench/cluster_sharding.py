@@ -1,4 +1,4 @@
-"""How soon the first token of a request with eight images comes where one, and where two workers encode them."""
+"""Time to first token of a request with eight images, encoded by one and by two workers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mmserve.bench.in_process import Answer, ask_all
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 
 _IMAGES, _TOKENS, _SIDE = 8, 4, 768
-#: Goal: the first token with two encode workers over that with one.
+#: Goal: time to first token with two encode workers relative to one.
 _GOAL = 0.8
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for each number of encode workers: medians over requests that come one at a time, the fleets in turn."""
+    """A row for each number of encode workers: medians over sequential requests, alternating between the fleets."""
     path, recompute = "bundled-causal", "last"
     with (
         fleet(path, "e pd", spares=0) as (_one, single),
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
             answers: list[Answer] = []
             for coordinator in (single, double):
                 answers += ask_all(coordinator, [asked])
-            if turn:  # the first warms up
+            if turn:  # the first turn is a warm-up
                 turns += 1
                 right += answers[0].finished is not None and answers[0].text == answers[1].text
                 for found, answer in zip(times.values(), answers, strict=True):

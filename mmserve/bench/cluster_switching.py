@@ -1,4 +1,4 @@
-"""An encode-heavy load on 1e1p4d, with workers that change roles and without, beside what the simulator predicts."""
+"""An encode-heavy load on 1e1p4d, with and without role switching, compared with the simulator's prediction."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mmserve.plan.switching import RoleSwitching
 
 _REQUESTS, _IMAGES, _TOKENS = 300, 6, 2
 _PATH, _RECOMPUTE, _ROLES, _LAYOUT = "bundled-causal", "last", "e p d d d d", "1e1p4d"
-#: Seconds between two changes of roles, at least; and of a measurement of what else the machine runs.
+#: Minimum seconds between two role changes; and duration of a measurement of the machine's other load.
 _DECIDE, _MEASURE = 1.0, 1.5
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """The time of the same work both ways, in turns, and the simulator's from costs measured before and after."""
+    """The makespan of the same load both ways, in turns, and the simulator's from costs measured before and after."""
     asked = [request(f"q{i}", _IMAGES, _TOKENS, _RECOMPUTE, i) for i in range(_REQUESTS)]
     with one_process(_PATH) as engine:
         answers = ask_all(engine, asked)
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
                 same += sum(a.finished is not None and a.text == text for a, text in zip(answers, right, strict=True))
                 turns += 1
                 progress(f"{'with' if switching else 'without'} switching: {seconds:.1f} s")
-        costs = measured(bench, 1, progress).costs  # of both: a machine does not stay as it is
+        costs = measured(bench, 1, progress).costs  # for both ways: the speed of a machine varies
     settings = config(_PATH)
     batching, layout = Batching.of(resolve(settings.engine, device="cpu")), Layout.parse(_LAYOUT)
     measures, rows = [], []
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 def _others() -> float:
-    """Threads of other processes that want a core, while this fleet has nothing to do."""
+    """Average number of runnable threads of other processes while this fleet is idle."""
     with Beside() as seen:
         time.sleep(_MEASURE)
     return seen.threads

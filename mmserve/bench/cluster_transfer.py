@@ -1,7 +1,8 @@
-"""States between two actors of one host: shared memory against NIXL, where it is installed, and Ray's object store; and
+"""Transfers of states between two actors of one host, by shared memory, NIXL (if installed) and Ray's object store; and
 receivers that are killed.
 
-The first two are ordered and reported by messages, as between the front and workers of its host, the others by Ray.
+Transfers by the first two are requested by messages, as between the server and workers of its host; the last by Ray
+calls.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from mmserve.core.payloads import KVState, PrefilledPayload
 from mmserve.transfer.nixl import Region
 from mmserve.transfer.shared_memory import Ticket, host_id
 
-#: Bytes of K/V.
+#: Size of the K/V in bytes.
 _SIZES = {"64 kB": 64 << 10, "1 MB": 1 << 20, "8 MB": 8 << 20, "64 MB": 64 << 20}
 _KILLS = 100
-#: Receivers that start in advance.
+#: Number of receivers started in advance.
 _READY = 2
 _SHARED, _NIXL, _STORED = "shared memory", "NIXL", "Ray's object store"
 _TRANSPORTS = {_SHARED: "shared_memory", _NIXL: "nixl", _STORED: "object_store"}
@@ -70,7 +71,7 @@ class _End:
         return self._parcels[name]
 
     def write(self, size: int, transport: str) -> Any:
-        """A state of about ``size`` bytes: where it is, in a list, so that Ray does not follow references."""
+        """Write a state of about ``size`` bytes; returns its reference, in a list, as Ray resolves bare references."""
         if size not in self._payloads:
             canvas = Canvas.create(np.arange(5), new_tokens=3, block_length=2, mask_id=9)
             held = {"keys": torch.rand(size // 256, 64)}
@@ -78,20 +79,20 @@ class _End:
         return [self._by(transport).write(self._payloads[size])]
 
     def read(self, where: list[Any], transport: str) -> float:
-        """Copy the state into pages of this process; the sum of a few of its numbers."""
+        """Copy the state into pages of this process; returns the sum of some of its numbers."""
         keys = self._by(transport).read(where[0]).kv.tensors["keys"]
         pages = self._pages.setdefault(keys.shape[0], torch.zeros_like(keys))
         pages.copy_(keys)
         return float(pages[:4].sum())
 
     def again(self, where: list[Any], times: int) -> int:
-        """Read from shared memory so many times."""
+        """Read from shared memory ``times`` times."""
         for _ in range(times):
             self.read(where, _SHARED)
         return times
 
     def drop(self, number: int, transport: str) -> int:
-        """Nobody reads it any more; what the arena still offers."""
+        """Release the state; returns the number of free bytes of the arena."""
         self._by(transport).reuse(number)
         return len(self._by(_SHARED).arena)
 
@@ -100,7 +101,7 @@ class _End:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """Times of a write and a read by two calls of Ray, and what is left after killed receivers."""
+    """Times of a write and a read by each transport, and the memory left after receivers were killed."""
     import ray
 
     remote: Any = ray.remote
@@ -137,14 +138,14 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 class _Linked:
-    """An actor that is asked by messages."""
+    """An actor that is called by messages."""
 
     def __init__(self, address: str, offered: Offered) -> None:
         self._link = connected(address, offered)
         self._answers = self._link.messages()
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """What it answers."""
+        """The result of the actor's method ``name``."""
         self._link.send((name, arguments))
         return next(self._answers)
 
@@ -152,7 +153,7 @@ class _Linked:
 def _by_memory(
     store: SharedPayloadStore, reuse: queue.SimpleQueue[Ticket | Region], one: _Linked, other: _Linked, size: int
 ) -> float:
-    """Seconds to write a state by shared memory, to hold it here as a front does, and to read it."""
+    """Seconds to write a state to shared memory, hold it in this process as a server does, and read it."""
     begun = time.perf_counter()
     kept = store.keep(one.ask("write", size, _SHARED)[0])
     other.ask("read", [store.sent(kept, "")], _SHARED)
@@ -163,7 +164,7 @@ def _by_memory(
 
 
 def _by_regions(one: _Linked, other: _Linked, size: int) -> float:
-    """The same by NIXL: the front has the region's key alone."""
+    """Seconds of the same by NIXL: this process holds only the region's key."""
     begun = time.perf_counter()
     where: list[Region] = one.ask("write", size, _NIXL)
     other.ask("read", where, _NIXL)
@@ -173,7 +174,7 @@ def _by_regions(one: _Linked, other: _Linked, size: int) -> float:
 
 
 def _by_ray(one: Any, other: Any, size: int) -> float:
-    """The same by Ray's object store."""
+    """Seconds of the same by Ray's object store."""
     import ray
 
     begun = time.perf_counter()
@@ -182,14 +183,14 @@ def _by_ray(one: Any, other: Any, size: int) -> float:
 
 
 def _kills(actor: Any, one: Any, progress: Progress) -> list[Figures]:
-    """Kill the receiver in the middle of a transfer, again and again."""
+    """Repeatedly kill the receiver during a transfer."""
     import ray
 
     before, offered, served = ray.get(one.descriptors.remote()), 0, 0
     ready = deque(actor.remote() for _ in range(_READY))
     for turn in range(_KILLS):
         receiver = ready.popleft()
-        ready.append(actor.remote())  # starts while those before it are used
+        ready.append(actor.remote())  # starts while earlier receivers are in use
         pid = ray.get(receiver.pid.remote())
         where = ray.get(one.write.remote(8 << 20, _SHARED))
         ray.get(receiver.read.remote(where, _SHARED))

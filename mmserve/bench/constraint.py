@@ -1,9 +1,9 @@
-"""What constraints do to answers, and what they cost: ``mmserve bench constraint``.
+"""The effect of constraints on answers, and their costs: ``mmserve bench constraint``.
 
-Each item is asked with and without its constraint, one after another and one at a time, so that noise falls on both
-alike: scenes as JSON under the schema of just what the question asks for, with all steps and with a quarter of them,
-and documents of many kinds that the model was never taught, where only validity can be judged. An independent validator
-(jsonschema-rs) judges it.
+Each item is requested with and without its constraint, one request at a time and in turn, so that noise affects both
+equally: scenes as JSON with the schema of exactly the requested fields, with all steps and with a quarter of them, and
+documents of many kinds that the model was not trained on, for which only validity is checked, by an independent
+validator (jsonschema-rs).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from mmserve.reference.images import schema_asked
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import correct
 
-#: ``search`` asks no model at all.
+#: The parts of the benchmark; ``search`` uses no model.
 PARTS = ("scenes", "schemas", "search")
-#: How many times fewer steps than tokens, for models that can take fewer.
+#: Tokens a step in the reduced setting, for models that can commit several tokens a step.
 FEWER = 4
-#: Tokens for a document of a built-in schema.
+#: Token limit of a document of a built-in schema.
 DOCUMENT_CANVAS = 96
 NOTHING = Shown(images=[], videos=[])
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One item of a part; ``question`` has the right answer, where there is one."""
+    """One item of a part; ``question`` includes the correct answer if there is one."""
 
     part: str
     text: str
@@ -53,7 +53,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Variant:
-    """How an item is asked."""
+    """The settings of a request."""
 
     part: str
     steps: str  # "all", or "1/4"
@@ -62,7 +62,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Answered:
-    """Its result; ``exact`` is None where nothing is known to be right."""
+    """The result of a request; ``exact`` is None if there is no reference answer."""
 
     result: Result
     valid: bool
@@ -70,7 +70,7 @@ class Answered:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for each part, number of steps, and with and without the constraint; and ``search`` if it is asked for."""
+    """A row for each part, number of steps, and with and without the constraint; and ``search`` if selected."""
     parts = named_tasks(arguments, PARTS)
     report: dict[str, Any] = {"rows": [], "settings": {"parts": parts, "seed": arguments.seed}}
     asked = [*_scenes(arguments), *_documents(arguments)]
@@ -102,7 +102,7 @@ def _documents(arguments: argparse.Namespace) -> Iterator[Asked]:
 def _ask_all(
     client: Client, asked: list[Asked], model: ModelInfo, policies: Options, progress: Progress
 ) -> dict[Variant, list[Answered]]:
-    """Each item in each way, one after another."""
+    """The results of each item with each variant, requested one after another."""
     answered: dict[Variant, list[Answered]] = defaultdict(list)
     _ask(client, asked[0], Variant(asked[0].part, "all", constrained=True), policies)  # warm-up
     for number, one in enumerate(asked):
@@ -154,6 +154,6 @@ def _row(variant: Variant, answers: list[Answered]) -> Figures:
 
 
 def _forward_share(seconds: list[tuple[float, float]]) -> float | None:
-    """Median over answers of the constraint's time over that of their forward passes."""
+    """Median over answers of the ratio of the constraint's time to that of the forward passes."""
     shares = [constraint / forward for constraint, forward in seconds if forward > 0]
     return round(statistics.median(shares), 4) if shares else None

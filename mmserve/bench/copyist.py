@@ -1,7 +1,7 @@
-"""A model that has a document in mind: candidates for a canvas that are a noisy copy of it, for tests and figures.
+"""A simulated model that predicts a given document with noise, for tests and benchmarks of constraints.
 
-It is surer near committed tokens, it slips (reads the document a token too far on, as models do before they know a
-text's length), and it does not know the schema.
+Its confidence is higher near committed tokens. Sometimes it is off by one (predicts the next token of the document, as
+models do while the length of a text is undetermined), and it ignores the schema.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Copyist:
     document: Sequence[int]
     end: int
     rng: random.Random
-    accuracy: float = 0.7  # of the first choice, far from all committed tokens
-    slip: float = 0.15  # how often a run of positions is read one token too far on
+    accuracy: float = 0.7  # of the top-1 token, far from committed tokens
+    slip: float = 0.15  # probability that a run of positions is off by one
     k: int = 8
 
     def candidates(self, known: np.ndarray, positions: np.ndarray) -> TopK:
@@ -71,14 +71,14 @@ def observed(session: Session, canvas: Canvas, top: TopK) -> Candidates:
 
 
 def blank(session: Session, block: int) -> Canvas:
-    """A canvas for all of the session's answer, every position masked, after a prompt of one token."""
+    """A canvas for the session's whole answer, all positions masked, after a prompt of one token."""
     size, vocabulary = len(session.answer.witness.tokens), len(session.answer.lexicon.spelled)
     return Canvas.create(np.zeros(1), new_tokens=size, block_length=block, mask_id=vocabulary)
 
 
 @dataclass
 class Decoded:
-    """The result of a decoding."""
+    """The result of a simulated decode."""
 
     tokens: list[int]  # of the answer, without its end
     commits: list[int] = field(default_factory=list)
@@ -97,9 +97,9 @@ def decode(
     clock: Callable[[], float] | None = None,
     check: Callable[[Witness, np.ndarray], None] = lambda witness, known: None,
 ) -> Decoded:
-    """Fill a canvas block by block by ``Session.choose`` and the commit policy ``threshold``.
+    """Fill a canvas block by block with ``Session.choose`` and the commit policy ``threshold``.
 
-    ``clock`` times what a server does of each step besides reading logits; ``check`` sees every witness.
+    ``clock`` times the work of each step except reading logits; ``check`` is called with every witness.
     """
     canvas, commit, result = blank(session, block), Threshold(threshold), Decoded([])
     while not canvas.answer(session.answer.witness.ends)[1]:
@@ -118,5 +118,5 @@ def decode(
 
 
 def written(document: Any) -> str:
-    """The document as compact JSON."""
+    """``document`` as compact JSON."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False)

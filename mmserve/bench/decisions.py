@@ -1,4 +1,5 @@
-"""Typed questions: what 32 cost beside one, and how right their probabilities are: ``mmserve bench decisions``."""
+"""Typed questions: the cost of 32 relative to one, and calibration of the probabilities: ``mmserve bench
+decisions``."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ from mmserve.reference.decisions import Described, draw_answered, draw_described
 from mmserve.reference.scenes import Scene, draw_scene
 
 SECTIONS = ("picture", "context", "accuracy", "order")
-#: Questions beside one, tokens of the long context, and the goals of the ratios and of the calibration.
+#: Number of questions compared with one, tokens of the long context, and goals of the ratios and of the calibration.
 MANY, CONTEXT_TOKENS = 32, 2000
 PICTURE_GOAL, CONTEXT_GOAL, ERROR_GOAL = 5.0, 1.5, 0.03
-#: Positions of the checkpoint's copy for the long context, which the bundled ones are not made for.
+#: Maximum positions of the checkpoint's copy for the long context, more than the bundled models support.
 POSITIONS = 4096
 
 
@@ -74,8 +75,7 @@ def _client(config: Config) -> Iterator[Client]:
 
 @contextmanager
 def _longer(config: Config) -> Iterator[Config]:
-    """``config`` with a copy of its model that admits ``POSITIONS`` positions: times are the same, answers are not
-    looked at."""
+    """``config`` with a copy of its model that admits ``POSITIONS`` positions: same times, answers are not used."""
     [entry] = config.models
     with tempfile.TemporaryDirectory(prefix="mmserve-bench-") as folder:
         copy = Path(folder) / "model"
@@ -89,11 +89,11 @@ def _longer(config: Config) -> Iterator[Config]:
 def _cost(
     client: Client, repeats: int, draw: Callable[[random.Random], tuple[str, Scene | None]], seed: int
 ) -> Figures:
-    """Medians of the time of one question and of ``MANY``, in turn, each about another context."""
+    """Medians of the time of one question and of ``MANY``, in turn, each about a new context."""
     seconds: dict[int, list[float]] = {1: [], MANY: []}
     tokens: dict[int, int] = {}
     rounds = max(3, 5 * repeats)
-    for round_ in range(-1, rounds):  # the first warms up
+    for round_ in range(-1, rounds):  # the first round is a warm-up
         for count in seconds:
             rng = random.Random(f"{seed} {round_} {count}")
             text, scene = draw(rng)
@@ -109,13 +109,13 @@ def _cost(
 
 
 def _questions(scene: Scene, count: int, rng: random.Random) -> list[Any]:
-    """``count`` questions about ``scene``; where it has fewer, more of those about what is there."""
+    """``count`` questions about ``scene``; repeated with variations if the scene has fewer."""
     found = [typed(each.decision) for each in draw_answered(scene, count, rng)]
     return found + [YesNo(f"Is there a red circle? ({number})") for number in range(count - len(found))]
 
 
 def _long_context(rng: random.Random) -> tuple[str, None]:
-    """Scenes in words, of about ``CONTEXT_TOKENS`` tokens: one of the bundled tokenizer is some five characters."""
+    """Scenes in words, of about ``CONTEXT_TOKENS`` tokens of about five characters in the bundled tokenizer."""
     text = ""
     while len(text) < 5 * CONTEXT_TOKENS:
         described: Described = draw_described(rng)
@@ -124,7 +124,7 @@ def _long_context(rng: random.Random) -> tuple[str, None]:
 
 
 def _accuracy(client: Client, limit: int, seed: int, progress: Progress) -> list[Figures]:
-    """Accuracy, mass and expected calibration error of each kind of question, and of all, on scenes not used to fit."""
+    """Accuracy, mass and expected calibration error of each kind of question, and of all, on held-out scenes."""
     kinds: dict[str, list[tuple[tuple[float, ...], int, float]]] = {}
     items = bundled_items(limit, seed + 1000)
     for index, item in enumerate(items):
@@ -150,7 +150,7 @@ def _judged(kind: str, held: Sequence[tuple[tuple[float, ...], int, float]]) -> 
 
 
 def _order(client: Client, limit: int, seed: int, progress: Progress) -> Figures:
-    """What another order of a prompt's questions does to their probabilities, answers and accuracy."""
+    """The effect of another order of a prompt's questions on their probabilities, answers and accuracy."""
     moved: list[float] = []
     changed = right = right_after = 0
     items: list[Item] = [item for item in bundled_items(4 * limit, seed + 2000) if len(item.questions) > 1]

@@ -1,8 +1,9 @@
-"""What each pair of policies gains, and what it costs in accuracy: ``mmserve bench decode``.
+"""Speed-up and accuracy of each pair of policies: ``mmserve bench decode``.
 
-Every pair of recompute and commit policy answers the same fresh items as the baseline (``none`` × ``low_confidence``,
-one token a step; ``last`` for a next-token model), group by group in turn, so that noise falls on all alike. The canvas
-asked for is the true answer's length rounded up to a block: padding earns nothing.
+Every pair of recompute and commit policy answers the same generated items as the baseline (``none`` ×
+``low_confidence``, one token a step; ``last`` for a next-token model), group by group in turn, so that noise affects
+all equally. The requested length is that of the true answer rounded up to a block, so that skipped padding gives no
+advantage.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from mmserve.reference.tasks import TASKS, correct
 
 Pair = tuple[str, str]
 BASELINE: Pair = ("none", "low_confidence")
-#: Of next-token models: the plain loop with its cache, against no cache and against speculation.
+#: Pairs of next-token models: decode with a K/V cache, compared with no cache and with speculative decoding.
 CAUSAL_BASELINE: Pair = ("last", "low_confidence")
 CAUSAL_PAIRS: tuple[Pair, ...] = (("none", "low_confidence"), ("last", "ngram"), ("last", "draft_model"))
-#: Long answers, where there is something to gain, and short ones about each kind of media.
+#: Tasks with long answers, where speed-ups matter, and with short ones for each kind of media.
 DEFAULT_TASKS = ("json", "caption", "arithmetic", "differs", "count", "when")
-#: Each policy beside the baseline's partner, then the combinations. A model takes those whose policies it has.
+#: Each policy with the baseline's partner, then combinations. Pairs that a model does not support are skipped.
 PAIRS: tuple[Pair, ...] = (
     ("prefix", "low_confidence"),
     ("dual", "low_confidence"),
@@ -71,11 +72,11 @@ PAIRS: tuple[Pair, ...] = (
 
 
 def _whole_answer(canvas: int) -> EarlyCommit:
-    """Sure of all that is left, of which a quarter of a token is expected to be wrong."""
+    """Commits everything once at most a quarter of a remaining token is expected to be wrong."""
     return EarlyCommit(mistakes=0.25, answer_length=canvas)
 
 
-#: Policies of ``PAIRS`` that are more than a name, some of the canvas asked for.
+#: Policies of ``PAIRS`` with parameters, some of which depend on the requested canvas.
 SPECIAL: dict[str, Callable[[int], Any]] = {
     "dkv_decode": lambda _canvas: DkvDecode(refresh=8),
     "early_commit + threshold": lambda _canvas: EarlyCommit(base="threshold"),
@@ -86,7 +87,7 @@ SPECIAL: dict[str, Callable[[int], Any]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """One item: its media as files, the question, and the tokens to ask for."""
+    """One item: its media as files, the question, and the requested number of tokens."""
 
     media: Shown
     question: Question
@@ -95,7 +96,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Group:
-    """Results of one group of items with one pair, and how long all of them took together (seconds)."""
+    """Results of one group of items with one pair, and the time of the whole group (seconds)."""
 
     tasks: list[str]
     results: list[Result]
@@ -104,7 +105,7 @@ class Group:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row of figures for each pair; ``speedup`` is the median over groups of the baseline's time over the pair's."""
+    """A row for each pair; ``speedup`` is the median over groups of the ratio of the baseline's time to the pair's."""
     tasks = named_tasks(arguments, TASKS, DEFAULT_TASKS)
     with BackgroundServer(measured_config(arguments)) as server, server.client(600) as client:
         described = client.describe()
@@ -135,7 +136,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 def _pairs(recompute: str | None, commit: str | None, baseline: Pair, every: tuple[Pair, ...]) -> tuple[Pair, ...]:
-    """Every pair, or the one that the arguments name."""
+    """All pairs, or the one given by the arguments."""
     if recompute is None and commit is None:
         return every
     named = (recompute or baseline[0], commit or baseline[1])
@@ -211,7 +212,7 @@ def _share(groups: list[Group]) -> float:
 
 
 def _plot(rows: list[Figures], path: Path) -> None:
-    """Speed-up with its quartiles, and accuracy beside it, a line a pair, fastest on top, as PNG."""
+    """Plot speed-up with its quartiles, and accuracy, a row a pair, fastest first, as PNG."""
     ordered = sorted(rows, key=lambda row: row["speedup"])
     lines = range(len(ordered))
     middle = [row["speedup"] for row in ordered]

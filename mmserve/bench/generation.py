@@ -1,8 +1,9 @@
-"""Whole answers of a diffusion model beside llama.cpp's generation loop, on the same weights.
+"""Whole answers of a diffusion model compared with llama.cpp's generation loop, on the same weights.
 
-That loop (``examples/diffusion`` there) runs the prompt and the whole canvas in each of its steps and commits the most
-confident tokens; it is spelled out here over ``LlamaCpp``'s passes, with one token a step and blocks, as LLaDA's own
-code generates. Ours is the engine with the model's default policies. Both are asked the bundled models' sums, by turns.
+That loop (``examples/diffusion`` in llama.cpp) runs the prompt and the whole canvas in each step and commits the most
+confident tokens; it is reimplemented here with ``LlamaCpp``'s passes, with one token a step and blocks, as in LLaDA's
+own code. The other side is this engine with the model's default policies. Both answer the bundled models' sums, in
+turn.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from mmserve.reference.evaluate import canvas, item
 from mmserve.reference.tasks import correct
 from mmserve.settle import settle
 
-#: The task, and tokens of a block of LLaDA's.
+#: The task, and tokens of a block in LLaDA's loop.
 TASK, BLOCK = "arithmetic", 32
 
 
 def generation_rows(
     model: LoadedModel, config: EngineConfig, limit: int, threads: int, progress: Progress
 ) -> Iterator[Figures]:
-    """A row for each engine: seconds an answer (median), the share of right ones, and how many times longer it took
-    than the others, as the median over the answers. ``model`` is in fp32, and is packed by the engine afterwards."""
+    """A row for each engine: seconds an answer (median), share of correct answers, and the ratio of its time to the
+    other engine's (median over answers). ``model`` must be in fp32; the engine packs it afterwards."""
     questions = [item(TASK, index, 0)[1] for index in range(limit)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, torch_threads(threads):
         files = {kind: Path(folder) / f"{kind}.gguf" for kind in TYPES}
@@ -88,7 +89,8 @@ def _theirs(engine: LlamaCpp, model: LoadedModel, prompts: list[list[int]], inde
 
 
 def generated(engine: LlamaCpp, model: LoadedModel, prompt: list[int]) -> str:
-    """The answer to ``prompt`` (token ids): in each step the most confident masked position of the first open block."""
+    """The answer to ``prompt`` (token ids): each step commits the most confident masked position of the first open
+    block."""
     spec, size = model.spec, canvas(TASK)
     assert spec.mask_id is not None
     ids = np.array([*prompt, *[spec.mask_id] * size])
@@ -98,7 +100,7 @@ def generated(engine: LlamaCpp, model: LoadedModel, prompt: list[int]) -> str:
             logits = engine.logits(ids.tolist())[places]
             logits[:, list(spec.banned_ids)] = -np.inf
             best = logits.argmax(-1)
-            total = np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)  # 1 / probability of the best
+            total = np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)  # 1 / probability of the top-1 token
             chosen = int(total.argmin())
             ids[places[chosen]] = best[chosen]
     answer = ids[len(prompt) :].tolist()

@@ -1,7 +1,7 @@
-"""Constraints that are small to send and make as much work as possible, for benchmarks of what others notice of them.
+"""Constraints that are small to send but expensive, for benchmarks of their effect on other requests.
 
-Each is ``(name, options)``, where ``options`` are keyword arguments of the SDK's ``generate``. Whether a server answers
-or refuses one is its own affair: what matters is that it ends soon, and that no other request waits for it.
+Each is ``(name, options)``, where ``options`` are keyword arguments of the SDK's ``generate``. A server may answer or
+reject each one; it must end soon, and must not delay other requests.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from mmserve.bench.measures import Figures
 from mmserve.client import Options
 
-#: Tokens asked for: fewer than most of these need.
+#: Token limit of the answers: less than most constraints need.
 BUDGET = 32
 
 
 @dataclass(frozen=True)
 class Hostile:
-    """A constraint by name, and whether a server may answer it within ``max_new_tokens``; else it must refuse it."""
+    """A constraint by name, and whether it can be satisfied within ``max_new_tokens``; else it must be rejected."""
 
     name: str
     options: Options = field(repr=False)
@@ -27,7 +27,7 @@ class Hostile:
 
 
 def hostile_constraints(salt: int = 0) -> list[Hostile]:
-    """All of them. Two with different ``salt`` differ in a letter, so that no cache knows one from the other."""
+    """All hostile constraints. ``salt`` changes a letter in each, to avoid cache hits."""
     mark = "".join(chr(ord("a") + int(digit)) for digit in str(salt))
     return [*_expressions(mark), *_schemas(mark), *_grammars(mark)]
 
@@ -70,7 +70,7 @@ def _grammars(mark: str) -> list[Hostile]:
 
 
 def _case(name: str, number: int) -> Figures:
-    """A closed object of several properties that is distinguished from the others by the value of one."""
+    """A closed object of several properties that differs from the others in the value of one."""
     kind, rest = {"const": f"{name}_{number}"}, {"a": {"type": "string"}, "b": {"type": "integer"}}
     required = ["kind", name, "a", "b"]
     properties = {"kind": kind, name: {"type": "boolean"}, **rest}
@@ -78,7 +78,7 @@ def _case(name: str, number: int) -> Figures:
 
 
 def _open_case(name: str) -> Figures:
-    """An object that has a property, and maybe any others."""
+    """An object with one required property, and any others."""
     return {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
 
 

@@ -1,4 +1,4 @@
-"""Small files that are expensive to decode: what a hostile client sends."""
+"""Small files that are expensive to decode, as sent by a hostile client."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import av
 from PIL import Image
 
 _RATE = 30
-#: After these, packets of a still H.264 picture repeat with this period: the wrap of ``frame_num`` (16).
+#: Period with which the packets of a still H.264 picture repeat after these: the wrap of ``frame_num`` (16).
 _PERIOD = 16
 
 
 def black_clip(width: int, height: int, frames: int) -> bytes:
-    """An MP4 file of so many black frames (30 a second) with one keyframe, so that each frame must be decoded.
+    """An MP4 file of ``frames`` black frames (30 a second) with one keyframe, so that all frames must be decoded.
 
     1,780 frames of 3840 x 2160 are 430 kB, and take 10 s of one core to decode. Only a few frames are encoded; the
     packets of the unchanged ones are repeated, which takes a second instead of a minute.

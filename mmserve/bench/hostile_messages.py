@@ -1,8 +1,8 @@
-"""Serialized ``GenerateRequest`` messages that cost a server more to read than a client to send, and calls that send
-slowly or nothing.
+"""Serialized ``GenerateRequest`` messages that are cheap to send and expensive to parse, and calls that send slowly or
+nothing.
 
-Nothing here builds a protobuf message: a client of the server under attack stays cheap, however large the message is.
-Field numbers are those of ``protos/mmserve/v1/generation.proto``.
+No protobuf message is built here, so that the client stays cheap however large the message is. Field numbers are those
+of ``protos/mmserve/v1/generation.proto``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def field(number: int, payload: bytes) -> bytes:
 
 
 def filled(number: int, payload: bytes, size: int) -> bytes:
-    """Some ``size`` bytes of one field again and again."""
+    """About ``size`` bytes of one field repeated."""
     one = field(number, payload)
     return one * (size // len(one))
 
@@ -51,8 +51,8 @@ def empty_messages(size: int) -> bytes:
 
 @contextlib.contextmanager
 def repeated(address: str, message: bytes, *, connections: int = 4, method: str = GENERATE) -> Iterator[list[str]]:
-    """Send ``message`` again and again over ``connections`` connections, one call at a time on each, until the end of
-    the context; gives the list of the statuses that came back, which grows."""
+    """Send ``message`` repeatedly over ``connections`` connections, one call at a time on each, until the context
+    exits; yields the list of the received statuses, which grows."""
     ended, statuses = threading.Event(), list[str]()
 
     def send() -> None:
@@ -79,10 +79,10 @@ def repeated(address: str, message: bytes, *, connections: int = 4, method: str 
 
 
 class RawConnection:
-    """An HTTP/2 connection without a gRPC library: its calls send the given bytes, and no more.
+    """An HTTP/2 connection without a gRPC library: its calls send exactly the given bytes.
 
-    Not encrypted. It answers settings and pings of the server, and reads nothing else but flow-control windows and the
-    status of calls.
+    Not encrypted. It acknowledges the server's settings and pings, and otherwise reads only flow-control windows and
+    the status of calls.
     """
 
     def __init__(self, address: str) -> None:
@@ -94,16 +94,16 @@ class RawConnection:
         self._windows = {0: 65_535}
         self._initial = 65_535
         self._next = 1
-        self.ended: dict[int, float] = {}  # calls that the server has ended, and when (monotonic clock, seconds)
+        self.ended: dict[int, float] = {}  # calls ended by the server, and when (monotonic, seconds)
         self.closed = False  # by the server
-        self.going_away = False  # the server takes no more calls on it
+        self.going_away = False  # the server accepts no further calls on it
         self.settings: dict[int, int] = {}  # of the server, by their HTTP/2 identifiers
         self._send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b""))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def call(self, method: str = GENERATE) -> int:
-        """Begin a call that has sent its headers and no message; its stream."""
+        """Start a call by sending its headers only; returns its stream id."""
         with self._changed:
             stream, self._next = self._next, self._next + 2
             self._windows[stream] = self._initial
@@ -113,11 +113,11 @@ class RawConnection:
         return stream
 
     def announce(self, stream: int, size: int) -> None:
-        """Send the prefix of a message of ``size`` bytes, and none of these."""
+        """Send the gRPC prefix of a message of ``size`` bytes without any of these."""
         self.send(stream, b"\0" + struct.pack(">I", size))
 
     def send(self, stream: int, data: bytes, *, timeout: float = 30.0) -> int:
-        """Send ``data`` as the flow-control windows allow; how much was sent until the call's end or ``timeout``."""
+        """Send ``data`` within the flow-control windows; returns the bytes sent until the call's end or ``timeout``."""
         sent, limit = 0, time.monotonic() + timeout
         while sent < len(data):
             with self._changed:
@@ -198,13 +198,13 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _header(name: str, value: str) -> bytes:
-    """A header field as HPACK's literal that enters no table (RFC 7541, section 6.2.2); below 127 bytes each."""
+    """A header field as an HPACK literal without indexing (RFC 7541, section 6.2.2); name and value below 127 bytes."""
     return b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
 
 
 @contextlib.contextmanager
 def silent_calls(address: str, *, connections: int = 1, calls: int = 60, method: str = GENERATE) -> Iterator[list[Any]]:
-    """``calls`` calls on each of ``connections`` connections that send headers and nothing more."""
+    """``calls`` calls on each of ``connections`` connections that send only headers."""
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(RawConnection(address)) for _ in range(connections)]
         for connection in opened:
@@ -217,8 +217,8 @@ def silent_calls(address: str, *, connections: int = 1, calls: int = 60, method:
 def unfinished_messages(
     address: str, size: int, *, sent: int, rate: float = 0.0, connections: int = 4, calls: int = 1
 ) -> Iterator[list[Any]]:
-    """Calls that announce messages of ``size`` bytes and send only ``sent`` of these, as fast as they can, then
-    ``rate`` bytes a second each."""
+    """Calls that announce messages of ``size`` bytes and send only ``sent`` of them, as fast as possible, then ``rate``
+    bytes a second each."""
     ended = threading.Event()
 
     def trickle(connection: RawConnection, stream: int) -> None:

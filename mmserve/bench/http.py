@@ -1,10 +1,10 @@
-"""What viewers and the HTTP front cost: ``mmserve bench http``, over real sockets to a server in a process of its own.
+"""Costs of viewers and of the HTTP server: ``mmserve bench http``, over real sockets to a server in its own process.
 
-``viewers``: sixteen clients that ask again as soon as they have their answer, all streamed; four of them with drafts of
-the canvas and four alternatives a token, and the same without, in turn. ``slow``: a viewer that reads nothing until
-another has its whole answer. ``front``: short requests one after another, over one connection as clients keep it, and
-over one each: the processor time of the thread that serves HTTP, and what the client waited beyond the engine's own
-time, which is the front's, the client's, and that of whatever else the machine runs.
+``viewers``: sixteen clients in a closed loop, all streaming; four of them with drafts of the canvas and four
+alternatives a token, and the same without, in turn. ``slow``: a viewer that reads nothing until another has received
+its whole answer. ``front``: short requests one after another, over one kept connection and over a new connection each:
+the CPU time of the thread that serves HTTP, and the client's latency beyond the engine's own time, which includes the
+HTTP server, the client, and other load of the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from mmserve.bench.settings import named_tasks
 from mmserve.reference.evaluate import item
 
 CLIENTS, VIEWERS, EACH = 16, 4, 1
-#: Goals: throughput with viewers over that without; the front's own milliseconds, and its share of a short request.
+#: Goals: throughput with viewers relative to without; milliseconds of the HTTP server, and its share of a short
+#: request.
 LEAST_THROUGHPUT, MOST_OWN_MS, MOST_OWN_SHARE = 0.98, 1.0, 0.1
 TASKS = ("viewers", "slow", "front")
 _TOKENS, _SHORT_TOKENS, _LONG_TOKENS, _SHORT_REQUESTS = 64, 8, 256, 100
@@ -37,7 +38,7 @@ _CHAT = "/v1/chat/completions"
 _PLAIN: dict[str, Any] = {"lowConfidence": {}, "noCache": {}}
 _HEADERS = {"content-type": "application/json"}
 _DRAFTS = {"drafts": True, "alternatives": 4}
-#: Of the slow viewer: answers that do not end before the canvas does, and large drafts, of which most of it changes.
+#: Options for the slow viewer: answers as long as the canvas, and large drafts, most of which changes.
 _LARGE: dict[str, Any] = {
     "temperature": 1,
     "logit_bias": {"1": -100, "2": -100},
@@ -53,12 +54,12 @@ class Streamed:
     drafts: int
     text: str
     forwards: int
-    engine_ms: float  # from the engine's taking it in to its end
-    seconds: float  # that the client waited
+    engine_ms: float  # from admission by the engine to the end
+    seconds: float  # latency at the client
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A measure for each figure of the tasks."""
+    """The measures of the selected tasks."""
     tasks = named_tasks(arguments, TASKS)
     measures: list[Figures] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -78,13 +79,13 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 class _Client:
-    """Sends chat completions to ``port`` of this machine, each over a connection of its own unless one is kept."""
+    """Sends chat completions to ``port`` of this machine, by default over a new connection each."""
 
     def __init__(self, port: int) -> None:
         self._port = port
 
     def connected(self, buffer: int = 0) -> HTTPConnection:
-        """A new connection. ``buffer``: bytes that the client's socket holds, 0 = as it is."""
+        """A new connection. ``buffer``: size of the client's receive buffer in bytes, 0 = the default."""
         connection = HTTPConnection("127.0.0.1", self._port)
         connection.sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a request is two writes
@@ -135,7 +136,7 @@ def _body(prompt: str, tokens: int, *, plain: bool, drafts: bool) -> dict[str, A
 
 
 def _streamed(data: bytes, seconds: float) -> Streamed:
-    """What the server-sent events in ``data`` come to."""
+    """The result of the server-sent events in ``data``."""
     drafts, text, own = 0, "", dict[str, Any]()
     for event in data.split(b"\n\n"):
         if event.startswith(b"event: draft"):
@@ -158,7 +159,7 @@ def _viewers(
         return sum(client.stream(prompt, _TOKENS, plain=True, drafts=views).drafts for prompt in own)
 
     def phase(*, drafts: bool) -> tuple[float, float, int]:
-        """Seconds, the server's processor seconds, and drafts that came."""
+        """Seconds, the server's CPU seconds, and the number of received drafts."""
         began, used = time.monotonic(), served.processor_seconds()
         seen = sum(pool.map(lambda number: asker(number, drafts), range(CLIENTS)))
         return time.monotonic() - began, served.processor_seconds() - used, seen
@@ -206,7 +207,7 @@ def _front(client: _Client, served: ServedProcess, arguments: argparse.Namespace
     texts = [item("arithmetic", index, arguments.seed)[1].text for index in range(_SHORT_REQUESTS)]
 
     def asked(kept: HTTPConnection | None) -> tuple[float, list[Streamed]]:
-        """The front's processor time a request (ms), and the answers."""
+        """The HTTP thread's CPU time a request (ms), and the answers."""
         used = served.loop_seconds()
         found = [client.stream(text, _SHORT_TOKENS, kept=kept) for text in texts]
         return 1000 * (served.loop_seconds() - used) / len(found), found

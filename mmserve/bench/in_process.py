@@ -1,4 +1,4 @@
-"""Requests to an engine of this process, their results, and the threads that it computes on."""
+"""Requests to an engine in this process, their results, and the number of torch threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Serves(Protocol):
     """An engine, or a coordinator."""
 
     def submit(self, request: Request, sink: Any) -> None:
-        """As of ``Engine.submit``."""
+        """As in ``Engine.submit``."""
 
 
 class Answer:
@@ -36,7 +36,7 @@ class Answer:
         self.over = threading.Event()
 
     def sink(self, event: Any) -> None:
-        """Take an event."""
+        """Record an event."""
         match event:
             case Delta(text):
                 self.text += text
@@ -49,7 +49,7 @@ class Answer:
                 self._end()
 
     def whole(self) -> Finished:
-        """How it finished; raises what it failed with, ``TimeoutError`` where it did not end."""
+        """The finish event; raises the error of the request, ``TimeoutError`` if it did not end in time."""
         if self.error is not None:
             raise self.error
         if self.finished is None:
@@ -76,7 +76,7 @@ def ask_all(engine: Serves, requests: Sequence[Request], kind: type[A], *, patie
 def ask_all(
     engine: Serves, requests: Sequence[Request], kind: type[Any] = Answer, *, patience: float = 600.0
 ) -> list[Any]:
-    """Send all at once, and wait ``patience`` seconds at most for their ends; each answer is of ``kind``."""
+    """Submit all requests at once, and wait up to ``patience`` seconds for them; each answer is of type ``kind``."""
     answers = []
     for request in requests:
         answer = kind()
@@ -90,7 +90,7 @@ def ask_all(
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """torch computes on so many threads within the context."""
+    """Set torch's number of threads to ``count`` within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

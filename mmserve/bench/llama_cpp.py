@@ -1,7 +1,7 @@
-"""llama.cpp's forward pass, from the library that the ``xllamacpp`` wheel holds, by ctypes.
+"""llama.cpp's forward pass, by ctypes with the library of the ``xllamacpp`` wheel.
 
-Of its structures only what has stayed in place for years is named: the first numbers of a context's parameters, and a
-batch. The rest is copied as its own functions fill it.
+Only fields of its structures that have been stable for years are declared: the first numbers of a context's parameters,
+and a batch. The rest is copied from the defaults of the library.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from mmserve.errors import ConfigError
 
 _F32, _F16 = 0, 1  # of ``enum ggml_type``
-_MOST_BYTES = 2048  # more than any structure of parameters has
+_MOST_BYTES = 2048  # an upper bound for parameter structures
 
 
 class _Parameters(ctypes.Structure):
-    """Parameters of a context: its first four numbers, then what is left as it is."""
+    """Parameters of a context: its first four numbers, then the remaining bytes unchanged."""
 
     _fields_ = (
         ("n_ctx", ctypes.c_uint32),
@@ -45,10 +45,10 @@ class _Batch(ctypes.Structure):
 
 
 def _compute_in_fp32(settings: _Parameters) -> None:
-    """Have K/V kept as fp32 and attention computed in it: by default both are fp16.
+    """Use fp32 for the K/V cache and for attention: both default to fp16.
 
-    Where the three settings lie differs between versions; their defaults, and what is before them, show it: four kinds
-    that are -1, of which the last is that of fused attention; and two empty pointers before the types of K and V.
+    The offsets of the three settings differ between versions; they are found by their default values: four enums that
+    are -1, of which the last is that of flash attention; and two null pointers before the types of K and V.
     """
     data = bytes(settings)
     kinds, types = data.find(b"\xff" * 16, 16), struct.pack("<QQii", 0, 0, _F16, _F16)
@@ -60,7 +60,7 @@ def _compute_in_fp32(settings: _Parameters) -> None:
 
 
 def library() -> Path | None:
-    """The wheel's library; None where it is not installed."""
+    """The path of the wheel's library; None if it is not installed."""
     found = importlib.util.find_spec("xllamacpp")
     if found is None or found.origin is None:
         return None
@@ -68,7 +68,7 @@ def library() -> Path | None:
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp, on a CPU, for rows of at most ``positions`` tokens; ``close`` it."""
+    """A GGUF file loaded in llama.cpp, on a CPU, for rows of at most ``positions`` tokens; must be closed."""
 
     def __init__(self, path: Path, positions: int, *, causal: bool, threads: int) -> None:
         found = library()
@@ -94,13 +94,13 @@ class LlamaCpp:
         self._vocabulary = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
 
     def logits(self, ids: list[int]) -> np.ndarray:
-        """Logits (fp32 ``[n, V]``) of one row of tokens at the positions 0 to n - 1, from nothing; a copy."""
+        """Logits (fp32 ``[n, V]``) of one row of tokens at positions 0 to n - 1, without cached K/V; a copy."""
         self.run(ids)
         flat = np.ctypeslib.as_array(self._lib.llama_get_logits(self._context), (len(ids) * self._vocabulary,))
         return flat.reshape(len(ids), -1).copy()
 
     def run(self, ids: list[int]) -> None:
-        """The pass alone."""
+        """Run the pass without copying logits."""
         count = len(ids)
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
         row = ctypes.c_int32(0)

@@ -1,8 +1,8 @@
-"""A mixed load from many clients at once over real sockets: ``mmserve bench load``.
+"""A mixed load from many concurrent clients over real sockets: ``mmserve bench load``.
 
-Text, pictures, schemas and streams of the canvas, from 1, 4, 16, 64 and 200 clients, each with a connection of its own
-that asks again as soon as it has its answer. The server runs in a process of its own. Every answer is compared with the
-answer that the same question had alone: with greedy decoding they must be equal.
+Text, pictures, schemas and streams of the canvas, from 1, 4, 16, 64 and 200 clients in a closed loop, each with its own
+connection. The server runs in a separate process. Every answer is compared with the answer to the same question without
+load: with greedy decoding they must be equal.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mmserve.reference.items import Question
 from mmserve.reference.tasks import correct
 
 CLIENTS = (1, 4, 16, 64, 200)
-#: Tasks that are asked in turn: a task twice where it is asked in two ways.
+#: Tasks of the requests, in turn; a task appears twice if it is requested in two ways.
 MIX = ("arithmetic", "count", "json", "color", "json", "what", "arithmetic", "position")
-#: Requests at each number of clients: so many for each client, and at least so many in all.
+#: Requests at each number of clients: per client, and the minimum in total.
 ASKED_EACH, ASKED_LEAST = 2, 48
-#: Seconds that a request may take.
+#: Timeout of a request in seconds.
 PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of the mix, and how it is asked."""
+    """One request of the mix, and its options."""
 
     question: Question
     images: list[bytes]
@@ -46,16 +46,16 @@ class Ask:
 
 @dataclass
 class Outcome:
-    """The outcomes of the requests of one number of clients; times in seconds."""
+    """Outcomes of the requests at one number of clients; times in seconds."""
 
     latencies: list[float] = field(default_factory=list)
     right: int = 0
-    changed: int = 0  # answers that are not the answer of the same question alone
+    changed: int = 0  # answers that differ from those without load
     failures: list[str] = field(default_factory=list)
 
 
 def mix(limit: int, seed: int, policies: Options) -> list[Ask]:
-    """``limit`` requests of the mix, in turn; each is decoded as ``policies`` ask."""
+    """``limit`` requests of the mix, in turn, with the decode policies ``policies``."""
     asks = []
     for index in range(limit):
         task = MIX[index % len(MIX)]
@@ -68,7 +68,7 @@ def mix(limit: int, seed: int, policies: Options) -> list[Ask]:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row of figures for each number of clients; latencies are milliseconds."""
+    """A row for each number of clients; latencies in milliseconds."""
     counts = _counts(arguments.clients)
     policies: Options = {}
     if arguments.recompute:
@@ -125,7 +125,7 @@ async def _load(address: str, asks: Sequence[Ask], alone: Sequence[str], count: 
 
     async def client_loop() -> None:
         async with AsyncClient(address, timeout=PATIENCE) as client:
-            for number in numbers:  # shared by all clients: a free one takes the next
+            for number in numbers:  # shared by all clients: an idle one takes the next
                 which = number % len(asks)
                 began = time.monotonic()
                 try:

@@ -1,4 +1,4 @@
-"""What benchmarks report: rows of figures, measures beside the goals that are set for them, lines of progress."""
+"""The report of a benchmark: rows of results, measures with their goals, lines of progress."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean, median, quantiles
 from typing import Any
 
-#: Figures by their names: a row, a measure or a whole report.
+#: Results by name: a row, a measure or a whole report.
 Figures = dict[str, Any]
-#: Shows a person a line of progress.
+#: Prints a line of progress.
 Progress = Callable[[str], None]
 
 
 def at_most(name: str, value: float, unit: str, goal: float) -> Figures:
-    """A measure that is met where ``value`` is at most ``goal``."""
+    """A measure whose goal is met if ``value`` is at most ``goal``."""
     return _measure(name, value, unit, f"<= {goal:g}", value <= goal)
 
 
 def at_least(name: str, value: float, unit: str, goal: float) -> Figures:
-    """A measure that is met where ``value`` is at least ``goal``."""
+    """A measure whose goal is met if ``value`` is at least ``goal``."""
     return _measure(name, value, unit, f">= {goal:g}", value >= goal)
 
 
 def stated(name: str, value: float, unit: str) -> Figures:
-    """A figure without a goal."""
+    """A measure without a goal."""
     return _measure(name, value, unit, None, None)
 
 
 def as_text(measure: Figures) -> str:
-    """A measure in one line."""
+    """A measure as one line of text."""
     goal = "" if measure["goal"] is None else f" (goal {measure['goal']}, {'met' if measure['met'] else 'missed'})"
     return f"{measure['name']}: {measure['value']} {measure['unit']}{goal}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that at least ``share`` of ``values`` do not exceed; there must be one value at least."""
+    """The smallest value that at least ``share`` (0 to 1) of ``values`` do not exceed; ``values`` must not be empty."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper one; of one value that value."""
+    """Lower quartile, median and upper quartile; of a single value that value."""
     low, middle, high = quantiles(values, n=4) if len(values) > 1 else [*values] * 3
     return low, middle, high
 
 
 def times_others(name: str, times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """``times_X`` for each other engine X: the median over rounds of the time of ``name`` over that of X."""
+    """``times_X`` for each other engine X: the median over rounds of the ratio of ``name``'s time to X's."""
     return {
         f"times_{other}": round(median(mine / its for mine, its in zip(times[name], theirs, strict=True)), 3)
         for other, theirs in times.items()
@@ -55,7 +55,7 @@ def times_others(name: str, times: Mapping[str, Sequence[float]]) -> dict[str, f
 
 
 def share_by_task(answers: Iterable[tuple[str, bool]]) -> dict[str, float]:
-    """The share of right answers of each task, from pairs of a task and whether its answer was right."""
+    """The share of correct answers of each task, from pairs of a task and whether its answer was correct."""
     by_task: dict[str, list[bool]] = {}
     for task, right in answers:
         by_task.setdefault(task, []).append(right)
@@ -63,7 +63,7 @@ def share_by_task(answers: Iterable[tuple[str, bool]]) -> dict[str, float]:
 
 
 def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Every name once in each round, which begins with another one each time: pairs of the round and the name."""
+    """Pairs of a round and a name: every name once in each round, starting with a different one each time."""
     ordered = list(names)
     for turn in range(rounds):
         first = turn % len(ordered)

@@ -1,7 +1,7 @@
-"""Requests sent when they are due, whether those before them have ended or not, and the outcome of each.
+"""Requests sent at their scheduled times, independent of earlier ones, and the outcome of each.
 
-Open loop: a slow server, or client, does not thin the load. All times of a request count from when it was due, so that
-a generator that is late lengthens latencies and cannot hide them; how late it was is reported beside them.
+Open loop: a slow server or client does not reduce the load. All times of a request are measured from its scheduled
+time, so that a late generator increases latencies instead of hiding them; its lateness is reported separately.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from mmserve.client import AsyncClient, Delta, Finished, Options
 from mmserve.errors import MMServeError
 
-#: Seconds between the call and the first time, in which tasks and connections are made.
+#: Seconds between the call and the first scheduled time, for creating tasks and connections.
 _LEAD_SECONDS = 0.25
 #: ``Outcome.ended`` of an answer, and of a stream that ended without one.
 ANSWERED, LOST = "answered", "lost"
@@ -23,7 +23,7 @@ ANSWERED, LOST = "answered", "lost"
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: its kind, its prompt and media, how it is asked, and the check of its answer."""
+    """One request: its kind, prompt, media and options, and the check of its answer."""
 
     kind: str
     prompt: str
@@ -34,32 +34,32 @@ class Asked:
 
 @dataclass
 class Outcome:
-    """The outcome of one request. Times are seconds from when it was due; None = it did not get so far.
+    """The outcome of one request. Times are seconds from its scheduled time; None = did not happen.
 
-    ``late``: how long after that it was sent. ``ended``: ``ANSWERED``, ``LOST``, or the code of its error.
+    ``late``: how much later it was sent. ``ended``: ``ANSWERED``, ``LOST``, or the code of its error.
     """
 
     kind: str
     late: float
     ended: str = LOST
-    first: float | None = None  # its first text
-    last: float | None = None  # its last text
-    total: float | None = None  # its end
+    first: float | None = None  # time of its first text
+    last: float | None = None  # time of its last text
+    total: float | None = None  # time of its end
     tokens: int = 0
     right: bool = False
     error: str = ""
 
     @property
     def per_token(self) -> float | None:
-        """Seconds a token after the first text; None without an answer, 0 where it came in one piece."""
+        """Seconds a token after the first text; None without an answer, 0 if it arrived in one piece."""
         if self.ended != ANSWERED or self.first is None or self.last is None:
             return None
         return (self.last - self.first) / max(1, self.tokens - 1)
 
     def good(self, first_token: float, per_token: float) -> bool:
-        """Whether it is an answer whose first text and tokens came within these targets (seconds).
+        """Whether it was answered within the targets for the first text and for each token (seconds).
 
-        An answer without text has no first token to wait for but its end.
+        For an answer without text the time of its end is compared with ``first_token``.
         """
         begun = self.total if self.first is None else self.first
         took = self.per_token or 0.0
@@ -69,10 +69,10 @@ class Outcome:
 async def run_open_loop(
     clients: Sequence[AsyncClient], schedule: Sequence[tuple[float, Asked]], *, timeout: float
 ) -> list[Outcome]:
-    """Send each request when it is due (seconds from the start, ascending), by the ``clients`` in turn.
+    """Send each request at its scheduled time (seconds from the start, ascending), by the ``clients`` in turn.
 
-    Returns an outcome for every request of the schedule, in its order. ``clients`` must not try again by themselves:
-    a refusal is an outcome.
+    Returns an outcome for every request of the schedule, in its order. ``clients`` must not retry by themselves: a
+    rejection is an outcome.
     """
     loop = asyncio.get_running_loop()
     begin = loop.time() + _LEAD_SECONDS

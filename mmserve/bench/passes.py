@@ -1,7 +1,7 @@
-"""The forward pass beside llama.cpp's, on the same weights: a row of tokens from nothing, logits of all positions.
+"""The forward pass compared with llama.cpp's, on the same weights: a row without cached K/V, logits of all positions.
 
-Ours in fp32, int8 and int4, its in fp32 (attention and K/V, too) and q8_0. They take turns, so that noise falls on all
-alike.
+This engine in fp32, int8 and int4, llama.cpp in fp32 (attention and K/V, too) and q8_0, in turns, so that noise affects
+all equally.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from mmserve.models.packed import pack
 from mmserve.models.quantized import MADE, quantize, why_not
 
 POSITIONS, THREADS = (64, 256, 1024), (1, 2)
-#: How far logits of the fp32 passes may be apart.
+#: Maximum difference between the logits of the fp32 passes.
 MOST_APART = 5e-3
 
 
 def missing(model: LoadedModel) -> str:
-    """Why ``model`` is not run in llama.cpp here; empty = it is."""
+    """Why ``model`` cannot be run in llama.cpp here; "" = it can."""
     for package in ("gguf", "xllamacpp"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed: pip install {package}"
@@ -60,8 +60,8 @@ def pass_rows(
     threads: tuple[int, ...] = THREADS,
 ) -> Iterator[dict[str, Any]]:
     """A row for each number of threads and positions, and each engine: passes a second (medians over the rounds), the
-    least processor time of a pass, which other work on the machine lengthens less, and how far the logits of the two
-    fp32 passes are apart at most. ``model`` is in fp32 and not packed yet."""
+    minimum CPU time of a pass, which is least affected by other load, and the maximum difference of the logits of the
+    two fp32 passes. ``model`` must be in fp32 and not packed."""
     with tempfile.TemporaryDirectory() as folder:
         files = {kind: Path(folder) / f"{kind}.gguf" for kind in TYPES}
         for kind, path in files.items():
@@ -113,7 +113,7 @@ def _measured(
             for name, run in passes.items():
                 begun, spent = time.perf_counter(), time.process_time()
                 run()
-                if repeat:  # the first is a warm-up
+                if repeat:  # the first round is a warm-up
                     seconds[name].append(time.perf_counter() - begun)
                     least[name] = min(least[name], time.process_time() - spent)
     for name, taken in seconds.items():

@@ -1,10 +1,10 @@
-"""Next-token decoding beside other engines: ``mmserve bench peers``.
+"""Next-token decoding compared with other engines: ``mmserve bench peers``.
 
-The same prompts, greedily, so many tokens each, through this project's engine (admission, scheduling, stages and
-events included), through transformers' ``generate`` and, where an interpreter that has it is named, through vLLM. The
-engines take turns, batch size by batch size, so that noise falls on all alike. Without ``--model`` a random LLaMA of
-15 M parameters is made (32,000 tokens, 288 wide, 6 layers, head tied to the embedding). Of a diffusion
-model, forward passes are measured beside llama.cpp's, where ``xllamacpp`` and ``gguf`` are installed (``passes.py``).
+The same prompts with greedy decoding and equal answer lengths, in this project's engine (including admission,
+scheduling, stages and events), transformers' ``generate`` and, if an interpreter that has it is given, vLLM. The
+engines take turns at each batch size, so that noise affects all equally. Without ``--model`` a random LLaMA of 15 M
+parameters is created (32,000 tokens, 288 wide, 6 layers, tied embeddings). For a diffusion model, forward passes are
+compared with llama.cpp's, if ``xllamacpp`` and ``gguf`` are installed (``passes.py``).
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ BATCHES = (1, 4, 16)
 
 
 class Peer(Protocol):
-    """An engine under test."""
+    """An engine to compare."""
 
     def tokens(self, count: int) -> list[list[int]]:
-        """The tokens of the answers to the first ``count`` prompts, asked together."""
+        """The token ids of the answers to the first ``count`` prompts, as one batch."""
         ...
 
     def answer(self, count: int) -> tuple[float, Sequence[object]]:
-        """Seconds for the first ``count`` prompts together, and each answer as the engine gives it by itself.
+        """Seconds for the first ``count`` prompts as one batch, and each answer in the engine's native form.
 
-        That is text or token ids: no peer is asked for log-probabilities, which take time.
+        That is text or token ids, without log-probabilities, which take time.
         """
         ...
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row of figures for each batch size and engine: milliseconds a token (median and quartiles over the rounds)."""
+    """A row for each batch size and engine: milliseconds a token (median and quartiles over the rounds)."""
     threads = arguments.threads
     torch.set_num_threads(threads)
     settings = measured_config(arguments)
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
             if absent:
                 raise ConfigError(f"{model.spec.name!r} is no next-token model, and llama.cpp: {why}")
             answers: list[Figures] = []
-            if model_folder(path) == shipped_folder("bundled"):  # others do not know what is asked
+            if model_folder(path) == shipped_folder("bundled"):  # trained on the sums that are asked
                 config = resolve(replace(settings.engine, torch_threads=threads))
                 answers = list(generation_rows(model, config, arguments.limit, threads, progress))
             return {
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 def _measured(engines: dict[str, Peer], size: int, repeats: int, progress: Progress) -> Iterator[Any]:
-    """The rows of one batch size; ``times_X`` is the median over rounds of the engine's time over that of X."""
+    """The rows of one batch size; ``times_X`` is the median over rounds of the ratio of the engine's time to X's."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     tokens = {name: engine.tokens(size) for name, engine in engines.items()}
     answers = {name: engine.answer(size)[1] for name, engine in engines.items()}  # warm-up
@@ -143,12 +143,12 @@ def _measured(engines: dict[str, Peer], size: int, repeats: int, progress: Progr
 
 
 def _agreement(one: list[list[int]], other: list[list[int]]) -> float:
-    """The share of answers that are the same, token for token."""
+    """The share of equal answers, compared token by token."""
     return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
 
 
 class Ours:
-    """The engine of this project, asked as its gRPC servicer asks it."""
+    """This project's engine, called as its gRPC service calls it."""
 
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine, self._asked = engine, 0
@@ -194,7 +194,7 @@ def _ours(model: LoadedModel, config: EngineConfig, count: int) -> Iterator[Ours
 
 
 class Transformers:
-    """transformers' own greedy ``generate`` over the same ids, padded on the left where prompts differ in length."""
+    """transformers' own greedy ``generate`` on the same ids, padded on the left if prompts differ in length."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, prompts: list[list[int]], banned: Sequence[int]) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -223,7 +223,7 @@ class Transformers:
 
 
 class Vllm:
-    """vLLM in a process of its own (``vllm_peer.py``), which reports its own time."""
+    """vLLM in a separate process (``vllm_peer.py``), which measures its own time."""
 
     def __init__(self, process: subprocess.Popen[str], prompts: list[list[int]]) -> None:
         self._process, self._prompts = process, prompts
@@ -270,7 +270,7 @@ def _vllm(python: Path, folder: Path, dtype: torch.dtype, prompts: list[list[int
 
 
 def random_llama(folder: Path) -> Path:
-    """A checkpoint of 15 M random parameters in transformers' layout, with the bundled model's tokenizer."""
+    """Create a checkpoint of 15 M random parameters in transformers' layout, with the bundled model's tokenizer."""
     tokenizer = shipped_folder("bundled-causal")
     torch.manual_seed(0)
     model = LlamaForCausalLM(

@@ -1,4 +1,4 @@
-"""Figures that ``--plot`` asks for."""
+"""Plots for ``--plot``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from mmserve.errors import ConfigError
 
 @contextmanager
 def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
-    """A matplotlib figure of so many inches; after the context it has a grid in all axes, and is in ``path`` as PNG.
+    """A matplotlib figure of ``width`` × ``height`` inches; on exit, all axes get a grid and it is saved as PNG to
+    ``path``.
 
-    Raises ``ConfigError`` where matplotlib, which is an extra, is not installed.
+    Raises ``ConfigError`` if matplotlib, an optional dependency, is not installed.
     """
     try:
         import matplotlib.figure

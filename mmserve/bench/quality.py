@@ -1,4 +1,4 @@
-"""Accuracy of every task with a 95% interval, through the whole server: ``mmserve bench quality``."""
+"""Accuracy of every task with a 95% interval, measured end to end on a server: ``mmserve bench quality``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmserve.reference.tasks import TASKS
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """Rows of ``task, n, accuracy, low, high`` for the tasks and policies that the arguments name."""
+    """Rows of ``task, n, accuracy, low, high`` for the tasks and policies given by the arguments."""
     tasks = named_tasks(arguments, TASKS)
     with BackgroundServer(measured_config(arguments)) as server:
         with Client(server.address) as client:

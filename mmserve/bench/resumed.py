@@ -1,4 +1,4 @@
-"""Rows of a benchmark that takes long: kept on disk as they are measured, so that a run goes on where one stopped."""
+"""Rows of a long benchmark, stored on disk as they are measured, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mmserve.errors import ConfigError
 
 
 class Kept:
-    """Rows of the benchmark ``name``, measured with ``settings``, and those that ``path`` has of earlier runs.
+    """Rows of the benchmark ``name``, measured with ``settings``, including those of earlier runs in the file ``path``.
 
-    None = of this run alone. ``keys`` are the columns by which a row is known.
+    A ``path`` of None = rows of this run only. ``keys`` are the columns that identify a row.
 
-    The file has one JSON object a line; a last line that was cut off is measured again. ``ConfigError`` for a file that
-    holds something else, or rows of other settings.
+    The file has one JSON object a line; a truncated last line is measured again. Raises ``ConfigError`` if the file has
+    other contents, or rows measured with other settings.
     """
 
     def __init__(self, path: Path | None, name: str, settings: Mapping[str, Any], keys: Sequence[str]) -> None:
@@ -42,11 +42,11 @@ class Kept:
         self._rows = {self._key(row): row for _settings, row in found}
 
     def row(self, of: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The row that has the names and numbers of ``of``, if there is one."""
+        """The row whose key columns equal those of ``of``; None if there is none."""
         return self._rows.get(self._key(of))
 
     def add(self, row: dict[str, Any]) -> Figures:
-        """Keep a row, and give it back."""
+        """Store a row; returns it."""
         self._rows[self._key(row)] = row
         if self._path is not None:
             with self._path.open("a") as file:

@@ -1,11 +1,11 @@
-"""What taking an image's K/V from a pass over it alone does to logits, answers and times: ``mmserve bench reuse``.
+"""The effect of reusing an image's K/V, computed for it alone, on logits, answers and times: ``mmserve bench reuse``.
 
-Every rule at every share answers the same fresh items, by turns with plain prefill: pairs of pictures, and questions
-about one picture both before and after it, so that no picture that counts begins its chat. All
-pictures were seen before: neither side runs the tower, and each image's K/V are kept. Beside that, the same for prompts
-of many pictures, which the bundled models cannot answer, but which show what prefill takes.
-Logits are those of the right answer's tokens, each after those before it; of a masked diffusion model, those of its
-first pass, where nothing of the answer is there yet.
+Every rule at every share answers the same generated items, in turns with plain prefill: pairs of pictures, and
+questions about one picture both before and after it, so that no evaluated picture is at the start of its chat. All
+pictures are cached: the tower does not run for either side, and each image's K/V are present. Also the same for prompts
+of many pictures, which the bundled models cannot answer, but which show the times of prefill. Logits are those of the
+correct answer's tokens, each after the preceding ones; for a masked diffusion model, those of its first pass, with the
+whole answer masked.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ from mmserve.tiers.memory import TensorCache
 DEFAULT_TASKS = ("which", "differs", *SHORT_TASKS)
 SHARES = (0.05, 0.15, 0.3)
 LAYERS = (2, 4)
-#: Pictures of the long prompts, and how many of those there are.
+#: Pictures of a long prompt, and the number of long prompts.
 MANY, LONG_PROMPTS = 8, 5
 _PAGE = 16
-#: Bytes of K/V that are kept while logits are compared: all of them.
+#: Bytes of the cache of image K/V while logits are compared: enough for all.
 _ALL = 1 << 40
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A rule and its share as a client and as a request name them; no name = plain prefill."""
+    """A rule and its share, in the forms of a client and of a request; no name = plain prefill."""
 
     name: str = ""
     reuse: ImageReuse | None = None
 
     @property
     def row(self) -> Figures:
-        """How a row of figures begins."""
+        """The first columns of its row."""
         numbers = {"share" if name == "recompute" else name: value for name, value in self._numbers.items()}
         return {"measured": self.name or "plain", **numbers}
 
     @property
     def policy(self) -> Policy | None:
-        """As a core request has it."""
+        """The policy of a core request; None = plain prefill."""
         return None if self.reuse is None else Policy(name=self.name, options=self._numbers)
 
     @property
@@ -83,7 +83,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Item:
-    """A question as a chat message, and its canvas (tokens)."""
+    """A question as a chat message, and its canvas length (tokens)."""
 
     question: Question
     message: Message
@@ -91,8 +91,8 @@ class Item:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for each rule and share: how far its logits are from plain ones under the right answer (nats a token), and
-    accuracy, rows run and times (medians, milliseconds) of ``--limit`` items of each task."""
+    """A row for each rule and share: KL divergence of its logits from plain ones on the correct answer (nats a token),
+    and accuracy, rows run and times (medians, milliseconds) on ``--limit`` items of each task."""
     pictured = [task for task, kind in TASKS.items() if kind in ("image", "json", "pair")]
     tasks = named_tasks(arguments, pictured, DEFAULT_TASKS)
     config = replace(measured_config(arguments), encoder_cache=EncoderCacheConfig(kv_bytes=_ALL))
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     times: dict[Setting, list[float]] = {setting: [] for setting in chosen}
     with BackgroundServer(config) as server, server.client(600) as client:
         decoding = measured_policies(arguments, client.describe())
-        # this keeps what the others find
+        # creates the K/V that the others reuse
         cold = [_ask(client, one, Blend(0.0), decoding).times.prefill for one in items]
         for i, one in enumerate(items):
             progress(f"{i} of {len(items)} items, {len(chosen)} times each")
@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 def settings() -> Iterator[Setting]:
-    """Plain prefill, reuse of everything, every rule at every share, and everything run again."""
+    """Plain prefill, full reuse, every rule at every share, and full recompute."""
     yield Setting()
     yield Setting("blend", Blend(0.0))
     for share in SHARES:
@@ -174,7 +174,7 @@ def _item(task: str, index: int, seed: int) -> Item:
 
 
 def _long(seed: int) -> Iterator[Item]:
-    """Prompts of many pictures after a line of text; one token is asked for."""
+    """Prompts of many pictures after a line of text; one token is requested."""
     rng = random.Random(seed)
     for _ in range(LONG_PROMPTS):
         pictures = [ImagePart(png(draw_scene(rng).picture)) for _ in range(MANY)]
@@ -188,7 +188,7 @@ def _ask(client: Client, one: Item, reuse: ImageReuse | None, decoding: Options)
 
 
 class _Logits:
-    """Logits of right answers after their prompts."""
+    """Computes logits of correct answers after their prompts."""
 
     def __init__(self, model: LoadedModel, media: MediaConfig) -> None:
         self._model, self._floor = model, row_floor(model)
@@ -200,7 +200,8 @@ class _Logits:
 
     @torch.inference_mode()
     def of(self, one: Item, setting: Setting) -> Tensor:
-        """``[answer + 1, V]``: the logits of each token of the right answer, and of its end, where there is room."""
+        """``[answer + 1, V]``: the logits of each token of the correct answer, and of its end if the canvas is long
+        enough."""
         model, spec = self._model, self._model.spec
         request = Request(
             id="logits",
@@ -241,7 +242,7 @@ class _Logits:
 
         if selective is None or not spec.causal:
             return run(rows, wanted).log_softmax(-1)
-        found = [run(rows[rows <= first], wanted[:1])]  # as it decodes: positions are run again beside each token
+        found = [run(rows[rows <= first], wanted[:1])]  # as in decode: positions are recomputed with each token
         found += [run(np.union1d(selective.rows(), [at]), np.array([at]), selective) for at in wanted[1:]]
         return torch.cat(found).log_softmax(-1)
 
@@ -254,8 +255,8 @@ def _followed_by(prompt: Encoded, answer: np.ndarray) -> Encoded:
 
 
 def _distance(exact: Tensor, made: Tensor) -> tuple[float, float]:
-    """Mean Kullback-Leibler divergence of the exact distributions from these (nats), and the share of rows with the
-    same best token."""
+    """Mean KL divergence of the exact distributions from these (nats), and the share of rows with the same top-1
+    token."""
     divergence = (exact.exp() * (exact - made)).sum(-1).mean()
     return float(divergence), float((exact.argmax(-1) == made.argmax(-1)).float().mean())
 
@@ -282,7 +283,7 @@ def _answer_figures(asked: Sequence[Question], answers: Sequence[Result], plain:
 
 
 def _decode_ms(result: Result) -> float:
-    """Of each pass after the prefill."""
+    """Mean milliseconds of a pass after the prefill."""
     return result.times.decode / max(1, result.forwards - 1)
 
 

@@ -1,8 +1,8 @@
-"""Which schemas of public suites are admitted, and what their grammars accept: ``mmserve bench schemas --data DIR``.
+"""Admission of the schemas of public suites, and correctness of their grammars: ``mmserve bench schemas --data DIR``.
 
-A schema is compiled as a server compiles it, in a child process with its limits, over one token a byte. Each instance
-of an admitted one is then given to the grammar, and random answers of the grammar are given to jsonschema-rs. No model
-is asked.
+A schema is compiled as in a server, in a child process with the same limits, with one token a byte. Then each instance
+of an admitted schema is matched against the grammar, and random answers generated from the grammar are validated by
+jsonschema-rs. No model is used.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from mmserve.constraint.search.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, SchemaOption
 from mmserve.errors import ConfigError
 
-#: Bytes after which a random answer is given up, and from which on it is brought to its end.
+#: Bytes after which a random answer is abandoned, and from which on it is steered towards its end.
 _LONGEST, _CLOSING = 600, 120
-#: Bytes that are preferred in random answers, before and after that.
+#: Bytes preferred in random answers, before and after that.
 _USUAL, _LAST = b'ab01"{}[],:. ', b'"]}'
-_CHARS = 300  # of a refusal, an instance or an answer in the report
+_CHARS = 300  # kept of a rejection reason, an instance or an answer
 _EVERY = 5.0  # seconds between two lines of progress
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for each suite found under ``--data``, its schemas in an order by chance.
+    """A row for each suite found in ``--data``, with its schemas in random order.
 
-    A schema that ``--resume`` has is not compiled again; ``ConfigError`` where it was with other settings.
+    Schemas found in ``--resume`` are not compiled again; raises ``ConfigError`` if the settings differed.
     """
     if arguments.data is None:
         raise ConfigError("give the folder of MaskBench's or JSON-Schema-Test-Suite's files as --data")
@@ -97,7 +97,7 @@ def _found(case: suites.Case, compiler: Compiler, trie: Any, arguments: argparse
         if judge is not None and checked is None:
             try:
                 value = json.loads(answer, parse_float=Decimal)
-            except InvalidOperation:  # an exponent that no decimal can have
+            except InvalidOperation:  # the exponent is out of range for decimals
                 continue
             found.answers += 1
             if not judge.is_valid(value):
@@ -115,7 +115,7 @@ def _accepts(at: Any, text: str) -> bool:
 
 
 def _spelled(value: Any, orders: Orders) -> str:
-    """``value`` as answers spell it: members in the order of the schema, numbers without exponents."""
+    """``value`` as the grammar spells it: members in the order of the schema, numbers without exponents."""
     match value:
         case list():
             return f"[{','.join(_spelled(each, orders) for each in value)}]"
@@ -128,7 +128,7 @@ def _spelled(value: Any, orders: Orders) -> str:
 
 
 def _judge(schema: Any) -> Any | None:
-    """A validator, None where jsonschema-rs takes no such schema."""
+    """A validator; None if jsonschema-rs rejects the schema."""
     try:
         return jsonschema_rs.validator_for(schema, validate_formats=True, offline=True)
     except (ValueError, jsonschema_rs.ReferencingError):
@@ -136,7 +136,7 @@ def _judge(schema: Any) -> Any | None:
 
 
 def _drawn(start: Any, number: int, chance: random.Random) -> list[bytes]:
-    """Up to ``number`` random answers of a grammar; those that grow too long are left out."""
+    """Up to ``number`` random answers of a grammar; those that become too long are left out."""
     answers = []
     for _ in range(number):
         at, text = start.deep_copy(), bytearray()

@@ -1,6 +1,6 @@
-"""JSON schemas of many kinds, each with documents that obey it: what the benchmark of constraints asks for.
+"""JSON schemas of many kinds, each with valid documents, for the benchmark of constraints.
 
-Between them they hold nesting, references and recursion, enumerations and constants, numbers with bounds, patterns and
+Together they contain nesting, references and recursion, enumerations and constants, numbers with bounds, patterns and
 formats, arrays and tuples, alternatives, maps, optional and dependent properties.
 """
 
@@ -14,7 +14,7 @@ _STRING, _INTEGER, _BOOLEAN = {"type": "string"}, {"type": "integer"}, {"type": 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for by ``name``, and ``documents`` as a model might have them in mind."""
+    """A schema with its ``name``, and valid ``documents`` as a model might generate them."""
 
     name: str
     schema: dict[str, Any]

@@ -1,11 +1,11 @@
-"""What pruners' scores and choices take beside the tower's own run: ``mmserve bench scoring``.
+"""Cost of pruners' scoring and selection relative to the vision tower: ``mmserve bench scoring``.
 
-Measured on the served model's tower and on one of the size of CLIP ViT-L/14-336, with random weights, for one picture
-of one tile and for one of eight. A tower runs once a round, with all that pruners ask for taken from that run, so that
-shares of a per cent are not lost in the noise of two runs' difference. Processor time of one thread.
+Measured on the served model's tower and on a randomly initialized one of the size of CLIP ViT-L/14-336, for a picture
+of one tile and one of eight. A tower runs once a round with the outputs of all pruners recorded, so that differences of
+two runs do not hide shares of less than a per cent. Times are CPU time of one thread.
 
-Where the decoder is asked (``scored_by``), its first layers run over the whole prompt before there are scores:
-``layers_ms``, a part of ``scoring_ms`` which what is left out of prefill must pay for.
+For pruners scored by the decoder (``scored_by``), its first layers run on the whole prompt before the scores exist:
+``layers_ms``, a part of ``scoring_ms`` that the shortened prefill must compensate.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from mmserve.models.vision import LlavaVision
 from mmserve.prune import PRUNERS, Pruner, pruners_for
 from mmserve.prune.base import GridView, judged_by_decoder
 
-#: Text of the prompt, and positions of the answer, that pruners by the decoder look at.
+#: Text tokens of the prompt, and positions of the answer, for pruners scored by the decoder.
 _TEXT, _ANSWER = 24, 8
-#: Seconds of one measurement, but for the fewest rounds that have quartiles; seconds between lines of progress.
+#: Maximum seconds of one measurement beyond the minimum rounds; minimum rounds; seconds between lines of progress.
 SECONDS, FEWEST, _SHOWN = 100.0, 3, 10.0
-#: Tiles of a picture.
+#: Numbers of tiles of a picture.
 TILES = (1, 8)
-#: LLaVA's and CLIP's, of openai/clip-vit-large-patch14-336.
+#: Dimensions of LLaVA's and CLIP's openai/clip-vit-large-patch14-336.
 _LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -57,8 +57,8 @@ _LARGE = {
 
 @dataclass(frozen=True)
 class Share:
-    """Milliseconds of a tower's runs, and of a pruner's scores and choices, and how many of the former the latter is:
-    quartiles of rounds."""
+    """Milliseconds of a tower's run and of a pruner's scoring and selection, and the ratio of the latter to the former:
+    quartiles over rounds."""
 
     tower_ms: float
     scoring_ms: float
@@ -74,7 +74,7 @@ class Share:
         return cls(tower, cost, (round(low, 4), round(middle, 4), round(high, 4)), len(shares))
 
     def row(self) -> Figures:
-        """As a report has it."""
+        """The columns of a report."""
         shares = {"tower_ms": self.tower_ms, "scoring_ms": self.scoring_ms, "scoring_share": list(self.share)}
         return {**shares, "rounds": self.rounds}
 
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     model = load_model(settings)
     if not isinstance(model, LoadedModel) or not isinstance(model.vision, LlavaVision):
         raise ConfigError(f"{model.spec.name} has no CLIP-style tower with a projector, which is what is measured")
-    torch.set_num_threads(1)  # processor time is one thread's
+    torch.set_num_threads(1)  # CPU time is measured for one thread
     vision = model.vision
     large: Any = CLIPVisionModel(CLIPVisionConfig(**_LARGE)).eval().requires_grad_(False)
     towers: list[tuple[str, Any, int, Sequence[nn.Module]]] = [
@@ -115,10 +115,10 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 def paced(rounds: int, progress: Progress) -> Iterator[int]:
-    """Numbers of so many ``rounds``, from 1, after one of number 0 that is not to be counted.
+    """Yield round numbers 0, 1, … ``rounds``; round 0 is a warm-up that is not to be counted.
 
-    None begins that would end after ``SECONDS`` by the average so far, once there have been ``FEWEST``. So one
-    measurement takes longer only where ``FEWEST + 1`` rounds do, which is logged after the first.
+    After ``FEWEST`` rounds, no round starts that would end after ``SECONDS`` at the average so far. A measurement takes
+    longer only if ``FEWEST + 1`` rounds do, which is logged after the first.
     """
     begun, shown = time.monotonic(), 0.0
     for number in range(rounds + 1):
@@ -137,7 +137,8 @@ def paced(rounds: int, progress: Progress) -> Iterator[int]:
 
 
 def scored_by(name: str) -> dict[str, str]:
-    """Whose attention or features a pruner judges by: shares of the tower's time compare only among its own."""
+    """Columns that identify the source of a pruner's scores; shares of tower time are comparable for equal sources
+    only."""
     return {"scored_by": "decoder" if judged_by_decoder(PRUNERS[name]()) else "tower"}
 
 
@@ -160,10 +161,10 @@ def tower_shares(
     *,
     later: Sequence[nn.Module] = (),
 ) -> dict[str, Share]:
-    """What the pruners ``names`` add to a CLIP-style ``tower`` that views at a picture of so many ``tiles``.
+    """The cost of the pruners ``names`` relative to a CLIP-style ``tower`` for a picture of ``tiles`` tiles.
 
-    ``later``: the tower's layers after those that run for the features (``Watched``).
-    Of ``rounds``, as many are run as ``paced`` allows: ``Share.rounds``.
+    ``later``: the tower's layers after those that compute the features (``Watched``). ``rounds`` is the maximum;
+    ``paced`` may stop earlier (``Share.rounds``).
     """
     config: Any = tower.config
     side = config.image_size // config.patch_size
@@ -199,11 +200,11 @@ def tower_shares(
 def decoder_shares(
     model: LoadedModel, names: Sequence[str], rounds: int, progress: Progress = lambda _text: None
 ) -> dict[str, tuple[Share, float]]:
-    """What the pruners ``names``, which ask the decoder, add to the tower's time for a picture of one tile, and the
-    milliseconds (median) of that which the layers take that run before there are scores.
+    """The cost of the decoder-scored pruners ``names`` relative to the tower for a picture of one tile, and the part in
+    milliseconds (median) of the layers that run before the scores exist.
 
-    The prompt has ``_TEXT`` tokens after the picture and, where it is masked diffusion, an answer of ``_ANSWER``.
-    Rounds are as of ``tower_shares``.
+    The prompt has ``_TEXT`` tokens after the picture and, for masked diffusion, an answer of ``_ANSWER``. Rounds are as
+    in ``tower_shares``.
     """
     vision = model.vision
     if not names or not isinstance(vision, LlavaVision):
@@ -237,7 +238,7 @@ def decoder_shares(
 
 
 class _Timed(PromptAttention):
-    """One that notes the processor time (seconds) of the layers that it ran last."""
+    """Records the CPU time (seconds) of its last run of the layers."""
 
     layers = 0.0
 

@@ -1,7 +1,7 @@
-"""What constraints cost apart from any model: search, masks and compiling over a vocabulary as large as LLaDA's.
+"""Costs of constraints without a model: search, masks and compilation with a vocabulary as large as LLaDA's.
 
-The model is simulated (``copyist.py``) and the vocabulary made up, so nothing has to be downloaded. Times are processor
-time of one thread: others who use the machine do not show in them.
+The model is simulated (``copyist.py``) and the vocabulary synthetic, so that no download is needed. Times are CPU time
+of one thread, independent of other load.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mmserve.constraint.session.session import Session
 from mmserve.core.constraint import ConstraintSpec, JsonSchema
 from mmserve.settle import settle
 
-#: Rows of LLaDA's logits.
+#: Vocabulary size of LLaDA's logits.
 TOKENS = 126_464
 BLOCK = 32
 _END = 0
@@ -43,7 +43,7 @@ _JSON = (
 
 @dataclass(frozen=True)
 class Language:
-    """A vocabulary as constraints see it."""
+    """A vocabulary in the forms that constraints use."""
 
     vocabulary: Vocabulary
     lexicon: Lexicon
@@ -51,22 +51,22 @@ class Language:
 
 @dataclass
 class _Taken:
-    """Seconds of each thing measured."""
+    """Seconds of each measured operation."""
 
     steps: list[float] = field(default_factory=list)
     masks: list[float] = field(default_factory=list)
     rewriting: list[float] = field(default_factory=list)
     compiling: list[float] = field(default_factory=list)
     admission: list[float] = field(default_factory=list)
-    readmission: list[float] = field(default_factory=list)  # of a grammar that was admitted before
+    readmission: list[float] = field(default_factory=list)  # of a grammar admitted before
     fallbacks: int = 0
     commits: int = 0
     exact: list[bool] = field(default_factory=list)
 
 
 def made_up(tokens: int, seed: int = 0) -> Language:
-    """A byte-level vocabulary: all bytes, JSON's signs as merges join them, numbers of up to three digits, the words of
-    the built-in documents, and made-up ones."""
+    """A synthetic byte-level vocabulary of ``tokens`` tokens: all bytes, JSON punctuation as merged by BPE, numbers of
+    up to three digits, the words of the built-in documents, and random words."""
     rng = random.Random(seed)
     spelled = {bytes([b]): None for b in range(256)}
     spelled.update(dict.fromkeys(text.encode() for text in _JSON))
@@ -86,9 +86,9 @@ def made_up(tokens: int, seed: int = 0) -> Language:
 def run(
     rounds: int, seed: int, progress: Progress, *, tokens: int = TOKENS, schemas: Sequence[Wanted] = SCHEMAS
 ) -> Figures:
-    """Figures over ``rounds`` decodings of each document of ``schemas``, with a vocabulary of ``tokens``.
+    """Results over ``rounds`` decodes of each document of ``schemas``, with a vocabulary of ``tokens``.
 
-    The vocabulary is out of the garbage collector's rounds, as in a server.
+    The vocabulary is frozen for the garbage collector, as in a server.
     """
     language = made_up(tokens)
     settle()
@@ -119,7 +119,7 @@ def run(
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The 50th and the 99th percentile, and the largest."""
+    """The 50th and the 99th percentile, and the maximum."""
     cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [*values] * 99
     return {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3), "max": round(max(values), 3)}
 
@@ -140,7 +140,7 @@ def _compiled(wanted: Wanted, language: Language, taken: _Taken) -> Grammar:
 
 
 def _masks(grammar: Grammar, document: Any, language: Language, taken: _Taken) -> None:
-    """What may follow, in front of each token of ``document``."""
+    """Measure the mask before each token of ``document``."""
     at = grammar.start()
     for token in language.lexicon.cover(written(document).encode()) or []:
         begun = time.thread_time()

@@ -13,7 +13,8 @@ from mmserve.bench.settings import named_tasks
 def run_sections(
     arguments: argparse.Namespace, progress: Progress, sections: dict[str, str], default: Iterable[str] = ()
 ) -> Figures:
-    """The report of the sections that ``--tasks`` names, by default ``default`` or all; the settings are by section.
+    """The report of the sections given by ``--tasks``, by default ``default`` or all; with the settings of each
+    section.
 
     ``sections`` maps names to modules of this package.
     """
@@ -24,6 +25,6 @@ def run_sections(
         for measure in found["measures"]:
             own = measure["name"].removeprefix(f"{name}: ")
             report["measures"].append({**measure, "name": f"{name}: {own}"})
-            progress(as_text(report["measures"][-1]))  # at once: what ends a later section does not lose it
+            progress(as_text(report["measures"][-1]))  # at once, in case a later section fails
         report["settings"][name] = found["settings"]
     return report

@@ -1,4 +1,4 @@
-"""What a server does under load from outside: ``mmserve bench serve``; by default what any server can be asked."""
+"""Load tests of a server from outside: ``mmserve bench serve``; by default the sections that suit any server."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ SECTIONS = {"load": "serve_load", "stall": "serve_stall", "prefix": "serve_prefi
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """The report of the sections that ``--tasks`` names."""
+    """The report of the sections given by ``--tasks``."""
     return run_sections(arguments, progress, SECTIONS, default=["load"])

@@ -1,4 +1,4 @@
-"""The section ``load`` of ``mmserve bench serve``: a mixed open-loop load at each rate, and its outcome."""
+"""The section ``load`` of ``mmserve bench serve``: a mixed open-loop load at several rates, and its outcomes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mmserve.cli.options import Reached, reached
 from mmserve.client import AsyncClient, Options
 from mmserve.errors import ConfigError
 
-#: Connections that the generator sends over, in turn.
+#: Number of connections of the generator, used in turn.
 CONNECTIONS = 4
-#: A generator that is later than this does not offer the load that it reports (seconds).
+#: Lateness in seconds above which the generator did not offer the reported load.
 LATE_SECONDS = 0.05
-#: Share of the requests due that must be good for a rate to count as served.
+#: Minimum share of good requests for a rate to count as served.
 SERVED_SHARE = 0.9
 _START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What makes an answer a good one (seconds): its first text, and each token after that on average."""
+    """Latency targets of a good answer (seconds): of its first text, and of each later token on average."""
 
     first_token: float
     per_token: float
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for all requests of each rate and one for each kind of them, and the measures."""
+    """A row for all requests of each rate and one for each kind, and the measures."""
     rates, targets = _rates(arguments.rates), Targets(arguments.first_token, arguments.per_token)
     for name in ("seconds", "burst", "first_token", "per_token", "timeout"):
         if not getattr(arguments, name) > 0:
@@ -98,7 +98,7 @@ async def _measure(
             "commit": arguments.commit,
             "slo_class": arguments.slo_class or None,
         }
-        warm = requests(list(mix), arguments.seed + 1, options)  # other items: nothing of them is in a cache
+        warm = requests(list(mix), arguments.seed + 1, options)  # other items, so that none is cached
         await run_open_loop(clients, [(0.0, asked) for asked in warm], timeout=arguments.timeout)
         for number, rate in enumerate(rates):
             seed = arguments.seed + number
@@ -170,7 +170,7 @@ def _measures(
 
 
 def _highest(measured: _Measured, targets: Targets) -> float:
-    """The highest rate that is served; 0 = none."""
+    """The highest rate that is served within the targets; 0 = none."""
     served = [rate for rate, outcomes, _ in measured if _good(outcomes, targets) >= SERVED_SHARE * len(outcomes) > 0]
     return max(served, default=0.0)
 

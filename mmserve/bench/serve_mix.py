@@ -1,4 +1,4 @@
-"""What a mixed load asks, and when: questions of the bundled models' tasks, each with media of its own."""
+"""The requests of a mixed load and their times: questions of the bundled models' tasks, each with its own media."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from mmserve.errors import ConfigError
 from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.reference.tasks import correct
 
-#: The tasks of each kind of request, asked in turn.
+#: The tasks of each kind of request, in turn.
 TASKS: dict[str, tuple[str, ...]] = {
     "text": ("arithmetic",),
     "image": ("count", "color", "what", "caption", "json"),
     "video": ("direction", "order", "when"),
 }
-#: Kinds of a mix that is not given, by their weights.
+#: Weights of the kinds in the default mix.
 USUAL = {"text": 2.0, "image": 2.0, "video": 1.0}
 
 
 def mix_of(text: str, model: ModelInfo) -> dict[str, float]:
-    """The weights that ``text`` (``text=4,image=1``) names; without it, those of ``USUAL`` that ``model`` takes.
+    """The weights by kind in ``text`` (``text=4,image=1``); by default those of ``USUAL`` that ``model`` supports.
 
-    Raises ``ConfigError`` for kinds that there are not, or that the model does not take.
+    Raises ``ConfigError`` for unknown kinds, or kinds that the model does not support.
     """
     takes = {"text": True, "image": model.images, "video": model.videos}
     if not text:
@@ -50,7 +50,7 @@ def mix_of(text: str, model: ModelInfo) -> dict[str, float]:
 
 
 def requests(drawn: Sequence[str], seed: int, options: Options) -> list[Asked]:
-    """A request for each kind of ``drawn``, none of them like another; ``options`` are those of all."""
+    """A request for each kind in ``drawn``, all different; ``options`` apply to all."""
     counts: Counter[str] = Counter()
     made = []
     for kind in drawn:
@@ -66,15 +66,15 @@ def requests(drawn: Sequence[str], seed: int, options: Options) -> list[Asked]:
 
 
 def weights_text(weights: Mapping[str, float]) -> str:
-    """``weights`` as ``mix_of`` reads them."""
+    """``weights`` in the syntax of ``mix_of``."""
     return ",".join(f"{kind}={weight:g}" for kind, weight in weights.items())
 
 
 def arrival_times(rate: float, seconds: float, *, seed: int, burst: int = 1) -> list[float]:
     """Ascending times in ``[0, seconds)`` of a Poisson process with ``rate`` arrivals a second on average.
 
-    ``burst``: so many requests arrive at once each time, as many times fewer. Raises ``ValueError`` for a rate or a
-    length that is not above 0, or a burst below 1.
+    ``burst``: number of simultaneous arrivals; bursts are rarer accordingly. Raises ``ValueError`` if ``rate`` or
+    ``seconds`` is not above 0, or ``burst`` below 1.
     """
     if not (rate > 0 and seconds > 0 and burst >= 1):
         raise ValueError(f"no arrivals are drawn at {rate} a second for {seconds} seconds in bursts of {burst}")
@@ -88,9 +88,9 @@ def arrival_times(rate: float, seconds: float, *, seed: int, burst: int = 1) -> 
 
 
 def kinds(count: int, weights: Mapping[str, float], *, seed: int) -> list[str]:
-    """Which kind each of ``count`` requests is of, in the ratio of ``weights``; it does not depend on the rate.
+    """The kinds of ``count`` requests, drawn in the ratio of ``weights``; independent of the rate.
 
-    Raises ``ValueError`` where no weight is above 0, or one is below.
+    Raises ``ValueError`` if no weight is above 0, or one is below 0.
     """
     shares = np.array(list(weights.values()), dtype=float)
     if not len(shares) or (shares < 0).any() or not shares.sum() > 0:

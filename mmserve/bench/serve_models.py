@@ -1,4 +1,5 @@
-"""Small models that take prompts of 10,000 tokens, written from the bundled causal one: for times, not for answers."""
+"""Small models that accept prompts of 10,000 tokens, derived from the bundled causal one: for times, not for
+answers."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from safetensors.torch import load_file
 from mmserve.models.checkpoint import read_json, write_checkpoint, write_json
 from mmserve.models.names import shipped_folder
 
-#: Positions that the models take.
+#: Maximum positions of the models.
 POSITIONS = 12_288
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 def next_token(folder: Path) -> Path:
-    """The bundled causal model with longer rows: rotary positions need no weights."""
+    """Write the bundled causal model with more positions: rotary embeddings need no weights."""
     shutil.copytree(_source(), folder)
     config = folder / "config.json"
     write_json(config, {**read_json(config), "max_position_embeddings": POSITIONS})
@@ -25,7 +26,7 @@ def next_token(folder: Path) -> Path:
 
 
 def deep(folder: Path, layers: int) -> Path:
-    """The same with so many layers, which are those of the bundled model again and again."""
+    """Write the same with ``layers`` layers, which repeat those of the bundled model."""
     next_token(folder)
     config, found = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
     known, begin = config["num_hidden_layers"], "model.layers."
@@ -40,7 +41,7 @@ def deep(folder: Path, layers: int) -> Path:
 
 
 def block_diffusion(folder: Path) -> Path:
-    """The same decoder as block diffusion in SDAR's layout: queries and keys have norms, of weight 1."""
+    """Write the same decoder as block diffusion in SDAR's layout, with query and key norms of weight 1."""
     source = _source()
     known = read_json(source / "config.json")
     found = load_file(source / "model.safetensors")

@@ -1,9 +1,9 @@
 """The section ``prefix`` of ``mmserve bench serve``: time to first token of a prompt of 2,000 tokens whose K/V are
-computed, in the page pool, in host memory or on disk.
+computed, or cached in the page pool, in host memory or on disk.
 
-Over real sockets and in one process: three servers of the same model, whose page pools differ, are asked in turn. Where
-pages are to come from beyond the pool, other prompts have driven them out of it. Every answer must have the tokens of
-the computed one.
+Over real sockets and in one process, in turn on three servers of the same model that differ in their page pools. To
+measure host memory and disk, other prompts first evict the pages from the pool. Every answer must have the same tokens
+as with computed K/V.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mmserve.config import KVCacheConfig, ModelConfig
 PROMPT_TOKENS = 2_000
 _MOST, _PATIENCE = 2_560, 600.0
 _WORDS = "the red circle is left of the blue square and "
-#: Pages of this many prompts are in the pool at once, where they are to be driven out of it.
+#: Number of prompts whose pages fit into the pool at once, if they are to be evicted.
 _FILLERS = 2
-#: Goals: a first token from each tier over that of a computed prompt.
+#: Goals: time to first token from each tier relative to a computed prompt.
 _GOALS = {"pages": 0.5, "host": 0.5, "disk": 0.5}
 
 
@@ -41,7 +41,7 @@ class _Asked:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for each place that the K/V come from; times are medians over the rounds."""
+    """A row for each source of the K/V; times are medians over the rounds."""
     found: dict[str, list[_Asked]] = {"computed": [], "pages": [], "host": [], "disk": []}
     with tempfile.TemporaryDirectory(prefix="mmserve-prefix-") as folder, ExitStack() as stack:
         path, disk = next_token(Path(folder) / "model"), str(Path(folder) / "pages")
@@ -91,7 +91,7 @@ def _ask(client: Client, prompt: str) -> _Asked:
 
 
 def _check(name: str, computed: _Asked, again: _Asked) -> None:
-    """Raise ``RuntimeError`` where an answer differs, or was not made from what was kept."""
+    """Raise ``RuntimeError`` if the answer differs, or was not computed from cached K/V."""
     if again.tokens != computed.tokens:
         raise RuntimeError(f"{name}: {again.tokens} instead of {computed.tokens}")
     if again.cached < 0.95 * again.prompt:

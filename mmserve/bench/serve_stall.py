@@ -1,9 +1,9 @@
-"""The section ``stall`` of ``mmserve bench serve``: what a prompt of 10,000 tokens does to eight running streams.
+"""The section ``stall`` of ``mmserve bench serve``: stalls of eight running streams during a prefill of 10,000 tokens.
 
-Over real sockets and in one process: servers that prefill a prompt whole and in chunks of one pass budget, in turn. A
-stream is asked for a snapshot after every step, so that a gap is the time between two steps that reached its client.
-The goal for chunks: the longest gap is at most twice the time of one pass budget, which is the prompt's time in prefill
-when it is alone, over its chunks.
+Over real sockets and in one process, in turn on servers that prefill a prompt at once and in chunks of one pass budget.
+A stream requests a snapshot after every step, so that a gap is the time between two steps as received by its client.
+The goal with chunks: the longest gap is at most twice the time of one pass budget, that is the prompt's prefill time
+without other requests divided by its number of chunks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from mmserve.client import Client, Finished, Snapshot
 from mmserve.config import ModelConfig
 
 STREAMS, PROMPT_TOKENS = 8, 10_000
-#: Rows of a pass of prefill: of all prompts, and of a prompt's chunk, the default on a CPU.
+#: Rows of a prefill pass: of all prompts, and of a prompt's chunk, the default on a CPU.
 WHOLE, CHUNK = POSITIONS, 256
-#: Goal: the longest gap over the time of one pass budget.
+#: Goal: the longest gap relative to the time of one pass budget.
 MOST_BUDGETS = 2.0
-#: Steps of each stream that are seen before the prompt is sent, and after it has its answer.
+#: Steps of each stream awaited before the prompt is sent, and after its answer.
 _STEPS = 8
 _STREAM_TOKENS, _PATIENCE = 2_000, 600.0
-#: A stream that ended would have no gap: the ends of text of the bundled tokenizer are never chosen.
+#: The bundled tokenizer's end tokens, which are banned: a stream that ended would have no gap.
 _ENDLESS = {1: -100.0, 2: -100.0}
 _WORDS = "the red circle is left of the blue square and "
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server of one kind: its model, whether its stages have a thread each, and the rows of its prefill passes."""
+    """A server under test: its model, whether stages have separate threads, and the rows of its prefill passes."""
 
     model: str
     stages: str
@@ -86,7 +86,7 @@ def _long(client: Client) -> Finished:
 
 
 def _pass_seconds(served: Served) -> float:
-    """Seconds of one pass budget: the prompt alone."""
+    """Seconds of one pass budget, measured with the prompt alone."""
     with Client(served.server.address) as client:
         client.wait_ready()
         done = _long(client)
@@ -94,7 +94,7 @@ def _pass_seconds(served: Served) -> float:
 
 
 class _Stream(threading.Thread):
-    """A stream that runs until ``stop`` is set, and when each of its steps arrived."""
+    """A stream that runs until ``stop`` is set, with the arrival times of its steps."""
 
     def __init__(self, address: str, number: int, stop: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -125,7 +125,7 @@ class _Stream(threading.Thread):
 
 
 def _longest_gap(served: Served) -> float:
-    """The longest time (seconds) between two steps of a stream while the prompt is prefilled beside all of them."""
+    """The longest time (seconds) between two steps of a stream during the concurrent prefill of the prompt."""
     stop, address = threading.Event(), served.server.address
     streams = [_Stream(address, number, stop) for number in range(STREAMS)]
     for stream in streams:

@@ -1,4 +1,4 @@
-"""A server in a process of its own, as production runs it, for benchmarks of the whole server."""
+"""A server in a separate process, as in production, for end-to-end benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Self
 
 from mmserve.errors import ConfigError
 
-#: Seconds until a server that has not announced its address is given up.
+#: Seconds within which a server must print its address.
 _START_SECONDS = 120.0
 _STOP_SECONDS = 30.0
 _ANNOUNCED = re.compile(r"^mmserve serves .* on (\S+:\d+)$")
@@ -22,8 +22,8 @@ _ANNOUNCED = re.compile(r"^mmserve serves .* on (\S+:\d+)$")
 class ServedProcess:
     """``mmserve serve`` with the configuration of ``arguments``, on a free port of this machine.
 
-    ``with ServedProcess(arguments) as served: Client(served.address)``. Raises ``ConfigError`` with the server's last
-    lines where it does not start.
+    ``with ServedProcess(arguments) as served: Client(served.address)``. Raises ``ConfigError`` with the last lines of
+    the server's log if it does not start.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -47,15 +47,15 @@ class ServedProcess:
         self._end()
 
     def resident_bytes(self) -> int:
-        """Resident memory of the server and of its child processes, in bytes."""
+        """Resident memory of the server and of its child processes, in bytes; shared pages are counted once."""
         return sum(_resident(pid) for pid in _family(self._process.pid))
 
     def processor_seconds(self) -> float:
-        """Processor time that the server and its child processes have used, in seconds."""
+        """CPU time used by the server and its child processes, in seconds."""
         return sum(_processor_seconds(pid) for pid in _family(self._process.pid))
 
     def loop_seconds(self) -> float:
-        """Processor time that the thread of the server's event loop has used, in seconds: of gRPC and HTTP."""
+        """CPU time used by the thread of the server's event loop (gRPC and HTTP), in seconds."""
         pid = self._process.pid
         return _processor_seconds(pid, pid)
 
@@ -66,7 +66,7 @@ class ServedProcess:
             if found := _ANNOUNCED.match(line.strip()):
                 self.address = found[1]
                 self._ready.set()
-        self._ready.set()  # it ended
+        self._ready.set()  # the process ended
 
     def _end(self) -> None:
         self._process.terminate()
@@ -92,13 +92,13 @@ def _flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def _family(pid: int) -> list[int]:
-    """The process and all of its descendants that are alive."""
+    """The process ids of ``pid`` and all of its live descendants."""
     found = [pid]
     for parent in found:
         for listed in Path(f"/proc/{parent}/task").glob("*/children"):
             try:
                 found += map(int, listed.read_text().split())
-            except OSError:  # the thread has ended meanwhile
+            except OSError:  # the thread has ended
                 continue
     return found
 
@@ -106,15 +106,15 @@ def _family(pid: int) -> list[int]:
 def _resident(pid: int) -> int:
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):  # pages that several processes share are counted once
+            if line.startswith("Pss:"):  # shared pages count proportionally
                 return int(line.split()[1]) << 10
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended
         return 0
     return 0
 
 
 def _processor_seconds(pid: int, thread: int | None = None) -> float:
-    """Of the process ``pid``, or of one of its threads."""
+    """CPU seconds of the process ``pid``, or of one of its threads."""
     try:
         of = f"{pid}" if thread is None else f"{pid}/task/{thread}"
         fields = Path(f"/proc/{of}/stat").read_text().rpartition(")")[2].split()

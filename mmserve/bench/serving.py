@@ -1,9 +1,8 @@
-"""Time, forwards and throughput of the server, over real gRPC: ``mmserve bench serving``.
+"""Latency, forward passes and throughput of the server, over real gRPC: ``mmserve bench serving``.
 
-Three questions, each a pair measured side by side in this process on the same scenes:
-what a cache policy gains (``none`` against ``dkv_decode``), what concurrency gains (eight at once against one after
-another, decoded by the model's default policies), and what the server itself costs (the share of a request's time
-spent outside its stages).
+Three comparisons of pairs, measured in turn in this process on the same scenes: the speed-up of a cache policy
+(``none`` and ``dkv_decode``), the speed-up of concurrency (eight concurrent requests and the same in sequence, with the
+model's default policies), and the overhead of the server (the share of a request's time spent outside its stages).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ CONCURRENT = 8
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """Rows of figures; times are medians (milliseconds) with their quartiles."""
+    """Rows of results; times are medians (milliseconds) with quartiles."""
     settings: Config = measured_config(arguments)
     scenes = [item("json", index, arguments.seed) for index in range(arguments.limit)]
     with BackgroundServer(settings) as server, server.client(600) as client:
@@ -52,7 +51,7 @@ def _ask(client: Client, scene: Any, question: Question, **options: Any) -> Resu
 
 
 def _policies(client: Client, scenes: list[tuple[Any, Question]], repeats: int, progress: Progress) -> list[Figures]:
-    """Each policy on each scene in turn, so that noise falls on all alike."""
+    """A row for each policy, measured on each scene in turn, so that noise affects all equally."""
     policies: dict[str, dict[str, Any]] = {
         "none × low_confidence": {"recompute": "none", "commit": "low_confidence"},
         "dkv_decode × low_confidence": {"recompute": "dkv_decode", "commit": "low_confidence"},
@@ -74,7 +73,7 @@ def _policies(client: Client, scenes: list[tuple[Any, Question]], repeats: int, 
 
 def _policy_row(name: str, measured: list[tuple[Result, float, bool]], baseline: float) -> Figures:
     totals = [r.times.total for r, _seen, _right in measured]
-    # What the client waited beyond the stages' own time: queues, the engine's loop, gRPC and the network stack.
+    # The client's latency beyond the stages' own time: queues, the engine's loop, gRPC and the network stack.
     outside = [1 - (r.times.encode + r.times.prefill + r.times.decode) / seen for r, seen, _right in measured]
     low, _middle, high = quartiles(totals)
     return {
@@ -91,7 +90,7 @@ def _policy_row(name: str, measured: list[tuple[Result, float, bool]], baseline:
 
 
 def _throughput(client: Client, scenes: list[tuple[Any, Question]], repeats: int, progress: Progress) -> list[Figures]:
-    """The same requests one after another and ``CONCURRENT`` at once, alternating."""
+    """A row for the same requests in sequence and ``CONCURRENT`` at once, alternating."""
     serial: list[float] = []
     together: list[float] = []
     texts: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""The configuration that benchmarks run with, and what their arguments name."""
+"""The configuration and policies of benchmarks, from their arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mmserve.errors import ConfigError
 
 
 def named_tasks(arguments: argparse.Namespace, known: Collection[str], default: Iterable[str] = ()) -> list[str]:
-    """What ``--tasks`` names of ``known``; without names the ``default``, or all. ``ConfigError`` for another name."""
+    """The names in ``--tasks``, by default ``default`` or all of ``known``. Raises ``ConfigError`` for unknown
+    names."""
     names = [name for name in arguments.tasks.split(",") if name] or list(default) or list(known)
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--tasks: {unknown[0]!r} is not one of {', '.join(known)}")
@@ -23,9 +24,10 @@ def named_tasks(arguments: argparse.Namespace, known: Collection[str], default: 
 
 
 def measured_config(arguments: argparse.Namespace) -> Config:
-    """The arguments' configuration on a port of its own and without the caches of prompts and media.
+    """The arguments' configuration with a free port and with the caches of prompts and media disabled.
 
-    Two may run at once. Benchmarks ask the same items again and again: only the first round would run its prompts.
+    A free port, as two benchmarks may run at once; no caches, as items repeat in every round and only the first would
+    be prefilled.
     """
     config = any_port(read_config(arguments))
     return replace(
@@ -36,7 +38,7 @@ def measured_config(arguments: argparse.Namespace) -> Config:
 
 
 def measured_policies(arguments: argparse.Namespace, model: ModelInfo) -> Options:
-    """The policies that a benchmark decodes by: those of ``--recompute`` and ``--commit``, else plain decoding's."""
+    """The policies of a benchmark: those of ``--recompute`` and ``--commit``, else those of plain decoding."""
     plain = model.policies.plain
     recompute: Any = arguments.recompute or plain.recompute.name
     commit: Any = arguments.commit or plain.commit.name

@@ -1,8 +1,8 @@
-"""Public suites of JSON schemas with instances, read from files that the user fetches, and counts of results.
+"""Public suites of JSON schemas with instances, read from files downloaded by the user, and counts of results.
 
 MaskBench (github.com/guidance-ai/jsonschemabench, ``maskbench/data``): a file is one object with ``schema`` and
 ``tests``. JSON-Schema-Test-Suite (github.com/json-schema-org/JSON-Schema-Test-Suite, ``tests/draft*``): a file is a
-list of such objects, and its folder names the draft.
+list of such objects, and its folder gives the draft.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from mmserve.errors import ConfigError
 
-#: ``$schema`` of the folders of JSON-Schema-Test-Suite whose drafts are supported.
+#: ``$schema`` by folder of JSON-Schema-Test-Suite, for the supported drafts.
 _DRAFTS = {
     "draft4": "http://json-schema.org/draft-04/schema#",
     "draft6": "http://json-schema.org/draft-06/schema#",
@@ -29,16 +29,16 @@ _DRAFTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Where a schema and its instances are; ``name`` is the file's and, in a list, the case's number."""
+    """The location of a schema and its instances; ``name`` is the file's and, in a list, the case's number."""
 
     suite: str
     name: str
     path: Path
-    number: int | None = None  # in the file's list
-    draft: str | None = None  # of schemas that name none
+    number: int | None = None  # index in the file's list
+    draft: str | None = None  # for schemas without ``$schema``
 
     def read(self) -> tuple[Any, tuple[tuple[Any, bool], ...]]:
-        """The schema, and its instances with whether each is valid; read each time, since a suite may be large."""
+        """The schema, and pairs of an instance and whether it is valid; read at each call, as a suite may be large."""
         content = json.loads(self.path.read_text())
         group = content if self.number is None else content[self.number]
         schema = group["schema"]
@@ -48,10 +48,10 @@ class Case:
 
 
 def read(folder: Path, sample: int, seed: int) -> list[Case]:
-    """The cases of all files in ``folder`` and below, or the first ``sample`` of each suite's (0: all), in an order by
-    chance, so that any part of a suite is a fair sample of it.
+    """The cases of all files in ``folder`` and below, or the first ``sample`` of each suite (0 = all), in random order,
+    so that any prefix is a fair sample of the suite.
 
-    Raises ``ConfigError`` where there are none.
+    Raises ``ConfigError`` if there are none.
     """
     suites: dict[str, list[Case]] = {}
     for path in sorted(folder.rglob("*.json")):
@@ -94,18 +94,18 @@ _EXAMPLES = 400  # of each kind in the report
 
 @dataclass
 class Found:
-    """The result of one schema; without ``refusal`` it is admitted."""
+    """The result of one schema; an empty ``refusal`` = admitted."""
 
     suite: str
     name: str
-    refusal: str = ""  # the first reason, and the keyword that has it
+    refusal: str = ""  # the first reason, with its keyword
     keyword: str = ""
     valid: int = 0  # instances
     invalid: int = 0
     valid_rejected: list[str] = field(default_factory=list)
     invalid_accepted: list[str] = field(default_factory=list)
-    valid_respelled: int = 0  # accepted with members in the order of the schema and numbers without exponents only
-    answers: int = 0  # drawn from the grammar
+    valid_respelled: int = 0  # accepted only if in schema order and without exponents
+    answers: int = 0  # generated from the grammar
     answers_invalid: list[str] = field(default_factory=list)
 
 
@@ -117,11 +117,11 @@ class Counts:
     schemas: int = 0
     admitted: int = 0
     numbers: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)  # schemas by the first keyword that was refused
+    refusals: Counter[str] = field(default_factory=Counter)  # schemas by the first rejected keyword
     examples: dict[str, list[str]] = field(default_factory=lambda: {"unsound": [], "refused": [], "rejecting": []})
 
     def add(self, found: Found) -> None:
-        """Count one schema."""
+        """Count the result of one schema."""
         self.schemas += 1
         if found.refusal:
             self.refusals[found.keyword] += 1
@@ -146,7 +146,7 @@ class Counts:
         )
 
     def row(self) -> dict[str, Any]:
-        """The figures of the report."""
+        """The columns of the report."""
         names = ("invalid", "invalid_accepted", "valid", "valid_rejected", "valid_respelled", "answers")
         return {
             "task": self.suite,

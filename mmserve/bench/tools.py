@@ -1,4 +1,5 @@
-"""Tool calls of the bundled models: valid arguments, right tools, right arguments: ``mmserve bench tools``."""
+"""Tool calls of the bundled models: validity of arguments, correctness of tools and arguments: ``mmserve bench
+tools``."""
 
 from __future__ import annotations
 
@@ -20,23 +21,23 @@ from mmserve.reference.items import TEST_SEEDS, Question
 from mmserve.tools.formats import HERMES
 from mmserve.tools.parse import CallPiece, CallReader
 
-#: Tokens of an answer with one call, and with two.
+#: Token limit of an answer with one call, and with two.
 ROOM = {"call": 128, "two_calls": 224}
-#: Shares of the requests that must be valid, and right.
+#: Goals: shares of valid and of correct requests.
 VALID, RIGHT = 1.0, 0.95
 
 
 @dataclass(frozen=True)
 class _Outcome:
     task: str
-    called: int  # calls that were made
-    valid: int  # of them with arguments that their tool's schema takes
-    tools: bool  # whether the tools are the right ones, in order
-    arguments: bool  # and their arguments
+    called: int  # number of calls made
+    valid: int  # calls with valid arguments for their tool's schema
+    tools: bool  # whether the called tools are correct, in order
+    arguments: bool  # whether the arguments are correct, too
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for each task, and the measures over all of them."""
+    """A row for each task, and the measures over all tasks."""
     tasks = tuple(ROOM)
     outcomes: list[_Outcome] = []
     with BackgroundServer(any_port(read_config(arguments))) as server, server.client(3600) as client:
@@ -72,7 +73,7 @@ def _asked(client: Client, question: Question) -> _Outcome:
 
 
 def _expected(answer: str) -> list[tuple[str, Any]]:
-    """Names and arguments of the calls of an answer as the data has it."""
+    """Names and arguments of the calls in an answer of the data set."""
     reader = CallReader(HERMES)
     made: dict[int, tuple[str, str]] = {}
     for piece in (*reader.feed(answer), *reader.end()):

@@ -1,4 +1,4 @@
-"""What streams of video cost, and how right answers about them are: ``mmserve bench video``."""
+"""Costs of video streams, and accuracy of answers about them: ``mmserve bench video``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mmserve.bench.measures import Figures, Progress
 from mmserve.bench.plots import drawn
 from mmserve.bench.sections import run_sections
 
-#: Colours of memory policies (Okabe and Ito's, distinguishable with colour blindness).
+#: Colours of the memory policies (Okabe and Ito's colour-blind-safe palette).
 COLORS = {"window": "#0072b2", "carrier": "#d55e00", "similarity": "#009e73", "group": "#cc79a7"}
 
 
 def plot(rows: list[Figures], path: Path) -> None:
-    """Draw the rows of the sections ``accuracy``, ``sessions`` and ``long`` that are there, as PNG."""
+    """Plot the rows of the sections ``accuracy``, ``sessions`` and ``long``, if present, as PNG."""
     with drawn(path, 10, 3.6) as figure:
         accuracy, memory = figure.subplots(1, 2)
         for policy, color in COLORS.items():
@@ -41,12 +41,12 @@ def plot(rows: list[Figures], path: Path) -> None:
                 axes.legend(frameon=False, fontsize=8)
 
 
-#: Sections in the order in which they are run.
+#: Sections in the order in which they run.
 SECTIONS = {name: f"video_{name}" for name in ("decoding", "files", "accuracy", "sessions", "watches", "long", "cuts")}
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """The report of the sections that ``--tasks`` names, and the plot that ``--plot`` asks for."""
+    """The report of the sections given by ``--tasks``; writes the plot of ``--plot``."""
     report = run_sections(arguments, progress, SECTIONS)
     if arguments.plot is not None:
         plot(report["rows"], arguments.plot)

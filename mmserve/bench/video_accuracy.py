@@ -1,9 +1,9 @@
-"""Accuracy about streams by memory: the section ``accuracy`` of ``mmserve bench video``.
+"""Accuracy on streams by memory policy: the section ``accuracy`` of ``mmserve bench video``.
 
-Streams of drawn clips at one frame a second, many more than are kept. Once ``FRAMES`` have been taken, questions about
-the last clip are asked at the end of each clip; with ``recall`` also about a clip a minute ago. Clips last 4, 6 or 8 s,
-so that eviction falls anywhere in them. Beside that, short streams of which everything is kept ("unbounded"), and the
-same with a quarter of those rows.
+Streams of generated clips at one frame a second, with many more frames than fit into memory. After ``FRAMES`` frames,
+questions about the last clip are asked at the end of each clip; with ``recall`` also about a clip a minute ago. Clips
+last 4, 6 or 8 s, so that eviction can occur anywhere in them. For comparison, short streams without eviction
+("unbounded"), and the same with a quarter of those rows.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from mmserve.reference.tasks import correct
 from mmserve.video.base import Frame, Scope, Stream, Streams
 from mmserve.video.streams import EngineStreams
 
-#: Frames before the first question of a long stream and of one that is kept whole, and seconds with questions.
+#: Frames before the first question of a long and of an unbounded stream, and seconds with questions.
 FRAMES, WHOLE_FRAMES, ASKED_SECONDS = 600, 64, 48
-#: Streams side by side, for each of ``--limit``, and frames of each that are in progress.
+#: Concurrent streams for each unit of ``--limit``, and frames of each in progress.
 STREAMS_EACH, UNDER_WAY = 4, 4
-#: Seconds since an event, where it is recalled.
+#: Seconds between an event and the question that recalls it.
 AGO = 60
-#: Longest answer in tokens, and seconds until one that does not come is given up.
+#: Maximum tokens of an answer, and its timeout in seconds.
 ANSWER, PATIENCE = 32, 120.0
-#: Goals: right answers about the last clip with ``BUDGET``, about a minute ago, and over those of unbounded memory.
+#: Goals: accuracy about the last clip with ``BUDGET``, about a clip a minute ago, and relative to unbounded memory.
 RIGHT, RIGHT_AGO, OF_UNBOUNDED = 0.95, 0.9, 0.95
 BUDGET = 256
 
-#: Memories of long streams.
+#: Memory settings of long streams.
 LONG = (
     *(Memory(policy, "renumber", BUDGET) for policy in ("window", "carrier", "similarity", "group")),
     *(Memory(policy, positions, BUDGET) for policy in ("window", "carrier") for positions in ("gaps", "reanchor")),
@@ -53,23 +53,23 @@ LONG = (
 
 @dataclass
 class Score:
-    """Questions asked and answered right, by task."""
+    """Counts of questions and of correct answers, by task."""
 
     asked: dict[str, int] = field(default_factory=dict)
     right: dict[str, int] = field(default_factory=dict)
 
     def add(self, question: Question, answer: str) -> None:
-        """Count an answer."""
+        """Count an answer to ``question``."""
         self.asked[question.task] = self.asked.get(question.task, 0) + 1
         self.right[question.task] = self.right.get(question.task, 0) + correct(question, answer)
 
     @property
     def share(self) -> float:
-        """Of all questions."""
+        """The share of correct answers over all questions."""
         return sum(self.right.values()) / max(1, sum(self.asked.values()))
 
     def row(self, measured: str, **settings: Any) -> Figures:
-        """A row of figures, with the Wilson interval at 95%."""
+        """A row of the report, with the 95% Wilson interval."""
         count = sum(self.asked.values())
         whole = share_of("", sum(self.right.values()), max(1, count))
         tasks = {task: round(self.right[task] / n, 4) for task, n in self.asked.items()}
@@ -93,23 +93,23 @@ class _Asked:
         stream.ask(request, scope, self._answer.sink)
 
     def text(self) -> str:
-        """The answer; "" where there was none in time."""
+        """The answer; "" if there was none in time."""
         self._answer.over.wait(PATIENCE)
         return "" if self._answer.finished is None else self._answer.finished.text
 
 
 class Running:
-    """Streams of clips side by side under one kind of memory."""
+    """Concurrent streams of clips with one memory setting."""
 
     def __init__(self, streams: Streams, memory: Memory, seeds: Sequence[int], seconds: int) -> None:
         self.clips = [clips_of(seed, seconds) for seed in seeds]
         self.streams = [streams.open(memory, ANONYMOUS) for _ in seeds]
         self.rngs = [random.Random(f"questions {seed}") for seed in seeds]
-        self.second = 0  # of the next frame
+        self.second = 0  # second of the next frame
         self.recalls = memory.policy == "recall"
 
     def advance(self, second: int) -> None:
-        """Take frames in up to ``second``."""
+        """Push the frames up to ``second``, and wait for them."""
         waiting: list[Any] = []
         for now in range(self.second, second):
             for clips, stream in zip(self.clips, self.streams, strict=True):
@@ -146,14 +146,14 @@ class Running:
         return [_Asked(stream, question, scope) for question in then.questions(rng)]
 
     def close(self) -> None:
-        """Forget the streams."""
+        """Close the streams."""
         for stream in self.streams:
             stream.close()
 
 
 @contextmanager
 def engine_streams(arguments: argparse.Namespace) -> Iterator[EngineStreams]:
-    """The streams of the bundled causal model, or of the one of ``--model``, in this process."""
+    """Streams of the bundled causal model, or of ``--model``, in an engine of this process."""
     path = arguments.model[0] if arguments.model else "bundled-causal"
     engine = next(iter(build_engines(Config(models=(ModelConfig(path=path),))).values()))
     if not engine.stages.model.spec.causal:
@@ -168,7 +168,7 @@ def engine_streams(arguments: argparse.Namespace) -> Iterator[EngineStreams]:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """Accuracy by memory policy, rule for positions and budget, beside unbounded memory."""
+    """Accuracy by memory policy, position rule and budget, compared with unbounded memory."""
     count = max(1, arguments.limit // STREAMS_EACH)
     seeds = range(1000 * arguments.seed, 1000 * arguments.seed + count)
     with engine_streams(arguments) as streams:
@@ -196,7 +196,7 @@ def _long(streams: Streams, seeds: Sequence[int], progress: Progress) -> tuple[l
 
 
 def _unbounded(streams: Streams, seeds: Sequence[int], progress: Progress) -> tuple[list[Figures], list[Figures]]:
-    """Everything kept, and a quarter of its rows, asked the same questions."""
+    """Scores without eviction, and with a quarter of the rows, on the same questions."""
     rows, shares = [], {}
     whole = 12 * (WHOLE_FRAMES + 4)
     for policy, budget in (("window", whole), *((policy, whole // 4) for policy in ("window", "carrier", "group"))):

@@ -1,4 +1,4 @@
-"""Events to alerts over real sockets: one session with standing questions at one frame a second."""
+"""Latency from events to alerts over real sockets: one session with watches at one frame a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmserve.reference.clips import Clip
 
 #: Goal: seconds from an event to its alert.
 ALERT_S = 1.5
-#: Seconds without an event before an alert counts as false, and seconds after the last frame for alerts to come.
+#: Seconds without an event that make an alert false, and seconds after the last frame in which alerts may arrive.
 FALSE_AFTER, LATE = 3.0, 2.0
 
 Holds = Callable[[Clip, float], bool]
@@ -26,13 +26,14 @@ Holds = Callable[[Clip, float], bool]
 def event_to_alert(
     arguments: argparse.Namespace, asked: Sequence[tuple[str, Holds | None]], progress: Progress
 ) -> tuple[Figures, list[Figures]]:
-    """Alerts of ``asked`` over ``--seconds``: questions, and whether a clip's moment has it (None = not judged).
+    """Alerts of ``asked`` over ``--seconds``: pairs of a question and a predicate on a clip's moment (None =
+    unchecked).
 
-    An event is when a shape appears in the stream, not when a frame first shows it: up to a second later.
+    The time of an event is when a shape appears in the stream, up to a second before the first frame that shows it.
     """
     seconds = int(arguments.seconds)
     clips = clips_of(arguments.seed, seconds + 16)
-    alerts: list[tuple[str, bool, float]] = []  # question, on, when it came
+    alerts: list[tuple[str, bool, float]] = []  # question, on, time of arrival
     lock = threading.Lock()
 
     def note(text: str) -> Callable[[Any], None]:
@@ -48,7 +49,7 @@ def event_to_alert(
         with client.video_session(timeout=PATIENCE) as session:
             for text, _holds in asked:
                 session.watch(text, callback=note(text))
-            session.statistics(PATIENCE)  # all are accepted
+            session.statistics(PATIENCE)  # returns once all watches are accepted
             begun = time.monotonic()
             for second in range(seconds):
                 time.sleep(max(0.0, begun + second + PART - time.monotonic()))
@@ -84,7 +85,7 @@ def event_to_alert(
 
 
 def _events(clips: Sequence[Any], seconds: int, holds: Holds) -> list[float]:
-    """When the answer becomes yes, in seconds of the stream: what happens does at whole seconds."""
+    """The times (seconds of the stream) when the answer becomes yes: events happen at whole seconds."""
     found, before = [], False
     for shown in clips:
         for second in range(shown.clip.seconds):

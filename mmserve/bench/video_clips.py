@@ -1,4 +1,4 @@
-"""Streams of drawn clips, one frame a second, and questions about them whose answers the clips determine."""
+"""Streams of generated clips, one frame a second, and questions whose answers are determined by the clips."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mmserve.reference.clips import VIDEO, Clip, draw_clip
 from mmserve.reference.items import TEST_SEEDS, Question
 from mmserve.video.clock import CYCLE
 
-#: Clips that streams are made of: their pictures are drawn once.
+#: Number of different clips: their pictures are rendered once.
 CLIPS = 120
-#: Part of a second at which frames are taken.
+#: Fraction of a second at which frames are sampled.
 PART = 0.5
 _MOMENT = re.compile(r"\bat (\d+) s\b")
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A clip of a stream: the second of its first frame. Frames follow each other by a second."""
+    """A clip in a stream, with the second of its first frame; it has a frame a second."""
 
     clip: Clip
     begin: int
@@ -34,12 +34,12 @@ class Shown:
         return self.begin + self.clip.seconds
 
     def questions(self, rng: random.Random) -> list[Question]:
-        """A question of each video task that the clip allows; moments in answers are labels of frames."""
+        """A question of each video task that the clip allows; moments in answers are frame labels."""
         asked = (VIDEO.ask(self.clip, task, rng) for task in VIDEO.tasks)
         return [replace(q, answer=_MOMENT.sub(self._labelled, q.answer)) for q in asked if q is not None]
 
     def named(self, rng: random.Random, others: list[Shown]) -> list[Question]:
-        """Those of ``questions`` that name a shape which no clip of ``others`` shows."""
+        """Those of ``questions`` about a shape that no clip of ``others`` contains."""
         own = shapes(self.clip) - {name for other in others for name in shapes(other.clip)}
         return [q for q in self.questions(rng) if any(name in q.text for name in own)]
 
@@ -48,13 +48,13 @@ class Shown:
 
 
 def shapes(clip: Clip) -> set[str]:
-    """Names of the shapes that a clip shows at any time."""
+    """Names of all shapes that appear in a clip."""
     turned = {f"{a.turns[1]} {a.shape.kind}" for a in clip.actors if a.turns is not None}
     return turned | {a.shape.name for a in clip.actors}
 
 
 def clips_of(seed: int, seconds: int) -> list[Shown]:
-    """Clip after clip of the stream ``seed``, at least so many seconds of them; the first begins at any second."""
+    """Consecutive clips of the stream ``seed`` for at least ``seconds``; the first starts at a random second."""
     rng = random.Random(f"stream of clips {seed}")
     found: list[Shown] = []
     at = 0
@@ -67,7 +67,7 @@ def clips_of(seed: int, seconds: int) -> list[Shown]:
 
 @lru_cache(CLIPS)
 def drawn_clip(number: int) -> Clip:
-    """One of the ``CLIPS`` clips, which no training has seen."""
+    """One of the ``CLIPS`` clips, which are not in the training data."""
     return draw_clip(random.Random(TEST_SEEDS[-1 - number]))
 
 
@@ -83,7 +83,7 @@ def shown_at(clips: Sequence[Shown], second: int) -> Shown:
 
 
 def question_at(clips: Sequence[Shown], second: int, rng: random.Random) -> str:
-    """A question about the clip at ``second``; about the first one where that allows none."""
+    """A question about the clip at ``second``, or about the first clip if that allows none."""
     return rng.choice(shown_at(clips, second).questions(rng) or clips[0].questions(rng)).text
 
 

@@ -1,7 +1,7 @@
-"""Connections that are cut at random: the section ``cuts`` of ``mmserve bench video``.
+"""Randomly closed connections: the section ``cuts`` of ``mmserve bench video``.
 
-The same frames and questions twice: over one connection, and through a proxy that cuts every TCP connection at random
-moments, ``CUTS`` times in ``--seconds``. Each frame must be taken once, and the answers must be equal.
+The same frames and questions twice: over one connection, and through a proxy that closes every TCP connection at random
+times, ``CUTS`` times in ``--seconds``. Each frame must be processed once, and the answers must be equal.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mmserve.bench.video_clips import clips_of, question_at
 from mmserve.bench.video_served import PATIENCE, push, served
 from mmserve.client import Client
 
-#: How often connections are cut, frames between two questions, and the longest answer in tokens.
+#: Number of cuts, frames between two questions, and maximum tokens of an answer.
 CUTS, ASK_EVERY, ANSWER = 50, 3, 24
-#: Questions that may be open together, fewer than a session admits by default.
+#: Questions in progress at once, fewer than a session admits by default.
 OPEN = 6
 _PIECE = 1 << 16
 
 
 class CutProxy:
-    """Forwards TCP connections to ``target`` (``host:port``) from ``address``, and cuts them all on request."""
+    """Forwards TCP connections from ``address`` to ``target`` (``host:port``), and closes all of them on request."""
 
     def __init__(self, target: str) -> None:
         host, _colon, port = target.rpartition(":")
@@ -47,14 +47,14 @@ class CutProxy:
         self.cut()
 
     def cut(self) -> None:
-        """End every connection at once, in both directions, without a closing handshake."""
+        """Close every connection in both directions, without a closing handshake."""
         with self._lock:
             ended, self._open = self._open, []
         self.cuts += bool(ended)
         for each in ended:
             try:
                 each.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the other side has ended it
+            except OSError:  # closed by the other side
                 continue
 
     def _accept(self) -> None:
@@ -87,7 +87,7 @@ class CutProxy:
 
 @dataclass(frozen=True)
 class Played:
-    """A stream that was played: frames taken, answers in order, resumes."""
+    """The result of a stream: frames processed, answers in order, number of resumes."""
 
     frames: int
     answers: list[str]
@@ -95,7 +95,7 @@ class Played:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """The stream of ``--seconds`` frames without a cut, and with ``CUTS``."""
+    """Results of the stream of ``--seconds`` frames without cuts, and with ``CUTS``."""
     count = max(ASK_EVERY, int(arguments.seconds))
     with served(arguments) as server:
         progress(f"cuts: {count} frames without a cut")
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 def _play(address: str, seed: int, count: int, pace: float) -> Played:
-    """Frames every ``pace`` seconds, and questions among them, ``OPEN`` at a time."""
+    """Push a frame every ``pace`` seconds, and ask questions in between, ``OPEN`` at a time."""
     clips, rng = clips_of(seed, count + 16), random.Random(f"cuts {seed}")
     with Client(address, timeout=PATIENCE) as client:
         client.wait_ready(PATIENCE)
@@ -150,7 +150,7 @@ def _play(address: str, seed: int, count: int, pace: float) -> Played:
 
 
 def _cut(proxy: CutProxy, seed: int, seconds: float, ended: threading.Event) -> None:
-    """Cut ``CUTS`` times within ``seconds``, at moments drawn beforehand."""
+    """Cut ``CUTS`` times within ``seconds``, at times drawn in advance."""
     begun, rng = time.monotonic(), random.Random(f"cuts at {seed}")
     for moment in sorted(rng.uniform(0, seconds) for _ in range(CUTS)):
         if ended.wait(max(0.0, begun + moment - time.monotonic())):

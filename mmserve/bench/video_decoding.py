@@ -1,7 +1,7 @@
-"""What decoding costs: sampling a frame a second beside plain PyAV, sequential and seeking.
+"""Cost of decoding: sampling a frame a second, compared with plain PyAV, sequential and seeking.
 
-One minute of 1920 x 1080 H.264 at 30 frames a second with a keyframe every 30 or 250 frames, made once and kept in a
-folder of the temporary directory.
+One minute of 1920 x 1080 H.264 at 30 frames a second with a keyframe every 30 or 250 frames, encoded once and cached in
+the temporary directory.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from mmserve.encode.video import read_video
 from mmserve.encode.watch import UNWATCHED
 
 SECONDS, RATE, SIZE, GOPS = 60, 30, (1920, 1080), (30, 250)
-#: Goals: CPU-seconds over those of the cheaper of two ways, bytes held for a frame of a long file.
+#: Goals: CPU seconds relative to the cheaper baseline, bytes of memory for a frame of a long file.
 DEARER, INDEX_BYTES = 1.1, 64
 _LIMITS = MediaConfig(max_item_bytes=1 << 30, max_video_seconds=3600.0)
-#: Fewest rounds; each begins with another of the ways.
+#: Minimum rounds; each starts with a different method.
 REPEATS = 5
-#: Side of the squares of the picture that moves in front of the camera.
+#: Side of the squares in the moving picture, in pixels.
 _BLOCK = 8
 
 Frames = list[tuple[float, Image.Image]]
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for each distance of keyframes, and one for an hour's file."""
+    """A row for each keyframe interval, and one for a file of an hour."""
     rows = [_row(gop, arguments.repeats, progress) for gop in GOPS]
     progress("decoding: the index of an hour")
     index = _index_of_an_hour()
@@ -110,7 +110,7 @@ def _same(frames: Frames, expected: Frames) -> bool:
 
 
 def _sequential(path: Path, wanted: Sequence[int]) -> Frames:
-    """Every frame is decoded, and the wanted ones are converted."""
+    """Decode every frame, and convert the wanted ones."""
     found: Frames = []
     left = list(reversed(wanted))
     with av.open(path) as container:
@@ -125,7 +125,7 @@ def _sequential(path: Path, wanted: Sequence[int]) -> Frames:
 
 
 def _seeking(path: Path, wanted: Sequence[int]) -> Frames:
-    """For each wanted frame decoding starts at the keyframe before it."""
+    """Decode from the preceding keyframe for each wanted frame."""
     found: Frames = []
     with av.open(path) as container:
         stream = _one_thread(container)
@@ -145,7 +145,7 @@ def _one_thread(container: Any) -> Any:
 
 
 def panning(size: tuple[int, int], rate: int, seconds: int) -> Iterator[av.VideoFrame]:
-    """The frames of a textured picture, along which a camera of that size (width, height) pans."""
+    """The frames of a textured picture, panned by a camera of that size (width, height)."""
     width, height = size
     shape = (height // _BLOCK, (width + 2 * seconds * rate) // _BLOCK + 1, 3)
     picture = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).repeat(_BLOCK, 0).repeat(_BLOCK, 1)
@@ -157,7 +157,7 @@ def panning(size: tuple[int, int], rate: int, seconds: int) -> Iterator[av.Video
 
 
 def _minute(gop: int) -> Path:
-    """A minute of ``panning``, with B-frames."""
+    """A minute of ``panning``, encoded with B-frames."""
     folder = Path(tempfile.gettempdir()) / "mmserve-bench-video"
     folder.mkdir(exist_ok=True)
     path = folder / f"{SIZE[1]}p-{SECONDS}s-gop{gop}.mp4"
@@ -176,7 +176,7 @@ def _minute(gop: int) -> Path:
 
 
 def _index_of_an_hour() -> Figures:
-    """What is held of a file of an hour while it is decoded, beside its bytes."""
+    """Memory used for a file of an hour while it is decoded, besides its bytes."""
     count = 3600 * RATE
     data = black_clip(64, 48, count)
     tracemalloc.start()

@@ -1,8 +1,8 @@
-"""What a long video file costs from end to end, beside decoding, encoding and prefilling it alone.
+"""End-to-end cost of a long video file, compared with decoding, encoding and prefilling it alone.
 
 A file of ``--seconds`` (1280 x 720, H.264, 30 frames a second, a keyframe a second) is asked about at one frame a
-second, in one process, by the bundled causal model: its limit of positions is lifted, which changes its answers and not
-its costs. The ways take turns within each repeat, and begin with another one each time.
+second, in one process, with the bundled causal model: its limit of positions is raised, which affects its answers but
+not the costs. The methods take turns within each repeat, starting with a different one each time.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from mmserve.models.base import LoadedModel
 from mmserve.models.registry import load_model
 from mmserve.tiers.caches import Caches
 
-#: Goal: wall time from end to end over that of the dearest stage alone.
+#: Goal: end-to-end wall time relative to that of the most expensive stage alone.
 OVER_DEAREST = 1.15
 RATE, SIZE, SAMPLED = 30, (1280, 720), VideoSampling(fps=1)
-#: Seconds of different pictures, after which the file repeats them.
+#: Seconds of distinct pictures, which the file repeats.
 _PERIOD = 20
-#: Rows of a prompt that a frame becomes, and of the text around, at most.
+#: Prompt rows of a frame, and the maximum of the surrounding text.
 _ROWS_A_FRAME, _TEXT_ROWS = 16, 256
 _PATIENCE = 3600.0
 
@@ -70,7 +70,7 @@ def _measured(bench: _Bench, seconds: int, repeats: int, progress: Progress) -> 
         "prefill": bench.prefill,
     }
     for way in ways.values():
-        way()  # processes are started, and memory is taken
+        way()  # starts processes and allocates memory
     wall: dict[str, list[float]] = {name: [] for name in ways}
     answers: set[str] = set()
     for turn, name in in_turns(ways, repeats):
@@ -100,7 +100,7 @@ def _measured(bench: _Bench, seconds: int, repeats: int, progress: Progress) -> 
 
 
 class _Bench:
-    """One file, and engines that are asked about it."""
+    """One file, and engines to ask about it."""
 
     def __init__(self, model: LoadedModel, file: bytes, rows: int) -> None:
         assert model.vision is not None
@@ -126,17 +126,17 @@ class _Bench:
 
     @property
     def torch_threads(self) -> int:
-        """Threads of each of the engines' workers."""
+        """Number of torch threads of each of the engines' workers."""
         return self._config.torch_threads
 
     def close(self) -> None:
-        """End the engines, and what decodes for them."""
+        """Stop the engines and their decoding processes."""
         for engine in (self._cold, self._warm):
             engine.stop()
         self._pool.close()
 
     def overlapped(self) -> str:
-        """The file is new, and the answer is one token."""
+        """End to end with overlapping stages: the file is not cached, and the answer is one token."""
         before, self._pool.budget.most = self._pool.budget.most, 0
         answer = self._ask(self._cold)
         self.most_bytes = max(self.most_bytes, self._pool.budget.most)
@@ -144,7 +144,7 @@ class _Bench:
         return answer
 
     def in_turn(self) -> str:
-        """The same, and each stage waits for the one before."""
+        """The same with sequential stages."""
         streams = Viewer._streams
         Viewer._streams = lambda *_of: False  # type: ignore[method-assign]
         try:
@@ -153,17 +153,17 @@ class _Bench:
             Viewer._streams = streams  # type: ignore[method-assign]
 
     def decode(self) -> None:
-        """The file is decoded, and its frames are prepared for the tower."""
+        """Decode the file, and preprocess its frames for the tower."""
         self._parts()
 
     def encode(self) -> None:
-        """All frames go through the tower."""
+        """Run the tower on all frames."""
         with torch.inference_mode():
             for prepared in self._prepared:
                 self._watching._seen(prepared)
 
     def prefill(self) -> str:
-        """The visual tokens are there, and the answer is one token."""
+        """Prefill with cached visual tokens; the answer is one token."""
         return self._ask(self._warm)
 
     def _parts(self) -> list[Any]:

@@ -1,8 +1,8 @@
 """Hours of video in one session: the section ``long`` of ``mmserve bench video``.
 
-One session takes ``--hours`` of frames, at one frame a second of the stream, as fast as the server takes them. In the
-first hour and in the last, or in the first and last tenth of a shorter run, questions about clips that have just ended
-are asked.
+One session receives ``--hours`` of frames, at one frame a second of stream time, as fast as the server processes them.
+In the first hour and in the last (or in the first and last tenth of a shorter run), questions about clips that have
+just ended are asked.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mmserve.bench.video_served import PATIENCE, push, served
 from mmserve.bench.video_sessions import ANSWER, growth
 from mmserve.client import Client
 
-#: Clips that are asked about in either part, frames between two readings of memory, questions in progress at once.
+#: Number of clips asked about in each part, frames between two memory samples, questions in progress at once.
 CLIPS_ASKED, READ_EVERY, AT_ONCE = 60, 100, 6
-#: Frames after which memory must be flat; goals: points that accuracy may fall, share by which memory may change.
+#: Frames after which memory must be constant; goals: maximum loss of accuracy in points, relative change of memory.
 WARM, POINTS, FLAT = 300, 2.0, 0.03
-#: How often the positions that the model was trained with must be crossed.
+#: Minimum multiple of the model's trained positions that the stream must reach.
 CROSSED = 4
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """One session of ``--hours``."""
+    """Results of one session of ``--hours``."""
     count = max(600, int(3600 * arguments.hours))
     part = min(3600, count // 10)
     clips = clips_of(arguments.seed, count + 16)

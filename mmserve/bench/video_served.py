@@ -1,4 +1,4 @@
-"""A server for sessions of video, and one session of it that plays a stream of clips."""
+"""A server for video sessions, and a session that plays a stream of clips."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mmserve.client.blocking_video import VideoSession
 from mmserve.reference.clips import Clip
 from mmserve.reference.scenes import png
 
-#: Seconds between two readings of how many frames questions can see.
+#: Seconds between two readings of the number of visible frames.
 _POLL = 0.005
-#: Seconds that anything may take.
+#: Timeout of every operation in seconds.
 PATIENCE = 120.0
 
 
 def served(arguments: argparse.Namespace) -> ServedProcess:
-    """A server of the bundled causal model, or of the ``--model`` ones, in a process of its own."""
+    """A server of the bundled causal model, or of the ``--model`` ones, in a separate process."""
     values = vars(arguments)
     return ServedProcess(argparse.Namespace(**{**values, "model": arguments.model or ["bundled-causal"]}))
 
@@ -40,7 +40,7 @@ def push(session: VideoSession, clips: Sequence[Shown], second: int) -> None:
 
 
 class ReadyTimes:
-    """From when frames are pushed to when questions can see them, as clients see it; a thread polls all sessions."""
+    """Client-side times from the push of a frame until it is visible to questions; a thread polls all sessions."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -52,13 +52,13 @@ class ReadyTimes:
         self._thread.start()
 
     def pushed(self, session: VideoSession) -> None:
-        """A frame of ``session`` is about to be pushed."""
+        """Record that a frame of ``session`` is about to be pushed."""
         with self._lock:
             self._taken.setdefault(session, session.frames_taken)
             self._in_flight.setdefault(session, deque()).append(time.monotonic())
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._ended.set()
         self._thread.join()
 

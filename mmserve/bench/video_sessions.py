@@ -1,8 +1,7 @@
-"""Sessions of video at once, over real sockets: the section ``sessions`` of ``mmserve bench video``.
+"""Concurrent video sessions over real sockets: the section ``sessions`` of ``mmserve bench video``.
 
-Eight clients push one frame a second each and ask questions throughout; the server runs in a process of its own, and
-the clients share the machine with it. Memory of the first minute, or of the first half of a shorter run, is the
-measure of what comes later.
+Eight clients push one frame a second each and ask questions throughout; the server runs in a separate process on the
+same machine. Later memory use is compared with that of the first minute, or of the first half of a shorter run.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ from mmserve.client.blocking_video import VideoSession
 from mmserve.errors import MMServeError
 
 SESSIONS = 8
-#: Seconds between two questions of a session, and between two readings of the server's memory.
+#: Seconds between two questions of a session, and between two samples of the server's memory.
 ASK_EVERY, READ_EVERY = 3.0, 1.0
-#: Seconds after which memory must be flat.
+#: Seconds after which memory must be constant.
 WARM = 60.0
-#: Goals: seconds of the slowest frames, milliseconds to the first token, share by which memory may change.
+#: Goals: seconds of the slowest frames, milliseconds to the first token, relative change of memory.
 READY_S, FIRST_MS, FLAT = 1.0, 500.0, 0.03
-#: Longest answer in tokens.
+#: Maximum tokens of an answer.
 ANSWER = 24
 
 
 @dataclass
 class Seen:
-    """What all sessions saw; times in seconds."""
+    """Measurements of all sessions; times in seconds."""
 
     asked: list[str] = field(default_factory=list)
-    first: list[float] = field(default_factory=list)  # of each answer
+    first: list[float] = field(default_factory=list)  # time to first token of each answer
     failures: list[str] = field(default_factory=list)
-    frames: list[int] = field(default_factory=list)  # of each session
+    frames: list[int] = field(default_factory=list)  # pushed by each session
 
 
 @dataclass
 class Bytes:
-    """Memory over time: seconds since the start, of the server's processes, of all sessions' K/V."""
+    """Memory over time: seconds since the start, bytes of the server's processes, bytes of all sessions' K/V."""
 
     seconds: list[float] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
@@ -54,7 +53,7 @@ class Bytes:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """``SESSIONS`` sessions for ``--seconds``."""
+    """Results of ``SESSIONS`` sessions for ``--seconds``."""
     seen, held, ready = Seen(), Bytes(), ReadyTimes()
     seconds = float(arguments.seconds)
     with served(arguments) as server:
@@ -87,7 +86,7 @@ def _play(address: str, number: int, seed: int, seconds: float, seen: Seen, read
     with Client(address, timeout=PATIENCE) as client:
         client.wait_ready(PATIENCE)
         with client.video_session(timeout=PATIENCE) as session:
-            begun = time.monotonic() + number / SESSIONS  # frames of different sessions come at different moments
+            begun = time.monotonic() + number / SESSIONS  # spread over a second
             due = ASK_EVERY * (1 + number / SESSIONS)
             for second in range(int(seconds)):
                 time.sleep(max(0.0, begun + second - time.monotonic()))
@@ -131,9 +130,9 @@ def _watch(server: ServedProcess, threads: Sequence[threading.Thread], kv: Seque
 
 
 def growth(held: Sequence[int], seconds: Sequence[float], warm: float) -> float:
-    """The largest change of memory after ``warm`` seconds, as a share of what it was then; 0 where nothing is known.
+    """The largest change of memory after ``warm`` seconds, relative to its value then; 0 without enough samples.
 
-    Both are means over a sixth of the run: a single look catches requests in progress.
+    Both are means over a sixth of the run, as a single sample includes requests in progress.
     """
     later = [value for value, at in zip(held, seconds, strict=True) if at >= warm]
     if len(later) < 2:

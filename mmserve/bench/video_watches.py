@@ -1,8 +1,8 @@
-"""Standing questions of ``mmserve bench video``: what 32 of them cost a frame, and how often they are right.
+"""Watches in ``mmserve bench video``: the cost of 32 of them a frame, and their accuracy.
 
-Costs are measured on one thread, in turn: all questions in one pass, one question by itself, and all one after another,
-as requests would be. Answers are judged on drawn pictures and on frames of drawn clips, which no training has seen.
-False alarms are counted over a stream of such clips at one frame a second.
+Costs are measured on one thread, in turn: all questions in one pass, a single question, and all in sequence, as
+separate requests would be. Answers are checked on generated pictures and on frames of generated clips, which are not in
+the training data. False alarms are counted over a stream of such clips at one frame a second.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from mmserve.video.alerts import Rule, Watch
 from mmserve.video.base import Seen
 from mmserve.video.standing import Judged, Standing, StandingQuestion
 
-#: Standing questions of a session.
+#: Number of watches of a session.
 WATCHES = 32
-#: Goals: milliseconds of a frame, how much cheaper all are than one after another, over one, share of right answers,
+#: Goals: milliseconds a frame, speed-up over the questions in sequence, cost relative to one, accuracy,
 #: expected calibration error.
 FRAME_MS, CHEAPER, OVER_ONE, RIGHT, ECE = 100.0, 4.0, 4.0, 0.98, 0.03
-#: Pictures that are judged, and frames of the stream on which alarms are counted, for each of ``--limit``.
+#: Pictures to check, and frames of the stream for counting alarms, for each unit of ``--limit``.
 PICTURES, FRAMES = 20, 15
-#: Rounds of the timings for each of ``--repeats``.
+#: Rounds of the timings for each unit of ``--repeats``.
 ROUNDS = 5
 
 Named = tuple[str | None, str | None]  # a colour and a kind; None = any
 
 
 def names() -> list[Named]:
-    """What the standing questions ask for: every colour with every kind, colours, kinds, anything."""
+    """The subjects of the watches: every colour with every kind, colours, kinds, any shape."""
     kinds: list[str | None] = [*KINDS, None]
     return [(color, kind) for kind in kinds for color in COLORS] + [(None, kind) for kind in KINDS]
 
 
 def question(name: Named) -> StandingQuestion:
-    """Whether there is a shape of that name."""
+    """The question whether there is a shape of that name."""
     color, kind = name
     return StandingQuestion(f"Is there a {' '.join(word for word in (color, kind or 'shape') if word)}?")
 
 
 def watches() -> list[tuple[Named, StandingQuestion]]:
-    """``WATCHES`` different questions: those about shapes by name, and further ones in other words."""
+    """``WATCHES`` different questions: about shapes by name, and further ones with other wording."""
     asked = [(name, question(name)) for name in names()]
     extra = ("left", "center", "right")
     others = [StandingQuestion(f"Is there a {c} {KINDS[0]} at the {where}?") for c in COLORS for where in extra]
@@ -69,7 +69,7 @@ def watches() -> list[tuple[Named, StandingQuestion]]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """An answer to a yes/no question, and the truth."""
+    """An answer to a yes/no question, and the expected one."""
 
     yes: float
     mass: float
@@ -77,12 +77,12 @@ class Judgement:
 
     @property
     def right(self) -> bool:
-        """Whether the more likely answer is the true one."""
+        """Whether the more likely answer is the expected one."""
         return (self.yes > 0.5) == self.truth
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """Costs, accuracy and alarms of standing questions about the bundled causal model, or the one of ``--model``."""
+    """Costs, accuracy and alarms of watches with the bundled causal model, or with ``--model``."""
     path = arguments.model[0] if arguments.model else "bundled-causal"
     model = load_model(ModelConfig(path=path))
     if not isinstance(model, LoadedModel) or model.vision is None:
@@ -114,7 +114,7 @@ def _measured(model: LoadedModel, standing: Standing, arguments: argparse.Namesp
 
 @torch.inference_mode()
 def see(model: LoadedModel, picture: Any) -> Seen:
-    """A picture as an image by itself."""
+    """Encode and prefill a picture as a separate image."""
     assert model.vision is not None
     tokens = model.vision.see([model.vision.prepare(picture)], frozenset(), clip=False)[0].tokens
     return Seen(0.0, tokens[:0], tokens)
@@ -131,7 +131,7 @@ def _cost(model: LoadedModel, standing: Standing, rounds: int, seed: int, progre
         "one": [asked[:1]],
         "one_by_one": [[each] for each in asked],
     }
-    for _round in range(rounds + 1):  # the first one is a warm-up
+    for _round in range(rounds + 1):  # the first round is a warm-up
         for name, calls in ways.items():
             began = time.perf_counter()
             for call in calls:
@@ -143,7 +143,7 @@ def _cost(model: LoadedModel, standing: Standing, rounds: int, seed: int, progre
 def _pictures(
     model: LoadedModel, standing: Standing, count: int, seed: int, progress: Progress
 ) -> tuple[list[Figures], list[Figures]]:
-    """Accuracy about drawn pictures and about frames of clips: half of the questions are to be answered yes."""
+    """Accuracy on generated pictures and on frames of clips: half of the expected answers are yes."""
     progress(f"watches: {count} pictures and as many frames of clips")
     rng = random.Random(f"watched pictures {seed}")
     alone: list[Judgement] = []
@@ -183,7 +183,7 @@ def _pictures(
 
 
 def holds(clip: Clip, moment: float, name: Named) -> bool:
-    """Whether a shape of that name is to be seen at ``moment`` (seconds of the clip)."""
+    """Whether a shape of that name is visible at ``moment`` (seconds of the clip)."""
     color, kind = name
     return any(
         actor.there(moment) and color in (None, actor.color(moment)) and kind in (None, actor.shape.kind)
@@ -198,7 +198,7 @@ def _holds_name(name: Named, clip: Clip, moment: float) -> bool:
 def _stream(
     model: LoadedModel, standing: Standing, count: int, seed: int, progress: Progress
 ) -> tuple[Figures, list[Figures]]:
-    """Alarms of all questions over ``count`` frames of clip after clip, one frame a second."""
+    """Alarms of all questions over ``count`` frames of consecutive clips, one frame a second."""
     asked = [(name, each) for name, each in watches() if name != (None, None)]
     states = [Watch(Rule()) for _ in asked]
     rng = random.Random(f"watched stream {seed}")
@@ -223,7 +223,7 @@ def _stream(
             turned = state.update(judged.probability("yes"), judged.mass, float(second))
             if truth and not before[i]:
                 events += 1
-                waiting[i] = part  # of a second since the event, which falls on a whole one
+                waiting[i] = part  # seconds since the event, which is at a whole second
             if not truth and waiting[i] is not None:
                 missed, waiting[i] = missed + 1, None
             if turned:

@@ -1,9 +1,9 @@
-"""What pruning visual tokens saves, and what it costs in accuracy: ``mmserve bench vision``.
+"""Savings and accuracy of pruning visual tokens: ``mmserve bench vision``.
 
-Every pruner at every keep ratio answers the same fresh questions about pictures, question by question in turn, or
-``--concurrent`` of them at once, so that noise falls on all alike. Of next-token models ``kv_reductions`` reports the
-same of dropping K/V while they decode, at shares of the prompt. Caches are off, but for ``again``, where every picture
-is asked about twice.
+Every pruner at every keep ratio answers the same generated questions about pictures, question by question in turn, or
+``--concurrent`` of them at once, so that noise affects all equally. For next-token models ``kv_reductions`` reports the
+same for dropping K/V during decode, at shares of the prompt. Caches are disabled, except for ``again``, in which every
+picture is asked about twice.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ from mmserve.reference.items import Question
 from mmserve.reference.tasks import TASKS, correct
 
 RATIOS = (0.5, 0.25, 0.125, 0.05)
-#: K/V positions that are kept at least: room for sinks and one more.
+#: Minimum number of K/V positions that are kept: attention sinks and one more.
 _LEAST = 5
 _REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
     "heavy_hitters": HeavyHitters,
     "expected_attention": ExpectedAttention,
     "sink_window": SinkWindow,
 }
-#: Pictures that are asked about twice, and the rules under which that is done again.
+#: Number of pictures asked about twice, and the reuse rules that this is repeated with.
 AGAIN = 32
 REUSING: dict[str, ImageReuse] = {"blend": Blend(), "lego_link": LegoLink(), "random_reuse": RandomReuse()}
-#: A result, and whether it is right.
+#: A result, and whether it is correct.
 Answer = tuple[Result, bool]
-#: Rounds in which a tower runs and pruners score what it shows.
+#: Rounds of tower runs and pruner scoring.
 SCORING_ROUNDS = 30
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A pruner and how much it keeps; without an amount, everything."""
+    """A pruner and its amount; no amount = no pruning."""
 
     pruner: str
     amount: str = "keep_ratio"
     value: float = 1.0
 
     def options(self, _whole: Usage | None) -> Options:
-        """What the client receives."""
+        """The request options of this setting."""
         if self.pruner == "none":
             return {}
         found: Options = {"pruner": self.pruner}  # type: ignore[typeddict-item]
@@ -84,13 +84,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Reduced:
-    """A reduction of K/V to a share of the prompt's positions, or of its visual ones once the first token is known."""
+    """A reduction of K/V to a share of the prompt's positions, or of its visual ones, after the first token."""
 
     name: str
     ratio: float
 
     def options(self, whole: Usage | None) -> Options:
-        """What the client receives, where without it the ``whole`` would be held."""
+        """The request options of this setting; ``whole``: the usage without the reduction.
+
+        Raises ``ValueError`` if ``whole`` is None.
+        """
         if whole is None:
             raise ValueError("a reduction is a share of what is held without one: that is measured first")
         if self.name == "visual_cache":
@@ -99,7 +102,7 @@ class Reduced:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row of figures for each setting (times are medians, milliseconds), and one for a picture that comes again."""
+    """A row for each setting (times are medians, milliseconds), and one for a repeated picture."""
     pictured = [task for task, kind in TASKS.items() if kind in ("image", "json")]
     tasks = named_tasks(arguments, pictured, SHORT_TASKS)
     config = measured_config(arguments)
@@ -155,7 +158,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 
 def _settings(pruners: Sequence[str]) -> list[Setting]:
-    """No pruning first."""
+    """All settings, beginning with no pruning."""
     found = [Setting("none")]
     for name in pruners:
         if name != "none":
@@ -164,7 +167,7 @@ def _settings(pruners: Sequence[str]) -> list[Setting]:
 
 
 def _chosen(names: str, settings: Sequence[Setting], reductions: Sequence[str]) -> list[Setting | Reduced]:
-    """No pruning, and then the settings of the pruners and reductions in ``names`` ("A,B,…"; empty = all)."""
+    """No pruning, and the settings of the pruners and reductions in ``names`` ("A,B,…"; "" = all)."""
     known = {s.pruner for s in settings} | set(reductions)
     wanted = set(names.split(",")) if names else known
     if unknown := wanted - known:
@@ -183,7 +186,7 @@ def _ask(client: Client, thing: Any, question: Question, options: Options) -> Re
 
 
 def _token_bytes(model: LoadedModel) -> int:
-    """K/V of one position."""
+    """Bytes of the K/V of one position."""
     c = model.decoder.config
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize
 
@@ -224,7 +227,7 @@ def _reduced_row(setting: Reduced, answers: list[Answer], whole: list[Answer]) -
 
 
 def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, tuple[float, float, float]]:
-    """Quartiles of what a pruner adds to the tower's time for a picture of one tile, as a share (``bench scoring``)."""
+    """Quartiles of a pruner's cost for a picture of one tile relative to the tower's time (``bench scoring``)."""
     if not isinstance(model.vision, LlavaVision) or model.vision.anyres is not None:
         return {}
     late = [name for name in pruners if judged_by_decoder(PRUNERS[name]())]
@@ -239,9 +242,11 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, tuple[floa
 def _again(
     config: Config, asked: Sequence[tuple[Any, Question]], decoding: Options, reuse: ImageReuse | None = None
 ) -> Figures:
-    """The first request with a picture against the second, the same; one denoising step: the time to the first token is
-    that of encode and prefill. Both caches are on: next-token models spare the prompt's prefill, too; where both ask
-    for a ``reuse`` of K/V, the first makes the picture's, the second finds them. A third one is answered in full.
+    """The first request with a picture compared with a second, equal one; one denoising step each, so that the time to
+    the first token is that of encode and prefill.
+
+    Both caches are enabled: next-token models skip the prompt's prefill, too; with ``reuse``, the first request creates
+    the picture's K/V and the second reuses them. A third request is answered in full.
     """
     first, second, right = [], [], []
     options: Options = {**decoding, "image_reuse": reuse}
@@ -271,9 +276,9 @@ def _again(
 
 
 def _plot(rows: list[Figures], path: Path) -> None:
-    """Accuracy against visual tokens, a line a pruner, as PNG."""
+    """Plot accuracy against visual tokens, a line a pruner, as PNG."""
     with drawn(path, 8, 5) as figure:
-        import matplotlib  # is there: the figure is
+        import matplotlib  # installed, as the figure exists
 
         axes = figure.subplots()
         lines: dict[str, list[Figures]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""vLLM answering prompts that come as lines of JSON: run by another interpreter, which needs vLLM and not mmserve.
+"""vLLM answering prompts given as lines of JSON: run by another interpreter, which needs vLLM and not mmserve.
 
-``python vllm_peer.py MODEL DTYPE MOST_TOKENS``; it prints ``{"ready": version}``, then for each line
-``{"prompts": [[ids]], "new_tokens": n}`` a line ``{"seconds": s, "tokens": [[ids]]}``.
+``python vllm_peer.py MODEL DTYPE MOST_TOKENS``; it prints ``{"ready": version}``, then for each line ``{"prompts":
+[[ids]], "new_tokens": n}`` a line ``{"seconds": s, "tokens": [[ids]]}``.
 """
 
 import json
@@ -11,7 +11,7 @@ import time
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Run until stdin is closed."""
     model, dtype, most = sys.argv[1:4]
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # the library logs to stdout

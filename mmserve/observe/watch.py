@@ -24,7 +24,7 @@ class Watch:
 
     def __init__(self, metrics: Metrics, trace: RequestTrace | None = None) -> None:
         self._metrics, self._trace = metrics, trace
-        self._longest = 0  # of the longest answer
+        self._longest = 0  # tokens of the longest answer
         self._last: dict[int, float] = {}  # time of each sample's last text (monotonic, seconds)
         self.model = ""  # "" for an unknown model: a client's text is never a label
         self.tenant = ""

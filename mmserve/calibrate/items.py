@@ -106,10 +106,13 @@ def _question(data: Any) -> tuple[Decision, int]:
     kind = known_keys(data, _QUESTION_KEYS)["type"]
     if kind not in (YES_NO, CHOICE, SCORE):
         raise ValueError(f"type must be {YES_NO}, {CHOICE} or {SCORE}, not {kind!r}")
+    options = data.get("options", [])
+    if not isinstance(options, list) or (kind == YES_NO and len(options) not in (0, 2)):
+        raise ValueError(f"options must be an array{', of the meanings of yes and no' * (kind == YES_NO)}")
     made = Decision(
         kind=kind,
         text=str(data["text"]),
-        options=tuple(map(str, data.get("options", ()))),
+        options=tuple(map(str, options)),
         low=int(data.get("low", 0)),
         high=int(data.get("high", 9)),
         instructions=str(data.get("instructions", "")),

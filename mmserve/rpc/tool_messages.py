@@ -34,7 +34,7 @@ _AROUND_ALL, _AROUND = 1 << 10, 250
 _IN_GRAMMAR = re.compile(r"constraint\.(?:lark|json_schema)#/([0-9]{1,9})(|/.*)", re.DOTALL)
 #: Keywords without effect on a grammar.
 _TEXTS = ("$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly")
-_LEVELS = f", with at most {MAX_LEVELS} levels"
+LEVELS = f", with at most {MAX_LEVELS} levels"
 _NAMED = "must be 1 to 128 letters, digits, '_', '.' and '-'"
 
 
@@ -65,8 +65,8 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
             yield f"tools[{i}].name", _NAMED
         elif tool.name in names[:i]:
             yield f"tools[{i}].name", f"is that of another tool: {tool.name!r}"
-        if tool.parameters_json_schema and not _is_object(tool.parameters_json_schema):
-            yield f"tools[{i}].parameters_json_schema", f"must be the JSON text of a schema that is an object{_LEVELS}"
+        if tool.parameters_json_schema and not is_object(tool.parameters_json_schema):
+            yield f"tools[{i}].parameters_json_schema", f"must be the JSON text of a schema that is an object{LEVELS}"
         elif tool.parameters_json_schema and not _takes_objects(json.loads(tool.parameters_json_schema)):
             yield f"tools[{i}].parameters_json_schema", "must have the type object: arguments are one"
         else:
@@ -96,17 +96,17 @@ def _wrong_calls(chat: pb.ChatMessage, path: str) -> Iterator[tuple[str, str]]:
     for i, call in enumerate(chat.tool_calls):
         if not _NAME.fullmatch(call.name):
             yield f"{path}.tool_calls[{i}].name", _NAMED
-        if not _is_object(call.arguments):
-            yield f"{path}.tool_calls[{i}].arguments", f"must be the JSON text of an object{_LEVELS}"
+        if not is_object(call.arguments):
+            yield f"{path}.tool_calls[{i}].arguments", f"must be the JSON text of an object{LEVELS}"
 
 
-def _is_object(text: str) -> bool:
+def is_object(text: str) -> bool:
     """Whether ``text`` is an object of at most ``MAX_LEVELS`` levels."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    level = [found] if isinstance(found, dict) else []
+    level: list[Any] = [found] if isinstance(found, dict) else []
     for _ in range(MAX_LEVELS):
         level = [inner for each in level for inner in _inner(each) if isinstance(inner, dict | list)]
     return isinstance(found, dict) and not level

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from google.protobuf.message import Message as ProtoMessage
@@ -16,7 +15,7 @@ from mmserve.core.values import wrong
 from mmserve.errors import FieldViolation
 from mmserve.rpc.constraint_messages import wrong_constraint
 from mmserve.rpc.default_policies import wrong_max_steps, wrong_quality
-from mmserve.rpc.tool_messages import wrong_tools
+from mmserve.rpc.tool_messages import LEVELS, is_object, wrong_tools
 from mmserve.rpc.vision_messages import wrong_video_sampling, wrong_vision
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import ROLES
@@ -192,12 +191,8 @@ def _wrong_template_options(text: str) -> Wrong:
     if len(text) > MAX_TEMPLATE_OPTIONS:
         yield "template_options", f"must be at most {MAX_TEMPLATE_OPTIONS} characters, not {len(text)}"
         return
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        yield "template_options", "must be the JSON text of an object"
+    if not is_object(text):
+        yield "template_options", f"must be the JSON text of an object{LEVELS}"
 
 
 def _wrong_kv(message: pb.GenerateRequest) -> Wrong:

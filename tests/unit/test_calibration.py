@@ -143,6 +143,11 @@ def test_questions_of_a_file_are_read_with_their_answers(tmp_path) -> None:
         ({"questions": []}, "one at least"),
         ({"questions": [{"type": "yes_no", "text": "a", "answer": "maybe"}]}, "answer must be one of yes, no"),
         ({"questions": [{"type": "x", "text": "a", "answer": "yes"}]}, "type must be"),
+        (
+            {"questions": [{"type": "yes_no", "text": "a", "options": ["so"], "answer": "yes"}]},
+            "meanings of yes and no",
+        ),
+        ({"questions": [{"type": "choice", "text": "a", "options": "xy", "answer": "x"}]}, "options must be an array$"),
         ({"images": ["none.png"]}, "none.png"),
     ):
         path.write_text(json.dumps({**line, **change}))

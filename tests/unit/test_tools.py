@@ -38,6 +38,7 @@ from mmserve.rpc.tool_messages import (
     tool_constraint,
     wrong_tools,
 )
+from mmserve.rpc.violations import _wrong_template_options
 from mmserve.tools.answer import ToolAnswers
 from mmserve.tools.formats import FORMATS, HERMES, LLAMA3, ToolFormat, format_in
 from mmserve.tools.grammar import _not_begun, _without, tool_grammar
@@ -246,6 +247,7 @@ def test_what_a_template_writes_has_few_levels(tokenizer: PreTrainedTokenizerFas
     message.tools.add(name="f", parameters_json_schema=text)
     fields = ["messages[0].tool_calls[0].arguments", "tools[0].parameters_json_schema"]
     assert [field for field, _ in wrong_tools(message)] == ([] if right else fields)
+    assert bool([*_wrong_template_options(text)]) != right
     if right:
         call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": json.loads(text)}}
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": json.loads(text)}}

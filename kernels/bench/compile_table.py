@@ -1,7 +1,7 @@
 """Registers, shared memory and spills of every kernel variant on every target, compiled without a GPU.
 
-``python kernels/bench/compile_table.py`` prints a table in Markdown, with ``--json`` one object a line.
-Ends with 1 if a variant spills or wants more shared memory than there is.
+``python kernels/bench/compile_table.py`` prints a table in Markdown; with ``--json`` one JSON object a line. Exit code
+1 if a variant spills registers or needs more shared memory than the target has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmserve_kernels.dispatch import OPS
 def rows(only: str | None = None, *, one: bool = False) -> Iterator[dict[str, object]]:
     """One record a variant and target; ``fits``: nothing is spilled and shared memory suffices.
 
-    ``only``: those of one op; ``one``: the first variant of each op for each target.
+    ``only``: restrict to one op; ``one``: only the first variant of each op for each target.
     """
     for package in dict.fromkeys(op.package for name, op in OPS.items() if only in (None, name)):
         variants = list(import_module(f"{package}.kernel").variants())

@@ -1,8 +1,8 @@
-"""How fast ``cached_attention`` is with other block sizes than its table's, on the GPU that is there.
+"""Speed of ``cached_attention`` with other block sizes than those of its table, on the present GPU.
 
-``python kernels/bench/tilings.py`` prints one JSON object a line: the table's sizes first, then each of them changed
-alone, for every shape of a batch. The best sizes are chosen in ``cached_attention/tiles.py``: they set the order
-of additions, so all batches must have the same ones.
+``python kernels/bench/tilings.py`` prints one JSON object a line: the table's sizes first, then variants with one size
+changed, for every batch shape. The sizes in use are set in ``cached_attention/tiles.py``: they determine the order of
+additions, so all batches must use the same ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmserve_kernels.bench.requests import DREAM, LLADA, Heads, Requests
 from mmserve_kernels.cached_attention import kernel
 from mmserve_kernels.cached_attention.tiles import Tiling, gpu_of, tiling
 
-#: What else each size may be.
+#: Alternative values of each size.
 OTHERS: Mapping[str, tuple[int, ...]] = {
     "block_m": (32, 64, 128),
     "block_n": (32, 64, 128),
@@ -41,7 +41,7 @@ SHAPES: tuple[Shape, ...] = (
 
 
 def candidates(table: Tiling) -> Iterator[Tiling]:
-    """The ``table``'s sizes, and each of the others alone."""
+    """The tiling ``table``, and variants of it with one size changed."""
     yield table
     for name, values in OTHERS.items():
         for value in values:
@@ -51,7 +51,8 @@ def candidates(table: Tiling) -> Iterator[Tiling]:
 
 
 def rows(on: Device, shapes: tuple[Shape, ...], rounds: int) -> Iterator[dict[str, Any]]:
-    """A row of ``measure`` for each shape and candidate; one that does not fit or compile is a wrong one."""
+    """A row of ``measure`` for each shape and candidate; candidates that do not fit or compile yield a row with the
+    error."""
     for name, heads, counts, causal in shapes:
         r = Requests.drawn(counts, heads, on.device, on.dtype, causal=causal)
         exact = r.exact()

@@ -1,1 +1,1 @@
-"""Attention and cache kernels: each op has its PyTorch reference, the specification and the CPU path."""
+"""Attention and K/V cache kernels: each op has a PyTorch reference, which is its specification, and a CPU path."""

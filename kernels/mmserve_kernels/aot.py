@@ -1,4 +1,4 @@
-"""Compiling a kernel for a GPU that is not at hand, and what it would use there."""
+"""Ahead-of-time compilation of a kernel for an absent GPU, and its resource usage there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU: Triton's name of it, and shared memory (bytes) that one program may use."""
+    """A GPU: Triton's name for it, and the maximum shared memory of a program in bytes."""
 
     name: str
     gpu: GPUTarget
@@ -35,10 +35,11 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One way in which a kernel is launched.
+    """One launch configuration of a kernel.
 
-    ``types``: Triton's type of each run-time argument (``*bf16``, ``i32``, …), pointers taken as aligned to 16 bytes;
-    ``constants``: the compile-time arguments. A kernel's module lists all that its tables allow as ``variants()``.
+    ``types``: Triton's type of each run-time argument (``*bf16``, ``i32``, …), with pointers assumed to be aligned to
+    16 bytes; ``constants``: the compile-time arguments. Each kernel module lists all variants permitted by its tables
+    as ``variants()``.
     """
 
     name: str
@@ -47,13 +48,14 @@ class Variant:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
-    backend: str | None = None  # ``cuda`` or ``hip``, or the name of a target; None = launched so on all
-    fp_fusion: bool = True  # a product and a sum rounded once
+    backend: str | None = None  # ``cuda``, ``hip`` or the name of a target; None = all
+    fp_fusion: bool = True  # allow fused multiply-add
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel uses: registers a thread (vector registers on AMD), bytes of shared memory, bytes spilled."""
+    """Resource usage of a kernel: registers a thread (vector registers on AMD), bytes of shared memory, bytes
+    spilled."""
 
     registers: int
     shared: int
@@ -61,9 +63,9 @@ class Resources:
 
 
 def compile_for(variant: Variant, target: Target) -> Resources:
-    """What ``variant`` uses on ``target``, of which none is needed; Triton's own errors pass through.
+    """The resource usage of ``variant`` on ``target``; no GPU is required. Raises Triton's compilation errors.
 
-    Triton checks neither shared memory nor spills: the caller does. Does not work in a process with
+    Triton checks neither shared memory nor spills: the caller must. Does not work in a process with
     ``TRITON_INTERPRET=1``.
     """
     made = compiled(variant, target)
@@ -72,7 +74,7 @@ def compile_for(variant: Variant, target: Target) -> Resources:
 
 
 def compiled(variant: Variant, target: Target) -> Any:
-    """Triton's compiled kernel: its code in each language it went through is in ``asm``."""
+    """Triton's compiled kernel; its ``asm`` has the code in each intermediate language."""
     names = variant.function.arg_names
     signature = {name: variant.types.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in variant.constants.items()}
@@ -91,7 +93,7 @@ def compiled(variant: Variant, target: Target) -> Any:
 
 
 def _nvidia(asm: Mapping[str, str], target: Target) -> tuple[int, int]:
-    """Registers and spilled bytes as the bundled assembler reports them."""
+    """Registers and spilled bytes as reported by the bundled assembler."""
     architecture = f"{target.name}a" if target.gpu.arch >= 90 else target.name
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
@@ -108,6 +110,6 @@ def _ptxas() -> str:
 
 
 def _amd(asm: Mapping[str, str], _target: Target) -> tuple[int, int]:
-    """Vector registers and spilled bytes (4 a register) as the code object's notes have them."""
+    """Vector registers and spilled bytes (4 a register) from the code object's notes."""
     notes = {name: int(value) for name, value in re.findall(r"\.(\w+_count): +(\d+)", asm["amdgcn"])}
     return notes["vgpr_count"], 4 * (notes["vgpr_spill_count"] + notes["sgpr_spill_count"])

@@ -1,9 +1,9 @@
-"""Loops in Python that Numba compiles for the processor at hand: what runs on a CPU where PyTorch has no one operation.
+"""Python loops compiled by Numba for the present CPU, for computations that PyTorch has no single operation for.
 
-Each is compiled for the types of its signature when its module is imported, and kept on disk where there is a place
-to write to; so nothing is compiled in the middle of a pass. They run without Python's lock. Loops that fuse a product
-and a sum (``fused``) round once for both. Sums of ``reordered`` loops are added up in as many parts as a vector has.
-Either way a result depends on the numbers and on how many there are, not on where they lie or what is beside them.
+Each is compiled for its signature when its module is imported, and cached on disk if a writable folder is available;
+nothing is compiled during a pass. They release the GIL. ``fused`` loops round a product and a sum once (fused
+multiply-add). Sums of ``reordered`` loops are accumulated in as many parts as a vector has lanes. In both cases a
+result depends only on the numbers and their count, not on memory alignment or neighbouring data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numba
 
 F = TypeVar("F", bound=Callable[..., object])
 
-#: LLVM's flags. A zero's sign is not kept: no number that is read from here depends on it.
+#: LLVM's flags. The sign of a zero is not preserved: no result depends on it.
 _FUSED = {"contract", "nsz"}
 _REORDERED = {*_FUSED, "reassoc", "arcp"}
 
@@ -28,7 +28,7 @@ def compiled(signature: str | Sequence[str], *, fused: bool = True, reordered: b
         settings: dict[str, Any] = {"nogil": True, "fastmath": flags, "error_model": "numpy"}
         try:
             made: Any = numba.njit(signature, cache=True, **settings)(function)
-        except RuntimeError:  # no folder to keep it in
+        except RuntimeError:  # no writable folder for the cache
             made = numba.njit(signature, **settings)(function)
         return cast("F", made)
 

@@ -1,9 +1,9 @@
-"""The choice of an op's implementation: made once, when a model or its K/V store is built, and logged.
+"""Selection of an op's implementation: once, when a model or its K/V store is created, and logged.
 
 An op ``NAME`` is a function of that name in ``kernel.py`` (Triton, on GPUs) and in ``reference.py`` (plain PyTorch: the
-specification) of its package, and, where plain is too slow to serve with, in ``cpu.py`` (PyTorch, tuned for a CPU), all
-with the same signature. Nothing is replaced when a module is imported, and nothing falls back in the middle of a pass:
-what cannot run is known from device, dtype and head size.
+specification) of its package, and, if the latter is too slow to serve with, in ``cpu.py`` (PyTorch, tuned for a CPU),
+all with the same signature. There is no monkey-patching, and no fallback during a pass: whether a kernel can run is
+determined by device, dtype and head size.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import torch
 logger = logging.getLogger("mmserve.kernels")
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
-#: Compute capability from which on a GPU has what the kernels use (bf16 matrix products); AMD's numbers are above it.
+#: Minimum compute capability with the features that the kernels use (bf16 matrix products); AMD's numbers are higher.
 MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
 class Op:
-    """Where an op lies, and what its kernel takes."""
+    """The module of an op, and the inputs supported by its kernel."""
 
     package: str
-    pytorch: str = "reference"  # the module that runs where the kernel does not: ``reference``, or ``cpu``
+    pytorch: str = "reference"  # the module used if the kernel is not: ``reference`` or ``cpu``
     dtypes: frozenset[torch.dtype] = FLOATS
-    max_head_size: int | None = None  # None = heads do not matter
-    max_quantized: int | None = None  # the largest heads of quantised pages, where those are another matter
+    max_head_size: int | None = None  # None = any
+    max_quantized: int | None = None  # limit for quantized pages, if it differs
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """A chosen implementation. ``path``: ``triton`` or ``pytorch``; ``reason``: why it was chosen, for the log."""
+    """A selected implementation. ``path``: ``triton`` or ``pytorch``; ``reason``: of the selection, for the log."""
 
     op: str
     path: str
@@ -46,7 +46,7 @@ class Implementation:
     run: Callable[..., Any]
 
 
-#: Every op by the name of its function. To add one: a package with its files, and a line here.
+#: All ops by function name. To add one, create a package with its files, and add a line here.
 OPS: dict[str, Op] = {
     "attention_scores": Op("mmserve_kernels.attention_scores", max_head_size=256),
     "cached_attention": Op("mmserve_kernels.cached_attention", "cpu", max_head_size=256, max_quantized=128),
@@ -60,11 +60,11 @@ OPS: dict[str, Op] = {
 def pick(
     op: str, device: torch.device, dtype: torch.dtype, head_size: int | None = None, *, quantized: bool = False
 ) -> Implementation:
-    """The implementation of ``op`` for tensors of ``dtype`` on ``device``, whose heads have ``head_size`` dimensions,
-    over ``quantized`` pages or plain ones.
+    """The implementation of ``op`` for tensors of ``dtype`` on ``device`` with head size ``head_size``, over
+    ``quantized`` or plain pages.
 
-    On a GPU that is the kernel; where it cannot take what it is asked for, PyTorch's operations run on that GPU and a
-    warning has the reason. ``ValueError`` for an op that does not exist.
+    On a GPU that is the kernel; if it does not support the arguments, PyTorch operations on that GPU, with the reason
+    logged as a warning. Raises ``ValueError`` for an unknown op.
     """
     if op not in OPS:
         raise ValueError(f"no op is called {op!r}; there are {', '.join(sorted(OPS))}")
@@ -80,7 +80,7 @@ def pick(
 
 
 def _on(device: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` with ``device`` as the current one: there Triton launches, wherever the tensors are."""
+    """``run`` with ``device`` as the current device, which Triton launches on regardless of the tensors' device."""
 
     @wraps(run)
     def there(*arguments: Any, **options: Any) -> Any:
@@ -91,7 +91,7 @@ def _on(device: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lacking(op: Op, device: torch.device, dtype: torch.dtype, head_size: int | None, most: int | None) -> str:
-    """Why the kernel, which takes heads of ``most`` dimensions, cannot run; empty = it can."""
+    """Why the kernel, which supports head sizes up to ``most``, cannot run; "" = it can."""
     if device.type != "cuda":
         return f"kernels run on GPUs, and the device is {device.type}"
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,7 +1,7 @@
-"""RMS norm and SiLU of rows on a CPU, as compiled loops: their bits depend on the row alone, or on the element.
+"""RMS norm and SiLU of rows on a CPU, as compiled loops: bitwise independent of other rows, or elements.
 
-PyTorch's have other last bits at the end of a tensor. These take about as long: they are for compiled layers
-(``layer_rows``), whose rows must have the bits of the layers that run otherwise.
+The last bits of PyTorch's operations differ at the end of a tensor. These take about as long; they are used with
+compiled layers (``layer_rows``), whose rows must be bitwise equal to those of uncompiled layers.
 
 Shapes in names: R rows, D elements of a row.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from mmserve_kernels.compiled import compiled
 
-_LANES = 16  # squares are added up in so many parts
+_LANES = 16  # number of partial sums of squares
 _ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
 #: exp is 2^n times a polynomial (Cephes' ``expf``).
 _LOG2_E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359375), np.float32(-2.12194440e-4)
 _P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 _P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-_MOST = np.float32(87.0)  # beyond it, 2^n is no normal number
+_MOST = np.float32(87.0)  # beyond it, 2^n is not a normal number
 
 
 @compiled("void(f4[:, ::1], f4[::1], f4, f4[:, ::1])", fused=False)
@@ -47,7 +47,7 @@ def norm_rows(x_RD: np.ndarray, weight_D: np.ndarray, eps: np.float32, out_RD: n
 
 @compiled("f4(f4)", fused=False)
 def exp_of(y: np.float32) -> np.float32:
-    """exp(y), of what is beyond 87 as there, to either side; for compiled code."""
+    """exp(y), with ``y`` clamped to ±87; for compiled code."""
     y = y if y < _MOST else _MOST
     y = y if y > -_MOST else -_MOST
     n = np.floor(y * _LOG2_E + _HALF)
@@ -77,12 +77,12 @@ def _silu_rows(x_RD: np.ndarray, out_RD: np.ndarray) -> None:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether ``rms_norm`` and ``silu`` take ``x``: plain numbers in fp32 on a CPU, without gradients."""
+    """Whether ``rms_norm`` and ``silu`` support ``x``: a dense fp32 tensor on a CPU, without gradients."""
     return x.dtype == torch.float32 and x.is_cpu and type(x) is Tensor and not torch.is_grad_enabled() and x.ndim > 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm (arXiv 1910.07467) of ``x [..., D]`` times ``weight [D]``, where ``takes`` accepts ``x``."""
+    """RMS norm (arXiv 1910.07467) of ``x [..., D]`` times ``weight [D]``; ``takes(x)`` must be true."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     made = torch.empty(rows.shape)
     norm_rows(rows.numpy(), weight.detach().numpy(), np.float32(eps), made.numpy())
@@ -90,7 +90,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """SiLU of ``x [..., D]``, where ``takes`` accepts ``x``."""
+    """SiLU of ``x [..., D]``; ``takes(x)`` must be true."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     made = torch.empty(rows.shape)
     _silu_rows(rows.numpy(), made.numpy())

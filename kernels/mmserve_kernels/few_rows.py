@@ -1,11 +1,11 @@
-"""Products of a few rows with weights that oneDNN has packed: a compiled loop, with oneDNN's bits.
+"""Products of a few rows with weights packed by oneDNN: a compiled loop, bitwise equal to oneDNN.
 
-Such a product reads each weight once and computes little, so it takes as long as memory does. oneDNN's loops are made
-for many rows. This one goes through the packed weights in the order in which they lie, has the next of them fetched
-meanwhile, and adds up as oneDNN does: the elements of a row in order, in parts of so many, each product fused with its
-sum. (fp32, AVX-512, one thread, all products of a 15 M LLaMA, of which the output layer is 9 M: 1, 4, 8 and 16 rows
-3.1, 3.9, 5.3 and 6.7 ms, oneDNN's 5.6, 5.0, 6.3 and 8.3, and 32 rows 11.4 and 12.5; of layers 1,024 wide 2.6, 2.6, 5.0,
-6.1 and 10.8, oneDNN's 5.0, 4.3, 5.4, 7.0 and 11.7.)
+Such a product is bound by memory bandwidth: it reads each weight once and computes little. oneDNN's loops are made for
+many rows. This one reads the packed weights in memory order, prefetches the next ones, and sums as oneDNN does: the
+elements of a row in order, in parts of a fixed size, each product fused with its sum. (fp32, AVX-512, one thread, all
+products of a 15 M LLaMA, of which the output layer is 9 M: 1, 4, 8 and 16 rows 3.1, 3.9, 5.3 and 6.7 ms, oneDNN's 5.6,
+5.0, 6.3 and 8.3, and 32 rows 11.4 and 12.5; of layers 1,024 wide 2.6, 2.6, 5.0, 6.1 and 10.8, oneDNN's 5.0, 4.3, 5.4,
+7.0 and 11.7.)
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from mmserve_kernels.compiled import compiled
 from mmserve_kernels.tiles import COLUMNS, tile
 
-#: Columns of a block of oneDNN's layout; a block holds the weights of one element of the input after another.
+#: Columns of a block in oneDNN's layout; a block holds the weights of one input element after another.
 BLOCK = COLUMNS
-#: Most rows for which the loop is the faster one.
+#: Maximum rows for which the loop is faster.
 MOST_ROWS = 32
-#: Elements that oneDNN may add up before it goes on from zero.
+#: Sizes of the parts that oneDNN may sum separately, in elements.
 _PARTS = (512, 1024, 2048, 4096)
-#: Elements whose weights stay in the first cache (16 KiB) while one group of rows after another takes them.
+#: Input elements whose weights stay in the L1 cache (16 KiB) while all groups of rows use them.
 _NEAR = 64
-#: Bytes between the weights that are taken and those that are fetched meanwhile.
+#: Prefetch distance in bytes.
 _AHEAD = 32_768
 _one, _two, _three, _four = tile(1), tile(2), tile(3), tile(4)
 
@@ -65,8 +65,8 @@ def product(x_RK: np.ndarray, blocks_BKC: np.ndarray, part: int, out_RN: np.ndar
 
 
 def blocks_of(packed: Tensor, width: int, columns: int) -> np.ndarray | None:
-    """The memory of weights ``[columns, width]`` (fp32) that oneDNN packed, as ``[blocks, width, BLOCK]``; None where
-    it has another size than that layout. It is ``packed``'s own: keep that."""
+    """The memory of weights ``[columns, width]`` (fp32) packed by oneDNN, as ``[blocks, width, BLOCK]``; None if its
+    size does not match that layout. A view: the caller must keep ``packed`` alive."""
     ops = torch.ops.mkldnn
     if packed.dtype != torch.float32 or not (hasattr(ops, "data_ptr") and hasattr(ops, "_nbytes")):
         return None
@@ -86,9 +86,9 @@ def few_rows(x: Tensor, blocks: np.ndarray, part: int, columns: int) -> Tensor:
 
 
 def part_of(packed: Tensor, blocks: np.ndarray, width: int, columns: int) -> int | None:
-    """The part with which the loop has the bits of oneDNN's own product of many rows; None: with none of them.
+    """The part size with which the loop is bitwise equal to oneDNN's product of many rows; None if there is none.
 
-    oneDNN reports neither the layout of its weights nor its order of summation: both are measured on the weights.
+    oneDNN exposes neither the layout of its weights nor its order of summation: both are determined by trial.
     """
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2 * MOST_ROWS, width, generator=draw)

@@ -1,8 +1,8 @@
-"""A decoder's layers for few rows, each of a request by itself: a step of next-token decoding in few compiled calls.
+"""A decoder's layers for few rows of separate requests: a step of next-token decoding in few compiled calls.
 
-Of few rows, the number of operations counts and not their size: a layer of PyTorch's takes some 20. Here it is three:
-what comes before attention, attention (``cached_attention/rows.py``), and what comes after. Each part has the bits of
-the operation that runs otherwise (``elementwise``, ``few_rows``, ``rope_scatter``).
+With few rows the number of operations determines the time: PyTorch needs about 20 for a layer. Here there are three:
+the part before attention, attention (``cached_attention/rows.py``), and the part after it. Each part is bitwise equal
+to the operation used otherwise (``elementwise``, ``few_rows``, ``rope_scatter``).
 
 Shapes in names: T rows, D hidden, N columns of a product, H query heads, G key/value heads, K head size, W rotated
 dimensions; P pages, S positions a page; B, C blocks of weights and their columns.
@@ -29,8 +29,8 @@ _WEIGHTS = "f4[:, :, ::1], i8, f4[::1]"
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A packed layer (``few_rows.blocks_of``), in what parts it is summed, and its bias (fp32 ``[N]``; ``[0]``: it has
-    none)."""
+    """Packed weights of a linear layer (``few_rows.blocks_of``), the part size of its sums, and its bias (fp32 ``[N]``;
+    ``[0]`` = none)."""
 
     blocks_BKC: np.ndarray
     part: int
@@ -40,7 +40,7 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """What a pre-norm layer with SwiGLU is made of; queries, keys and values are one product, gate and up another."""
+    """Weights of a pre-norm layer with SwiGLU; queries, keys and values are one product, gate and up another."""
 
     attn_norm_D: np.ndarray
     mlp_norm_D: np.ndarray
@@ -53,8 +53,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Where the rows' keys and values belong, and what each row sees: fp32 pages ``[P, S, G, K]`` of each layer, slots
-    as in ``Ragged``."""
+    """The slots for the rows' keys and values, and the visible positions of each row: fp32 pages ``[P, S, G, K]`` of
+    each layer, slots as in ``Ragged``."""
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
@@ -138,7 +138,7 @@ def _after(
     both_TN: np.ndarray,
     gated_TN: np.ndarray,
 ) -> None:
-    """Changes ``x_TD`` to the layer's output."""
+    """Updates ``x_TD`` to the layer's output, in place."""
     _linear(attended_TN, out_blocks, out_part, out_bias, h_TD)
     _add(x_TD, h_TD)
     norm_rows(x_TD, norm_D, eps, h_TD)
@@ -161,8 +161,8 @@ def run_layers(
     heads: int,
     between: Callable[[], None] | None = None,
 ) -> Tensor:
-    """What the layers make of rows ``[T, D]`` (fp32), on one thread; their keys, rotated by the tables, and values are
-    written to the pages. ``between`` is called first in each layer."""
+    """The output of the layers for rows ``[T, D]`` (fp32), on one thread; their values and rotated keys are written to
+    the pages. ``between`` is called at the start of each layer."""
     x, cos, sin = x_TD.clone().numpy(), cos_T1W[:, 0].numpy(), sin_T1W[:, 0].numpy()
     count, size, first = len(x), stored.keys[0].shape[3], layers[0]
     h, made, both = (np.empty((count, n), np.float32) for n in (x.shape[1], first.qkv.columns, first.gate_up.columns))

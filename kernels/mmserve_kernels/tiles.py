@@ -1,7 +1,7 @@
-"""Sums of products in a processor's registers, for compiled loops: what LLVM does not make of a loop over an array.
+"""Sums of products held in CPU registers, for compiled loops: LLVM does not generate this from a loop over an array.
 
-A tile is some rows of an input by ``COLUMNS`` columns of a matrix. Its sums stay in registers while all elements of the
-rows go by, each product fused with its sum (``llvm.fma``): the result is the same wherever it is compiled into.
+A tile is some rows of an input by ``COLUMNS`` columns of a matrix. Its sums stay in registers over all elements of the
+rows, with each product fused with its sum (``llvm.fma``): the result does not depend on the calling code.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ COLUMNS = 64
 _LANES = 16
 _FLOAT, _BYTE, _INT32, _INT64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, _LANES)
-_ALIGNMENT = 4  # bytes, of anything that is read
+_ALIGNMENT = 4  # bytes, of all loads
 
 
 def tile(rows: int) -> Callable[[int, int, int, int, int, bool, int], None]:
-    """A function for compiled code that adds products to the sums of so many rows.
+    """A function for compiled code that adds products to the sums of ``rows`` rows.
 
-    It takes addresses and elements (all int64): the first row's address, how many elements further the next row begins,
-    the address of the weights (fp32 ``[count, COLUMNS]``), ``count``, the address of the sums (fp32
-    ``[rows, COLUMNS]``), whether these begin at zero, and the address of memory that is wanted soon, of which a line of
-    64 bytes is fetched for each element.
+    Its arguments are addresses and element counts (all int64): the first row's address, the stride of rows in elements,
+    the address of the weights (fp32 ``[count, COLUMNS]``), ``count``, the address of the sums (fp32 ``[rows,
+    COLUMNS]``), whether these start at zero, and an address to prefetch from, a line of 64 bytes for each element.
     """
 
     @intrinsic
@@ -70,7 +69,7 @@ def _built(b: Any, rows: int, given: Any) -> Any:
     line = b.gep(weights, [b.mul(k, _INT64(COLUMNS))])
     own = [load(vector_at(line, part)) for part in parts]
     wanted = b.bitcast(b.gep(soon, [b.mul(k, _INT64(_LANES))]), _BYTE.as_pointer())
-    b.call(fetch, [wanted, _INT32(0), _INT32(2), _INT32(1)])  # to read, into the second cache, as data
+    b.call(fetch, [wanted, _INT32(0), _INT32(2), _INT32(1)])  # prefetch for reading, into L2, as data
     nothing = ir.Constant(_VECTOR, ir.Undefined)
     everywhere = ir.Constant(ir.VectorType(_INT32, _LANES), [0] * _LANES)
     added = []

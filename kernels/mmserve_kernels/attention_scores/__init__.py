@@ -1,4 +1,4 @@
-"""How much attention each position gets from all rows of a request: what pruning of tokens asks."""
+"""Attention received by each position from all rows of a request, for pruning of tokens."""
 
 from mmserve_kernels.attention_scores.reference import attention_scores
 

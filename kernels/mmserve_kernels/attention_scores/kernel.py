@@ -1,7 +1,7 @@
-"""``attention_scores`` in Triton: the product of queries and keys once more, and nothing of it kept but sums.
+"""``attention_scores`` in Triton: recomputes the product of queries and keys, and stores only sums.
 
-A program adds up the columns of one block of positions, row after row: no atomic additions, so the bits of a request's
-sums do not depend on its batch.
+A program sums the columns of one block of positions, row after row, without atomic additions, so that the sums of a
+request are bitwise independent of its batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _scores(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Scores in powers of two ``[N, M]`` of rows ``row [M]`` for positions ``n [N]``; -inf where nothing is seen."""
+    """Scores in base 2 ``[N, M]`` of rows ``row [M]`` for positions ``n [N]``; -inf for masked pairs."""
     group = head // (HEADS // GROUPS)
     channel = tl.arange(0, BLOCK_K)
     live, there = row < rows, n < length
@@ -129,17 +129,17 @@ def attention_scores(q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, *, lse_TH: T
 
 
 def _room(*shape: int, device: torch.device) -> Tensor:
-    """Room for fp32 results."""
+    """An uninitialized fp32 tensor for results."""
     return torch.empty(shape, device=device)
 
 
 @lru_cache(maxsize=4)
 def _programs(ragged: Ragged, sizes: Tiling) -> tuple[Tensor, Tensor, Tensor]:
-    """Programs (int32) of both kernels and the page tables as one.
+    """Programs (int32) of both kernels, and the page tables as one tensor.
 
-    Tiles of rows: first row of the request, its rows, its positions, which request, first row of the tile in it.
-    Blocks of positions: first row, rows, positions, request, the block's first position, where the
-    request's sums begin.
+    Tiles of rows: first row of the request, its rows, its positions, request index, first row of the tile within the
+    request. Blocks of positions: first row, rows, positions, request index, the block's first position, offset of the
+    request's sums in the output.
     """
     tiles, blocks = [], []
     row = position = 0
@@ -156,7 +156,7 @@ def _programs(ragged: Ragged, sizes: Tiling) -> tuple[Tensor, Tensor, Tensor]:
 def _options(
     heads: int, groups: int, head_size: int, page: int, has_limit: bool, sizes: Tiling
 ) -> dict[str, int | bool]:
-    """What both kernels are compiled for."""
+    """Compile-time constants of both kernels."""
     return {
         "HEADS": heads,
         "GROUPS": groups,

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from mmserve_kernels.cached_attention import Ragged
 
-#: Scores in fp32 that are held at once.
+#: Maximum number of fp32 scores in memory at once.
 _SLICE_ELEMENTS = 1 << 20
 
 
 def attention_scores(q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, *, lse_TH: Tensor | None = None) -> Tensor:
-    """Sums of each column of the attention matrix, fp32 ``[N, H]``: over a request's rows, the weight that a head gives
+    """Column sums of the attention matrix, fp32 ``[N, H]``: for each head, the total weight that a request's rows give
     to each of the request's positions.
 
-    With one row a request that row itself: the attention of a class token (FasterVLM, arXiv 2412.01818), or of a
-    prompt's last one. With a page for each image, ``S`` its tokens, keys need not lie in a store's pages. ``lse_TH``
-    (fp32) is the log-sum-exp of each row's scaled scores, where ``cached_attention`` has left it; without it, it is
-    computed. Memory grows with N, not with T · N. Rows that see nothing count for nothing.
+    With one row a request, that row's weights: the attention of a class token (FasterVLM, arXiv 2412.01818), or of a
+    prompt's last token. Keys outside a page pool can be passed as one page an image, with ``S`` its tokens. ``lse_TH``
+    (fp32) is the log-sum-exp of each row's scaled scores, as computed by ``cached_attention``; None = compute it.
+    Memory grows with N, not with T · N. Rows with no visible position contribute nothing.
     """
     out = torch.zeros(sum(ragged.kv_lengths), q_THK.shape[1], device=q_THK.device)
     row = position = 0
@@ -41,16 +41,16 @@ def attention_scores(q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, *, lse_TH: T
 
 
 def _keys(k_PSGK: Tensor, pages: Tensor, first: int | None) -> Tensor:
-    """Keys ``[positions, G, K]`` of ``pages``: where they are, if those lie one after another from ``first`` on."""
+    """Keys ``[positions, G, K]`` of ``pages``; a view if the pages are contiguous from page ``first`` on."""
     there = k_PSGK.index_select(0, pages) if first is None else k_PSGK.narrow(0, first, len(pages))
     return there.flatten(0, 1)
 
 
 def weights(q_RHK: Tensor, k_LGK: Tensor, limit_R: Tensor | None, lse_RH: Tensor | None) -> Tensor:
-    """Attention ``[H, R, L]`` in fp32; zeros in rows that see nothing."""
+    """Attention ``[H, R, L]`` in fp32; zeros in rows with no visible position."""
     rows, heads, size = q_RHK.shape
     groups = k_LGK.shape[1]
-    # Scaled before the product, and query heads that share keys as rows of one: fewer passes over [H, R, L].
+    # Scaled before the product, with the query heads that share keys as rows: fewer passes over [H, R, L].
     q_GMK = (q_RHK.float() * size**-0.5).transpose(0, 1).reshape(groups, -1, size)
     scores = (q_GMK @ k_LGK.permute(1, 2, 0)).view(heads, rows, len(k_LGK))
     if limit_R is not None:

@@ -1,4 +1,4 @@
-"""Benchmarks of the ops, a module each, whose ``cases`` give what is measured and what a right result is."""
+"""Benchmarks of the ops, a module each, whose ``cases`` yields the measurements and the checks of their results."""
 
-#: Ops that are measured, each by the module of its name.
+#: Ops with a benchmark, in the module of that name.
 OPS = ("attention_scores", "cached_attention", "commit_scores", "kv_quant", "rope_scatter", "sparse_attention")

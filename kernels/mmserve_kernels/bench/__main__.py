@@ -1,6 +1,6 @@
 """``python -m mmserve_kernels.bench [OP …]``: a line of JSON for each case, on a GPU if there is one.
 
-``mmserve bench kernels`` gives the same figures; this one wants no more than the kernels do.
+``mmserve bench kernels`` prints the same results; this command has no dependencies beyond those of the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmserve_kernels.bench.harness import Device, figures, kept, surroundings
 
 
 def main() -> int:
-    """Measure and print; 1 where a result was wrong."""
+    """Measure and print; returns 1 if a result was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"any of {', '.join(OPS)} (default all)")
     parser.add_argument("--rounds", type=int, default=9)

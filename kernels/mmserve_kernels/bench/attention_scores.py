@@ -1,5 +1,5 @@
-"""``attention_scores``: the row of a class token and the column sums of a vision tower's layer, beside the whole
-matrix of weights that they are sums of."""
+"""``attention_scores``: the row of a class token and the column sums of a vision tower's layer, compared with computing
+the whole matrix of weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mmserve_kernels.bench.harness import Case
 from mmserve_kernels.bench.requests import Heads, Requests
 from mmserve_kernels.dispatch import pick
 
-#: Heads of CLIP ViT-L, and patches of a picture of 384 × 384.
+#: Heads of CLIP ViT-L, and number of patches of a picture of 384 × 384.
 TOWER, PATCHES = Heads(16, 16, 64), 729
 
 
 def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """One picture's class row, and the columns of one and of several pictures."""
+    """The class row of one picture, and the column sums of one and of several pictures."""
     several = 8 if device.type == "cuda" else 2
     yield _case("class row", [(1, PATCHES)] * several, device, dtype)
     for pictures in (1, several):
@@ -37,7 +37,7 @@ def _case(name: str, counts: list[tuple[int, int]], device: torch.device, dtype:
     exact = matrix(torch.float32)
 
     def check(sums: Tensor) -> None:
-        # A share of all the weight there is: how it is cut among positions, not how much there is of it.
+        # Relative to the total weight: the distribution over positions is checked, independent of the scale.
         wide = dtype != torch.float32
         torch.testing.assert_close(sums, exact, rtol=5e-2 if wide else 1e-3, atol=1e-3)
 

@@ -1,9 +1,9 @@
-"""``cached_attention``: block decode, single rows, very uneven requests, prefill, and quantised pages.
+"""``cached_attention``: block decode, single rows, very uneven requests, prefill, and quantized pages.
 
-Beside it SDPA called for each request on keys and values in one piece (``sdpa``: pages lie in order, so neither
-gathers), or gathered from pages in any order first (``sdpa_gathering``: both gather), and FlexAttention, compiled, on
-keys and values in one piece. Each of its cases wants a compiler for some ten seconds: it stands beside pages in any
-order only, which are the harder case, and on a CPU beside uneven requests and prefill only.
+Compared with SDPA called for each request on contiguous keys and values (``sdpa``: with pages in order, so neither
+gathers), or gathered first from pages in any order (``sdpa_gathering``: both gather), and with compiled FlexAttention
+on contiguous keys and values. Compiling the latter takes about ten seconds a case: it is measured only for pages in any
+order, the harder case, and on a CPU only for uneven requests and prefill.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Counts = list[tuple[int, int]]
 
 
 def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Sizes of real models on a GPU, small ones on a CPU."""
+    """Shapes of real models on a GPU, small ones on a CPU."""
     gpu = device.type == "cuda"
     length = 4096 if gpu else 512
     for heads, model in ((LLADA if gpu else SMALL, "MHA"), (DREAM, "GQA 7")):
@@ -76,7 +76,7 @@ def _case(
 
 
 def _quantized(kind: str, name: str, length: int, heads: Heads, device: torch.device, dtype: torch.dtype) -> Case:
-    """Pages of 8 or 4 bits, beside the same attention over pages at full precision."""
+    """Pages of 8 or 4 bits, compared with the same attention over pages at full precision."""
     op, quantize = (pick(op, device, dtype, heads.size, quantized=True) for op in ("cached_attention", "kv_quant"))
     whole = Requests.drawn([(32, length)] * 16, heads, device, dtype)
     filled = torch.full((len(whole.k_PSGK),), whole.k_PSGK.shape[1], device=device)

@@ -1,4 +1,4 @@
-"""``commit_scores``: the figures of a step's rows of logits, beside plain PyTorch, one figure after another."""
+"""``commit_scores``: the outputs for a step's rows of logits, compared with a sequence of PyTorch operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmserve_kernels.bench.harness import Case
 from mmserve_kernels.commit_scores import CommitScores, Draw
 from mmserve_kernels.dispatch import pick
 
-#: Rows, tokens of the vocabulary, best tokens wanted, and whether a token is drawn.
+#: Rows, vocabulary size, k of the top-k tokens, and whether a token is sampled.
 SHAPES = (
     (1, 126_464, 1, False),
     (32, 126_464, 1, False),
@@ -20,7 +20,7 @@ SHAPES = (
     (32, 126_464, 1, True),
     (64, 2_048, 1, False),
 )
-#: Of 16 requests at once, which wants a GPU.
+#: The rows of 16 concurrent requests, on a GPU only.
 WIDE = ((512, 126_464, 1, False), (512, 126_464, 1, True))
 
 
@@ -54,7 +54,7 @@ def _case(rows: int, vocabulary: int, k: int, device: torch.device, dtype: torch
 
 
 def plain(logits: Tensor, k: int, *, drawn: bool) -> tuple[Tensor, ...]:
-    """Log-probabilities of the best tokens, gap, entropy, ids and a drawn token, as one would write them."""
+    """Log-probabilities of the top-k tokens, gap, entropy, ids and a sampled token, in straightforward PyTorch."""
     logits = logits.float()
     log_z = torch.logsumexp(logits, -1, keepdim=True)
     best, ids = logits.topk(max(k, 2), -1)

@@ -1,8 +1,8 @@
-"""How an op is measured: first whether it is right, then how long it takes, beside others on the same inputs.
+"""Measurement of an op: first its correctness, then its time, compared with other implementations on the same inputs.
 
-Rounds run the op and everything beside it one after another, so that noise falls on all alike. On a GPU the time is the
-device's own, after an emptied cache and with all launches queued before it begins, as in a recorded decode step; on a
-CPU it is processor time of one thread.
+Each round runs the op and all alternatives in sequence, so that noise affects all equally. On a GPU the time is device
+time, with cold caches and with all launches queued in advance, as in a CUDA graph of a decode step; on a CPU it is the
+CPU time of one thread.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 import triton
 from torch import Tensor
 
-#: Relative and absolute error allowed, of values around 1: a few roundings of the dtype.
+#: Relative and absolute tolerance, for values around 1: a few roundings of the dtype.
 TOLERANCES = {torch.float32: (2e-4, 2e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3e-2, 1e-2)}
-#: A round takes at least so long (seconds) for each that is measured, on a CPU.
+#: Minimum seconds of a round for each implementation, on a CPU.
 _LEAST = 2e-3
-#: Bytes written between two runs on a GPU, more than its caches hold.
+#: Bytes written between two runs on a GPU to evict its caches.
 _FLUSH = 256 << 20
-#: Cycles that a GPU waits (some 5 ms) while the host queues a run: otherwise it would wait for the host in between.
+#: Cycles (about 5 ms) that a GPU is delayed while the host queues a run, so that it does not wait for the host within.
 _QUEUING = 10_000_000
-#: Seconds of work after which a GPU's clocks are as high as they get.
+#: Seconds of warm-up until a GPU's clocks are stable.
 _WARM = 1.0
 
 Run = Callable[[], Any]
@@ -37,9 +37,10 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One measurement. ``check`` raises ``AssertionError`` for a wrong result of ``run``, and of what is ``beside`` it.
+    """One measurement. ``check`` raises ``AssertionError`` for a wrong result of ``run`` or of an alternative in
+    ``beside``.
 
-    ``path``: ``triton`` or ``pytorch``, what ``pick`` chose. ``bytes``: the least that must be moved; ``operations``:
+    ``path``: ``triton`` or ``pytorch``, as chosen by ``pick``. ``bytes``: minimum memory traffic; ``operations``:
     additions and multiplications of matrix products.
     """
 
@@ -54,8 +55,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Device:
-    """Where it is measured, and what that reaches at best: bytes a second of a copy, operations a second of a product
-    of large matrices, both measured."""
+    """The device, and its measured peak rates: bytes a second of a copy, operations a second of a product of large
+    matrices."""
 
     device: torch.device
     dtype: torch.dtype
@@ -64,7 +65,7 @@ class Device:
 
     @classmethod
     def measured(cls, device: torch.device, dtype: torch.dtype) -> Device:
-        """The rates of ``device``, from a copy far larger than its caches and a product in ``dtype``."""
+        """The rates of ``device``, from a copy much larger than its caches and a matrix product in ``dtype``."""
         gpu = device.type == "cuda"
         source = torch.randint(256, ((1 << 30) if gpu else (1 << 26),), dtype=torch.uint8, device=device)
         room = torch.empty_like(source)
@@ -81,18 +82,19 @@ class Device:
 
 
 def assert_near(actual: Tensor, exact: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
-    """``actual`` is ``exact`` but for a few roundings of ``dtype``; ``scale``: how large what is added up is."""
+    """Assert that ``actual`` equals ``exact`` up to a few roundings of ``dtype``; ``scale``: magnitude of the
+    summands."""
     relative, absolute = TOLERANCES[dtype]
     torch.testing.assert_close(actual.float(), exact.float(), rtol=relative, atol=absolute * scale)
 
 
 def measure(op: str, case: Case, on: Device, rounds: int) -> dict[str, Any]:
-    """Figures of one case: medians and quartiles of ``rounds``, times in microseconds.
+    """Results of one case: medians and quartiles of ``rounds``, times in microseconds.
 
-    No figure is given of a wrong result, the op's own or that of something beside it: the row has the error.
-    ``times_X``: how many times longer the op takes than X, in the same round. ``bound``: what it can take no less
-    time for, to ``copy`` its bytes or its ``matrix`` products; far below 1, something else bounds
-    it.
+    If the result of the op or of an alternative is wrong, the row has the error and no times. ``times_X``: ratio of the
+    op's time to X's, in the same round. ``bound``: the
+    limit by the roofline model, ``copy`` (memory traffic) or ``matrix`` (products); if the shares of both rates are far
+    below 1, something else limits the op.
     """
     row: dict[str, Any] = {
         "op": op,
@@ -123,20 +125,20 @@ def measure(op: str, case: Case, on: Device, rounds: int) -> dict[str, Any]:
 
 
 def figures(ops: Sequence[str], on: Device, rounds: int, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """A row for each case of ``ops``, made and measured one after another; an op whose next case cannot be made has a
-    wrong one instead."""
+    """A row for each case of ``ops``, created and measured one after another; if an op's next case cannot be created, a
+    row with the error."""
     for op in ops:
         try:
             for case in import_module(f"mmserve_kernels.bench.{op}").cases(on.device, on.dtype):
                 progress(f"{op}: {case.name}")
                 yield measure(op, case, on, rounds)
-                del case  # its tensors make room for the next one's
+                del case  # frees its tensors before the next case
         except Exception as error:  # noqa: BLE001  no memory, or a compiler: the other ops are still measured
             yield {"op": op, "case": "the next one", "right": False, "wrong": _said(error)}
 
 
 def surroundings(on: Device) -> dict[str, Any]:
-    """What the figures hold for: device, its measured rates, versions, and the commit where there is one."""
+    """The environment of the results: device, its measured rates, versions, and the commit if there is one."""
     gpu = on.device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(on.device) if gpu else "none",
@@ -150,7 +152,8 @@ def surroundings(on: Device) -> dict[str, Any]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> None:
-    """One line a row, ``around`` repeated in each; quartiles are three columns. Folders of ``path`` are made."""
+    """Write one line a row, with ``around`` repeated in each; quartiles become three columns. Creates parent
+    folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flat = [_flat(row) | dict(around) for row in rows]
     columns = list(dict.fromkeys(name for row in flat for name in row))
@@ -163,7 +166,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], around: Mapping[str
 def kept(
     rows: Iterable[Mapping[str, Any]], path: Path | None, around: Mapping[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
-    """``rows`` as they come; those so far are in ``path``, if there is one, and not lost where a run breaks off."""
+    """Yield ``rows`` as they come; the rows so far are stored in ``path``, if given, in case the run is interrupted."""
     so_far = []
     for row in rows:
         so_far.append(row)
@@ -184,7 +187,7 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(run: Run, check: Callable[[Any], None]) -> str:
-    """What is wrong with the result; empty = nothing."""
+    """The error of a wrong result; "" = correct."""
     try:
         check(run())
     except Exception as error:  # noqa: BLE001  compilers have errors of their own, and the others are still measured
@@ -225,8 +228,8 @@ def _quartiles(values: list[float]) -> list[float]:
 
 
 def _commit() -> str:
-    """The commit of the source tree that this runs from, with ``-dirty`` where files differ from it; empty where it is
-    none."""
+    """The commit of the source tree that this runs from, with ``-dirty`` if files are modified; "" outside a
+    repository."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""``kv_quant``: pages of one layer to 8 and 4 bits, beside a plain copy of them."""
+"""``kv_quant``: pages of one layer to 8 and 4 bits, compared with a plain copy of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 
 
 def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Keys by channel and values by token, of LLaDA's heads."""
+    """Keys quantized by channel and values by token, with LLaDA's heads."""
     pages = 4096 if device.type == "cuda" else 32
     for kind in ("int8", "int4", "fp8"):
         for per in ("channel", "token"):
@@ -32,7 +32,7 @@ def _case(pages: int, kind: str, per: str, device: torch.device, dtype: torch.dt
             assert_near(made, x, dtype)
             return
         off = (dequantize(made) - x.float()).abs()
-        # Half a step; of fp8's three bits after the first, a sixteenth of the value or half its smallest step.
+        # Half a step; for fp8 with three mantissa bits, a sixteenth of the value or half its smallest step.
         most = x.float().abs() / 16 + made.scale / 256 if made.low is None else made.scale * 0.501
         assert bool((off <= most).all()), f"off by {float((off - most).max()):.3g} more than a step allows"
 

@@ -1,4 +1,4 @@
-"""Requests to measure attention on, and others' attention over the same keys and values.
+"""Requests for measuring attention, and other implementations on the same keys and values.
 
 Shapes in names: T query rows of all requests, R of one, L its positions, P pages, S positions a page, H query heads,
 G key/value heads, K head size.
@@ -34,7 +34,7 @@ LLADA, DREAM, SMALL = Heads(32, 32, 128), Heads(28, 4, 128), Heads(8, 8, 32)
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """A ragged batch over pages, and the same keys and values ``[L, G, K]`` of each request in one piece."""
+    """A ragged batch over pages, and the same keys and values ``[L, G, K]`` of each request as contiguous tensors."""
 
     q_THK: Tensor
     k_PSGK: Tensor
@@ -54,7 +54,8 @@ class Requests:
         causal: bool = False,
         in_order: bool = False,
     ) -> Requests:
-        """Requests of (rows, positions), their rows the last positions; pages in any order, or ``in_order``."""
+        """Random requests of (rows, positions), with rows at the last positions; pages in random order, or
+        ``in_order``."""
         draw = torch.Generator(device).manual_seed(0)
         pages = [-(-length // PAGE) for _rows, length in counts]
         order = torch.randperm(sum(pages), generator=draw, device=device)
@@ -75,7 +76,7 @@ class Requests:
 
     @property
     def positions_seen(self) -> int:
-        """Positions that rows look at, summed over rows."""
+        """Number of visible positions, summed over rows."""
         if self.ragged.kv_limit is not None:
             return int(self.ragged.kv_limit.sum())
         return sum(rows * length for rows, length in zip(self.ragged.row_counts, self.ragged.kv_lengths, strict=True))
@@ -87,11 +88,11 @@ class Requests:
 
     @property
     def bytes(self) -> int:
-        """Keys and values read once, queries read and the result written."""
+        """Minimum memory traffic in bytes: keys, values and queries read once, and the result written."""
         return sum(x.nbytes for x in (*self.keys, *self.values)) + 2 * self.q_THK.nbytes
 
     def sdpa(self) -> Tensor:
-        """``[T, H, K]`` by torch's SDPA, called for each request on its keys and values in one piece."""
+        """``[T, H, K]`` by torch's SDPA, called for each request on contiguous keys and values."""
         return self._sdpa(self.q_THK, self.keys, self.values)
 
     def sdpa_gathering(self) -> Tensor:
@@ -103,7 +104,7 @@ class Requests:
         return self._sdpa(self.q_THK.float(), *([x.float() for x in of] for of in (self.keys, self.values)))
 
     def flex(self) -> FlexAttention:
-        """FlexAttention over the same."""
+        """FlexAttention on the same inputs."""
         return FlexAttention.over(self)
 
     def _sdpa(self, q_THK: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -111,7 +112,7 @@ class Requests:
         limits = [None] * len(keys) if self.ragged.kv_limit is None else self.ragged.kv_limit.split(self.counts)
         grouped = q_THK.shape[1] != self.k_PSGK.shape[2]
         for q, k, v, limit in zip(q_THK.split(self.counts), keys, values, limits, strict=True):
-            # A square causal mask has kernels of its own.
+            # A square causal mask selects a specialized kernel.
             square = limit is not None and len(q) == len(k)
             mask = None if limit is None or square else torch.arange(len(k), device=q.device) < limit[:, None]
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -127,8 +128,8 @@ class Requests:
 
 @dataclass(frozen=True, eq=False)
 class FlexAttention:
-    """FlexAttention over requests laid one after another, with a block mask that keeps them apart, or over chosen
-    blocks of one."""
+    """FlexAttention over concatenated requests, with a block mask that separates them, or over selected blocks of one
+    request."""
 
     q_1HTK: Tensor
     k_1GNK: Tensor
@@ -139,7 +140,7 @@ class FlexAttention:
 
     @classmethod
     def over(cls, requests: Requests, *, compiled: bool = True) -> FlexAttention:
-        """Of ``requests``; without ``compiled`` it is not worth timing, and only checks the result."""
+        """FlexAttention for ``requests``; ``compiled=False`` is slow and only for checking results."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         ragged, device = requests.ragged, requests.q_THK.device
@@ -160,8 +161,8 @@ class FlexAttention:
     def over_blocks(
         cls, requests: Requests, mask_ABC: Tensor, q_block: int, kv_block: int, *, compiled: bool = True
     ) -> FlexAttention:
-        """Of one request whose blocks of rows look at the blocks of positions that ``mask_ABC`` (as of
-        ``block_index``) names; blocks that all of their rows see whole are not masked."""
+        """FlexAttention for one request whose blocks of rows attend to the blocks of positions in ``mask_ABC`` (as in
+        ``block_index``); blocks that are visible to all of their rows are not masked."""
         from torch.nn.attention.flex_attention import BlockMask
 
         rows, length = len(requests.q_THK), requests.ragged.kv_lengths[0]
@@ -181,7 +182,7 @@ class FlexAttention:
         )
         size = (q_block, kv_block)
         made = BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=size, mask_mod=seen, seq_lengths=(rows, length))
-        # A GPU's kernel takes tiles of 128 unless the blocks are smaller.
+        # A GPU's kernel uses tiles of 128 unless the blocks are smaller.
         small = {} if mask_ABC.device.type == "cpu" else {"BLOCK_M": q_block, "BLOCK_N": kv_block}
         return cls._made(requests, made, compiled, small)
 
@@ -194,7 +195,7 @@ class FlexAttention:
             for x in (requests.q_THK, torch.cat(requests.keys), torch.cat(requests.values))
         )
         if compiled:
-            # After eight shapes of one function torch would run it uncompiled, without an error but for `fullgraph`.
+            # After eight shapes of one function torch would silently run it uncompiled unless `fullgraph` is set.
             torch.compiler.reset()
         attention = torch.compile(flex_attention, dynamic=False, fullgraph=True) if compiled else flex_attention
         return cls(q, k, v, mask, attention, options)

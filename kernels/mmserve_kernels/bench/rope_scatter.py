@@ -1,5 +1,4 @@
-"""``rope_scatter``: fresh rows of a decode step and of a prefill, beside the rotation and the write as they are
-usually written, one after another."""
+"""``rope_scatter``: new rows of a decode step and of a prefill, compared with separate rotation and write."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from mmserve_kernels.dispatch import pick
 
 
 def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """A block of 32 of 16 requests, and a long prompt."""
+    """A block of 32 rows for each of 16 requests, and a long prompt."""
     gpu = device.type == "cuda"
     for heads, model in ((LLADA if gpu else SMALL, "MHA"), (DREAM, "GQA 7")):
         for rows in (512, 8192 if gpu else 2048):
@@ -39,7 +38,7 @@ def _case(name: str, rows: int, heads: Heads, device: torch.device, dtype: torch
     def check(rotated: Tensor) -> None:
         stored = [x.flatten(0, 1)[slots] for x in pages]
         for mine, wanted in zip((rotated, *stored), (*exact, v), strict=True):
-            assert_near(mine, wanted, dtype, scale=4)  # two dimensions, each times a rounded sine or cosine
+            assert_near(mine, wanted, dtype, scale=4)  # two products with a rounded sine or cosine
         for page in pages:
             page.fill_(torch.nan)
 

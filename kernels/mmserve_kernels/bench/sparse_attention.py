@@ -1,7 +1,7 @@
-"""``sparse_attention``: prefill at several densities and decode over chosen pages, and what choosing them takes.
+"""``sparse_attention``: prefill at several densities and decode over selected pages, and the cost of index builders.
 
-Beside it dense SDPA (``dense_sdpa``, whose result is another one), and over the same blocks SDPA (``masked_sdpa``) and,
-on a GPU, FlexAttention, compiled. Of an index builder ``dense_sdpa`` is what it must be small against.
+Compared with dense SDPA (``dense_sdpa``, with a different result), and on the same blocks with SDPA (``masked_sdpa``)
+and, on a GPU, compiled FlexAttention. The cost of an index builder must be small relative to ``dense_sdpa``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 64
 
 
 def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """One causal prompt at four densities, its index builders, and a decode step at two."""
+    """One causal prompt at four densities, its index builders, and a decode step at two densities."""
     gpu = device.type == "cuda"
     length = 16384 if gpu else 1024
     for heads, model in ((LLADA if gpu else SMALL, "MHA"), (DREAM, "GQA 7")):
@@ -35,7 +35,7 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _prefill(name: str, r: Requests, density: float) -> Case:
-    """Blocks at random, each row's own among them: what they hold does not matter to the time."""
+    """Random blocks, including each row's own: the time does not depend on their contents."""
     blocks = -(-len(r.q_THK) // BLOCK)
     draw = torch.Generator().manual_seed(1)
     chosen = torch.rand(r.q_THK.shape[1], blocks, blocks, generator=draw) < density
@@ -62,20 +62,20 @@ def _attention(name: str, r: Requests, mask_ABC: Tensor, q_block: int, kv_block:
     seen_ATL = mask_ABC.repeat_interleave(q_block, 1)[:, : len(r.q_THK)].repeat_interleave(kv_block, 2)[:, :, :length]
     if r.ragged.kv_limit is not None:
         seen_ATL = seen_ATL & (torch.arange(length, device=device) < r.ragged.kv_limit[:, None])
-    share = r.q_THK.shape[1] // len(seen_ATL)  # query heads of a mask
+    share = r.q_THK.shape[1] // len(seen_ATL)  # query heads for each mask
     seen_HTL = seen_ATL.repeat_interleave(share, 0) if share > 1 else seen_ATL
 
     def masked(q_THK: Tensor, k_LGK: Tensor, v_LGK: Tensor, heads: slice = slice(None)) -> Tensor:
-        """By SDPA; a GPU's kernels take no mask where heads share keys."""
+        """The result by SDPA; on a GPU masks are not supported with grouped-query heads."""
         k, v = (x.repeat_interleave(q_THK.shape[1] // x.shape[1], 1) for x in (k_LGK, v_LGK))
         q, k, v = (x.transpose(0, 1)[None, heads] for x in (q_THK, k, v))
         return F.scaled_dot_product_attention(q, k, v, seen_HTL[None, heads])[0].transpose(0, 1)
 
     single = r.q_THK.float(), r.keys[0].float(), r.values[0].float()
-    # A head at a time: in fp32 the mask of one alone takes a gigabyte.
+    # A head at a time: in fp32 the mask of a single head takes a gigabyte.
     exact = torch.cat([masked(*single, slice(head, head + 1)) for head in range(r.q_THK.shape[1])], 1)
     density = float(mask_ABC.float().mean())
-    touched = float(mask_ABC.unflatten(0, (r.k_PSGK.shape[2], -1)).any(1).any(1).float().mean())  # of keys and values
+    touched = float(mask_ABC.unflatten(0, (r.k_PSGK.shape[2], -1)).any(1).any(1).float().mean())  # share of K/V read
     beside: dict[str, Run] = {"masked_sdpa": lambda: masked(r.q_THK, r.keys[0], r.values[0])}
     if device.type == "cuda":
         beside["flex"] = FlexAttention.over_blocks(r, mask_ABC, q_block, kv_block)
@@ -101,7 +101,7 @@ def _attention(name: str, r: Requests, mask_ABC: Tensor, q_block: int, kv_block:
 
 
 def _builders(name: str, r: Requests) -> Iterator[Case]:
-    """The builders: PyTorch on any device. Right is a mask in which each block of rows looks at something."""
+    """The index builders, in PyTorch on any device. A mask is valid if each block of rows has a visible block."""
     positions = torch.arange(len(r.q_THK), device=r.q_THK.device)
     rows = Rows(positions, len(positions), positions + 1, BLOCK, BLOCK)
     q, k = r.q_THK, r.keys[0]

@@ -1,6 +1,7 @@
-"""What ``cached_attention`` is asked: whose rows are whose, and where each request's keys and values lie.
+"""Inputs of ``cached_attention``: the requests' rows, and the pages of each request's keys and values.
 
-Shapes in names: T query rows of all requests, S positions a page; R requests of a batch of fixed size, W pages of each.
+Shapes in names: T query rows of all requests, S positions a page; R requests of a batch of fixed size, W pages of
+each.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from mmserve_kernels.cached_attention.pieces import Piece, pieces, triangle
 
 @dataclass(frozen=True, eq=False)
 class LoneRows:
-    """Where each of R rows looks (int64): its first ``lengths [R]`` positions, on the pages from ``starts [R]`` of
-    ``pages`` on."""
+    """Visible positions of each of R rows (int64): the first ``lengths [R]`` positions on the pages of ``pages`` that
+    begin at index ``starts [R]``."""
 
     pages: np.ndarray
     starts: np.ndarray
@@ -26,13 +27,13 @@ class LoneRows:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Which rows of a batch are whose, and where each request's keys and values lie.
+    """A ragged batch: the rows of each request, and the pages of its keys and values.
 
-    Rows are laid request after request; ``row_counts[r]`` of them belong to request r, whose ``kv_lengths[r]``
-    positions fill the pages ``page_tables[r]`` (int64 ``[ceil(kv_length / S)]``) in order. ``slots`` (int64 ``[T]``)
-    gives the slot of each row's own key and value: page × S + offset. ``kv_limit`` (int64 ``[T]``) bounds what a
-    row may look at: positions below its limit; None = all of its request. ``window_end`` (int64 ``[T]``): where a
-    row's sliding window ends, before its limit, which it then sees as well; None = at the limit.
+    Rows are concatenated request after request; ``row_counts[r]`` of them belong to request r, whose ``kv_lengths[r]``
+    positions fill the pages ``page_tables[r]`` (int64 ``[ceil(kv_length / S)]``) in order. ``slots`` (int64 ``[T]``) is
+    the slot of each row's own key and value: page × S + offset. ``kv_limit`` (int64 ``[T]``): a row attends only to
+    positions below its limit; None = all of its request. ``window_end`` (int64 ``[T]``): the position at which a row's
+    sliding window ends, below its limit; later positions up to the limit are visible as well; None = at the limit.
     """
 
     row_counts: tuple[int, ...]
@@ -44,14 +45,15 @@ class Ragged:
 
     @cached_property
     def runs(self) -> tuple[int | None, ...]:
-        """First page of each request whose pages lie one after another in a CPU's memory; None of others."""
+        """First page of each request whose pages are contiguous in CPU memory; None for others."""
         if self.slots.device.type != "cpu":
             return (None,) * len(self.page_tables)
         return tuple(_first_of_run(table.numpy()) for table in self.page_tables)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """What is attended to together. A GPU is not asked what rows see: there, their limits are looked up."""
+        """Groups of rows that are attended in one call. Limits on a GPU are not read here but looked up by the
+        kernel."""
         limits = self.kv_limit
         known = limits is None or limits.device.type == "cpu"
         on_host = limits.numpy() if limits is not None and known else None
@@ -59,12 +61,12 @@ class Ragged:
 
     @cached_property
     def piece_rows(self) -> list[int]:
-        """Rows of each piece."""
+        """Number of rows of each piece."""
         return [piece.rows for piece in self.pieces]
 
     @cached_property
     def lone_rows(self) -> LoneRows | None:
-        """Where each row looks, if each is a piece by itself whose sight is known; None where that is not so."""
+        """Visible positions of each row, if every row is a separate piece with known visibility; else None."""
         if len(self.pieces) < len(self.slots) or not all(p.rows == 1 and p.reach for p in self.pieces):
             return None
         tables = [self.page_tables[piece.request].numpy() for piece in self.pieces]
@@ -76,7 +78,8 @@ class Ragged:
 
     @cached_property
     def triangle(self) -> tuple[int, int, int]:
-        """Rows and columns of the mask that those pieces share whose rows see one position more each."""
+        """Rows and columns of the mask shared by pieces in which each row sees one position more than the previous
+        one."""
         return triangle(self.pieces)
 
 
@@ -89,12 +92,12 @@ def _first_of_run(pages: np.ndarray) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class FixedBatch:
-    """A batch in tensors of fixed shapes: what is in them may change between two runs of the same recorded work.
+    """A batch in tensors of fixed shapes, whose contents may change between replays of a CUDA graph.
 
-    All int64, on one device. Rows are laid as in ``Ragged``: ``row_counts [R]`` of them belong to each request, whose
-    ``kv_lengths [R]`` positions fill the first pages of its row of ``page_tables [R, W]``. Rows past the last request's
-    see nothing. ``slots [T]`` and ``kv_limit [T]`` are as in ``Ragged``; the limit is always there, at most the
-    request's length. Entries of ``page_tables`` that hold nothing name any page of the store.
+    All int64, on one device. Rows are laid out as in ``Ragged``: ``row_counts [R]`` of them belong to each request,
+    whose ``kv_lengths [R]`` positions fill the first pages of its row of ``page_tables [R, W]``. Rows after those of
+    the last request see no positions. ``slots [T]`` and ``kv_limit [T]`` are as in ``Ragged``; the limit is required,
+    at most the request's length. Unused entries of ``page_tables`` hold any valid page id.
     """
 
     row_counts: Tensor

@@ -1,8 +1,8 @@
-"""``cached_attention`` of PyTorch's own operations, tuned for a CPU: what runs wherever the kernel does not.
+"""``cached_attention`` from PyTorch operations, tuned for a CPU: used wherever the Triton kernel does not run.
 
-Shapes in names: T query rows of all requests, P pages, S positions a page, H query heads, G key/value heads,
-K head size; U query heads that share a key/value head, M = R · U; R rows, or requests of a batch of fixed size,
-L positions.
+Shapes in names: T query rows of all requests, P pages, S positions a page, H query heads, G key/value heads, K head
+size; U query heads that share a key/value head, M = R · U; R rows, or requests of a batch of fixed size, L
+positions.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mmserve_kernels.cached_attention.rows import attend_rows
 from mmserve_kernels.cached_attention.windowed import windowed_attention
 from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 
-#: Most bytes of one request's keys, or of its values, that are read once in the order in which they lie before a
-#: product takes them head by head. A head's keys lie apart, between those of the others: slow to read from memory. A
-#: pass of a 15 M LLaMA (6 layers of 6 heads of 48) over 16 requests of one row and some 90 positions took 15.7 ms of
-#: processor time, not 18.7, over 4 of 500 positions 12.4, not 15.9, and of the bundled diffusion model over 4 requests
-#: of 32 rows and 500 positions 30.5, not 31.5. Between two passes a layer's keys leave the near caches: the weights
-#: of all layers go through them.
+#: Maximum bytes of one request's keys, or of its values, that are first read sequentially in memory order before a
+#: product reads them head by head. The keys of one head are interleaved with those of the others: slow to read from
+#: memory. CPU time of a pass of a 15 M LLaMA (6 layers of 6 heads of 48) over 16 requests of one row and some 90
+#: positions: 15.7 ms instead of 18.7; over 4 of 500 positions 12.4 instead of 15.9; of the bundled diffusion model over
+#: 4 requests of 32 rows and 500 positions 30.5 instead of 31.5. Between two passes a layer's keys are evicted from the
+#: inner caches by the weights of all layers.
 _FETCHED = 2 << 20
-#: Most rows of a head for which that is worth it: products with more take their keys into order themselves.
+#: Maximum rows of a head for which that pays off: products with more rows reorder the keys themselves.
 _FEW = 64
-#: The fewest rows of a product that a CPU sums as it does beside others: 1 to 3 come out with other last bits, in fp32
-#: always, in bf16 and fp16 now and then.
+#: Minimum rows of a product whose sums on a CPU do not depend on the number of rows: with 1 to 3 rows the last bits
+#: differ, in fp32 always, in bf16 and fp16 occasionally.
 FLOOR = 4
 
 
@@ -46,12 +46,12 @@ def cached_attention(
 ) -> Tensor:
     """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
 
-    Each request is computed by itself, so its result does not depend on who else is in the batch. On a CPU, a row's
-    bits do not depend either on which of its request's rows are run with it, if there are ``FLOOR`` of them (times the
-    query heads that share a key/value head) and ``pieces`` does not cut them. Pages that lie one after another are read
-    where they are, others are gathered first. ``lse_TH`` (fp32, if given) is filled with the natural log-sum-exp of
-    each row's scaled scores. ``window`` and ``cap`` are as in the reference. Rows that see nothing are zeros. Over a
-    ``FixedBatch`` nothing is asked of the device: such a call can be recorded and run again.
+    Each request is computed separately, so its result is independent of its batch. On a CPU, a row's bits are also
+    independent of the other rows of its request in the pass, if there are at least ``FLOOR`` of them (times the query
+    heads that share a key/value head) and ``pieces`` does not split them. Contiguous pages are read in place, others
+    are gathered first. ``lse_TH`` (fp32, if given) is filled with the natural log-sum-exp of each row's scaled scores.
+    ``window`` and ``cap`` are as in the reference. Rows with no visible position are zeros. With a ``FixedBatch`` there
+    is no device synchronization: the call can be captured in a CUDA graph.
     """
     if isinstance(ragged, FixedBatch):
         return _fixed(q_THK, k_PSGK, v_PSGK, ragged, lse_TH, window, cap)
@@ -72,8 +72,8 @@ def cached_attention(
         return attend(ragged.pieces[0], 0, q_THK.transpose(0, 1).unsqueeze(0)).transpose(1, 2).reshape(q_THK.shape)
     out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
     start = 0
-    # Views of all pieces in one call, and each result to its place while it is near: of many small requests, a
-    # microsecond for each counts, and of large ones another pass over all of it.
+    # Views of all pieces in one call, and each result copied while it is cached: for many small requests each
+    # microsecond matters, and for large ones another pass over the whole.
     pairs = (_by_group(x, share).split(ragged.piece_rows, 2) for x in (q_THK, out_THK))
     for piece, q_1GRUK, out_1GRUK in zip(ragged.pieces, *pairs, strict=True):
         made = attend(piece, start, q_1GRUK.flatten(2, 3))
@@ -83,9 +83,9 @@ def cached_attention(
 
 
 def _by_group(x_THK: Tensor, share: int) -> Tensor:
-    """``[1, G, T, U, K]`` of rows: U query heads share each key/value head, and become rows of it.
+    """``[1, G, T, U, K]`` of rows: the U query heads that share a key/value head become rows of it.
 
-    A row of 28 heads over 4 takes half as long so as with SDPA's own sharing, which reads the keys once for each query
+    A row of 28 heads over 4 takes half as long as with SDPA's own grouping, which reads the keys once for each query
     head, and 32 rows a twentieth less.
     """
     return x_THK.unflatten(1, (-1, share)).transpose(0, 1).unsqueeze(0)
@@ -99,7 +99,7 @@ def _attends(
     share: int,
     lse_TH: Tensor | None,
 ) -> Callable[[Piece, int, Tensor], Tensor]:
-    """Gives the attention ``[1, G, R · U, K]`` of a piece, its first row and its queries in that form."""
+    """A function that computes the attention ``[1, G, R · U, K]`` of a piece from its first row and its queries."""
     read = _reader(k_PSGK, v_PSGK, ragged, q_THK.dtype, share)
     mask_of = None if ragged.kv_limit is None else _masks(ragged, ragged.kv_limit, q_THK)
     last: tuple[int, tuple[Tensor, Tensor]] | None = None
@@ -134,7 +134,7 @@ def _attends(
 
 
 def _in_place(q_THK: Tensor, *pages: Tensor) -> bool:
-    """Whether single rows can be attended to over ``pages`` as they are."""
+    """Whether single rows can attend to ``pages`` without a copy."""
     kind = q_THK.dtype
     if not q_THK.is_cpu or kind not in (torch.float32, torch.bfloat16):
         return False
@@ -150,7 +150,7 @@ def _lone(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor) -> Tensor:
 
 
 def _products(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_ML: Tensor | None) -> Tensor:
-    """SDPA in which a row's bits do not depend on which others are beside it, if there are ``FLOOR`` at least."""
+    """SDPA in which a row's bits are independent of the other rows, if there are at least ``FLOOR``."""
     made = [
         F.scaled_dot_product_attention(q_1GMK[:, :, part], k_1GLK, v_1GLK, None if mask_ML is None else mask_ML[part])
         for part in _parts(q_1GMK)
@@ -159,8 +159,8 @@ def _products(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_ML: Tensor | 
 
 
 def _products_and_sums(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_ML: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As ``_products``, and the log-sum-exp ``[1, G, M]`` of each row's scaled scores, in fp32: for half precision not
-    SDPA's own, which is up to 5e-5 off."""
+    """As ``_products``, and the log-sum-exp ``[1, G, M]`` of each row's scaled scores, in fp32; SDPA's own differs by
+    up to 5e-5 for half precision."""
     if q_1GMK.device.type != "cpu" or q_1GMK.dtype != torch.float32:
         return _products(q_1GMK, k_1GLK, v_1GLK, mask_ML), _log_sum_exp(q_1GMK, k_1GLK, mask_ML)
     made = [
@@ -176,8 +176,8 @@ def _products_and_sums(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_ML: 
 
 
 def _parts(q_1GMK: Tensor) -> tuple[slice, ...]:
-    """The rows of each call. A CPU takes 32 at a time, or 64, or 256 (torch's ``FlashAttentionKernel.cpp``). Where the
-    last of them would be too few, they are among 16 in a call of their own."""
+    """The rows of each call. A CPU processes 32 at a time, or 64, or 256 (torch's ``FlashAttentionKernel.cpp``). If the
+    last group would be too small, it becomes a separate call of 16 rows."""
     rows = q_1GMK.shape[2]
     last = rows % (32 if rows < 192 else 64 if rows < 768 else 256)
     if not 0 < last < FLOOR or rows == last or q_1GMK.device.type != "cpu":
@@ -194,7 +194,7 @@ def _fixed(
     window: int,
     cap: float,
 ) -> Tensor:
-    """Attention ``[T, H, K]`` over all pages of all tables, masked, a row at a time: what it is, not how to do it."""
+    """Masked attention ``[T, H, K]`` over all pages of all tables, a row at a time: slow, a specification."""
     requests, pages = batch.page_tables.shape
     groups = k_PSGK.shape[2]
     length = pages * k_PSGK.shape[1]
@@ -209,7 +209,7 @@ def _fixed(
         .transpose(0, 1)
         .float()
         .unflatten(0, (requests, length))[own]
-        .masked_fill(~seen_TL[:, :, None, None], 0.0)  # what nobody wrote may be no number
+        .masked_fill(~seen_TL[:, :, None, None], 0.0)  # uninitialized memory may be NaN
         for x in (k_PSGK, v_PSGK)
     )
     q_TGUK = q_THK.float().unflatten(1, (groups, -1))
@@ -226,7 +226,7 @@ def _fixed(
 def _reader(
     k_PSGK: Tensor | QuantizedPages, v_PSGK: Tensor | QuantizedPages, ragged: Ragged, dtype: torch.dtype, share: int
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Gives a request's keys and values, each ``[1, G, L, K]`` in its own order: where they lie, if in one piece."""
+    """A function that returns a request's keys and values, each ``[1, G, L, K]`` in order; views if contiguous."""
     lengths, tables, runs = ragged.kv_lengths, ragged.page_tables, ragged.runs
 
     def gathered(request: int) -> tuple[Tensor, Tensor]:
@@ -243,7 +243,7 @@ def _reader(
     groups, size = k_PSGK.shape[2:]
     k_begin, v_begin = k_PSGK.storage_offset(), v_PSGK.storage_offset()
     nbytes = position * k_PSGK.itemsize
-    fewest = 1 if dtype == torch.float32 else 2  # a row alone of bf16 or fp16 is brought near on its way to fp32
+    fewest = 1 if dtype == torch.float32 else 2  # a single row of bf16 or fp16 is cached by its conversion to fp32
 
     def read(request: int) -> tuple[Tensor, Tensor]:
         first, length = runs[request], lengths[request]
@@ -254,17 +254,18 @@ def _reader(
         k, v = k_PSGK.as_strided(shape, apart, k_begin + at), v_PSGK.as_strided(shape, apart, v_begin + at)
         if length * nbytes <= _FETCHED and fewest <= ragged.row_counts[request] * share <= _FEW:
             for x in (k, v):
-                x.sum()  # reads dense memory in the order in which it lies
+                x.sum()  # reads dense memory in memory order
         return k, v
 
     return read
 
 
 def _masks(ragged: Ragged, limits: Tensor, like: Tensor) -> Callable[[Piece, int], Tensor]:
-    """Gives the additive mask ``[rows, width]`` of a piece that begins at some row, in the dtype of ``like``.
+    """A function that returns the additive mask ``[rows, width]`` of a piece from its first row, in the dtype of
+    ``like``.
 
-    Those of rows that each see one position more than the one before are views of one tensor: of its columns all rows
-    see the first ``seen``, all but the first row the next, and so on.
+    Masks of rows that each see one position more than the previous row are views of one tensor: all rows see its first
+    ``seen`` columns, all but the first row the next one, and so on.
     """
     rows, seen, behind = ragged.triangle
     triangle = like.new_full((rows, seen + behind), -torch.inf).triu_(seen) if rows else like.new_empty(0)
@@ -279,7 +280,8 @@ def _masks(ragged: Ragged, limits: Tensor, like: Tensor) -> Callable[[Piece, int
 
 
 def _gathered(source: Tensor | QuantizedPages, pages: Tensor, length: int, first: int | None = None) -> Tensor:
-    """Keys or values ``[1, G, length, K]`` of ``pages``, in their order; ``first``: they lie one after another."""
+    """Keys or values ``[1, G, length, K]`` of ``pages``, in order; ``first``: the first page, if they are
+    contiguous."""
     if isinstance(source, QuantizedPages):
         found = dequantize(source.select(pages) if first is None else source.narrow(first, len(pages)))
     else:

@@ -1,7 +1,7 @@
 """``cached_attention`` in Triton: one pass over the pages for all query heads that share them.
 
-A row's bits depend on its query, its limit and its request's keys and values, and on nothing else: blocks and splits
-begin at fixed positions, what lies right of a row's limit adds exact zeros, and splits are folded in their order.
+A row's bits depend only on its query, its limit and its request's keys and values: blocks and splits begin at fixed
+positions, positions beyond a row's limit add exact zeros, and splits are combined in order.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mmserve_kernels.cached_attention.tiles import QUANTIZED_HEAD_SIZE, Tiling, 
 from mmserve_kernels.kv_quant.kernel import read_pages
 from mmserve_kernels.kv_quant.pages import LEVELS, QuantizedPages
 
-#: Rows that a program folds: so few that nothing is spilled.
+#: Rows that a program combines: few enough that no registers are spilled.
 FOLDED = 16
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @triton.jit
 def _fold(acc, top, total, acc_more, top_more, total_more):
-    """Two softmax sums as one: numerators ``[M, K]``, highest scores (base 2) and denominators ``[M]``."""
+    """Combine two partial softmaxes: numerators ``[M, K]``, maximum scores (base 2) and denominators ``[M]``."""
     highest = tl.maximum(top, top_more)
     safe = tl.where(highest == float("-inf"), 0.0, highest)
     a, b = tl.exp2(top - safe), tl.exp2(top_more - safe)
@@ -40,7 +40,7 @@ def _fold(acc, top, total, acc_more, top_more, total_more):
 
 @triton.jit
 def _finish(out_ptr, lse_ptr, at, live, channel, acc, top, total, K: tl.constexpr, HAS_LSE: tl.constexpr):
-    """Write a tile's results; rows that see nothing are zeros, with a log-sum-exp of -inf."""
+    """Write a tile's results; rows with no visible position are zeros, with a log-sum-exp of -inf."""
     blind = total == 0.0
     rows = acc / tl.where(blind, 1.0, total)[:, None]
     mask = live[:, None] & (channel < K)[None, :]
@@ -62,7 +62,7 @@ def _attend(
     HAS_LIMIT: tl.constexpr, HAS_END: tl.constexpr, HAS_LSE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     WHOLE_PAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows over one split or all of them. ``scale``: of the scores, in powers of two."""
+    """Process one tile of rows over one split or all of them. ``scale``: of the scores, in base 2."""
     GROUP: tl.constexpr = HEADS // GROUPS
     record = programs_ptr + tl.program_id(0) * 8
     group = tl.program_id(1)
@@ -84,7 +84,7 @@ def _attend(
     end = limit
     if HAS_END:
         end = tl.minimum(limit, tl.load(end_ptr + first_row + row, mask=live, other=0).to(tl.int32))
-    if WINDOW:  # whole blocks to the left of what the first row sees are left out: they would add exact zeros
+    if WINDOW:  # skip blocks left of the first row's window: they would add exact zeros
         least = tl.min(tl.where(live, end, length), 0)
         begin = tl.maximum(least - WINDOW, 0) // BLOCK_N * BLOCK_N
 
@@ -98,7 +98,7 @@ def _attend(
         for start in range(tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, last), BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             seen = n < last
-            if WHOLE_PAGES:  # a block begins with a page
+            if WHOLE_PAGES:  # blocks begin at page boundaries
                 listed = start // PAGE + tl.arange(0, BLOCK_N // PAGE)
                 pages = tl.load(table_ptr + request * table_width + listed, mask=listed < table_width, other=0)
                 slot = tl.reshape((pages.to(tl.int64) * PAGE)[:, None] + tl.arange(0, PAGE)[None, :], (BLOCK_N,))
@@ -117,7 +117,7 @@ def _attend(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             if CAP != 0:
                 ln2: tl.constexpr = 0.6931471805599453
-                # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is exact at both ends
+                # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is exact in both limits
                 scores = (CAP / ln2) * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
             seen_here = n[None, :] < limit[:, None]
             if WINDOW:
@@ -147,7 +147,7 @@ def _combine(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, HAS_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Fold the splits of FOLDED rows of a tile in their order."""
+    """Combine the splits of FOLDED rows of a tile in order."""
     GROUP: tl.constexpr = HEADS // GROUPS
     record = folds_ptr + tl.program_id(0) * 8
     group = tl.program_id(1)
@@ -195,7 +195,7 @@ def cached_attention(
     k_PSGK, v_PSGK = (x if isinstance(x, QuantizedPages) else x.contiguous() for x in (k_PSGK, v_PSGK))
     if isinstance(ragged, FixedBatch):
         plan = fixed_schedule(ragged, heads // groups, groups, sizes, page)
-        out.zero_()  # rows of nobody, which no program writes
+        out.zero_()  # rows of no request, not written by any program
         if lse_TH is not None:
             lse_TH.fill_(-torch.inf)
     else:
@@ -230,7 +230,7 @@ def cached_attention(
 
 
 def _whole_pages(page: int, sizes: Tiling, quantized: bool) -> bool:
-    """Whether a block of positions is so many whole pages, each looked up once."""
+    """Whether a block of positions consists of whole pages, so that each page is looked up once."""
     return not quantized and sizes.block_n % page == 0
 
 
@@ -239,7 +239,7 @@ def _codes(pages: Tensor | QuantizedPages) -> Tensor:
 
 
 def _parts(pages: Tensor | QuantizedPages) -> tuple[Tensor, ...]:
-    """What ``read_pages`` asks of pages besides their codes; plain ones stand in for what they do not have."""
+    """The arguments of ``read_pages`` besides the codes; for plain pages, placeholders."""
     if not isinstance(pages, QuantizedPages):
         return (pages,) * 4
     return tuple(pages.scale if x is None else x for x in (pages.scale, pages.low, pages.kept, pages.kept_at))
@@ -255,9 +255,9 @@ def _kinds(k: Tensor | QuantizedPages, v: Tensor | QuantizedPages) -> dict[str, 
 
 
 def variants() -> Iterator[Variant]:
-    """Every tiling, with all that costs registers switched on, for 28 query heads over 4 and pages of 16.
+    """Every tiling, with all options that cost registers, for 28 query heads over 4 and pages of 16.
 
-    Windows and caps are variants of their own, of plain pages and for NVIDIA: on gfx942 they spill (108 bytes).
+    Windows and caps are separate variants, for plain pages and NVIDIA: on gfx942 they spill (108 bytes).
     """
     quantized = product(LEVELS, ("channel", "token"))
     gpus = ("cuda", "sm_90", "hip")
@@ -286,7 +286,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _types(name: str, kind: str) -> dict[str, str]:
-    """Types of what ``_attend`` reads."""
+    """Types of the arguments of ``_attend``."""
     types = {"q_ptr": f"*{name}", "programs_ptr": "*i32", "table_ptr": "*i32", "limit_ptr": "*i64"}
     types |= {"end_ptr": "*i64"}
     for x in ("k", "v"):
@@ -297,7 +297,8 @@ def _types(name: str, kind: str) -> dict[str, str]:
 
 
 def _settings(sizes: Tiling, kind: str, keys_per: str) -> dict[str, Any]:
-    """Constants of ``_attend``; keys have a range a channel (KIVI) or a token (the store's), values one a token."""
+    """Constants of ``_attend``; keys have a range a channel (KIVI) or a token (as in the K/V store), values one a
+    token."""
     ranges = {"K_KIND": kind, "K_PER": keys_per, "V_KIND": kind, "V_PER": "token"}
     kept = {"K_KEPT": kind != "plain", "V_KEPT": kind != "plain"}
     blocks = {"PAGE": 16, "HAS_LIMIT": True, "HAS_END": False, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split}

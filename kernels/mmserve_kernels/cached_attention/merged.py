@@ -1,4 +1,4 @@
-"""Attention over two sets of positions as one over both, from their log-sum-exps; for a CPU.
+"""Merging of attention over two sets of positions into one over both, by their log-sum-exps; for a CPU.
 
 Shapes in names: R rows, H query heads, K head size.
 """
@@ -17,7 +17,7 @@ _ONE = np.float32(1)
 
 @compiled("void(f4[:, :, ::1], f4[:, ::1], f4[:, :, ::1], f4[:, ::1])", fused=False)
 def _merge(a_RHK: np.ndarray, a_lse_RH: np.ndarray, b_RHK: np.ndarray, b_lse_RH: np.ndarray) -> None:
-    """The second into the first."""
+    """Merge the second into the first, in place."""
     rows, heads, size = a_RHK.shape
     for r in range(rows):
         for h in range(heads):
@@ -28,8 +28,8 @@ def _merge(a_RHK: np.ndarray, a_lse_RH: np.ndarray, b_RHK: np.ndarray, b_lse_RH:
 
 
 def merged(a_RHK: Tensor, a_lse_RH: Tensor, b_RHK: Tensor, b_lse_RH: Tensor) -> Tensor:
-    """Attention ``[R, H, K]`` over the positions of ``a`` and ``b`` together, where each is attention over its own, and
-    has the log-sum-exps (fp32, all finite) of its scaled scores. A row's bits depend on the row alone."""
+    """Attention ``[R, H, K]`` over the positions of ``a`` and ``b`` together, from the attention over each set and the
+    log-sum-exps (fp32, all finite) of its scaled scores. A row's bits depend on the row only."""
     made = torch.empty(a_RHK.shape).copy_(a_RHK)
     rest, sums = b_RHK.float().contiguous(), (a_lse_RH.contiguous(), b_lse_RH.contiguous())
     _merge(made.numpy(), sums[0].numpy(), rest.numpy(), sums[1].numpy())

@@ -1,4 +1,5 @@
-"""Which rows of a batch are attended to in one call, and what each of them sees: plain integers, before any tensor."""
+"""Splitting of a batch into groups of rows that are attended in one call, with the visibility of each; on integers
+only."""
 
 from __future__ import annotations
 
@@ -7,17 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Rows that are attended to together where rows see different numbers of positions. Of a long causal prompt, a piece
-#: reads no further than its last row sees; with fewer rows the matrix products are slower than what that spares.
+#: Maximum rows of a piece whose rows see different numbers of positions. A piece of a long causal prompt reads only the
+#: positions visible to its last row; with fewer rows a piece, slower matrix products outweigh that saving.
 ROWS = 64
-#: ``sight`` of rows that all see the whole width, and of rows whose limits have to be looked up.
+#: ``sight`` of rows that all see the whole width, and of rows whose limits are in a device tensor.
 ALL, LOOKED_UP = -1, -2
 
 
 class Piece(NamedTuple):
-    """``rows`` of one request, one after another, over its first ``width`` positions.
+    """Consecutive ``rows`` of one request, over its first ``width`` positions.
 
-    ``sight``: how many positions the first row sees, where each of the others sees one more than the row before it;
+    ``sight``: number of positions visible to the first row, if each following row sees one more than the previous one;
     else ``ALL`` or ``LOOKED_UP``.
     """
 
@@ -28,20 +29,20 @@ class Piece(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """How many positions the first row sees; 0 where that has to be looked up."""
+        """Number of positions visible to the first row; 0 if its limit is ``LOOKED_UP``."""
         return 0 if self.sight == LOOKED_UP else self.width if self.sight == ALL else self.sight
 
 
 def pieces(
     row_counts: Sequence[int], kv_lengths: Sequence[int], limits: np.ndarray | None, *, known: bool = True
 ) -> tuple[Piece, ...]:
-    """The pieces of a batch, in the order of its rows. Of requests without rows there are none.
+    """The pieces of a batch, in the order of its rows. Requests without rows have no piece.
 
-    ``limits``: int64 ``[T]``, how many positions each row sees, None = all of its request; not ``known``: there are
-    some, and they are looked up. How a request is cut depends on its own rows only. One without limits, or of at most
-    ``ROWS`` rows, is one piece over all of its positions: sums over another number of keys come out with other last
-    bits, so a row's do not depend on how far the request's other rows see. Of more rows with limits they do: whoever
-    needs the same bits of those cuts requests by position, as a store does at the ends of pages.
+    ``limits``: int64 ``[T]``, the number of positions visible to each row, None = all of its request; ``known=False``:
+    there are limits, in a device tensor. The split of a request depends on its own rows only. A request without limits,
+    or with at most ``ROWS`` rows, is one piece over all of its positions: sums over another number of keys have
+    different last bits, so a row's bits are independent of the other rows' limits. With more rows with limits they are
+    not: callers that need equal bits must split requests by position, as a K/V store does at page boundaries.
     """
     made: list[Piece] = []
     start = 0
@@ -77,8 +78,8 @@ def _sight(limits: np.ndarray, width: int) -> int:
 
 
 def triangle(of: Sequence[Piece]) -> tuple[int, int, int]:
-    """Size of the mask whose views are those of all pieces with a ``sight``: rows, positions that all rows see, and
-    columns after those. No rows: there is no such piece."""
+    """Size of the mask whose views are the masks of all pieces with a ``sight``: rows, columns visible to all rows, and
+    further columns. Zero rows if there is no such piece."""
     own = [piece for piece in of if piece.sight >= 0]
     if not own:
         return 0, 0, 0

@@ -27,12 +27,11 @@ def cached_attention(
 ) -> Tensor:
     """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
 
-    A row sees the positions of its request below its limit; with a ``window``, only those from so many before its end
-    on (see ``Ragged.window_end``). A ``cap``
-    makes ``cap * tanh(score / cap)`` of scaled scores (Gemma 2, arXiv 2408.00118). 0 is none of either. ``lse_TH``
-    (fp32, if given) is filled with the natural log-sum-exp of each row's scaled scores. Rows that see nothing, and rows
-    of no request, are zeros, and their log-sum-exp is -inf. Nothing is read of positions that a request does not have:
-    what lies there may be no number.
+    A row sees the positions of its request below its limit; with a ``window``, only the last ``window`` positions
+    before its end and all after it (see ``Ragged.window_end``). A ``cap`` replaces scaled scores by ``cap * tanh(score
+    / cap)`` (Gemma 2, arXiv 2408.00118). 0 disables either. ``lse_TH`` (fp32, if given) is filled with the natural
+    log-sum-exp of each row's scaled scores. Rows with no visible position, and rows of no request, are zeros, with a
+    log-sum-exp of -inf. Positions beyond a request's length are not read: they may be NaN.
     """
     out_THK = torch.zeros_like(q_THK, memory_format=torch.contiguous_format)
     if lse_TH is not None:
@@ -64,7 +63,7 @@ def cached_attention(
 
 
 def _requests(batch: Ragged | FixedBatch) -> Iterator[tuple[int, int, Tensor]]:
-    """Rows, positions and pages of each request."""
+    """Number of rows, number of positions, and pages of each request."""
     if isinstance(batch, Ragged):
         yield from zip(batch.row_counts, batch.kv_lengths, batch.page_tables, strict=True)
         return
@@ -72,6 +71,6 @@ def _requests(batch: Ragged | FixedBatch) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _positions(source: Tensor | QuantizedPages, pages: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values of ``pages`` in their order, as ``dtype`` holds them, in fp32 ``[positions, G, K]``."""
+    """Keys or values of ``pages`` in order, rounded to ``dtype``, as fp32 ``[positions, G, K]``."""
     x = dequantize(source.select(pages)) if isinstance(source, QuantizedPages) else source.index_select(0, pages)
     return x.flatten(0, 1).to(dtype).float()

@@ -1,9 +1,9 @@
 """Attention of single rows over pages, a compiled loop over positions: a step of next-token decoding.
 
-PyTorch's SDPA is called once a request, and takes its keys head by head, which lie apart. Here all requests' rows are
-one call, and pages are read where they are, in the order in which they lie. (fp32, one thread, pages in any order; 6
-heads of 48: 1, 4, 16 requests of 61 positions 11, 33 and 127 us, with SDPA 25, 96 and 559; 16 of 500 positions 2.2 and
-4.6 ms. 32 heads over 8 of 128, 500 positions: 1 and 16 requests 0.34 and 9.2 ms, with SDPA 0.33 and 12.2.)
+PyTorch's SDPA is called once a request, and reads its keys head by head, with strides. Here all requests' rows are one
+call, and pages are read in place in memory order. (fp32, one thread, pages in any order; 6 heads of 48: 1, 4, 16
+requests of 61 positions 11, 33 and 127 us, with SDPA 25, 96 and 559; 16 of 500 positions 2.2 and 4.6 ms. 32 heads over
+8 of 128, 500 positions: 1 and 16 requests 0.34 and 9.2 ms, with SDPA 0.33 and 12.2.)
 
 Shapes in names: R rows, P pages, S positions a page, H query heads, G key/value heads, K head size.
 """
@@ -28,8 +28,8 @@ _ONE, _HALF, _ZERO = np.float32(1), np.float32(0.5), np.float32(0)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359375), np.float32(-2.12194440e-4)
 _P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 _P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-_LEAST = np.float32(-87.0)  # below it, exp is no normal number
-#: Products of a call (rows × heads × head size × positions) from which on threads share it: some 0.1 ms of one.
+_LEAST = np.float32(-87.0)  # below it, exp is subnormal
+#: Multiplications of a call (rows × heads × head size × positions) from which threads are used: some 0.1 ms of one.
 _SHARED = 1 << 20
 
 
@@ -59,7 +59,7 @@ def _largest(a: np.ndarray) -> np.float32:
 
 @compiled("void(f4[::1], f4, i4[::1])")
 def _exponentials(a: np.ndarray, most: np.float32, powers: np.ndarray) -> None:
-    """``exp(a - most)`` in place; ``powers`` is for intermediate results, as long as ``a``."""
+    """``exp(a - most)`` in place; ``powers`` is a buffer of the length of ``a``."""
     for i in range(len(a)):
         x = max(a[i] - most, _LEAST)
         n = np.floor(x * _LOG2_E + _HALF)
@@ -84,7 +84,7 @@ def _add(weight: np.float32, values: np.ndarray, to: np.ndarray) -> None:
 
 
 def _wide(stored: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """``stored`` if it is fp32, else (bf16, as its bits) the same numbers in ``room``."""
+    """``stored`` if it is fp32, else (bf16, as its bits) the same numbers converted into the buffer ``room``."""
     raise NotImplementedError("compiled code only")
 
 
@@ -117,7 +117,7 @@ def _attend(
     out_RHK: np.ndarray,
     part: np.ndarray,
 ) -> None:
-    """Rows ``part[0]`` to ``part[1]`` and key/value heads ``part[2]`` to ``part[3]``."""
+    """Compute rows ``part[0]`` to ``part[1]`` and key/value heads ``part[2]`` to ``part[3]``."""
     heads, size = q_RHK.shape[1:]
     page_size, groups = k_PSGK.shape[1:3]
     share = heads // groups
@@ -147,16 +147,16 @@ def _attend(
 def attend_in_place(
     q_RHK: np.ndarray, k_PSGK: np.ndarray, v_PSGK: np.ndarray, rows: LoneRows, out_RHK: np.ndarray
 ) -> None:
-    """As ``attend_rows``, on this thread, into ``out_RHK``; bf16 pages as their bits."""
+    """As ``attend_rows``, on the calling thread, into ``out_RHK``; bf16 pages as their bits."""
     part = np.array((0, len(q_RHK), 0, k_PSGK.shape[2]))
     _attend(q_RHK, k_PSGK, v_PSGK, rows.pages, rows.starts, rows.lengths, out_RHK, part)
 
 
 def attend_rows(q_RHK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, rows: LoneRows) -> Tensor:
-    """Attention ``[R, H, K]`` in fp32 of rotated queries (fp32), each over one position or more of its own.
+    """Attention ``[R, H, K]`` in fp32 of rotated queries (fp32), each over at least one position of its own.
 
-    Keys and values are dense, and fp32 or bf16: nothing is rounded to bf16. A row's bits depend on nothing but the
-    row and its keys and values, not on threads either: PyTorch's number of them share large calls.
+    Keys and values are dense, and fp32 or bf16; intermediate results are not rounded to bf16. A row's bits depend only
+    on the row and its keys and values, also if a large call is divided among PyTorch's number of threads.
     """
     q_RHK, out_RHK = q_RHK.contiguous(), torch.empty(q_RHK.shape)
     k, v = (_numbers(pages) for pages in (k_PSGK, v_PSGK))

@@ -1,8 +1,8 @@
-"""How the kernel of ``cached_attention`` is divided into programs. None of it changes a bit of any result.
+"""Division of the kernel of ``cached_attention`` into programs; results are bitwise independent of it.
 
 A tile is a number of query rows of one request, each row once for every query head that shares a key/value head. A
-split is ``Tiling.split`` positions of a request's keys and values, counted from its position 0. What a tile sees in one
-split is added up by itself, and the splits are folded in their order, by one program or by several.
+split is ``Tiling.split`` positions of a request's keys and values, counted from its position 0. Each split of a tile is
+summed separately, and the splits are combined in order, by one program or by several.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmserve_kernels.cached_attention.batch import FixedBatch, Ragged
 
-#: From as many (tile, key/value head) pairs on, a program walks through all splits: the GPU is full without more.
+#: Number of (tile, key/value head) pairs from which on a program processes all splits: enough to fill the GPU.
 ENOUGH_PROGRAMS = 128
-#: Largest heads of quantized pages: for larger ones no block sizes were found that spill nothing.
+#: Maximum head size of quantized pages: for larger ones no block sizes without spills were found.
 QUANTIZED_HEAD_SIZE = 128
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the kernel's blocks. They set the order of additions, so they depend on nothing of a batch."""
+    """Block sizes of the kernel. They determine the order of additions, so they do not depend on the batch."""
 
     block_m: int  # rows of a tile
-    block_n: int  # positions of keys and values that are read at once
-    split: int  # positions that are added up by themselves: a multiple of ``block_n``
+    block_n: int  # positions of keys and values in a block
+    split: int  # positions summed separately: a multiple of ``block_n``
     num_warps: int
     num_stages: int
 
@@ -43,11 +43,12 @@ def tiling(
     lean: bool = False,
     windowed: bool = False,
 ) -> Tiling:
-    """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head, on a GPU as ``gpu_of`` names it.
+    """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head, on a GPU as named by ``gpu_of``.
 
-    All that ``kernels/bench/compile_table.py`` finds without spills. What is ``quantized`` takes more registers, and
-    its many small loads are seldom copied ahead: ``ValueError`` where they are too many. ``lean``: of a kernel that
-    keeps less in them than ``cached_attention``; ``windowed``: of rows that also keep where their windows end.
+    All compile without spills in ``kernels/bench/compile_table.py``. ``quantized`` pages take more registers, and their
+    many small loads are seldom pipelined; raises ``ValueError`` for head sizes that spill. ``lean``: for a kernel that
+    uses fewer registers than ``cached_attention``; ``windowed``: for rows with the ends of sliding windows in
+    registers.
     """
     if quantized and head_size > QUANTIZED_HEAD_SIZE:
         raise ValueError(
@@ -55,14 +56,14 @@ def tiling(
         )
     if dtype == torch.float32 or quantized:
         block_n = 32 if dtype != torch.float32 and head_size <= 64 else 16
-        # Where a stage more fits, the assembler does not squeeze registers, and spill some, to run more programs.
+        # With enough shared memory for one more stage, the assembler does not spill registers to run more programs.
         ahead = quantized and dtype == torch.float32 and head_size <= 64 and backend != "hip"
         return Tiling(32, block_n, 1024, 4 if backend == "hip" else 8, 2 if ahead else 1)
-    # Of small heads four warps would do on NVIDIA's with Triton 3.7; with 3.6 they spill on an sm_80.
+    # For small heads four warps would suffice on other NVIDIA GPUs with Triton 3.7; with 3.6 they spill on an sm_80.
     if windowed and head_size > 128 and backend != "hip":
         return Tiling(32, 16, 1024, 4, 2)
     # A matrix product of Hopper has 64 rows and four warps: with eight, weights go through shared memory to the others,
-    # and all takes twice as long (seen on an H200, where splits of 512 were also faster for single requests).
+    # which takes twice as long (measured on an H200, where splits of 512 were also faster for single requests).
     if backend == "sm_90" and head_size <= 128 and not windowed:
         return Tiling(64, 64, 512, 4, 3)
     few = 128 if backend == "hip" else 64 if lean else 0
@@ -71,8 +72,7 @@ def tiling(
 
 @lru_cache
 def gpu_of(device: torch.device) -> str:
-    """The kind of GPU that block sizes are chosen for: ``hip`` (AMD's), ``sm_90`` (Hopper), or ``cuda`` (NVIDIA's
-    others)."""
+    """The kind of GPU as a key of block sizes: ``hip`` (AMD), ``sm_90`` (Hopper), or ``cuda`` (other NVIDIA)."""
     if torch.version.hip:
         return "hip"
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -84,8 +84,8 @@ class Schedule:
     """Programs of one batch; a record is eight int32.
 
     ``programs``: first row of the request, its rows, first packed row of the tile, request, positions with K/V, first
-    split, end of splits, place of the partial result (-1 = the program finishes the tile). ``folds``: first row, rows,
-    first packed row, first partial result, number of them, and three of nothing. ``table``: int32 ``[requests, most
+    split, end of splits, index of the partial result (-1 = the program finishes the tile). ``folds``: first row, rows,
+    first packed row, first partial result, number of them, and three unused. ``table``: int32 ``[requests, most
     pages]``.
     """
 
@@ -97,9 +97,9 @@ class Schedule:
 
 @lru_cache(maxsize=4)
 def schedule(ragged: Ragged, group: int, groups: int, sizes: Tiling) -> Schedule:
-    """Programs for ``ragged`` where ``group`` query heads share each of ``groups`` key/value heads.
+    """Programs for ``ragged`` with ``group`` query heads for each of ``groups`` key/value heads.
 
-    One batch goes through every layer of a model: the last few schedules are kept.
+    A batch passes through every layer of a model, so the last few schedules are cached.
     """
     requests = np.flatnonzero(ragged.row_counts)
     rows = np.asarray(ragged.row_counts, np.int32)[requests]
@@ -129,17 +129,17 @@ def schedule(ragged: Ragged, group: int, groups: int, sizes: Tiling) -> Schedule
 
 @lru_cache(maxsize=4)
 def fixed_schedule(batch: FixedBatch, group: int, groups: int, sizes: Tiling, page: int) -> Schedule:
-    """Programs for as many tiles and splits as ``batch`` has room for, with pages of ``page`` positions.
+    """Programs for the maximum number of tiles and splits of ``batch``, with pages of ``page`` positions.
 
-    Made where its tensors are, from their shapes on the host and their contents on the device alone, so that it can be
-    recorded. Programs that are left over have no rows. Whoever runs recorded work makes a new ``FixedBatch`` for it:
-    the last few schedules are kept.
+    Computed on its device, from the shapes of its tensors without reading their contents on the host, so that it can be
+    captured in a CUDA graph. Unused programs have no rows. A new ``FixedBatch`` must be created for each capture: the
+    last few schedules are cached.
     """
     counts, lengths = batch.row_counts, batch.kv_lengths
     requests, pages = batch.page_tables.shape
     tiles = -(-counts * group // sizes.block_m)
     ends = tiles.cumsum(0)
-    most = len(batch.slots) * group // sizes.block_m + requests  # each request may leave a tile partly filled
+    most = len(batch.slots) * group // sizes.block_m + requests  # each request may have a partial tile
     place = torch.arange(most, device=counts.device)
     owner = torch.searchsorted(ends, place, right=True)
     request = owner.clamp_max(requests - 1)

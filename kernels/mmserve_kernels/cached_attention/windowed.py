@@ -1,7 +1,7 @@
-"""Attention of rows that see a sliding window, or whose scores are capped, of PyTorch's own operations.
+"""Attention with sliding windows or capped scores, from PyTorch operations.
 
 Shapes in names: T query rows of all requests, H query heads, G key/value heads, U query heads that share one, K head
-size; R rows of a piece, L positions that any of them sees, M = R · U.
+size; R rows of a piece, L positions visible to any of them, M = R · U.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mmserve_kernels.cached_attention.batch import Ragged
 
-#: Rows of a product with capped scores: always as many, so that no bit depends on how many there are, and the tanh of
-#: all of them is computed by whole vectors.
+#: Rows of a product with capped scores: a fixed number, so that no bit depends on the number of rows, and the tanh of
+#: all of them is vectorized.
 TILE = 32
 
 
@@ -30,11 +30,11 @@ def windowed_attention(
     page: int,
     lse_TH: Tensor | None = None,
 ) -> Tensor:
-    """``reference.cached_attention`` with a ``window`` or a ``cap``, or both.
+    """``reference.cached_attention`` with a ``window``, a ``cap`` or both.
 
-    ``read`` gives a request's keys and values ``[1, G, L, K]``; ``products`` is attention of ``[1, G, M, K]`` with an
-    additive mask ``[M, L]``. Which keys a piece leaves unread follows from the page (of ``page`` positions) in which
-    its first row's window ends, so a row's bits do not depend on which others are run with it.
+    ``read`` returns a request's keys and values ``[1, G, L, K]``; ``products`` computes attention of ``[1, G, M, K]``
+    with an additive mask ``[M, L]``. The keys skipped by a piece are determined by the page (of ``page`` positions)
+    that contains its first row's window end, so a row's bits are independent of the other rows of its pass.
     """
     if lse_TH is not None:
         raise ValueError("log-sum-exps of windowed or capped attention are the kernel's and the reference's only")

@@ -1,4 +1,4 @@
-"""What a commit policy asks of logits, in one pass over them: the best tokens, how sure they are, and drawn ones."""
+"""Inputs of commit policies from one pass over logits: top-k tokens, their confidence, and sampled tokens."""
 
 from mmserve_kernels.commit_scores.reference import commit_scores
 from mmserve_kernels.commit_scores.types import CommitScores, Draw

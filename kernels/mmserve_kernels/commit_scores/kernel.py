@@ -1,10 +1,11 @@
 """The Triton kernel of ``commit_scores``.
 
-A row is cut into chunks of the vocabulary, a program each, so that few rows still fill a GPU; a second kernel joins a
-row's chunks. How a row is cut depends on the vocabulary alone, so its result is bitwise the same in any batch.
+A row is divided into chunks of the vocabulary, a program each, so that few rows still fill a GPU; a second kernel
+merges the chunks of a row. The division depends on the vocabulary only, so a row's result is bitwise equal in any
+batch.
 
-The k best travel as 64-bit keys: 32 bits that sort as the logit does, above 31 bits that sort as
-the id does, downwards.
+The top-k tokens are represented as 64-bit keys: 32 bits that sort like the logit, above 31 bits that sort like the id
+in descending order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mmserve_kernels.aot import Variant
 from mmserve_kernels.commit_scores import noise
 from mmserve_kernels.commit_scores.types import LARGEST_K, CommitScores, Draw, check, empty
 
-#: Tokens of a chunk: 16 a thread, whose keys fill a quarter of its registers.
+#: Tokens of a chunk: 16 a thread, whose keys use a quarter of its registers.
 _CHUNK = 4096
 _WARPS, _JOIN_WARPS = 8, 4
 
@@ -41,20 +42,20 @@ def commit_scores(
     allowed: Tensor | None = None,
     draw: Draw | None = None,
 ) -> CommitScores:
-    """See ``reference.commit_scores``; ids and drawn tokens are the same, other figures but for roundings."""
+    """See ``reference.commit_scores``; ids and sampled tokens are equal, the other outputs up to rounding."""
     check(logits_nV, k, banned, allowed, draw)
     rows, vocabulary = logits_nV.shape
     out = empty(rows, k, logits_nV.device)
     if rows == 0:
         return out
     logits_nV = logits_nV if logits_nV.stride(1) == 1 else logits_nV.contiguous()
-    width = max(k, 2)  # the gap is between two
+    width = max(k, 2)  # the gap is between the top two
     chunk = chunk_size(vocabulary)
     chunks = triton.cdiv(vocabulary, chunk)
     sums = out.gap.new_empty(rows, chunks, 3)
     keys = out.ids.new_empty(rows, chunks, width)
     drawn = out.ids.new_empty(rows, chunks)
-    _chunk[(rows, chunks)](  # rows first: a GPU takes at most 65,535 programs of the second kind
+    _chunk[(rows, chunks)](  # rows are axis 0: axis 1 is limited to 65,535 programs
         logits_nV,
         logits_nV.stride(0),
         vocabulary,
@@ -71,7 +72,7 @@ def commit_scores(
         CHUNK=chunk,
         SHAPED=draw is not None and draw.shaped,
         num_warps=_WARPS,
-        enable_fp_fusion=False,  # a product fused with a sum is rounded once: another noise than the reference's
+        enable_fp_fusion=False,  # fused multiply-add would change the noise
     )
     _join[(rows,)](
         sums,
@@ -98,7 +99,7 @@ def chunk_size(vocabulary: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    """Every way in which the kernels are launched, for vocabularies above a chunk and the most best tokens."""
+    """Every launch configuration of the kernels, for vocabularies above a chunk and the maximum k."""
     for name in ("fp32", "fp16", "bf16"):
         for options in ("plain", "masked", "drawn", "shaped", "all"):
             yield _chunk_variant(name, options)
@@ -128,7 +129,7 @@ def _chunk_variant(dtype: str, options: str) -> Variant:
 
 @triton.jit
 def _log(y):
-    """noise.py's logarithm, operation for operation."""
+    """The logarithm of ``noise.py``, operation for operation."""
     bits = y.to(tl.int32, bitcast=True) + (_ONE_BITS - _SQRT_HALF_BITS)
     exponent = ((bits >> 23) - 127).to(tl.float32)
     x = ((bits & 0x7FFFFF) + _SQRT_HALF_BITS).to(tl.float32, bitcast=True) - 1.0
@@ -143,7 +144,7 @@ def _log(y):
 
 @triton.jit
 def _gumbel(seed, first, COUNT: tl.constexpr):
-    """noise.py's noise of the tokens ``first`` (a multiple of 4) to ``first + COUNT``."""
+    """The noise of ``noise.py`` for the tokens ``first`` (a multiple of 4) to ``first + COUNT``."""
     a, b, c, d = tl.randint4x(seed, first // 4 + tl.arange(0, COUNT // 4))
     words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(COUNT)
     u = tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-32), _LARGEST_U)
@@ -154,7 +155,7 @@ def _gumbel(seed, first, COUNT: tl.constexpr):
 
 @triton.jit
 def _key(values, ids):
-    """int64 that sorts as ``values`` (fp32), equal ones the lower id first; ids may be 0 to 2³¹ - 1."""
+    """int64 that sorts like ``values`` (fp32), with ties in ascending order of ids; ids are 0 to 2³¹ - 1."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
@@ -174,7 +175,7 @@ def _token(key):
 
 @triton.jit
 def _finite(x):
-    """fp32 of logits: no number becomes -inf, +inf the largest."""
+    """fp32 logits with NaN replaced by -inf, and +inf by the largest number."""
     x = x.to(tl.float32)
     return tl.where(x == x, tl.minimum(x, _LARGEST_FLOAT), float("-inf"))
 
@@ -217,7 +218,7 @@ def _chunk(
         tl.store(drawn + at, tl.max(_key(tempered + noise, ids), 0))
     largest = tl.max(x, 0)
     under = x - tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp(under)  # exactly 0 of -inf
+    weights = tl.exp(under)  # exactly 0 for -inf
     tl.store(sums + at * 3, largest)
     tl.store(sums + at * 3 + 1, tl.sum(weights, 0))
     tl.store(sums + at * 3 + 2, tl.sum(weights * tl.where(x == float("-inf"), 0.0, under), 0))
@@ -235,7 +236,7 @@ def _join(
     drawn,
     logits,
     row_stride,
-    inverse,  # fp32 [n]; None if the figures are of the logits as they are
+    inverse,  # fp32 [n]; None = outputs of the unscaled logits
     ids_out,  # int64 [n, k]
     log_probs_out,  # fp32 [n, k]
     gap_out,  # fp32 [n]

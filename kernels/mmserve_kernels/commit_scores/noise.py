@@ -1,8 +1,8 @@
-"""Gumbel noise of a seed and a token id, the same bits on every device.
+"""Gumbel noise from a seed and a token id, bitwise equal on every device.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) makes the random integers; the
-logarithms are written out in additions and multiplications of fp32, each rounded by itself, because a device's own
-``log`` may end in another bit.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) generates the random integers; the
+logarithms are computed with additions and multiplications of fp32, each rounded separately, because the ``log`` of
+devices differs in the last bits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Multipliers of the two halves of a round, and what is added to the key's halves after each.
+#: Multipliers of the two halves of a round, and the increments of the key's halves after each.
 ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
@@ -43,7 +43,7 @@ def philox(seeds_r: Tensor, counters_c: Tensor) -> Tensor:
     a = counters_c.expand(len(seeds_r), -1)
     b = c = d = torch.zeros_like(a)
     for _ in range(_ROUNDS):
-        left, right = a * ROUND_A, c * ROUND_B  # the product's 64 bits are right, if not its sign
+        left, right = a * ROUND_A, c * ROUND_B  # the 64 bits are correct, except for the sign
         a, b = (right >> 32 & _WORD).bitwise_xor_(b).bitwise_xor_(key_a), right.bitwise_and_(_WORD)
         c, d = (left >> 32 & _WORD).bitwise_xor_(d).bitwise_xor_(key_b), left.bitwise_and_(_WORD)
         key_a, key_b = key_a + _KEY_A & _WORD, key_b + _KEY_B & _WORD
@@ -56,12 +56,12 @@ def gumbel(seeds_r: Tensor, tokens: int) -> Tensor:
     u = philox(seeds_r, counters).flatten(1)[:, :tokens].float()
     u = u.add_(0.5).mul_(2.0**-32).clamp_max_(LARGEST)
     rest = 1 - u
-    lost = (rest - 1).add_(u)  # what rounding took from 1 - u, which is much of a small u
+    lost = (rest - 1).add_(u)  # rounding error of 1 - u, which is large relative to a small u
     return _log(lost.sub_(_log(rest))).neg_()
 
 
 def _log(y: Tensor) -> Tensor:
-    """log of positive normal fp32 numbers, every product and sum rounded by itself."""
+    """log of positive normal fp32 numbers, with every product and sum rounded separately."""
     bits = y.view(torch.int32) + (ONE_BITS - SQRT_HALF_BITS)
     exponent = (bits >> 23).sub_(127).float()
     x = bits.bitwise_and_(0x7FFFFF).add_(SQRT_HALF_BITS).view(torch.float32) - 1

@@ -1,4 +1,4 @@
-"""The specification of ``commit_scores``, one figure after another, in plain PyTorch.
+"""The specification of ``commit_scores`` in plain PyTorch, one output after another.
 
 Shapes in names: n rows, V tokens of the vocabulary, k best tokens, b banned ones, W words of a mask.
 """
@@ -21,15 +21,15 @@ def commit_scores(
     allowed: Tensor | None = None,
     draw: Draw | None = None,
 ) -> CommitScores:
-    """The best tokens, log-probabilities, gap, entropy and a drawn token of each row of logits (fp32, fp16 or bf16).
+    """Top-k tokens, log-probabilities, gap, entropy and a sampled token of each row of logits (fp32, fp16 or bf16).
 
-    ``banned`` (int64 ``[b]``, ids of the vocabulary) are in no row; ``allowed`` (int32 ``[n, ceil(V / 32)]``, bit
-    i of word j for token 32 j + i): tokens allowed in each. Probabilities are among what is left. A logit that is
-    no number is one of -inf, and +inf the largest number. A row is drawn by Gumbel-max with noise of its seed and the
-    token's id (``noise.py``): the token is the same on every device that is given the same logits. Nothing of a row
-    depends on the others.
+    ``banned`` (int64 ``[b]``, token ids) are excluded in all rows; ``allowed`` (int32 ``[n, ceil(V / 32)]``, bit i of
+    word j for token 32 j + i) is a bitmask of the tokens allowed in each row. Probabilities are renormalized over the
+    remaining tokens. NaN logits count as -inf, and +inf as the largest number. Tokens are sampled by Gumbel-max with
+    noise from the row's seed and the token's id (``noise.py``): the sampled token is the same on every device with
+    equal logits. Rows are independent of each other.
 
-    Raises ValueError where shapes, dtypes or ``k`` do not fit.
+    Raises ``ValueError`` if shapes, dtypes or ``k`` are invalid.
     """
     check(logits_nV, k, banned, allowed, draw)
     vocabulary, largest = logits_nV.shape[1], torch.finfo(torch.float32).max
@@ -41,7 +41,7 @@ def commit_scores(
     tempered_nV = x_nV if draw is None else x_nV * draw.inverse()[:, None]
     if draw is not None and draw.shaped:
         x_nV = tempered_nV = tempered_nV.clamp_max(largest)
-    log_p_nV = x_nV.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # of no token left: -inf
+    log_p_nV = x_nV.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # -inf if no token is left
     values_nV, ids_nV = x_nV.sort(dim=-1, descending=True, stable=True)
     log_probs = log_p_nV.gather(1, ids_nV)
     ids_nV = torch.where(values_nV == -torch.inf, -1, ids_nV)
@@ -62,6 +62,6 @@ def commit_scores(
 
 
 def _bits(words_nW: Tensor, vocabulary: int) -> Tensor:
-    """Boolean ``[n, V]`` of a mask's words."""
+    """Boolean ``[n, V]`` of a bitmask's words."""
     shifts = torch.arange(32, dtype=torch.int32, device=words_nW.device)
     return (words_nW[:, :, None] >> shifts & 1).flatten(1)[:, :vocabulary].bool()

@@ -1,4 +1,4 @@
-"""What ``commit_scores`` takes and returns.
+"""Inputs and outputs of ``commit_scores``.
 
 Shapes in names: n rows, V tokens of the vocabulary, k best tokens, b banned ones.
 """
@@ -11,18 +11,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-#: The most best tokens of a row that may be asked for.
+#: Maximum k of the top-k tokens.
 LARGEST_K = 64
-#: Temperatures below this are greedy: dividing by them would leave the range of fp32.
+#: Temperatures below this are greedy: dividing by them would overflow fp32.
 GREEDY_BELOW = 1e-4
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How rows draw a token: ``seeds`` int64 ``[n]``, ``temperatures`` fp32 ``[n]`` (below 1e-4: greedy).
+    """Sampling of rows: ``seeds`` int64 ``[n]``, ``temperatures`` fp32 ``[n]`` (below 1e-4: greedy).
 
-    ``shaped``: whether probabilities, gap and entropy are those of the tempered logits too (DiffusionGemma), or of the
-    logits as they are (LLaDA).
+    ``shaped``: whether probabilities, gap and entropy are those of the logits after temperature (DiffusionGemma), or of
+    the raw logits (LLaDA).
     """
 
     seeds: Tensor
@@ -30,35 +30,35 @@ class Draw:
     shaped: bool = False
 
     def inverse(self) -> Tensor:
-        """What logits are multiplied with, fp32 ``[n]``: 1 in greedy rows."""
+        """The factor of logits, fp32 ``[n]``: 1 in greedy rows, else 1 / temperature."""
         return torch.where(self.temperatures < GREEDY_BELOW, 1.0, self.temperatures).reciprocal()
 
     def noise(self) -> Tensor:
-        """What noise is multiplied with, fp32 ``[n]``: 0 in greedy rows, otherwise 1."""
+        """The factor of the noise, fp32 ``[n]``: 0 in greedy rows, else 1."""
         return (self.temperatures >= GREEDY_BELOW).float()
 
 
 @dataclass(frozen=True)
 class CommitScores:
-    """The candidate of each row of logits. Where a row has no token left, the id is -1 and its log-probability -inf."""
+    """The candidates of each row of logits. In a row without allowed tokens, ids are -1 and log-probabilities -inf."""
 
-    ids: Tensor  # int64 [n, k], best first; equals by id
+    ids: Tensor  # int64 [n, k], best first; ties by id
     log_probs: Tensor  # fp32 [n, k]
-    gap: Tensor  # fp32 [n], the best logit less the second; inf if there is no second
+    gap: Tensor  # fp32 [n], difference of the top two logits; inf if there is only one
     entropy: Tensor  # fp32 [n], nats
-    tokens: Tensor  # int64 [n], drawn, or the best
+    tokens: Tensor  # int64 [n], sampled or top-1
     token_log_probs: Tensor  # fp32 [n]
 
 
 def empty(rows: int, k: int, device: torch.device) -> CommitScores:
-    """Room for the scores of ``rows`` rows."""
+    """Uninitialized ``CommitScores`` of ``rows`` rows."""
     whole = partial(torch.empty, dtype=torch.int64, device=device)
     real = partial(torch.empty, dtype=torch.float32, device=device)
     return CommitScores(whole(rows, k), real(rows, k), real(rows), real(rows), whole(rows), real(rows))
 
 
 def check(logits_nV: Tensor, k: int, banned: Tensor | None, allowed: Tensor | None, draw: Draw | None) -> None:
-    """Raise ValueError unless the arguments of ``commit_scores`` fit one another."""
+    """Raise ``ValueError`` if the arguments of ``commit_scores`` are inconsistent."""
     if logits_nV.ndim != 2 or logits_nV.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"logits must be fp32, fp16 or bf16 [n, V], not {logits_nV.dtype} {tuple(logits_nV.shape)}")
     rows, vocabulary = logits_nV.shape

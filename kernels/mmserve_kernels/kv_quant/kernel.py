@@ -1,4 +1,4 @@
-"""``kv_quant`` in Triton, and how kernels read quantised pages."""
+"""``kv_quant`` in Triton, and reading of quantized pages in kernels."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mmserve_kernels.kv_quant.pages import LEVELS, QuantizedPages, checked
 
 @triton.jit
 def _to_e4m3(x):
-    """Bits (uint8) of fp32 numbers of up to ±448, to the nearest even, on GPUs that have no fp8 as well."""
+    """E4M3 bits (uint8) of fp32 numbers up to ±448, rounded to nearest even, also on GPUs without fp8."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.abs(x)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    subnormal = ((size * 512.0 + 8388608.0) - 8388608.0).to(tl.uint32)  # adding 2^23 rounds to a whole number
+    subnormal = ((size * 512.0 + 8388608.0) - 8388608.0).to(tl.uint32)  # adding 2^23 rounds to an integer
     return (tl.where(size < 0.015625, subnormal, normal) | sign).to(tl.uint8)
 
 
@@ -37,8 +37,8 @@ def _from_e4m3(bits):
 
 @triton.jit
 def _divisor(scale, x):
-    """What ``x`` is divided by: of all that is divided here, quotients are rounded as on a CPU, so that codes are those
-    of the reference. A GPU's own division may be off by two bits."""
+    """``scale`` as a divisor of ``x`` with correctly rounded division, so that codes equal those of the reference. A
+    GPU's default division may be off by two bits."""
     return tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale), x.shape)
 
 
@@ -48,7 +48,7 @@ def _quantize(
     S: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr,
     PER_CHANNEL: tl.constexpr, IS_FP8: tl.constexpr, PACKED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One head of one page."""
+    """Quantize one head of one page."""
     page, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, channel = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
     filled = tl.load(filled_ptr + page)
@@ -92,10 +92,11 @@ def read_pages(
     ptr, scale_ptr, low_ptr, kept_ptr, kept_at_ptr, slot, page, group, there, channel,
     GROUPS: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, PER: tl.constexpr, HAS_KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values ``[N, K]`` at ``slot [N]`` (page × S + offset) of ``page [N]``, zeros where ``there [N]`` is off.
+    """Keys or values ``[N, K]`` at ``slot [N]`` (page × S + offset) of ``page [N]``, zeros where ``there [N]`` is
+    false.
 
-    ``KIND``: ``plain``, or that of quantised pages with a range ``PER`` channel or token. Plain ones come in their own
-    dtype, others in fp32.
+    ``KIND``: ``plain``, or the kind of quantized pages with a range ``PER`` channel or token. Plain ones are returned
+    in their own dtype, others in fp32.
     """
     i = channel[None, :]
     mask = there[:, None] & (i < K)

@@ -1,4 +1,4 @@
-"""What quantised pages are made of.
+"""The tensors of quantized pages.
 
 Shapes in names: P pages, S positions a page, G key/value heads, K head size, N kept tokens.
 """
@@ -19,9 +19,10 @@ LEVELS = {"int8": 255, "int4": 15, "fp8": 448}
 class QuantizedPages:
     """Pages ``[P, S, G, K]`` as ``low + scale × code``; fp8 has no ``low``.
 
-    ``codes``: uint8 ``[P, S, G, K]``, of fp8 its bits; of int4 ``[P, S, G, K/2]``, the even channel in the lower half.
-    ``scale`` and ``low``: fp32 ``[P, 1, G, K]`` (one for each channel of a page) or ``[P, S, G, 1]`` (for each token).
-    ``kept [N, G, K]`` holds tokens at full precision, ``kept_at`` (int32 ``[P, S]``) their places there, -1 = none.
+    ``codes``: uint8 ``[P, S, G, K]``, for fp8 its bits; for int4 ``[P, S, G, K/2]``, the even channel in the lower
+    half. ``scale`` and ``low``: fp32 ``[P, 1, G, K]`` (one for each channel of a page) or ``[P, S, G, 1]`` (for each
+    token). ``kept [N, G, K]`` holds tokens at full precision, ``kept_at`` (int32 ``[P, S]``) their indices in it, -1 =
+    none.
     """
 
     kind: str
@@ -33,37 +34,38 @@ class QuantizedPages:
 
     @property
     def shape(self) -> torch.Size:
-        """``[P, S, G, K]`` of the pages that these encode."""
+        """The shape ``[P, S, G, K]`` of the decoded pages."""
         return torch.Size((*self.codes.shape[:3], self.codes.shape[3] * (2 if self.kind == "int4" else 1)))
 
     @property
     def per(self) -> str:
-        """``channel`` or ``token``: what has a range of its own; a page of one token of one channel has both."""
+        """``channel`` or ``token``: the granularity of the ranges; ambiguous for a page of one token with one
+        channel."""
         return "token" if self.scale.shape[3] == 1 else "channel"
 
     @property
     def bytes(self) -> int:
-        """Memory of all tensors."""
+        """Memory of all tensors in bytes."""
         parts = (self.codes, self.scale, self.low, self.kept, self.kept_at)
         return sum(part.nbytes for part in parts if part is not None)
 
     def select(self, pages: Tensor) -> QuantizedPages:
-        """Only ``pages`` (int64 ids), in their order."""
+        """The pages with ids ``pages`` (int64), in that order; a copy."""
         # index_select copies whole pages; on a CPU x[pages] took ten times as long.
         return self._each(lambda x: x.index_select(0, pages))
 
     def narrow(self, first: int, count: int) -> QuantizedPages:
-        """Only ``count`` pages from ``first`` on, where they are."""
+        """``count`` pages from ``first`` on, as a view."""
         return self._each(lambda x: x.narrow(0, first, count))
 
     def _each(self, part: Callable[[Tensor], Tensor]) -> QuantizedPages:
-        """A part of what each page has of its own."""
+        """Apply ``part`` to each tensor that has a page dimension."""
         low, kept_at = (None if x is None else part(x) for x in (self.low, self.kept_at))
         return QuantizedPages(self.kind, part(self.codes), part(self.scale), low, self.kept, kept_at)
 
 
 def checked(kind: str, per: str, head_size: int) -> None:
-    """``ValueError`` for what no pages can be quantised to."""
+    """Raise ``ValueError`` for unsupported combinations of kind, granularity and head size."""
     if kind not in LEVELS:
         raise ValueError(f"kind must be one of {', '.join(LEVELS)}, not {kind!r}")
     if per not in ("channel", "token"):

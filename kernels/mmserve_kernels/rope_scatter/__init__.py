@@ -1,4 +1,4 @@
-"""Rotary embedding of fresh queries and keys, and the write of fresh keys and values into pages."""
+"""Rotary embedding of new queries and keys, and the write of new keys and values into pages."""
 
 from mmserve_kernels.rope_scatter.reference import by_axis, rope_scatter, rotate
 

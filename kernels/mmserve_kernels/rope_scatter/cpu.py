@@ -1,4 +1,5 @@
-"""``rope_scatter`` for a CPU: in fp32 one compiled loop, with the reference's bits; of other dtypes the reference.
+"""``rope_scatter`` for a CPU: in fp32 one compiled loop, bitwise equal to the reference; for other dtypes the
+reference.
 
 (One thread, 6 heads of 48: 1 and 16 rows 16 and 25 us, where the reference takes 31 and 40; 32 heads over 8 of 128: 19
 and 70, the reference 33 and 98.)
@@ -20,7 +21,7 @@ _ROWS, _TABLES, _PAGES = "f4[:, :, :]", "f4[:, :, ::1]", "f4[:, :, :, :]"
 
 @compiled(["void(f4[::1], f4[::1], f4[::1], f4[::1])", "void(f4[:], f4[::1], f4[::1], f4[:])"], fused=False)
 def turn(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, to: np.ndarray) -> None:
-    """Rotary embedding of a head ``x``; for compiled code."""
+    """Apply rotary embedding to a head ``x``, written to ``to``; for compiled code."""
     width = len(cos)
     half = width // 2
     for i in range(half):
@@ -67,7 +68,7 @@ def rope_scatter(
 ) -> Tensor:
     """As ``reference.rope_scatter``, on a CPU."""
     kinds = {q_THK.dtype, k_PSGK.dtype, v_PSGK.dtype}
-    if kinds != {torch.float32} or not q_THK.is_cpu or type(q_THK) is not Tensor:  # others may have no memory
+    if kinds != {torch.float32} or not q_THK.is_cpu or type(q_THK) is not Tensor:  # subclasses may have no memory
         return reference.rope_scatter(q_THK, k_TGK, v_TGK, cos_T1W, sin_T1W, k_PSGK, v_PSGK, slots)
     out_THK = torch.empty(q_THK.shape)
     _scatter(

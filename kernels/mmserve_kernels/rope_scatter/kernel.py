@@ -1,4 +1,4 @@
-"""``rope_scatter`` in Triton: each fresh query, key and value is read once and written once."""
+"""``rope_scatter`` in Triton: each new query, key and value is read once and written once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmserve_kernels.aot import Variant
 
-#: Heads that a program turns at once.
+#: Heads that a program rotates at once.
 BLOCK_HEADS = 4
 
 
@@ -21,7 +21,7 @@ def _turn(
     HEADS: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's heads ``[HEADS, K]``, with their first 2 × HALF dimensions turned. HALF = 0: as they are."""
+    """Write a row's heads ``[HEADS, K]``, with their first 2 × HALF dimensions rotated. HALF = 0: unchanged."""
     for start in tl.static_range(0, HEADS, BLOCK_HEADS):
         head = (start + tl.arange(0, BLOCK_HEADS))[:, None]
         if HALF:
@@ -45,7 +45,7 @@ def _rope_scatter(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One row's queries, keys or values: program (row, 0, 1 or 2)."""
+    """Process one row's queries, keys or values: program (row, 0, 1 or 2)."""
     row = tl.program_id(0).to(tl.int64)
     what = tl.program_id(1)
     i = tl.arange(0, BLOCK_HALF)
@@ -79,7 +79,7 @@ def rope_scatter(
     v_PSGK: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """See ``reference.rope_scatter``; ``ValueError`` for pages that are not contiguous."""
+    """See ``reference.rope_scatter``; raises ``ValueError`` for pages that are not contiguous."""
     if not (k_PSGK.is_contiguous() and v_PSGK.is_contiguous()):
         raise ValueError("pages are written in place: they must be contiguous, so give the store's own tensors")
     rows, heads, head_size = q_THK.shape
@@ -107,7 +107,7 @@ def _constants(heads: int, groups: int, head_size: int, width: int) -> dict[str,
 
 
 def variants() -> Iterator[Variant]:
-    """Whole and half rotation of each dtype, for 28 query heads over 4."""
+    """Full and partial rotation (half of the dimensions) for each dtype, for 28 query heads over 4."""
     for dtype in ("bf16", "fp16", "fp32"):
         for head_size in (64, 128, 256):
             for width in (head_size, head_size // 2):

@@ -1,4 +1,4 @@
-"""Attention that looks only at chosen blocks of keys and values, and what chooses them."""
+"""Attention restricted to selected blocks of keys and values, and the index builders that select them."""
 
 from mmserve_kernels.sparse_attention.index import BlockIndex, block_index
 from mmserve_kernels.sparse_attention.reference import sparse_attention

@@ -1,10 +1,10 @@
-"""How much of the attention each block of positions holds, as index builders see it, and the blocks that hold most.
+"""Index builders: estimates of the attention mass of each block of positions, and selection of the largest blocks.
 
-An estimate is ``[A, blocks of rows, blocks of positions]`` (fp32, none below 0), where A is the query heads, or the
-key/value heads that they share; ``densest`` makes a mask of it, to any density or share of the whole.
+An estimate is ``[A, blocks of rows, blocks of positions]`` (fp32, non-negative), where A is the query heads, or the
+key/value heads that they share; ``densest`` makes a mask of it, up to a density or a share of the total mass.
 
-Shapes in names: R rows of a request, L its positions, H query heads, G key/value heads, U query heads that share one,
-K head size, B blocks of rows, C blocks of positions.
+Shapes in names: R rows of a request, L its positions, H query heads, G key/value heads, U query heads that share one, K
+head size, B blocks of rows, C blocks of positions.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from torch import Tensor
 from mmserve_kernels.attention_scores.reference import weights
 from mmserve_kernels.sparse_attention.rows import Rows, sink_and_window
 
-#: Rows sampled for the estimate: of a causal prompt the last ones (MInference).
+#: Rows sampled for the estimate: the last ones of a causal prompt (MInference).
 PROBES = 64
-#: How much of CritiPrefill's estimate is that of the layer before.
+#: Weight of the previous layer's estimate in CritiPrefill's.
 _BEFORE = 0.25
 
 
 def densest(estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: float = 1.0, least: int = 1) -> Tensor:
-    """Boolean mask ``[A, B, C]`` of the blocks with the largest estimates: at most ``density`` of those that a block of
-    rows sees, rounded up, and the fewest that hold ``mass`` of its estimate (1 = no bound), but ``least`` of them.
+    """Boolean mask ``[A, B, C]`` of the blocks with the largest estimates: at most ``density`` of those visible to a
+    block of rows, rounded up, and the fewest with at least ``mass`` of its estimate (1 = no bound), but at least
+    ``least`` blocks.
 
-    The estimate alone selects them: of few blocks, one that is always there takes the place of a better one. Only
-    where some row would see none of them, the first block is there too, which every row sees.
+    Blocks are selected by the estimate only: with few blocks, a fixed one would replace a better one. Only if some row
+    would have no visible block, the first block, which every row sees, is added.
     """
     visible = rows.visible()
     order = estimate_ABC.masked_fill(~visible, -1).argsort(dim=-1, descending=True, stable=True)
@@ -43,16 +44,17 @@ def densest(estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: flo
 
 
 def by_lines(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
-    """``[H, B, C]``: the attention expected of a block by the columns and diagonals through it, as some rows show them.
+    """``[H, B, C]``: estimated attention of a block from the columns and diagonals through it, as observed in sampled
+    rows.
 
-    MInference (arXiv 2407.02490; ``vertical_and_slash_kernel`` of microsoft/MInference) takes, in each head, numbers of
-    columns and of diagonals that were found ahead of time, and always the first columns and the nearest diagonals; here
-    blocks are taken by what their lines weigh, to a density or a share, and none is always taken.
+    MInference (arXiv 2407.02490; ``vertical_and_slash_kernel`` of microsoft/MInference) selects, in each head, fixed
+    numbers of columns and diagonals determined offline, and always the first columns and the nearest diagonals; here
+    blocks are selected by the weight of their lines, up to a density or a share, and none is fixed.
 
-    A weight is its column's or its diagonal's, whichever has the larger mean, so that none counts twice: a first
-    position that everyone looks at is no diagonal. Every position of a line is expected to weigh what the line's
-    positions in those rows weigh on average, however many they are, and a diagonal that cuts a corner of a block counts
-    for that corner. Columns count for all rows of a block, whether they see them or not, which favours a row's own.
+    A weight counts for its column or its diagonal, whichever has the larger mean, and never twice: a first position
+    that all rows attend to does not make a diagonal. Every position of a line is assigned the mean weight of the line's
+    positions in the sampled rows, and a diagonal that crosses the corner of a block counts for that corner. Columns
+    count for all rows of a block, visible or not, which favours a row's own block.
     """
     probes, length = _probes(rows), rows.length
     weights_HRL, positions = _probed(q_RHK, k_LGK, rows, probes)
@@ -67,7 +69,7 @@ def by_lines(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
     first, last = (x[:, None] for x in rows.spans())
     starts = rows.block_starts()
     ends = (starts + rows.kv_block).clamp(max=length)
-    # Sums of sums: of a row's diagonals through a block, and of those over the rows. fp64: they are taken apart again.
+    # Prefix sums: of the diagonals of a row through a block, and over the rows. fp64, as differences of them are taken.
     rows_HO = F.pad(F.pad(diagonals_HO.double().cumsum(1), (1, 0)).cumsum(1), (1, 0))
 
     def over_rows(offset_C: Tensor) -> Tensor:
@@ -79,11 +81,12 @@ def by_lines(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
 
 
 def by_means(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, divergence: float = 0.1) -> Tensor:
-    """``[H, B, C]``: attention among means of blocks, or ``by_lines`` in heads in which that is far from the attention.
+    """``[H, B, C]``: attention among block means, or ``by_lines`` in heads whose block means approximate it badly.
 
-    Which heads is decided as in FlexPrefill (arXiv 2502.20766; ``get_active_blocks`` of bytedance/FlexPrefill): by the
-    root of the Jensen-Shannon divergence of the two for the last rows. FlexPrefill then takes blocks until all rows
-    together hold a share, and whole columns and diagonals; here each block of rows has its own share or density.
+    The heads are selected as in FlexPrefill (arXiv 2502.20766; ``get_active_blocks`` of bytedance/FlexPrefill): by the
+    square root of the Jensen-Shannon divergence of the two for the last rows. FlexPrefill then selects blocks until all
+    rows together reach a share, and whole columns and diagonals; here each block of rows has its own share or
+    density.
     """
     probes = _probes(rows)
     weights_HRL, _positions = _probed(q_RHK, k_LGK, rows, probes)
@@ -96,13 +99,13 @@ def by_means(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, divergence: float = 0.
 
 
 def by_segments(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, before_GBC: Tensor | None = None) -> Tensor:
-    """``[G, B, C]``: attention among the bounds of segments of queries and of blocks of keys (CritiPrefill, arXiv
-    2409.12490; ``cache_profilling`` of 66RING/CritiPrefill).
+    """``[G, B, C]``: attention among the bounds of query segments and of key blocks (CritiPrefill, arXiv 2409.12490;
+    ``cache_profilling`` of 66RING/CritiPrefill).
 
-    Of a segment the middle of its largest and smallest channels counts, by its product with a block's largest or
-    smallest channels, whichever is larger; unscaled, and averaged over the heads that share keys. A quarter of the
-    estimate is ``before_GBC``, that of the layer before, where it is given. A segment's own blocks are always taken and
-    have half of the estimate or more.
+    A segment is represented by the middle of its largest and smallest channels; its score is the larger one of the
+    products with a block's largest and smallest channels, unscaled, and averaged over the heads that share keys. A
+    quarter of the estimate is ``before_GBC``, the previous layer's, if given. A segment's own blocks are always
+    selected and have at least half of the estimate.
     """
     middle_BHK = torch.stack(_bounds(q_RHK, rows.q_block)).mean(0)
     middle_GUBK = middle_BHK.transpose(0, 1).unflatten(0, (k_LGK.shape[1], -1))
@@ -114,11 +117,11 @@ def by_segments(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, before_GBC: Tensor | N
 
 
 def by_bounds(q_RHK: Tensor, low_CGK: Tensor, high_CGK: Tensor, rows: Rows) -> Tensor:
-    """``[G, B, C]``: the most that a row may attend to a page, by the smallest and the largest of its keys, channel by
-    channel (Quest, arXiv 2406.10774; ``evaluation/quest_attention.py`` of mit-han-lab/Quest).
+    """``[G, B, C]``: upper bound of a row's attention to a page, from the channel-wise minimum and maximum of its keys
+    (Quest, arXiv 2406.10774; ``evaluation/quest_attention.py`` of mit-han-lab/Quest).
 
-    Quest chooses in each query head, and leaves the first two layers dense; here the rows of a block and the query
-    heads that share keys choose together, in every layer.
+    Quest selects in each query head, and leaves the first two layers dense; here the rows of a block and the query
+    heads that share keys select together, in every layer.
     """
     q_GMK = _by_group(q_RHK, low_CGK.shape[1])
     up, down = q_GMK.clamp_min(0), q_GMK.clamp_max(0)
@@ -129,9 +132,10 @@ def by_bounds(q_RHK: Tensor, low_CGK: Tensor, high_CGK: Tensor, rows: Rows) -> T
 def by_channels(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, channels: int) -> Tensor:
     """``[G, B, C]``: attention computed from the ``channels`` with the largest mean products of queries and keys.
 
-    DoubleSparse (arXiv 2408.07092; andy-yang-1/DoubleSparse) fixes these channels ahead of time from a calibration set
-    (``config/offline_calibration.py``) and then takes single tokens in each query head; here the channels are those of
-    the request's own rows and of the keys that they see, and blocks are taken by the heads that share keys.
+    DoubleSparse (arXiv 2408.07092; andy-yang-1/DoubleSparse) fixes these channels offline with a calibration set
+    (``config/offline_calibration.py``) and then selects single tokens in each query head; here the channels are
+    determined from the request's own rows and their visible keys, and blocks are selected for the heads that share
+    keys.
     """
     groups = k_LGK.shape[1]
     q_GMK = _by_group(q_RHK, groups)
@@ -147,14 +151,14 @@ def by_channels(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, channels: int) -> T
 
 
 def by_attention(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
-    """``[G, B, C]``: the attention itself, as in the layers of TidalDecode (arXiv 2410.05076; DerrickYLJ/TidalDecode)
-    that choose for those after them; TidalDecode takes single tokens in each query head, this takes blocks of them by
+    """``[G, B, C]``: the exact attention, as in the layers of TidalDecode (arXiv 2410.05076; DerrickYLJ/TidalDecode)
+    that select for later layers; TidalDecode selects single tokens in each query head, this selects blocks of them for
     the heads that share keys."""
     return _attention(_by_group(q_RHK, k_LGK.shape[1]), k_LGK, rows, q_RHK)
 
 
 def by_distance(rows: Rows) -> Tensor:
-    """``[1, B, C]``: the first block and the rows' own, then near ones before far ones (StreamingLLM, arXiv
+    """``[1, B, C]``: the first block and the rows' own, then blocks by increasing distance (StreamingLLM, arXiv
     2309.17453)."""
     first, last = rows.spans()
     starts = rows.block_starts()
@@ -164,14 +168,14 @@ def by_distance(rows: Rows) -> Tensor:
 
 
 def at_random(rows: Rows, seed: int) -> Tensor:
-    """``[1, B, C]``: the rows' own blocks, then random ones: what every builder must be better than."""
+    """``[1, B, C]``: the rows' own blocks, then random ones: the baseline of all builders."""
     own = sink_and_window(rows, 0, 1)
     drawn = torch.rand(own.shape, generator=torch.Generator().manual_seed(seed)).to(own.device)
     return _shares(drawn + own, rows)
 
 
 def _probes(rows: Rows) -> Tensor:
-    """The last rows where attention is causal, otherwise some that are spread over all."""
+    """Sampled rows: the last ones if attention is causal, else evenly spaced ones."""
     count = len(rows.positions)
     if rows.limit is not None:
         return torch.arange(max(0, count - PROBES), count, device=rows.positions.device)
@@ -180,20 +184,20 @@ def _probes(rows: Rows) -> Tensor:
 
 
 def _shares(x_ABC: Tensor, rows: Rows) -> Tensor:
-    """Of what is seen, each block's share of the whole."""
+    """Each block's share of the total over visible blocks."""
     seen = x_ABC.masked_fill(~rows.visible(), 0)
     return seen / seen.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _bounds(x_RHK: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """fp32 ``[blocks, H, K]`` each: largest and smallest of each channel, the last row again where rows are missing."""
+    """fp32 ``[blocks, H, K]`` each: minimum and maximum of each channel, with the last row repeated as padding."""
     missing = -len(x_RHK) % block
     blocks = torch.cat([x_RHK, x_RHK[-1:].expand(missing, -1, -1)]).float().unflatten(0, (-1, block))
     return blocks.amax(1), blocks.amin(1)
 
 
 def _by_group(q_RHK: Tensor, groups: int) -> Tensor:
-    """fp32 ``[G, R · U, K]``, a row's query heads one after another."""
+    """fp32 ``[G, R · U, K]``, with the query heads of a row as consecutive rows."""
     return q_RHK.float().unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)
 
 
@@ -202,7 +206,7 @@ def _sum_of_blocks(x_GRC: Tensor, block: int) -> Tensor:
 
 
 def _over_rows(scores_GMC: Tensor, rows: Rows, q_RHK: Tensor) -> Tensor:
-    """What scores of pages make of attention over pages, summed over the rows of a block ``[G, B, C]``."""
+    """Attention over pages from scores of pages, summed over the rows of a block ``[G, B, C]``."""
     share = scores_GMC.shape[1] // len(q_RHK)
     seen = rows.block_starts() < rows.limits()[:, None]
     scores = (scores_GMC * q_RHK.shape[-1] ** -0.5).unflatten(1, (-1, share)).masked_fill(~seen[:, None], -torch.inf)
@@ -210,7 +214,7 @@ def _over_rows(scores_GMC: Tensor, rows: Rows, q_RHK: Tensor) -> Tensor:
 
 
 def _attention(q_GMK: Tensor, k_LGK: Tensor, rows: Rows, q_RHK: Tensor) -> Tensor:
-    """Attention over blocks ``[G, B, C]`` of queries that may have lost channels."""
+    """Attention over blocks ``[G, B, C]``, for queries with any number of channels."""
     q = q_GMK.unflatten(1, (len(q_RHK), -1)).transpose(0, 1).flatten(1, 2)
     weights_HRL = weights(q, k_LGK.float(), rows.limits(), None)
     weights_GRL = weights_HRL.unflatten(0, (k_LGK.shape[1], -1)).sum(1)
@@ -224,7 +228,7 @@ def _probed(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, at: Tensor) -> tuple[Tenso
 
 
 def _diagonals(positions: Tensor, length: int) -> Tensor:
-    """int64 ``[R, L]``: number of the diagonal of each of a row's weights, its position - position + L - 1."""
+    """int64 ``[R, L]``: index of the diagonal of each weight of a row, key position - row position + L - 1."""
     return positions[:, None] - torch.arange(length, device=positions.device) + length - 1
 
 
@@ -237,12 +241,12 @@ def _lines(weights_HRL: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _padded_blocks(x_HL: Tensor, block: int) -> Tensor:
-    """``[H, blocks, block]``, zeros (or False) where positions are missing."""
+    """``[H, blocks, block]``, padded with zeros (or False)."""
     return F.pad(x_HL, (0, -x_HL.shape[1] % block)).unflatten(1, (-1, block))
 
 
 def _means(x_RHK: Tensor, block: int) -> Tensor:
-    """fp32 ``[blocks, H, K]`` of each block of rows, the last over those it has."""
+    """fp32 ``[blocks, H, K]``: the mean of each block of rows, the last one over its actual rows."""
     sums = F.pad(x_RHK.float(), (0, 0, 0, 0, 0, -len(x_RHK) % block)).unflatten(0, (-1, block)).sum(1)
     counts = torch.full((len(sums), 1, 1), float(block), device=x_RHK.device)
     counts[-1] -= -len(x_RHK) % block
@@ -250,13 +254,13 @@ def _means(x_RHK: Tensor, block: int) -> Tensor:
 
 
 def _estimate(q_BHK: Tensor, k_CGK: Tensor, visible_BC: Tensor) -> Tensor:
-    """Attention ``[H, B, C]`` among means of blocks."""
+    """Attention ``[H, B, C]`` among block means."""
     q_GUBK = q_BHK.unflatten(1, (k_CGK.shape[1], -1)).permute(1, 2, 0, 3)
     scores = torch.einsum("gubk,cgk->gubc", q_GUBK, k_CGK).flatten(0, 1) * q_BHK.shape[-1] ** -0.5
     return scores.masked_fill(~visible_BC, -torch.inf).softmax(-1).nan_to_num(0)
 
 
 def _jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
-    """Divergence ``[H]`` in nats of distributions ``[H, C]``."""
+    """Jensen-Shannon divergence ``[H]`` in nats of distributions ``[H, C]``."""
     middle = (p + q) / 2
     return (torch.special.entr(middle) - (torch.special.entr(p) + torch.special.entr(q)) / 2).sum(-1).clamp_min(0)

@@ -1,4 +1,4 @@
-"""Which blocks of positions each block of query rows looks at."""
+"""The selected blocks of positions of each block of query rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
-    """Lists of blocks for a ragged batch.
+    """Block lists of a ragged batch.
 
-    A request's rows are cut every ``q_block`` from its first row on, its positions every ``kv_block`` from position 0
-    on. Block b of rows (counted over all requests) of index head a looks at ``blocks[starts[i] : starts[i + 1]]``,
-    ascending, where i = a · B + b and B is the number of all blocks of rows. ``heads``: index heads, A; each serves
-    as many neighbouring query heads, which share a key/value head. ``starts`` int32 ``[A · B + 1]``, ``blocks`` int32.
+    A request's rows are divided into blocks of ``q_block`` from its first row on, its positions into blocks of
+    ``kv_block`` from position 0 on. Block b of rows (counted over all requests) attends in index head a to
+    ``blocks[starts[i] : starts[i + 1]]``, ascending, where i = a · B + b and B is the number of all blocks of rows.
+    ``heads``: number of index heads, A; each applies to an equal number of consecutive query heads, which share a
+    key/value head. ``starts`` int32 ``[A · B + 1]``, ``blocks`` int32.
     """
 
     q_block: int
@@ -27,11 +28,11 @@ class BlockIndex:
     blocks: Tensor
 
     def row_blocks(self, rows: int) -> int:
-        """Blocks of a request with so many rows."""
+        """Number of blocks of a request with ``rows`` rows."""
         return -(-rows // self.q_block)
 
     def check(self, row_counts: Sequence[int], heads: int, groups: int) -> None:
-        """Raise ValueError unless the index is one for such requests, query heads and key/value heads."""
+        """Raise ``ValueError`` if the index does not match these requests, query heads and key/value heads."""
         if self.kv_block < 16 or self.kv_block & (self.kv_block - 1):
             raise ValueError(f"kv_block must be a power of two of at least 16, not {self.kv_block}")
         if heads % self.heads or self.heads % groups:
@@ -42,7 +43,7 @@ class BlockIndex:
 
 
 def block_index(masks: Sequence[Tensor], q_block: int = 64, kv_block: int = 64) -> BlockIndex:
-    """An index of each request's boolean mask ``[A, blocks of rows, blocks of positions]``."""
+    """The index of one boolean mask ``[A, blocks of rows, blocks of positions]`` for each request."""
     widest = max((mask.shape[2] for mask in masks), default=0)
     together = torch.cat([F.pad(mask, (0, widest - mask.shape[2])) for mask in masks], 1)
     counts = together.sum(-1, dtype=torch.int32).flatten()

@@ -1,7 +1,7 @@
-"""``sparse_attention`` in Triton: a program walks through the list of blocks of its tile of rows.
+"""``sparse_attention`` in Triton: a program iterates over the block list of its tile of rows.
 
-Query heads that share an index head lie in one tile, so that keys and values are read once for them. A program takes a
-whole list, in its order: a request's bits do not depend on its batch.
+Query heads that share an index head are in one tile, so that keys and values are read once for them. A program
+processes a whole list, in order: a request's bits are independent of its batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _attend(
     KV_BLOCK: tl.constexpr, HAS_LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a block of rows. ``scale``: of the scores, in powers of two."""
+    """Process one tile of a block of rows. ``scale``: of the scores, in base 2."""
     SHARE: tl.constexpr = HEADS // INDEX_HEADS  # query heads of an index head
     PIECES: tl.constexpr = KV_BLOCK // BLOCK_N
     record = programs_ptr + tl.program_id(0) * 6
@@ -101,7 +101,7 @@ def sparse_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragg
 
 
 def _tiling(dtype: torch.dtype, head_size: int, gpu: str) -> Tiling:
-    """Dense attention's blocks, but in fp32, where the way through a list takes registers that those leave none of."""
+    """Dense attention's block sizes, except in fp32, where the list iteration needs more registers than they leave."""
     return Tiling(16, 16, 1024, 4, 1) if dtype == torch.float32 else tiling(dtype, head_size, backend=gpu, lean=True)
 
 
@@ -111,10 +111,11 @@ def _room(q_THK: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _programs(ragged: Ragged, q_block: int, share: int, block_m: int) -> tuple[Tensor, Tensor]:
-    """Programs (int32 ``[n, 6]``) and the page tables as one.
+    """Programs (int32 ``[n, 6]``), and the page tables as one tensor.
 
-    A program: first row of the request, the rows up to the end of its block, positions, which request, number of its
-    block of rows, and its first packed row (a row once for each of ``share`` query heads), counted from the request's.
+    A program: first row of the request, the rows up to the end of its block, positions, request index, index of its
+    block of rows, and its first packed row (a row once for each of ``share`` query heads), counted within the
+    request.
     """
     programs = []
     start = block = 0
@@ -132,7 +133,7 @@ def _programs(ragged: Ragged, q_block: int, share: int, block_m: int) -> tuple[T
 def _options(
     index: BlockIndex, heads: int, groups: int, head_size: int, page: int, has_limit: bool, sizes: Tiling
 ) -> dict[str, int]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     return {
         "HEADS": heads,
         "GROUPS": groups,

@@ -15,13 +15,13 @@ from mmserve_kernels.sparse_attention.index import BlockIndex
 
 
 def sparse_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged, index: BlockIndex) -> Tensor:
-    """Attention output ``[T, H, K]`` of rotated queries over the blocks of their request that ``index`` names.
+    """Attention output ``[T, H, K]`` of rotated queries over the blocks of their request selected by ``index``.
 
-    ``cached_attention`` with fewer positions: limits hold as there, and with all blocks the result is the same but for
-    roundings. A row that sees nothing is zeros. In prefill a block of rows looks at its own blocks; in decode, with one
-    block of rows and the page size as ``kv_block``, at chosen pages. Each request is computed by itself.
+    ``cached_attention`` on fewer positions: limits apply as there, and with all blocks the result is equal up to
+    rounding. Rows with no visible position are zeros. In prefill each block of rows has its own blocks; in decode, with
+    one block of rows and the page size as ``kv_block``, the index selects pages. Each request is computed separately.
 
-    Raises ValueError where the index does not fit the requests or heads.
+    Raises ``ValueError`` if the index does not match the requests or heads.
     """
     heads = q_THK.shape[1]
     index.check(ragged.row_counts, heads, k_PSGK.shape[2])
@@ -48,7 +48,7 @@ def sparse_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragg
 
 
 def _mask(index: BlockIndex, first: int, rows: int, length: int) -> Tensor:
-    """Boolean ``[A, rows, length]`` of the request whose blocks of rows begin with ``first``."""
+    """Boolean ``[A, rows, length]`` for the request whose first block of rows is ``first``."""
     count = index.row_blocks(rows)
     starts = index.starts[:-1].view(index.heads, -1)[:, first : first + count]
     ends = index.starts[1:].view(index.heads, -1)[:, first : first + count]

@@ -1,4 +1,4 @@
-"""The rows whose blocks are chosen, and which blocks they see.
+"""The query rows of an index builder, and the blocks visible to them.
 
 Masks are boolean ``[heads, blocks of rows, blocks of positions]``; ``block_index`` joins those of several requests.
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A request's query rows: their ``positions`` (int64 ``[R]``, ascending), the ``length`` of the request, and what
-    each may look at, positions below ``limit`` (int64 ``[R]``; None = all). ``q_block`` and ``kv_block`` as in
-    ``BlockIndex``. ValueError without rows: such a request's mask is one of no blocks."""
+    """A request's query rows: their ``positions`` (int64 ``[R]``, ascending), the ``length`` of the request, and the
+    ``limit`` of each row's visible positions (int64 ``[R]``; None = all are visible). ``q_block`` and ``kv_block`` as
+    in ``BlockIndex``. Raises ``ValueError`` without rows: such a request's mask has no blocks of rows."""
 
     positions: Tensor
     length: int
@@ -30,19 +30,19 @@ class Rows:
             raise ValueError("a request without rows has nothing to choose: give block_index an empty mask for it")
 
     def limits(self) -> Tensor:
-        """int64 ``[R]``: positions below it are seen."""
+        """int64 ``[R]``: each row sees the positions below its limit."""
         return torch.full_like(self.positions, self.length) if self.limit is None else self.limit
 
     def seen_below(self) -> Tensor:
-        """int64 ``[B]``: positions below it are seen by some row of the block."""
+        """int64 ``[B]``: positions below it are visible to some row of the block."""
         return _by_block(self.limits(), self.q_block).amax(1)
 
     def visible(self) -> Tensor:
-        """Boolean ``[B, C]``: blocks of which some row sees a position."""
+        """Boolean ``[B, C]``: whether some row sees some position of the block."""
         return self.block_starts() < self.seen_below()[:, None]
 
     def seen_by_all(self) -> Tensor:
-        """Boolean ``[B, C]``: blocks of which every row sees a position."""
+        """Boolean ``[B, C]``: whether every row sees some position of the block."""
         lowest = _by_block(self.limits(), self.q_block).amin(1)
         return self.block_starts() < lowest[:, None]
 
@@ -57,8 +57,8 @@ class Rows:
 
 
 def sink_and_window(rows: Rows, sink: int, window: int) -> Tensor:
-    """``[1, B, C]``: the first ``sink`` positions, and those less than ``window`` from a row's own (StreamingLLM, arXiv
-    2309.17453; DuoAttention, arXiv 2410.10819, gives it to some heads)."""
+    """``[1, B, C]``: the first ``sink`` positions, and those less than ``window`` before a row's own (StreamingLLM,
+    arXiv 2309.17453; DuoAttention, arXiv 2410.10819, uses it in some heads)."""
     first, last = rows.spans()
     starts = rows.block_starts()
     near = (starts + rows.kv_block > first[:, None] - window + 1) & (starts < last[:, None] + window)
@@ -66,5 +66,5 @@ def sink_and_window(rows: Rows, sink: int, window: int) -> Tensor:
 
 
 def _by_block(x_R: Tensor, block: int) -> Tensor:
-    """``[blocks, block]`` of values by row, the last one again where rows are missing."""
+    """``[blocks, block]`` of values by row, with the last one repeated as padding."""
     return torch.cat([x_R, x_R[-1:].expand(-len(x_R) % block)]).view(-1, block)

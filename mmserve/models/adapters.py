@@ -14,7 +14,8 @@ from mmserve.core.info import AdapterInfo
 from mmserve.core.request import Request, RequestId
 from mmserve.core.samples import samples
 from mmserve.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unimplemented
-from mmserve.models.base import LoadedModel, Model
+from mmserve.models.base import LoadedModel, Model, ModelSpec
+from mmserve.models.checkpoint import GENERATION
 from mmserve.models.lora import Adapter, Stacks
 from mmserve.models.lora_files import adapter_bytes, read_adapter
 
@@ -91,6 +92,7 @@ class Adapters:
             with self._lock:
                 self._check_room(name, size)
             made = read_adapter(name, folder, model.decoder, model.dtype, model.device)
+            _check_block_length(model.spec, made.block_length)
         except ConfigError as error:
             raise InvalidArgument.of("adapter", str(error)) from error
         return made
@@ -110,7 +112,7 @@ class Adapters:
 
     def resolved(self, request: Request) -> Request:
         """``request`` with its adapter's name replaced by the key, so that adapters loaded later under that name do not
-        affect it.
+        affect it, and with the adapter's block length if it has none.
 
         Raises ``NotFound`` if there is none, ``Unimplemented`` if the model does not support adapters.
         """
@@ -121,6 +123,10 @@ class Adapters:
             key = self._names.get(request.adapter)
             if key is None and request.adapter not in self._by_key:  # requests from other engines have a key
                 raise unknown(self._model.spec.name, request.adapter, self._names)
+            block_length = self._by_key[key or request.adapter].block_length
+        asked = request.diffusion
+        if block_length and not asked.block_length and not self._model.spec.causal:
+            request = replace(request, diffusion=replace(asked, block_length=block_length))
         return replace(request, adapter=key or request.adapter)
 
     def keep(self, request: Request) -> None:
@@ -186,6 +192,16 @@ def check_adapters(model: Model, most: int) -> None:
             Adapters(replace(model, device=torch.device("cpu")), most=most).load_own()
         except (InvalidArgument, ResourceExhausted) as error:
             raise ConfigError(str(error)) from error
+
+
+def _check_block_length(spec: ModelSpec, length: int) -> None:
+    """Raise ``ConfigError`` if an adapter's default block length (0 = none) is not one of the model."""
+    if not length or spec.causal:
+        return
+    if spec.renoising is not None and length != spec.block_length():
+        raise ConfigError(f"block_length of {GENERATION} must be {spec.block_length()}, the model's canvas")
+    if spec.attention_block and spec.attention_block % length:
+        raise ConfigError(f"block_length of {GENERATION} must divide {spec.attention_block}, the model's block length")
 
 
 def key_of(info: AdapterInfo) -> str:

@@ -21,6 +21,8 @@ from mmserve.models.stretch import Stretch
 from mmserve.models.tensor_parts import Part, Slab, Whole
 
 ADAPTER = "adapter_config.json"
+#: Default parameters of generation, of a checkpoint and of an adapter.
+GENERATION = "generation_config.json"
 #: The subfolder of a checkpoint that contains its adapters.
 ADAPTERS = "adapters"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -279,7 +281,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, config: dict[str, Any], weights: Weights, stretch: Stretch = _AS_IT_IS) -> None:
         self.folder, self.config, self.weights, self.stretch = folder, config, weights, stretch
-        generation = folder / "generation_config.json"
+        generation = folder / GENERATION
         self.generation = read_json(generation) if generation.is_file() else {}
 
     @classmethod

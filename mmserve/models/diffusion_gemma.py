@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from mmserve.errors import ConfigError, TransferError
 from mmserve.models.base import Attention, CanvasModel, ModelSpec, OpenCanvas, Products, Renoising
 from mmserve.models.chat import IMAGE, adapt_chat_template, load_tokenizer
-from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.checkpoint import GENERATION, Checkpoint, Target
 from mmserve.models.gemma_batch import ATTENTION, EXPERTS, NoCache
 from mmserve.models.gemma_vision import load_gemma_vision
 from mmserve.models.keys import Keys
@@ -197,7 +197,7 @@ class GemmaCanvas(nn.Module):
 
 
 def _spec(checkpoint: Checkpoint, config: Any, name: str, *, images: bool) -> ModelSpec:
-    text, given = config.text_config, Keys(checkpoint.generation, checkpoint.folder / "generation_config.json")
+    text, given = config.text_config, Keys(checkpoint.generation, checkpoint.folder / GENERATION)
     ends: set[int] = set()
     for value in (checkpoint.generation.get("eos_token_id"), text.eos_token_id):
         ends |= set(value) if isinstance(value, list) else set() if value is None else {value}

@@ -47,6 +47,7 @@ class Adapter:
     rank: int  # maximum over its layers
     layers: tuple[Mapping[str, Site], ...]  # for each of the decoder's layers, and one more for ``HEAD``
     wide: bool = False  # whether products of ``WIDE`` rows give the same bits as those of ``TILE``
+    block_length: int = 0  # default of requests with the adapter; 0 = the model's
 
     @property
     def has_head(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmserve.errors import ConfigError
-from mmserve.models.checkpoint import ADAPTER, Weights, read_json
+from mmserve.models.checkpoint import ADAPTER, GENERATION, Weights, read_json
 from mmserve.models.decoder import Decoder
 from mmserve.models.keys import Keys
 from mmserve.models.lora import HEAD, SITES, Adapter, Site, gives_same_bits_wide
@@ -85,7 +85,14 @@ def read_adapter(name: str, folder: Path, decoder: Decoder, dtype: torch.dtype, 
     if not rank:
         raise ConfigError(f"{weights.source} has no tensors of LoRA")
     wide = gives_same_bits_wide(layers)
-    return Adapter(name, f"{name}:{_digest(folder)}", rank, tuple(layers), wide)
+    return Adapter(name, f"{name}:{_digest(folder)}", rank, tuple(layers), wide, _block_length(folder))
+
+
+def _block_length(folder: Path) -> int:
+    """``block_length`` of the adapter's ``generation_config.json``; 0 if it has none."""
+    path = folder / GENERATION
+    values = read_json(path) if path.exists() else {}
+    return Keys(values, path).integer("block_length") if "block_length" in values else 0
 
 
 def _modules(decoder: Decoder) -> dict[str, tuple[str | Rows, torch.Size]]:
@@ -153,7 +160,7 @@ def _joint(
 
 def _digest(folder: Path) -> str:
     made = hashlib.sha256()
-    for file in (ADAPTER, WEIGHTS):
+    for file in (ADAPTER, WEIGHTS, *([GENERATION] if (folder / GENERATION).exists() else [])):
         with (folder / file).open("rb") as opened:
             made.update(hashlib.file_digest(opened, "sha256").digest())
     return made.hexdigest()[:16]

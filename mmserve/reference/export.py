@@ -21,7 +21,7 @@ from transformers import CLIPImageProcessorPil, PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
 from mmserve.models.chat import IMAGE, VIDEO
-from mmserve.models.checkpoint import write_checkpoint, write_json
+from mmserve.models.checkpoint import GENERATION, write_checkpoint, write_json
 from mmserve.models.layouts import HUGGING_FACE, LLAVA_LLAMA, Layout, config_json, decoder_tensors, vision_tensors
 from mmserve.models.processors import IMAGES
 from mmserve.models.towers import BESIDE
@@ -35,9 +35,11 @@ from mmserve.reference.train import VOCAB_MULTIPLE
 QUALITY, STREAMS, DECISIONS, TOOLS = "quality.json", "streams.json", "decisions.json", "tools.json"
 
 
-def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the averaged weights of ``run/state.pt``, or the adapter that they have, into ``out`` as ``dtype``; raises
-    ``ConfigError`` without one."""
+def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, block_length: int = 0) -> None:
+    """Write the averaged weights of ``run/state.pt``, or the adapter that they have, into ``out`` as ``dtype``.
+
+    ``block_length``: default of requests with the adapter; 0 = the model's. Raises ``ConfigError`` without a state.
+    """
     path = run / "state.pt"
     if not path.is_file():
         raise ConfigError(f"{run} has no state.pt: train first (python -m mmserve.reference.train)")
@@ -59,14 +61,17 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None
         add_low_rank(model, rank, output=state["recipe"].get("output", False))
         model.load_state_dict(state["average"])
         write_adapter(model, out, dtype=dtype)
-        (out / "README.md").write_text(_adapter_card(state, streams, decisions, tools), encoding="utf-8")
+        card = _adapter_card(state, streams, decisions, tools, block_length)
+        (out / "README.md").write_text(card, encoding="utf-8")
+        if block_length:
+            write_json(out / GENERATION, {"block_length": block_length})
         return
     model.load_state_dict(state["average"])
     tensors = decoder_tensors(layout, model.decoder) | vision_tensors(model.tower, model.projector, None)
     write_checkpoint(
         out, _config(layout, model, tokenizer, dtype), {name: t.detach().to(dtype) for name, t in tensors.items()}
     )
-    write_json(out / "generation_config.json", _generation(tokenizer))
+    write_json(out / GENERATION, _generation(tokenizer))
     save_tokenizer(tokenizer, out)
     write_json(out / BESIDE / "config.json", {**model.tower.config.to_diff_dict(), "model_type": "clip_vision_model"})
     write_json(out / BESIDE / IMAGES, processor_settings())
@@ -157,14 +162,16 @@ def _adapter_card(
     streams: Sequence[Mapping[str, Any]] | None,
     decisions: Mapping[str, Any] | None,
     tools: Mapping[str, Any] | None,
+    block_length: int,
 ) -> str:
     layers = "decoder and for the output layer" if state["recipe"].get("output") else "decoder"
+    blocks = f"\nRequests with it fill blocks of {block_length} tokens by default.\n" if block_length else ""
     return f"""# Adapter of the mmserve bundled model
 
 LoRA of rank {state["recipe"]["rank"]} for all linear layers of the {layers}, trained on the mix
 `{state["recipe"]["mix"]}` of generated data while the model's own weights stayed as they are. Made by
 `python -m mmserve.reference.train --trained adapter` and `python -m mmserve.reference.export`. License: Apache-2.0.
-{_streams(streams)}{_decisions(decisions)}{_tools(tools)}{_legs(_of_adapter(state))}"""
+{blocks}{_streams(streams)}{_decisions(decisions)}{_tools(tools)}{_legs(_of_adapter(state))}"""
 
 
 def _of_adapter(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -284,8 +291,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run", type=Path, default=Path("runs/diffusion"), help="folder that holds state.pt")
     parser.add_argument("--out", type=Path, default=Path("mmserve/assets/bundled"), help="folder to write")
+    parser.add_argument(
+        "--block-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of an adapter: the block length of requests that set none (0 = the model's)",
+    )
     arguments = parser.parse_args()
-    export(arguments.run, arguments.out)
+    export(arguments.run, arguments.out, block_length=arguments.block_length)
     print(f"wrote {arguments.out}")
 
 

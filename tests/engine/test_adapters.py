@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +20,15 @@ from qwen_vl_checkpoints import Qwen
 from test_causal_engine import LAST, NONE, answer, endless
 from text_checkpoints import oracle as text_oracle
 
+from mmserve.config import ModelConfig
 from mmserve.core.events import Finished
-from mmserve.core.request import Request
+from mmserve.core.request import Diffusion, Request
 from mmserve.errors import InvalidArgument, NotFound, ResourceExhausted, Unimplemented
-from mmserve.models.adapters import key_of
-from mmserve.models.base import LoadedModel
+from mmserve.models.adapters import Adapters, key_of
+from mmserve.models.base import Attention, LoadedModel
+from mmserve.models.checkpoint import GENERATION
 from mmserve.models.lora_files import read_adapter
+from mmserve.models.registry import load_model
 
 Make = Callable[..., Bench]
 NEW = 12
@@ -304,3 +309,48 @@ def test_rank_stabilised_scale(made: Made, bench: Make) -> None:
     made.merged["stable"] = merged(made.base, tensors, rslora=True)
     [call] = running.submit(asked("r", "a red circle", "stable"))
     assert answer(running, call) == made.expected(running, "a red circle", "stable")
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "expected"), [({"block_length": 4}, 0, 4), ({"block_length": 4}, 8, 8), ({}, 0, 0)]
+)
+def test_an_adapter_may_have_a_block_length(tmp_path: Path, given: dict[str, int], asked: int, expected: int) -> None:
+    model = load_model(ModelConfig(path="bundled"))
+    assert isinstance(model, LoadedModel) and model.adapters is not None
+    shutil.copytree(model.adapters / "decisions", tmp_path / "own")
+    plain = Adapters(model, folder=str(tmp_path), most=1 << 30)
+    digest = plain.load("own").digest
+    (tmp_path / "own" / GENERATION).write_text(json.dumps(given))
+    adapters = Adapters(model, folder=str(tmp_path), most=1 << 30)
+    assert adapters.load("own").digest != digest
+    request = replace(ask("r", "a"), adapter="own", diffusion=Diffusion(block_length=asked))
+    found = adapters.resolved(request)
+    assert found.diffusion.block_length == expected and adapters.resolved(found) == found
+
+
+@pytest.mark.parametrize(
+    ("attention", "given", "message"),
+    [
+        (Attention.FULL, 0, "block_length"),
+        (Attention.FULL, "4", "block_length"),
+        (Attention.BLOCK_CAUSAL, 5, "must divide 32"),
+    ],
+)
+def test_block_lengths_that_an_adapter_cannot_have(
+    tmp_path: Path, attention: Attention, given: Any, message: str
+) -> None:
+    model = load_model(ModelConfig(path="bundled"))
+    assert isinstance(model, LoadedModel) and model.adapters is not None
+    shutil.copytree(model.adapters / "decisions", tmp_path / "own")
+    (tmp_path / "own" / GENERATION).write_text(json.dumps({"block_length": given}))
+    changed = replace(model, spec=replace(model.spec, attention=attention))
+    with pytest.raises(InvalidArgument, match=message):
+        Adapters(changed, folder=str(tmp_path), most=1 << 30).load("own")
+
+
+def test_a_block_length_is_nothing_to_an_autoregressive_model(made: Made, tmp_path: Path) -> None:
+    shutil.copytree(made.folder, tmp_path / "adapters")
+    (tmp_path / "adapters" / "one" / GENERATION).write_text('{"block_length": 4}')
+    adapters = Adapters(made.model, folder=str(tmp_path / "adapters"), most=1 << 30)
+    adapters.load("one")
+    assert adapters.resolved(replace(ask("r", "a"), adapter="one")).diffusion.block_length == 0

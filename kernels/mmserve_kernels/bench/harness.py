@@ -92,9 +92,8 @@ def measure(op: str, case: Case, on: Device, rounds: int) -> dict[str, Any]:
     """Results of one case: medians and quartiles of ``rounds``, times in microseconds.
 
     If the result of the op or of an alternative is wrong, the row has the error and no times. ``times_X``: ratio of the
-    op's time to X's, in the same round. ``bound``: the
-    limit by the roofline model, ``copy`` (memory traffic) or ``matrix`` (products); if the shares of both rates are far
-    below 1, something else limits the op.
+    op's time to X's, in the same round. ``bound``: the limit by the roofline model, ``copy`` (memory traffic)
+    or ``matrix`` (products); if the shares of both rates are far below 1, something else limits the op.
     """
     row: dict[str, Any] = {
         "op": op,

@@ -52,8 +52,7 @@ class Ragged:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Groups of rows that are attended in one call. Limits on a GPU are not read here but looked up by the
-        kernel."""
+        """Groups of rows that are attended in one call. Limits on a GPU are not read here (``LOOKED_UP``)."""
         limits = self.kv_limit
         known = limits is None or limits.device.type == "cpu"
         on_host = limits.numpy() if limits is not None and known else None

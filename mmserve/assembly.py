@@ -1,4 +1,4 @@
-"""From a configuration to a server: the one place where the parts are put together."""
+"""Assembly of a server from a configuration: creates all parts and connects them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ logger = logging.getLogger("mmserve")
 
 
 def load_engines(config: Config, cache: Caches | None = None) -> Iterator[Engine]:
-    """Load one model after another; each comes with its engine, not yet started.
+    """Load one model after another; yields the engine of each, not yet started.
 
-    ``cache``: that of engines loaded before, of the same server. Raises ``ConfigError`` where a checkpoint is wrong.
+    ``cache``: the caches of engines loaded earlier by the same server. Raises ``ConfigError`` if a checkpoint is
+    invalid.
     """
     schedulers = load_schedulers(config.schedulers)
     torch.set_num_threads(resolve(config.engine).torch_threads)
@@ -52,7 +53,7 @@ def load_engines(config: Config, cache: Caches | None = None) -> Iterator[Engine
 
 
 def _summary(kernels: Mapping[str, str]) -> str:
-    """Which implementation runs which ops, in one line."""
+    """The implementation of each op, as one line."""
     ops: dict[str, list[str]] = {}
     for op, implementation in sorted(kernels.items()):
         ops.setdefault(implementation, []).append(op)
@@ -60,15 +61,16 @@ def _summary(kernels: Mapping[str, str]) -> str:
 
 
 def build_engines(config: Config) -> dict[str, Engine]:
-    """The engines of every model by its name, not yet started; ``ConfigError`` where a checkpoint is wrong."""
+    """The engines of all models by name, not yet started; raises ``ConfigError`` if a checkpoint is invalid."""
     names = served_names(config.models)
     return dict(zip(names, load_engines(config), strict=True))
 
 
 class BackgroundServer:
-    """A server on a thread of this process, for the demo, one-off generation, benchmarks and tests.
+    """A server in a thread of this process, for the demo, one-off generation, benchmarks and tests.
 
-    ``with BackgroundServer(config) as server, server.client() as client``; the port is a free one unless configured.
+    ``with BackgroundServer(config) as server, server.client() as client``; uses a free port unless one is
+    configured.
     """
 
     def __init__(self, config: Config) -> None:
@@ -82,12 +84,12 @@ class BackgroundServer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="mmserve-grpc", daemon=True)
 
     def _load(self, config: Config) -> Iterator[Engine]:
-        """The engines of models beside those that serve, whose cache they use."""
+        """Load further engines, which share the cache of the present ones."""
         return load_engines(config, self._cache)
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """Those that serve now, by the names of their models."""
+        """The present engines, by model name."""
         return {name: engine for name, engine in self._server.engines.items() if isinstance(engine, Engine)}
 
     @property
@@ -96,7 +98,7 @@ class BackgroundServer:
         return f"{self.config.server.host}:{self._server.port}"
 
     def client(self, timeout: float = 60.0) -> Client:
-        """A client of it, whose calls may take ``timeout`` seconds each; returns once the server is ready."""
+        """A client of the server, with ``timeout`` seconds for each call; returns once the server is ready."""
         client = Client(self.address, timeout=timeout)
         client.wait_ready()
         return client

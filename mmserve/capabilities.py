@@ -1,4 +1,4 @@
-"""What one model can do here, with this server's settings: reported to clients, and checked for every request."""
+"""The capabilities of one model with the settings of this server: reported to clients, and checked for each request."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from mmserve.models.template_options import template_options
 from mmserve.prune import pruner_of, pruners_for
 from mmserve.tools.formats import format_in
 
-#: Tokens of an answer where a request sets no limit.
+#: Token limit of an answer whose request sets none.
 DEFAULT_NEW_TOKENS = 64
 
 
 class Capabilities:
-    """Those of ``model``: its kind, what it was given beside it (``offered``), and the settings of the engine."""
+    """The capabilities of ``model``, from its kind, its optional parts (``offered``) and the settings of the engine."""
 
     def __init__(self, model: Model, engine: EngineConfig, media: MediaConfig, offered: Offered) -> None:
         self.model, self._media, self._offered = model, media, offered
         models = [model, *([model.companion] if model.companion is not None else [])]
         self.max_tokens = min([engine.max_tokens, *(m.spec.max_tokens for m in models)])
-        # Whether passes read all pages as they are: a reduction moves K/V as they are, and every one it leaves is read.
+        # Whether passes read all pages in place: a reduction moves K/V unchanged, and all that remain are read.
         self.reads_pages = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
         self._even = isinstance(model, CanvasModel) or model.decoder.config.plain_attention
         self._drafts = not engine.sparse_prefill and rows_apart(engine)
@@ -53,7 +53,7 @@ class Capabilities:
         self.tuning = tuning_of(model, self._recompute_policies, self._commit_policies, offered)
 
     def describe(self, kernels: dict[str, str]) -> ModelInfo:
-        """All of it; ``kernels`` names the implementation of each operation."""
+        """The description for clients; ``kernels``: the implementation of each op."""
         sees = self.model.vision is not None
         frames = self.model.vision.frames_per_video if self.model.vision is not None else 0
         an_image = self.model.vision.tokens_per_image if self.model.vision is not None else 0
@@ -98,12 +98,12 @@ class Capabilities:
         return "" if form is None else form.name
 
     def check(self, request: Request) -> None:
-        """Refuse at once what no stage could do.
+        """Reject a request that no stage could serve.
 
-        ``InvalidArgument`` for unknown policies, for blocks that do not divide those of the model's attention, and for
-        endless text: it is only tokenized in a stage, where megabytes of it would keep others waiting for seconds.
-        ``Unimplemented`` for a policy that the model's kind of attention makes wrong, and for a pruner that its tower
-        cannot serve.
+        Raises ``InvalidArgument`` for unknown policies, for blocks that do not divide those of the model's attention,
+        and for overlong text: tokenizing megabytes in a stage would delay other requests by seconds. Raises
+        ``Unimplemented`` for a policy that is incorrect with the model's kind of attention, and for a pruner
+        unsupported by its tower.
         """
         self._require("commit", request.diffusion.commit.name, self._commit_policies)
         commit = commit_policy(request, self._offered)
@@ -141,7 +141,7 @@ class Capabilities:
             raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
 
     def _check_tokens(self, request: Request) -> None:
-        """Refuse a prompt with an id that is not in the vocabulary."""
+        """Reject a prompt with an id that is not in the vocabulary."""
         for message in request.messages:
             for part in message.parts:
                 if isinstance(part, TokensPart) and (highest := max(part.ids, default=0)) >= self.model.vocab_size:
@@ -149,14 +149,14 @@ class Capabilities:
                     raise InvalidArgument.of("messages", why)
 
     def _check_decisions(self, request: Request) -> None:
-        """Refuse typed questions that cannot be answered in one pass of this model."""
+        """Reject typed questions that cannot be answered in one pass of this model."""
         if not request.decisions:
             return
         if not self.model.spec.decides:
             raise Unimplemented(undecided(self.model.spec.name))
 
     def _check_reduction(self, request: Request) -> None:
-        """Refuse a reduction of K/V that this model, or what else is asked for, leaves no room for."""
+        """Reject a reduction of K/V that is incompatible with this model or with other options of the request."""
         if reduction_of(request) is None:
             return
         name = self.model.spec.name
@@ -172,7 +172,7 @@ class Capabilities:
             raise InvalidArgument.of("diffusion.commit", "must not be a policy that drafts with kv_reduction")
 
     def _check_adapter(self, request: Request) -> None:
-        """Refuse an adapter beside what reads the model's own weights for a request."""
+        """Reject an adapter in combination with options that use the model's base weights."""
         if not request.adapter:
             return
         if request.image_reuse is not None:
@@ -183,7 +183,7 @@ class Capabilities:
                 raise InvalidArgument.of("vision.pruner", "must not be one that asks the decoder with an adapter")
 
     def _check_template_options(self, request: Request) -> None:
-        """Refuse variables that the model's chat template does not read."""
+        """Reject variables that are not used by the model's chat template."""
         if not request.template_options:
             return
         if request.raw:
@@ -197,7 +197,7 @@ class Capabilities:
                 )
 
     def _require(self, kind: str, asked: str, allowed: tuple[str, ...]) -> None:
-        """``Unimplemented`` for a policy that there is, but not for this model."""
+        """Raise ``Unimplemented`` for a policy that exists but is not allowed for this model."""
         if exists(asked) and asked not in allowed:
             spec = self.model.spec
             raise Unimplemented(lacking(spec.name, kind, asked, allowed, diffusion=not spec.causal))
@@ -215,7 +215,8 @@ class Capabilities:
 
     @property
     def _pruners(self) -> tuple[str, ...]:
-        """Those whose evidence tower or decoder can show; networks with K/V of their own know no gaps in them."""
+        """Pruners whose evidence the tower or the decoder provides; none if a network manages its own K/V without
+        gaps."""
         if self.model.vision is None or isinstance(self.model, CanvasModel):
             return ()
         return pruners_for(self.model.vision.evidence | shown_by(self.model))
@@ -236,6 +237,7 @@ class Capabilities:
 
 
 def rows_apart(engine: EngineConfig) -> bool:
-    """Whether the rows of one pass of decode have no effect on what each other attends to, or on which of them are kept
-    whole: only then has a row of a draft, or of forced text, the result that it has alone, up to rounding."""
+    """Whether the rows of a decode pass affect neither the attention of others nor which K/V are kept at full
+    precision; only then does a row of a draft, or of forced text, have the same result as in a separate pass, up to
+    rounding."""
     return not (engine.sparse_decode in ("quest", "random") or engine.kv_kept)

@@ -1,4 +1,4 @@
-"""Whether a configuration could be served, known in seconds: nothing listens, and only adapters' weights are read."""
+"""Validation of a configuration in seconds: binds no port for serving, and reads no weights except adapters'."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from mmserve.tenants import accepted_tokens
 
 #: Tables of caches that may be on disk.
 _CACHES = ("encoder_cache", "kv_cache")
-#: What a handshake of two contexts within this process reports of a certificate that is out of date (OpenSSL).
+#: OpenSSL's message for an expired certificate in a handshake of two contexts within this process.
 _OUT_OF_DATE = {9: "is not valid yet", 10: "has expired"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result: ``part`` of the configuration, and what is wrong with it; "" where it is in order."""
+    """One result: ``part`` of the configuration, and its ``problem``; "" = none."""
 
     part: str
     problem: str = ""
 
 
 def check(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
-    """Findings about a configuration as nested mappings, read from ``source``; every problem, not only the first.
+    """Findings about a configuration as nested mappings, read from ``source``; all problems, not only the first.
 
-    The tables, the ports, the certificates, the folders of caches, the schedulers, and every model's files:
-    ``config.json``, tokenizer, chat template, names, shapes and dtypes of all tensors, and its adapters. A model of the
-    hub is named as not checked.
+    Checked are the tables, ports, certificates, cache folders, schedulers, and every model's files: ``config.json``,
+    tokenizer, chat template, names, shapes and dtypes of all tensors, and adapters. Models of the hub are reported as
+    not checked.
     """
     problems, sound = _settle(data, source)
     yield from (Finding("configuration", problem) for problem in problems)
@@ -46,7 +46,7 @@ def check(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
         yield Finding("configuration")
     try:
         config = from_mapping(sound, source=source)
-    except ConfigError:  # reported above, and not one key's fault
+    except ConfigError:  # reported above, and not caused by a single key
         return
     yield from findings("names of models", lambda: served_names(config.models))
     if config.tenants:
@@ -63,7 +63,7 @@ def check(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
 
 
 def _settle(data: Mapping[str, Any], source: str) -> tuple[list[str], dict[str, Any]]:
-    """Every error of ``data``, and ``data`` without the keys that are to blame."""
+    """All errors of ``data``, and ``data`` without the keys that cause them."""
     sound: dict[str, Any] = copy.deepcopy(dict(data))
     problems: list[str] = []
     while problem := _error(sound, source):
@@ -76,7 +76,8 @@ def _settle(data: Mapping[str, Any], source: str) -> tuple[list[str], dict[str, 
 
 
 def _without_blamed(data: dict[str, Any], source: str, problem: str) -> dict[str, Any] | None:
-    """``data`` without the key that has ``problem`` alone, else without one of those that have it together."""
+    """``data`` without the key that causes ``problem`` by itself, else without one of the keys that cause it
+    together."""
     pieces = list(_pieces(data))
     for alone, left in pieces:
         if _error(alone, source) == problem and _error(left, source) != problem:
@@ -94,7 +95,7 @@ def _error(data: Mapping[str, Any], source: str) -> str:
 
 
 def _pieces(data: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each key of a table, alone and taken away from ``data``; then each table in the same way."""
+    """Pairs for each key of a table: the key alone, and ``data`` without it; then the same for each table."""
     for name, table in data.items():
         entries = table if isinstance(table, list) else [table]
         for index, entry in enumerate(entries):
@@ -114,7 +115,7 @@ def _pieces(data: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str,
 
 
 def findings(part: str, *checks: Callable[[], Any]) -> Iterator[Finding]:
-    """What each of ``checks`` raises; one finding without a problem where none does."""
+    """The errors raised by ``checks``; one finding without a problem if there are none."""
     problems = []
     for each in checks:
         try:
@@ -143,7 +144,7 @@ def _server(server: ServerConfig) -> Iterator[Finding]:
 
 
 def _in_date(server: ServerConfig) -> None:
-    """Raise ``ConfigError`` where the server's certificate is out of date: a client that trusts it reports that."""
+    """Raise ``ConfigError`` if the server's certificate has expired, as reported by a client that trusts it."""
     try:
         serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         serving.load_cert_chain(server.tls_certificate, server.tls_key, password="")
@@ -151,7 +152,7 @@ def _in_date(server: ServerConfig) -> None:
         trusting.check_hostname = False
         trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         trusting.load_verify_locations(server.tls_certificate)
-    except OSError:  # unreadable, or no pair: found by the other check
+    except OSError:  # unreadable or mismatched files are reported elsewhere
         return
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = trusting.wrap_bio(to_client, to_server)
@@ -169,7 +170,7 @@ def _in_date(server: ServerConfig) -> None:
 
 
 def _folder(config: Config, table: str) -> None:
-    """Raise ``ConfigError`` where the folder of a cache cannot be written to, or made; nothing is changed."""
+    """Raise ``ConfigError`` if the folder of a cache cannot be written or created; changes nothing."""
     folder = Path(getattr(config, table).disk_folder)
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not place.is_dir():

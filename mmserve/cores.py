@@ -1,4 +1,4 @@
-"""Processor cores of this process."""
+"""Number of CPU cores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def available_cores() -> int:
-    """How many cores this process may use; where the system does not report that, how many the machine has."""
+    """The number of cores available to this process (its CPU affinity); if unknown, the number in the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

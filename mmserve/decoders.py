@@ -1,4 +1,4 @@
-"""The decoder of a model as the engine's settings have it: its pages, graphs, sparse attention and draft model."""
+"""Creation of a model's decoder from the engine's settings: pages, CUDA graphs, sparse attention and draft model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from mmserve.tiers.memory import TensorCache
 def decoder_for(
     model: Model, engine: EngineConfig, offered: Offered, kv: TensorCache, adapters: Adapters | None = None
 ) -> DiffusionDecoder | UniformStateDecoder:
-    """The decoder of ``model`` with its pages; on a CPU the model's weights are packed from here on.
+    """The decoder of ``model`` with its K/V pages; on a CPU this packs the model's weights.
 
-    Raises ``ConfigError`` where the settings and the model do not agree.
+    Raises ``ConfigError`` if the settings and the model are incompatible.
     """
     chosen = engine.sparse_prefill or engine.sparse_decode
     if isinstance(model, CanvasModel):
@@ -73,7 +73,7 @@ def decoder_for(
 
 
 def _check_room(models: list[LoadedModel], engine: EngineConfig, kv_bytes: int) -> None:
-    """``ConfigError`` where a GPU has no room for the models' pages beside what is kept for ``image_reuse``."""
+    """Raise ``ConfigError`` if a GPU's memory is too small for the models' pages and the cache for ``image_reuse``."""
     first = models[0]
     whole = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
     kept = 0 if no_reuse(first, reads_pages=whole) else kv_bytes
@@ -82,7 +82,7 @@ def _check_room(models: list[LoadedModel], engine: EngineConfig, kv_bytes: int) 
 
 
 def _store(model: LoadedModel, engine: EngineConfig) -> KVStore:
-    """Room for the engine's pages: a request's page ids are good in the store of each model that it runs through."""
+    """A K/V store with the engine's pages; page ids of a request are valid in the store of each of its models."""
     config, pages, page = model.decoder.config, engine.pages, engine.page_size
     if not engine.kv_bits:
         return KVStore(config, pages=pages, page_size=page, dtype=model.dtype, device=model.device)

@@ -1,4 +1,4 @@
-"""Which policies decode a model's requests that name none: those of its ``policy.json``, or of the literature."""
+"""Default policies of a model's requests: from its ``policy.json``, or from the literature."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mmserve.models.policy_file import PolicyFile
 logger = logging.getLogger("mmserve")
 
 POLICY_JSON, LITERATURE, PLAIN = "policy.json", "literature", "plain"
-#: Policies that a model of the right kind may lack on one server and have on another.
+#: Policies whose availability depends on the server's settings, for models of the right kind.
 _PROVIDED = ACCOMPANIED | FILTERED | DRAFTING
 
 
 def tuning_of(model: Model, recompute: tuple[str, ...], commit: tuple[str, ...], offered: Offered) -> Tuning:
-    """The defaults of ``model``, which has these policies here, plain decoding's first.
+    """The defaults of ``model``, which supports these policies on this server; the first are those of plain decoding.
 
-    Raises ``ConfigError`` where its policy file is not for a model of this kind.
+    Raises ``ConfigError`` if its policy file is for another kind of model.
     """
     plain = Pair.named(recompute[0], commit[0])
     if model.policies is not None:
@@ -37,13 +37,13 @@ def tuning_of(model: Model, recompute: tuple[str, ...], commit: tuple[str, ...],
 
 
 def literature(spec: ModelSpec) -> Pair | None:
-    """What published measurements hold safe for this kind of model; None where plain decoding is all there is.
+    """The policies that published measurements found safe for this kind of model; None if only plain decoding is known.
 
-    Masked diffusion: Fast-dLLM's caches and confidence threshold (arXiv 2505.22618), the dual cache where a position
-    predicts itself; where it predicts the next one (Dream) or prompts do not see their answer (LaViDa), the prefix
-    cache, which runs all that is right of the block at each step. Block diffusion: a threshold of 0.95, which is
-    SGLang's default for LLaDA2.0, or of 0.9 where a position predicts the next one: Fast-dLLM v2's (arXiv 2509.26328).
-    Canvases of random tokens have their own schedule, and next-token models their cache.
+    Masked diffusion: Fast-dLLM's caches and confidence threshold (arXiv 2505.22618); the dual cache if a position
+    predicts itself; if it predicts the next one (Dream) or prompts do not attend to their answer (LaViDa), the prefix
+    cache, which recomputes everything right of the block at each step. Block diffusion: a threshold of 0.95, SGLang's
+    default for LLaDA2.0, or 0.9 if a position predicts the next one: Fast-dLLM v2's (arXiv 2509.26328). Uniform-state
+    diffusion has its own schedule, and next-token models their K/V cache.
     """
     if spec.renoising is not None or spec.causal:
         return None
@@ -81,7 +81,7 @@ def _from_file(
 def _check(
     file: PolicyFile, pair: Pair, model: Model, recompute: Collection[str], commit: Collection[str], offered: Offered
 ) -> None:
-    """``ConfigError`` for a pair that no model of this kind can be decoded with, or whose numbers are wrong."""
+    """Raise ``ConfigError`` for a pair that models of this kind do not support, or with invalid parameters."""
     what = f"{file.path} names {pair}"
     remedy = "rewrite it with `mmserve tune`, or remove it"
     for policy, known in ((pair.recompute, recompute), (pair.commit, commit)):
@@ -104,7 +104,7 @@ def _check(
 
 
 def _check_whole(policy: Policy, made: Any) -> None:
-    """``InvalidArgument`` for a fraction where ``made``, the policy with its numbers, counts something."""
+    """Raise ``InvalidArgument`` for a fraction as the value of an integer parameter of ``made``."""
     for field in fields(made) if is_dataclass(made) else ():
         if field.type == "int" and isinstance(policy.options.get(field.name, 0), float):
             raise InvalidArgument.of(f"{policy.name}.{field.name}", "must be a whole number")

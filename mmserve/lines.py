@@ -1,4 +1,4 @@
-"""Files with a prompt on each line, which commands are given."""
+"""Input files of commands with one item a line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Read = TypeVar("Read")
 
 
 def read_lines(path: Path, flag: str, read: Callable[[str], Read]) -> list[Read]:
-    """What ``read`` makes of each line of the file that ``flag`` names; blank lines are skipped.
+    """The results of ``read`` for each line of the file given by the option ``flag``; blank lines are skipped.
 
-    ``ConfigError`` for a file without lines, and with the number of a line that ``read`` refuses.
+    Raises ``ConfigError`` for a file without lines, and with the line number if ``read`` raises.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028, which a text of JSON may hold
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON may contain U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
     made = []
@@ -35,7 +35,7 @@ def read_lines(path: Path, flag: str, read: Callable[[str], Read]) -> list[Read]
 
 
 def json_object(line: str, known: Sequence[str]) -> dict[str, Any]:
-    """The JSON object of a line, which has only ``known`` keys; ``ValueError`` otherwise."""
+    """The JSON object in ``line``; raises ``ValueError`` if it is not an object with only ``known`` keys."""
     data = json.loads(line)
     if not isinstance(data, dict):
         raise ValueError(f"it must be a JSON object with the keys {', '.join(known)}")
@@ -43,14 +43,14 @@ def json_object(line: str, known: Sequence[str]) -> dict[str, Any]:
 
 
 def known_keys(data: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """``data``; ``ValueError`` where it has other than ``known`` keys."""
+    """``data``; raises ``ValueError`` if it has a key that is not in ``known``."""
     if unknown := set(data) - set(known):
         raise ValueError(f"unknown key {min(unknown)!r}; known are {', '.join(known)}")
     return data
 
 
 def read_files(data: dict[str, Any], key: str, folder: Path) -> list[bytes]:
-    """The files whose paths, relative to ``folder``, are listed under ``key``."""
+    """The contents of the files whose paths, relative to ``folder``, are listed under ``key``."""
     names = data.get(key, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{key!r} must be a list of paths")

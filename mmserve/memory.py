@@ -1,4 +1,4 @@
-"""Memory of this process as its C library and the system manage it: what it has, what it keeps, what it gives back."""
+"""Memory of this process: resident and available bytes, limits, and return of freed memory to the system."""
 
 import contextlib
 import ctypes
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Seconds without anything large that has ended, until what was freed goes back to the system, and how long that may
-#: be put off: what is used again meanwhile need not be faulted in again.
+#: Seconds after the last large release until freed memory is returned to the system, and the maximum delay: memory that
+#: is reused before need not be faulted in again.
 _TRIM_AFTER, _TRIM_WITHIN = 5.0, 60.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -20,9 +20,9 @@ _library = ctypes.CDLL(None)
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now."""
+    """Resident memory of this process in bytes."""
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY)  # 10 us, by ``pathlib`` 36: searches ask twice
+        file = os.open("/proc/self/statm", os.O_RDONLY)  # 10 us, with ``pathlib`` 36: searches read it twice
     except OSError:
         return int(_psutil().Process().memory_info().rss)
     try:
@@ -32,7 +32,7 @@ def resident() -> int:
 
 
 def available() -> int:
-    """Bytes of memory that this process may still take: what the machine has free, within the control group's limit."""
+    """Bytes that this process may still allocate: free memory of the machine, within the control group's limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -51,7 +51,7 @@ def available() -> int:
 
 
 def _control_groups() -> list[Path]:
-    """Folders of this process's control group (version 2) and of those above it; none where there is no such thing."""
+    """Folders of this process's control group (version 2) and its ancestors; empty if there are none."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -65,27 +65,27 @@ def _control_groups() -> list[Path]:
 
 
 def _psutil() -> Any:
-    """psutil, which is installed where the system is not Linux."""
+    """psutil, a dependency on systems other than Linux."""
     return importlib.import_module("psutil")
 
 
 def limit_address_space(size: int) -> None:
-    """Have allocations fail that would give this process more than ``size`` bytes of address space; no limit where the
-    system has none that holds (macOS)."""
+    """Limit the address space of this process to ``size`` bytes, so that larger allocations fail; does nothing on
+    systems without an effective limit (macOS)."""
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
 
 
 def trim() -> None:
-    """Give freed memory back to the system, where the C library can: it keeps it otherwise."""
+    """Return freed memory to the system, if the C library supports it: it would keep it otherwise."""
     release = getattr(_library, "malloc_trim", None)
     if release is not None:
         release(0)
 
 
 class Trimmer:
-    """Calls ``release`` on a thread ``after`` seconds without a further request for it, and at most ``within`` seconds
-    after the first one. ``now`` and ``sleep`` are the clock."""
+    """Calls ``release`` in a thread, ``after`` seconds without a further request, and at most ``within`` seconds after
+    the first one. ``now`` and ``sleep`` are the clock."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class Trimmer:
         self._release, self._after, self._within = release, after, within
         self._now, self._sleep = now, sleep
         self._lock = threading.Lock()
-        self._asked = 0.0  # when, last
+        self._asked = 0.0  # time of the last request
         self._running = False
 
     def soon(self) -> None:
-        """Ask for a release; from any thread."""
+        """Request a release; from any thread."""
         with self._lock:
             self._asked = self._now()
             if self._running:
@@ -123,5 +123,5 @@ class Trimmer:
         self._release()
 
 
-#: Calls ``trim`` once nothing large has ended for a few seconds.
+#: Calls ``trim`` a few seconds after the last request.
 trim_soon = Trimmer(trim).soon

@@ -1,4 +1,4 @@
-"""How much memory a model of a configuration takes, and how much is free: known before any of it is taken."""
+"""Memory required by a model of a configuration, and free memory, determined before anything is allocated."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mmserve.models.registry import resolve_device, sketch_model
 
 @dataclass(frozen=True)
 class Needed:
-    """Bytes that a model takes on ``device``."""
+    """Bytes required by a model on ``device``."""
 
-    weights: int  # while it is loaded: quantised ones are fp32 until then
-    pages: int  # of K/V
+    weights: int  # during loading: quantized ones are fp32 until then
+    pages: int  # K/V pages
     device: torch.device
 
 
 def memory_needed(entry: ModelConfig, config: Config) -> Needed:
-    """What the model ``entry`` takes with the other settings of ``config``, from the headers of its files.
+    """The memory of the model ``entry`` with the other settings of ``config``, from the headers of its files.
 
-    Raises ``ConfigError`` where it could not be loaded.
+    Raises ``ConfigError`` if the model could not be loaded.
     """
     device = resolve_device(entry.device)
     model = sketch_model(entry)
@@ -39,8 +39,8 @@ def memory_needed(entry: ModelConfig, config: Config) -> Needed:
 
 
 def fitted(engine: EngineConfig, model: Model, device: torch.device, *, free: int | None = None) -> EngineConfig:
-    """``engine`` resolved for a model on ``device``: its positions, and the pages that ``kv_share`` of the ``free``
-    memory (None = what there is now) has room for."""
+    """``engine`` with all values resolved for a model on ``device``: its positions, and the number of pages that fit
+    into ``kv_share`` of the ``free`` memory in bytes (None = what is free now)."""
     positions = min(m.spec.max_tokens for m in (model, model.companion) if m is not None)
     if not isinstance(model, LoadedModel):
         return resolve(engine, device=device.type, positions=positions)
@@ -59,5 +59,5 @@ def _pool_bytes(model: LoadedModel, engine: EngineConfig) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes on ``device``, of this machine's memory or a GPU's."""
+    """Free bytes on ``device``: of this machine's memory or of a GPU."""
     return free_bytes(device) if device.type == "cuda" else available()

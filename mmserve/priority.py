@@ -1,4 +1,4 @@
-"""Scheduling priority of work on media, below that of text, where both want a core."""
+"""Scheduling priority of media decoding, below that of text generation."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import sys
 import threading
 
-#: "nice" of such threads and processes.
+#: The "nice" value of these threads and processes.
 LOW_PRIORITY = 10
 
 
 def lower_priority() -> None:
-    """Give the calling thread, and threads and processes that it starts from now on, a low priority (Linux only)."""
-    if sys.platform != "linux":  # elsewhere, threads have no priority of their own
+    """Give the calling thread, and threads and processes that it starts later, a low priority (Linux only)."""
+    if sys.platform != "linux":  # on other systems threads have no separate priority
         return
     thread = threading.get_native_id()
     if os.getpriority(os.PRIO_PROCESS, thread) < LOW_PRIORITY:

@@ -1,7 +1,7 @@
-"""Tenants as a configuration names them: their settings, and the tokens that they are known by.
+"""Tenants of a configuration: their settings, and the tokens that identify them.
 
-Tokens come from files and environment variables, and only their SHA-256 digests are kept. No error in here contains a
-token or a part of one.
+Tokens are read from files and environment variables, and only their SHA-256 digests are stored. Error messages never
+contain a token or a part of one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mmserve.core.values import ABOVE_0, at_least, value
 from mmserve.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-#: Characters that gRPC carries in metadata, and that a header may hold.
+#: Characters allowed in gRPC metadata and HTTP headers.
 _ACCEPTED = "printable ASCII without spaces at the ends"
-#: Bytes of a token file that are read: more is no list of tokens.
+#: Maximum bytes of a token file: a larger file is not a list of tokens.
 _FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class TenantConfig:
-    """One entry of ``[[tenants]]``: who calls, by which tokens it is known, and how much of the server it may use."""
+    """One entry of ``[[tenants]]``: its name, its tokens, and its limits."""
 
     name: str = value("", meaning="letters, digits, '.', '_' and '-'; in logs and metrics")
     token_file: str = value(
@@ -54,24 +54,24 @@ class TenantConfig:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A token that is accepted, by its SHA-256 digest, and the tenant it belongs to."""
+    """An accepted token, by its SHA-256 digest, and its tenant."""
 
     digest: bytes
     tenant: Tenant
 
 
 def token_digest(token: str) -> bytes:
-    """The SHA-256 digest under which ``token`` is kept and compared."""
+    """The SHA-256 digest by which ``token`` is stored and compared."""
     return hashlib.sha256(token.encode("utf-8", errors="surrogateescape")).digest()
 
 
 def accepted_tokens(
     tenants: Sequence[TenantConfig], auth_tokens: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> tuple[Accepted, ...]:
-    """Every token that a server accepts; empty where it asks for none.
+    """All tokens accepted by a server; empty if it requires none.
 
-    Each of ``auth_tokens`` is a tenant of its own, ``token-1`` and so on, with the default settings. Raises
-    ``ConfigError`` where a token cannot be read, or two tenants have the same.
+    Each of ``auth_tokens`` is a separate tenant, ``token-1`` and so on, with the default settings. Raises
+    ``ConfigError`` if a token cannot be read, or two tenants have the same.
     """
     found: dict[bytes, Tenant] = {}
     for index, token in enumerate(dict.fromkeys(auth_tokens), 1):
@@ -86,7 +86,7 @@ def accepted_tokens(
 
 
 def check_tenants(tenants: Sequence[TenantConfig], source: str) -> None:
-    """Raises ``ConfigError`` where an entry of ``[[tenants]]`` is not acceptable."""
+    """Raise ``ConfigError`` if an entry of ``[[tenants]]`` is invalid."""
     names: set[str] = set()
     for index, tenant in enumerate(tenants):
         where = f"{source}: [[tenants]] {index}"
@@ -104,12 +104,12 @@ def check_tenants(tenants: Sequence[TenantConfig], source: str) -> None:
 
 
 def is_plain(tenant: str) -> bool:
-    """Whether a tenant of this name is an entry of ``auth_tokens``."""
+    """Whether a tenant of this name comes from ``auth_tokens``."""
     return re.fullmatch(r"token-\d+", tenant) is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on ``host``."""
+    """Whether ``host`` is a loopback address, reachable only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -119,7 +119,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_token(text: str) -> bool:
-    """Whether ``text`` can be a bearer token: metadata takes nothing else."""
+    """Whether ``text`` is a valid bearer token: only characters allowed in metadata."""
     return bool(text) and text.isascii() and text.isprintable()
 
 
@@ -159,4 +159,4 @@ def _text(path: str, who: str) -> str:
         raise ConfigError(f"cannot read {path}, which token_file of {who} names: {error.strerror}") from error
     if len(data) > _FILE_BYTES:
         raise ConfigError(f"{path}, which token_file of {who} names, is larger than {_FILE_BYTES} bytes")
-    return data.decode("utf-8", errors="replace")  # not ASCII is refused by its file's name, not by its contents
+    return data.decode("utf-8", errors="replace")  # an error then names the file, not its contents

@@ -1,4 +1,4 @@
-"""The three stages of one model, joined by transports; each can live in a process of its own."""
+"""The three stages of one model, connected by transports; each can run in a separate process."""
 
 from __future__ import annotations
 

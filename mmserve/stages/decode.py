@@ -1,4 +1,4 @@
-"""The decode stage: canvases, step by step, to answers."""
+"""The decode stage: canvases are denoised step by step into answers."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from mmserve.transfer.base import Transport
 
 
 class DecodeStage:
-    """Decode of one model: canvases arrive by ``to_decode``. For one worker."""
+    """Decode of one model: canvases arrive by ``to_decode``. Used by a single worker."""
 
     def __init__(self, model: Model, decoder: Any, to_decode: Transport) -> None:
         self._decoder, self._to_decode = decoder, observed(to_decode, "decode")
         self._restorer = Restorer(model)
-        self.live: dict[RequestId, Any] = {}  # the decoder's states
-        self._expected: dict[RequestId, PageTable] = {}  # pages of those that come from other stores
-        self._incoming: dict[RequestId, Incoming] = {}  # K/V that come ahead of their requests
-        self.constraint_steps = self.constraint_fallbacks = self.constraint_late = 0  # of requests that ended
+        self.live: dict[RequestId, Any] = {}  # states of the decoder
+        self._expected: dict[RequestId, PageTable] = {}  # pages of requests that come from other stores
+        self._incoming: dict[RequestId, Incoming] = {}  # K/V that arrive before their requests
+        self.constraint_steps = self.constraint_fallbacks = self.constraint_late = 0  # of ended requests
 
     def expect(self, request: RequestId, pages: PageTable) -> None:
-        """A request that is prefilled, or was being decoded, over another store comes; ``pages`` are its own here."""
+        """Expect a request that was prefilled, or partly decoded, over another store; ``pages`` are its pages here."""
         self._expected[request] = pages
         if (incoming := self._incoming.get(request)) is not None:
             incoming.open(np.asarray(pages.ids, np.int64))
 
     def expect_ahead(self, request: RequestId, incoming: Incoming) -> None:
-        """K/V of a request that is still prefilled elsewhere come by ``incoming``; ``expect`` follows."""
+        """Expect K/V of a request that is still in prefill in another process, by ``incoming``; ``expect`` follows."""
         self._incoming[request] = incoming
 
     def admit(self, request: Request, pages: PageTable) -> None:
-        """Take over a request as of ``expect``, which ``decode`` does by itself.
+        """Take over an expected request; ``decode`` also does this by itself.
 
-        Raises ``TransferError`` where what came does not fit this store.
+        Raises ``TransferError`` if the received state does not match this store.
         """
         self.expect(request.id, pages)
         self._states([request])
 
     def move(self, request: RequestId, to: Transport) -> None:
-        """Send a canvas on as it is between two steps, and forget it here; its pages are for others to take back."""
+        """Send a canvas on between two steps, and forget it here; the caller must release its pages."""
         state = self.live[request]
         to.send(request, self._decoder.payload(state))
         del self.live[request]
 
     def decode(self, batch: list[Request]) -> list[Stepped | BaseException]:
-        """One step of each request."""
+        """Run one step of each request; returns the result of the step or the error, in order."""
         opened = [outcome for request in batch for outcome in run_isolated(self._states, [request])]
         ran = iter(step(self._decoder, [s for s in opened if not isinstance(s, BaseException)]))
         return [state if isinstance(state, BaseException) else next(ran) for state in opened]
@@ -72,9 +72,9 @@ class DecodeStage:
 
     @torch.inference_mode()
     def whole(self, request: RequestId, came: PrefilledPayload | CanvasPayload) -> PrefilledPayload | CanvasPayload:
-        """What came of a request that goes on elsewhere before its first step here, with the K/V that came ahead of it.
+        """The state received for a request before its first step here, merged with the K/V that arrived ahead of it.
 
-        Raises ``TransferError`` where some of these are missing.
+        Raises ``TransferError`` if some of these are missing.
         """
         incoming = self._incoming.get(request)
         if not isinstance(came, PrefilledPayload) or not came.kv.ahead or incoming is None:
@@ -85,11 +85,11 @@ class DecodeStage:
         return replace(came, kv=KVState(positions, store.page_size, store.read_pages(pages)))
 
     def release(self, request: RequestId) -> None:
-        """Forget a request; its pages are for others to take back. Not while the worker runs it."""
+        """Forget a request; the caller must release its pages. Not while the worker runs it."""
         self._to_decode.drop(request)
         self._expected.pop(request, None)
         if (incoming := self._incoming.pop(request, None)) is not None:
-            incoming.close()  # before its pages are others'
+            incoming.close()  # before its pages are reused
         ended = self.live.pop(request, None)
         constraint = None if ended is None else extension_of(ended.extensions, Constraint)
         if constraint is not None:
@@ -101,7 +101,7 @@ class DecodeStage:
 
     @property
     def held(self) -> int:
-        """Requests of which anything is kept here."""
+        """Number of requests with state in this stage."""
         return len(self.live) + len(self._incoming)
 
     def _states(self, requests: list[Request]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The encode stage: constraints to grammars, media to pixels, and requests to prompts. It needs no language model."""
+"""The encode stage: constraints to grammars, media to pixels, and requests to prompts. Needs no language model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from mmserve.stages.prompt import EncodedPrompt, Prompt, Summaries, plain_prompt
 from mmserve.tiers.caches import Caches
 from mmserve.transfer.base import Transport
 
-#: Called with the prompt of a request that is prefilled while its clip is read, then None; and the count of final rows.
+#: Called with the prompt of a request that is prefilled while its clip is read, later with None; and the number of
+#: final rows.
 Report = Callable[[EncodedPrompt | None, int], None]
 
 
 class EncodeStage:
-    """Encode of one model; its results go to prefill by ``to_prefill``.
+    """Encode of one model; its results are sent to prefill by ``to_prefill``.
 
-    Each method belongs to one worker; all may run at the same time, and ``constrain`` more than once.
+    Each method belongs to one worker; all may run concurrently, and ``constrain`` several times.
     """
 
     def __init__(
@@ -51,45 +52,46 @@ class EncodeStage:
         self.encoder = Encoder(model, media, max_tokens=max_tokens, cache=cache, decoders=decoders)
         self.admission = Admission(model)
         self._prefill_rows = engine.prefill_tokens
-        self._admitted: dict[RequestId, list[Session]] = {}  # for each sample of a request that waits
+        self._admitted: dict[RequestId, list[Session]] = {}  # for each sample of a waiting request
         self._loaded: dict[RequestId, tuple[LoadedPrompt, Cancellation]] = {}
-        self._given: dict[RequestId, Encoded] = {}  # prompts that came encoded
+        self._given: dict[RequestId, Encoded] = {}  # prompts encoded elsewhere
 
     def give(self, request: RequestId, prompt: Encoded) -> None:
-        """The prompt of a request that is about to be submitted; encode then reads no message of it."""
+        """Store the prompt of a request that is about to be submitted; encode then ignores its messages."""
         self._given[request] = prompt
 
     def was_given(self, request: RequestId) -> bool:
-        """Whether ``give`` has its prompt, which no message of it holds: it is to be encoded here."""
+        """Whether the prompt was passed to ``give``, so that this process must encode the request."""
         return request in self._given
 
     def constrain(self, batch: list[Request]) -> list[BaseException | None]:
-        """Compile each request's constraint: None for each, or the error."""
+        """Compile each request's constraint: None or an error for each, in order."""
         with stage_pass("constraint", batch):
             return run_isolated(self._admit, batch)
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
-        """Whether the constraint of ``request`` can be kept, and whether ``answer`` is valid under its JSON schema.
+        """Whether the constraint of ``request`` is satisfiable, and whether ``answer`` is valid by its JSON schema.
 
-        Raises what the request would fail with; ``InvalidArgument`` for an answer to another kind of constraint.
+        Raises the error that the request would fail with; ``InvalidArgument`` for an answer to another kind of
+        constraint.
         """
         assert request.constraint is not None, "there is nothing to check"
         most = request.sampling.max_new_tokens
         return self.admission.check(request.constraint, most, request.tenant.cache, answer)
 
     def prompt_tokens(self, request: Request) -> int | None:
-        """As of ``Encoder.prompt_tokens``."""
+        """As in ``Encoder.prompt_tokens``."""
         return self.encoder.prompt_tokens(request)
 
     def load(
         self, batch: list[Request], cancellation: Cancellation, report: Report | None = None
     ) -> list[EncodedPrompt | BaseException | None]:
-        """Read the media of a request, which ``cancellation`` ends between two frames.
+        """Read the media of each request; ``cancellation`` is checked between frames.
 
-        The prompt of a next-token model with a long clip may be prefilled meanwhile: then ``report`` is called with its
-        outline first, and later with the number of its rows that are final. Such a request is encoded in the end, and
-        its prompt returned; None where it is only loaded, in spite of those calls. Without ``report``, nothing is
-        prefilled meanwhile.
+        The prompt of a next-token model with a long clip may be prefilled in the meantime: then ``report`` is called
+        first with its outline, and later with the number of its final rows. Such a request is fully encoded at the end,
+        and its prompt is returned; otherwise None, even after these calls. Without ``report`` this overlap is
+        disabled.
         """
 
         def load(requests: list[Request]) -> list[EncodedPrompt | None]:
@@ -109,12 +111,12 @@ class EncodeStage:
             return run_isolated(load, batch)
 
     def encode(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
-        """Encode each request, once for all of its samples; what the engine needs to know of its prompt."""
+        """Encode each request, once for all of its samples; returns the engine's summary of its prompt or the error."""
         with stage_pass("encode", batch):
             return self._encoded_and_sent(batch)
 
     def _encoded_and_sent(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
-        together = self.model.device.type != "cpu"  # only there does that save time
+        together = self.model.device.type != "cpu"  # batching saves time only on a GPU
         batches = [batch] if together else [[request] for request in batch]
         outcomes = [outcome for each in batches for outcome in run_isolated(self._encoded, each)]
         for request in batch:
@@ -131,16 +133,17 @@ class EncodeStage:
         self._to_prefill.drop(request)
 
     def warm(self) -> None:
-        """Make ready what the first constrained request would wait for: seconds. Blocks, for less than that."""
+        """Start loading what the first constrained request would otherwise wait for: seconds. Blocks for less than
+        that."""
         self.admission.warm()
 
     def close(self) -> None:
-        """End what runs beside the stage, and what waits for it; from any thread, and more than once."""
+        """Stop the stage's background work and waiting calls; from any thread, may be called repeatedly."""
         self.admission.close()
 
     @property
     def held(self) -> int:
-        """Requests of which anything is kept here."""
+        """Number of requests with state in this stage."""
         return len(self._admitted) + len(self._loaded) + len(self._given)
 
     def _admit(self, batch: list[Request]) -> list[None]:
@@ -190,12 +193,12 @@ class EncodeStage:
         return [self._send(request, encoded) for request, encoded in batch]
 
     def _send(self, request: Request, encoded: Encoded) -> EncodedPrompt:
-        """To prefill, once for each sample; once for all where the decoder is to look at the prompt first."""
+        """Send a prompt to prefill, once for each sample; once for all if the decoder prunes the prompt first."""
         sessions = self._admitted.pop(request.id, [])
         if encoded.grids:
             self._hand_over(request.id, encoded, sessions)
         else:
-            for i, sample in enumerate(samples(request)):  # what is in the prompt is read, never changed
+            for i, sample in enumerate(samples(request)):  # samples share the prompt, which is read-only
                 self._hand_over(sample.id, encoded, sessions[i : i + 1])
         return self.summaries.of(request, encoded)
 
@@ -204,7 +207,7 @@ class EncodeStage:
         self._to_prefill.send(request, prompt if self._to_prefill.in_process else plain_prompt(prompt))
 
     def _overlaps(self, request: Request) -> bool:
-        """Whether the prompt may be prefilled while its clip is read: nothing in it depends on what comes later."""
+        """Whether the prompt may be prefilled while its clip is read: no part of it depends on later frames."""
         model = self.model
         if not self._to_prefill.in_process or not model.spec.causal or model.deep_layers:
             return False

@@ -1,7 +1,7 @@
-"""The three stages of one model in one process: what the engine's workers run.
+"""The three stages of one model in one process, as run by the engine's workers.
 
-A stage takes a batch of requests and returns one outcome each: a small plain result, or the exception that this
-request alone met. Payloads (visual tokens, pages, canvases) travel by the transports and never touch the engine.
+A stage takes a batch of requests and returns one outcome each: a small plain result, or the exception of this request.
+Payloads (visual tokens, pages, canvases) are passed by the transports and not by the engine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from mmserve.transfer.local import LocalTransport
 class Stages:
     """Encode, prefill and decode of one model, over one store.
 
-    ``encoding``, ``prefilling`` and ``decoding`` are the stages, each for workers of its own; all may run at the same
-    time. ``to_prefill`` and ``to_decode`` join them; None = by reference.
+    ``encoding``, ``prefilling`` and ``decoding`` are the stages, each with its own workers; all may run concurrently.
+    ``to_prefill`` and ``to_decode`` connect them; None = by reference.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Stages:
             model, engine, media, self.to_prefill, max_tokens=most, decoders=self.decoders, cache=cache
         )
         self.encoder, self.shared_pages = self.encoding.encoder, self.encoding.summaries.shared_pages
-        # Two kinds of decoder whose states differ and never meet: what one began it alone goes on with.
+        # Two kinds of decoder with different states: a request stays with the decoder that began it.
         caches = self.encoder.cache
         shares = self.encoding.summaries.shares and caches.prefix.room > 0
         made_by = decoder_digest(model) if shares and isinstance(model, LoadedModel) else b""
@@ -87,11 +87,12 @@ class Stages:
         self.decoding = DecodeStage(model, self.decoder, self.to_decode)
 
     def describe(self) -> ModelInfo:
-        """What the model can do here."""
+        """The capabilities of the model."""
         return self.capabilities.describe({} if isinstance(self.model, CanvasModel) else self.store.kernels)
 
     def resolved(self, request: Request) -> Request:
-        """``request`` with the key of its adapter, and as many new tokens as the branches of its typed questions take.
+        """``request`` with the key of its adapter, and with the new tokens of its typed questions' branches as its
+        length.
 
         Raises as ``Adapters.resolved`` and ``models.decisions.questions_ids`` do.
         """
@@ -103,9 +104,9 @@ class Stages:
         return replace(request, sampling=replace(request.sampling, max_new_tokens=room))
 
     def encoded_payload(self, request: RequestId) -> EncodedPayload:
-        """What waits for prefill, taken out of here as plain data.
+        """Remove a request that waits for prefill, and return its state as plain data.
 
-        Raises ``Unimplemented`` where its state cannot travel, and then leaves it.
+        Raises ``Unimplemented`` if its state cannot be serialized, and then leaves it.
         """
         prompt = self.prefilling.waiting(request)
         payload = prompt if isinstance(prompt, EncodedPayload) else plain_prompt(prompt)
@@ -113,7 +114,7 @@ class Stages:
         return payload
 
     def prefilled_payload(self, request: RequestId) -> PrefilledPayload | CanvasPayload:
-        """What waits for its first decode step here, as of ``encoded_payload``."""
+        """The same for a request that waits for its first decode step."""
         state = self.to_decode.receive(request)
         if isinstance(state, PrefilledPayload | CanvasPayload):
             return self.decoding.whole(request, state)
@@ -125,13 +126,12 @@ class Stages:
         return payload
 
     def live_payload(self, request: RequestId) -> CanvasPayload:
-        """A copy of a request between two decode steps; on the thread of decode."""
+        """A copy of the state of a request between two decode steps; to be called in the thread of decode."""
         payload: CanvasPayload = self.decoder.payload(self.decoding.live[request])
         return payload
 
     def release(self, request: RequestId) -> None:
-        """Forget a request in whichever stage it is; its pages are the engine's to take back. Not while a stage runs
-        it."""
+        """Forget a request in every stage; the engine releases its pages. Not while a stage runs it."""
         self.encoding.release(request)
         self.prefilling.forget(request)
         self.decoding.release(request)
@@ -139,7 +139,7 @@ class Stages:
 
     @property
     def held(self) -> int:
-        """Requests of which anything is kept."""
+        """Number of requests with state in any stage."""
         waiting = self.to_prefill.waiting + self.to_decode.waiting
         return waiting + self.encoding.held + self.prefilling.held + self.decoding.held + self.adapters.kept
 
@@ -152,6 +152,6 @@ class Stages:
 
     @property
     def store(self) -> KVStore:
-        """Where the decoder keeps K/V; a renoising model's network keeps its own, and has none."""
+        """The decoder's K/V store; none for a renoising model, whose network has its own."""
         store: KVStore = self.decoder.parts.store
         return store

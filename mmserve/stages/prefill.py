@@ -1,4 +1,4 @@
-"""The prefill stage: prompts into pages of K/V, and the first candidates of their answers."""
+"""The prefill stage: prompts into K/V pages, and the first candidates of their answers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from mmserve.observe.traces import observed, stage_pass
 from mmserve.stages.prompt import EncodedPrompt, Prompt, Summaries
 from mmserve.transfer.base import Transport
 
-#: As of ``PrefillStage.prefill``.
+#: The result of ``PrefillStage.prefill`` for a request.
 Outcome = int | EncodedPrompt | BaseException | None
 
 
 class PrefillStage:
-    """Prefill of one model: prompts arrive by ``to_prefill``, and their results go to decode by ``to_decode``.
+    """Prefill of one model: prompts arrive by ``to_prefill``, and results are sent to decode by ``to_decode``.
 
-    For one worker.
+    Used by a single worker.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class PrefillStage:
         self._to_prefill, self._to_decode = observed(to_prefill, "prefill"), observed(to_decode, "decode")
         self._look = DecoderPruning(model) if isinstance(model, LoadedModel) and shown_by(model) else None
         self._restorer = Restorer(model)
-        self._prompts: dict[RequestId, Prompt] = {}  # of samples whose prompt was looked at
-        self.begun: dict[RequestId, Any] = {}  # the decoder's states
-        self._arriving: dict[RequestId, Arriving] = {}  # visual tokens of those that are not all there
+        self._prompts: dict[RequestId, Prompt] = {}  # of samples whose prompt was pruned by the decoder
+        self.begun: dict[RequestId, Any] = {}  # states of the decoder
+        self._arriving: dict[RequestId, Arriving] = {}  # of requests with visual tokens still to come
         self._tier = tier
-        self.fetched: dict[RequestId, Fetched] = {}  # pages from beyond the pool, of those that are not begun
-        self.restored: dict[RequestId, int] = {}  # how many of them were used, until the engine asks
-        #: Of requests that go on elsewhere, where their K/V go ahead of them, in chunks of so many bytes.
+        self.fetched: dict[RequestId, Fetched] = {}  # pages from host memory or disk, of requests that have not begun
+        self.restored: dict[RequestId, int] = {}  # number of them that were used, until read by the engine
+        #: K/V sent ahead of requests that are decoded elsewhere, in chunks of bounded size.
         self.leads: dict[RequestId, tuple[Send, int]] = {}
         self._leading = ThreadPoolExecutor(1, "mmserve-ahead")
 
     def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[Outcome]:
-        """Prefill each request into its pages, a long prompt by a chunk.
+        """Prefill each request into its pages, a long prompt by one chunk.
 
-        None = done; a number = so many positions have been run, and some of the prompt is left. An ``EncodedPrompt``:
-        the decoder has pruned a prompt that was ``unpruned``, no page was used, and this is what is left of it.
+        Results: None = done; a number = positions run so far of an unfinished prompt; an ``EncodedPrompt`` = the
+        prompt, which was ``unpruned``, after pruning by the decoder, with no page used yet.
         """
         with stage_pass("prefill", [request for request, _pages in batch]):
             return self._prefilled(batch)
@@ -97,7 +97,7 @@ class PrefillStage:
         return outcomes
 
     def forget(self, request: RequestId) -> None:
-        """Drop what there is of a request, and its prompt if it waits; not while the worker runs it."""
+        """Drop all state of a request, and its prompt if it waits; not while the worker runs it."""
         self._to_prefill.drop(request)
         self._prompts.pop(request, None)
         self.leads.pop(request, None)
@@ -111,7 +111,7 @@ class PrefillStage:
             fetched.close()
 
     def waiting(self, request: RequestId) -> Prompt | EncodedPayload:
-        """The prompt of a request that is not begun; it stays here until ``forget``."""
+        """The prompt of a request that has not begun; it stays here until ``forget``."""
         if request in self._prompts:
             return self._prompts[request]
         prompt: Prompt | EncodedPayload = self._to_prefill.receive(request)
@@ -120,7 +120,7 @@ class PrefillStage:
 
     @property
     def held(self) -> int:
-        """Requests of which anything is kept here."""
+        """Number of requests with state in this stage."""
         return len(self._prompts) + len(self.begun) + len(self._arriving) + len(self.fetched)
 
     def _handed_over(self, batch: list[tuple[Request, Any]]) -> list[None]:
@@ -130,7 +130,7 @@ class PrefillStage:
         return [None] * len(batch)
 
     def _begin(self, batch: list[tuple[Request, PageTable]]) -> list[tuple[Request, Any] | EncodedPrompt | None]:
-        """The prefill state of each request; None where something comes before its first pass, and is not yet done."""
+        """The prefill state of each request; None if a step before its first pass is not finished."""
         return [self._begun(request, pages) for request, pages in batch]
 
     def _begun(self, request: Request, pages: PageTable) -> tuple[Request, Any] | EncodedPrompt | None:
@@ -150,7 +150,7 @@ class PrefillStage:
         return (request, state) if self._decoder.ready(state) else None
 
     def _lead(self, request: RequestId, begun: Any, *, arriving: bool) -> None:
-        """Let the K/V of a request that goes on elsewhere go ahead of it, if they are final once they are written."""
+        """Send the K/V of a request that is decoded elsewhere ahead of it, if they are final once written."""
         lead = self.leads.get(request)
         if lead is None or arriving or not isinstance(begun, Prefilling) or begun.rewrites_prompt:
             return
@@ -159,10 +159,10 @@ class PrefillStage:
         outgoing = Outgoing(store, begun.pages, least, send, self._leading)
         if outgoing.worthwhile:
             begun.outgoing = outgoing
-            outgoing.final(store.num_layers, begun.run)  # those that others had run
+            outgoing.final(store.num_layers, begun.run)  # those run by other requests
 
     def _restored(self, request: RequestId, pages: PageTable) -> PageTable:
-        """``pages``, after those that the pool had filled with what was found beyond it."""
+        """``pages``, after filling them with K/V found in host memory or on disk."""
         fetched = self.fetched.pop(request, None)
         if fetched is None or self._tier is None:
             return pages
@@ -186,7 +186,7 @@ class PrefillStage:
 
     @torch.inference_mode()
     def _looked(self, request: Request, prompt: Prompt) -> EncodedPrompt:
-        """Prune a prompt by what the decoder sees of it, once for all samples of its request."""
+        """Prune a prompt by the decoder's evidence, once for all samples of its request."""
         assert self._look is not None, "a model that shows nothing serves no such pruner"
         encoded = self._look.pruned(request, prompt.encoded, self._max_tokens)
         for i, sample in enumerate(samples(request)):
@@ -194,7 +194,7 @@ class PrefillStage:
         return self._summaries.of(request, encoded)
 
     def _keyed(self, request: Request, encoded: Encoded) -> Encoded:
-        """``encoded`` with the keys of images whose K/V are taken from elsewhere."""
+        """``encoded`` with the keys of images whose K/V are reused."""
         if not reused(reuse_of(request), encoded):
             return encoded
         reuse: ImageKVReuse | None = self._decoder.parts.extension(ImageKVReuse)
@@ -202,7 +202,7 @@ class PrefillStage:
 
     @torch.inference_mode()
     def _place_new(self, request: RequestId, state: Any) -> None:
-        """Take over the visual tokens that came since the last chunk."""
+        """Add the visual tokens that arrived since the last chunk."""
         arriving = self._arriving.get(request)
         new = None if arriving is None else arriving.fetch()
         if new is not None and isinstance(self.model, LoadedModel):

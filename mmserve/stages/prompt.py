@@ -1,4 +1,4 @@
-"""A prompt between encode and prefill: what travels, and what the engine learns of it."""
+"""A prompt between encode and prefill: its payload, and its summary for the engine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mmserve.models.base import EncoderModel
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """What the engine learns of a prompt: its token counts, and the keys of its pages that may be shared.
+    """Summary of a prompt for the engine: its token counts, and the keys of its shareable pages.
 
-    ``unpruned``: the decoder has to prune it before any page is taken; what is left of it is known only then.
+    ``unpruned``: the decoder must prune it before pages are allocated; its final length is known only then.
     """
 
     usage: Usage
@@ -36,10 +36,11 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Encode → prefill within one process: as ``EncodedPayload``, with the live objects in place of their states.
+    """Payload from encode to prefill within one process: as ``EncodedPayload``, with live objects instead of their
+    states.
 
-    ``constraints``: of the request, or of each sample of one that is not split yet; empty where it has none.
-    ``arriving``: where visual tokens are still on their way.
+    ``constraints``: one for the request, or one for each sample if it is not split yet; empty if there are none.
+    ``arriving``: set while visual tokens are still to come.
     """
 
     encoded: Encoded
@@ -48,41 +49,42 @@ class Prompt:
 
 
 def plain_prompt(prompt: Prompt) -> EncodedPayload:
-    """``prompt`` for another process. Raises ``Unimplemented`` where a constraint's state cannot travel."""
+    """``prompt`` as plain data for another process. Raises ``Unimplemented`` if a constraint's state cannot be
+    serialized."""
     return EncodedPayload(prompt.encoded, tuple(session_state(session) for session in prompt.constraints))
 
 
 def _cache_of(request: Request) -> str:
-    """Only requests of the same shared pages: their tenants', and with the same adapter."""
+    """The cache namespace of a request: only requests of the same tenant and adapter share pages."""
     return f"{request.tenant.cache}\0{request.adapter}" if request.adapter else request.tenant.cache
 
 
 class Summaries:
-    """Makes an ``EncodedPrompt`` of each prompt of one model."""
+    """Creates the ``EncodedPrompt`` of each prompt of one model."""
 
     def __init__(self, model: EncoderModel, engine: EngineConfig) -> None:
         spec = model.spec
         self._spec, self._page_size = spec, engine.page_size
-        self.shared_pages = pages_a_unit(engine.page_size, spec.attention_block or 1)  # at once
-        # Chunks that begin within a page would make its last bits depend on where a request began to run.
+        self.shared_pages = pages_a_unit(engine.page_size, spec.attention_block or 1)  # pages that are shared together
+        # Chunks that begin within a page would make its last bits depend on the first position that a request runs.
         whole_pages = not spec.causal or not 0 < engine.prefill_tokens < engine.page_size
-        # A renoising model's network keeps its K/V to itself: nothing is ever written to the pages of its requests.
+        # The network of a renoising model has its own K/V: the pages of its requests are never written.
         paged = spec.renoising is None and spec.attention_block is not None
         self.shares = engine.prefix_cache and paged and whole_pages
 
     def of(self, request: Request, encoded: Encoded) -> EncodedPrompt:
-        """What the engine learns of the prompt of ``request``."""
-        shares = self._may_share(request) and encoded.past is None  # such K/V come from another prompt
+        """The summary of the prompt of ``request``."""
+        shares = self._may_share(request) and encoded.past is None  # these K/V come from another prompt
         keys = self._keys(encoded, _cache_of(request)) if shares and not encoded.grids else ()
         taken = reused(reuse_of(request), encoded) if encoded.past is None else len(encoded.past.rows)
-        if encoded.past is None and taken:  # what follows an image that was not run is of this request alone
+        if encoded.past is None and taken:  # K/V after an image with reused K/V are not shareable
             keys = keys[: encoded.spans[0].start // self._page_size]
         rows, visual = len(encoded.ids), len(encoded.image_rows)
         usage = Usage(rows, visual, 0, visual_tokens_before=visual + encoded.pruned, reused_tokens=taken)
         return EncodedPrompt(usage, keys, unpruned=bool(encoded.grids))
 
     def begun(self, request: Request, encoded: Encoded) -> EncodedPrompt:
-        """The same of a prompt whose visual tokens are still on their way: only the text before them has keys."""
+        """The summary of a prompt whose visual tokens are still to come: only the text before them has keys."""
         prompt = self.of(request, encoded)
         return replace(prompt, keys=prompt.keys[: int(encoded.image_rows[0]) // self._page_size])
 
@@ -91,7 +93,8 @@ class Summaries:
         return self.shares and keeps
 
     def _keys(self, encoded: Encoded, cache: str) -> tuple[bytes, ...]:
-        """Hashed here and not where pages are taken: the engine's thread has no time for megabytes of features."""
+        """Hashed here and not where pages are allocated: hashing megabytes of features would block the engine's
+        thread."""
         features = encoded.features
         return page_keys(
             encoded.ids,

@@ -1,9 +1,9 @@
-"""The byte form of what travels between stages: a fixed head, then a safetensors file.
+"""Serialization of payloads between stages: a fixed header, followed by a safetensors file.
 
-The head is ``MMST``, the version of this layout (uint32), the XXH3 (uint64) of what follows and its length (uint64),
-all little-endian, and blank up to 64 bytes. The safetensors file holds every array and tensor; its metadata names the
-kind of payload, the version of that, and all numbers and texts as JSON. Nothing is pickled; only dataclasses of one
-table can be named.
+The header is ``MMST``, the version of this layout (uint32), the XXH3 hash (uint64) of the rest and its length (uint64),
+all little-endian, padded to 64 bytes. The safetensors file holds every array and tensor; its metadata contains the kind
+of payload, the version of that kind, and all numbers and texts as JSON. Nothing is pickled; only dataclasses of a fixed
+table are created.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mmserve.transfer.tensor_file import TensorFile, read
 
 _HEAD = struct.Struct("<4sIQQ40x")
 _MAGIC = b"MMST"
-#: Bytes of the head in use.
+#: Used bytes of the header.
 _USED = struct.calcsize("<4sIQQ")
-#: The version of the layout of bytes; each kind of payload has one of its own (``Kinds.versions``).
+#: The version of the byte layout; each kind of payload has a separate one (``Kinds.versions``).
 LAYOUT = 2
 #: Keys of the safetensors metadata.
 _KIND, _VERSION, _BODY = "mmserve.kind", "mmserve.version", "mmserve.body"
 
 
 class Kinds:
-    """The plain dataclasses that can travel: ``payloads`` with their versions, and the ``parts`` that they have.
+    """The dataclasses that can be serialized: ``payloads`` with their versions, and the ``parts`` that they contain.
 
-    Tensors of ``views`` are views of the bytes that were read, for who copies them elsewhere; others have own memory.
+    Tensors of ``views`` are views of the decoded bytes, for receivers that copy them; others own their memory.
     """
 
     def __init__(self, payloads: Mapping[type, int], parts: tuple[type, ...], views: tuple[type, ...] = ()) -> None:
@@ -47,7 +47,7 @@ class Kinds:
             raise ValueError(f"payloads are dataclasses with names of their own, not {wrong or sorted(self._classes)}")
 
     def pack(self, payload: Any) -> Packed:
-        """One of the payloads, ready to be written. ``TypeError`` for what is no plain data of the table."""
+        """A payload, ready to be written. Raises ``TypeError`` for types that are not in the table."""
         name = type(payload).__name__
         if name not in self._versions:
             raise TypeError(f"{name} is no payload")
@@ -56,16 +56,16 @@ class Kinds:
         return Packed(TensorFile(tensors, {_KIND: name, _VERSION: str(self._versions[name]), _BODY: body}))
 
     def encode(self, payload: Any) -> bytes:
-        """The bytes of one of the payloads, as of ``pack``."""
+        """The bytes of a payload; raises as ``pack``."""
         packed = self.pack(payload)
         data = bytearray(packed.size)
         packed.write(memoryview(data))
         return bytes(data)
 
     def decode(self, data: bytes | bytearray | memoryview, device: torch.device | str = "cpu") -> Any:
-        """The payload of ``data``; its tensors are on ``device``. Those of ``views`` may be views of ``data``.
+        """The payload in ``data``, with tensors on ``device``. Those of ``views`` may be views of ``data``.
 
-        Raises ``TransferError`` for bytes that are damaged or cut short, and for versions and kinds that are not known.
+        Raises ``TransferError`` for damaged or truncated bytes, and for unknown versions and kinds.
         """
         view = memoryview(data)
         rest = _checked(memoryview(bytearray(view)) if view.readonly else view)
@@ -87,7 +87,8 @@ class Kinds:
         return payload
 
     def _plain(self, value: Any, tensors: dict[str, Tensor]) -> Any:
-        """``value`` as JSON, its arrays put into ``tensors``. What JSON has no form of is an object of one key."""
+        """``value`` as JSON, with its arrays added to ``tensors``. Types without a JSON form become an object of one
+        key."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, (list, tuple)):
@@ -137,20 +138,20 @@ class Kinds:
 
 
 class Packed:
-    """A payload that is not written yet; ``size`` in bytes."""
+    """A serialized payload that is not written yet; ``size`` in bytes."""
 
     def __init__(self, file: TensorFile) -> None:
         self._file, self.size = file, _HEAD.size + file.size
 
     def write(self, buffer: memoryview) -> None:
-        """Write all of it into ``buffer``, ``size`` bytes."""
+        """Write the payload into ``buffer`` of ``size`` bytes."""
         rest = buffer[_HEAD.size : self.size]
         self._file.write(rest)
         _HEAD.pack_into(buffer, 0, _MAGIC, LAYOUT, xxhash.xxh3_64_intdigest(rest), len(rest))
 
 
 def _checked(data: memoryview) -> memoryview:
-    """What follows the head, once it is known to be whole."""
+    """The data after the header; raises ``TransferError`` if it is damaged."""
     if len(data) < _HEAD.size:
         raise TransferError(f"the bytes of a payload end within their head, after {len(data)} bytes")
     magic, layout, checksum, length = _HEAD.unpack_from(data)

@@ -1,10 +1,9 @@
-"""K/V in few bits on their way to another store: CacheGen (arXiv 2310.07240, section 5).
+"""Compression of K/V for the transfer to another store: CacheGen (arXiv 2310.07240, section 5).
 
-Values of neighbouring tokens are alike, so of each page the first token is kept in 8 bits a value and the others as
-their differences from it, in ``bits`` for the first third of the layers, one bit less for the second and two less for
-the last: what later layers hold decides less. Those numbers, channel by channel, go through an entropy coder, here
-that of zlib (Huffman's code). Each page has a scale of its own for each head, so what comes out does not depend on how
-a prompt was cut into parts.
+Values of neighbouring tokens are similar, so the first token of each page is quantized to 8 bits a value and the others
+as differences from it, to ``bits`` in the first third of the layers, one bit less in the second and two less in the
+last: later layers are less sensitive. The integers, channel by channel, are entropy-coded with zlib (Huffman coding).
+Each page has a scale for each head, so the result does not depend on how a prompt was divided into parts.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from torch import Tensor
 from mmserve.core.payloads import KVChunk, KVState, PrefilledPayload
 from mmserve.errors import TransferError
 
-#: Types that are coded, by name; tensors of others (those of a store that is quantised) travel as they are.
+#: Dtypes that are compressed, by name; other tensors (of a quantized store) are sent unchanged.
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-#: Bits of a page's first token, and the fewest of a difference.
+#: Bits of a page's first token, and the minimum for a difference.
 _FIRST_BITS, _LEAST_BITS = 8, 2
 
 
 @dataclass(frozen=True)
 class CodedTensor:
-    """Keys or values of a layer ``[pages, page_size, heads, dim]``, in ``bits`` a difference."""
+    """Compressed keys or values of a layer ``[pages, page_size, heads, dim]``, with ``bits`` a difference."""
 
     shape: tuple[int, ...]
     dtype: str
     bits: int
-    scales: np.ndarray  # float32 [2, pages, heads]: of the first tokens, and of the differences
-    data: np.ndarray  # uint8: the coded numbers
+    scales: np.ndarray  # float32 [2, pages, heads]: of first tokens, of differences
+    data: np.ndarray  # uint8: the entropy-coded integers
 
 
 def bits_of(layer: int, layers: int, bits: int) -> int:
@@ -44,9 +43,9 @@ def bits_of(layer: int, layers: int, bits: int) -> int:
 
 
 def coded(payload: Any, bits: int, layers: int) -> Any:
-    """``payload`` with its K/V coded in ``bits``; what has none is returned as it is.
+    """``payload`` with its K/V compressed to ``bits``; payloads without K/V are returned unchanged.
 
-    ``layers``: how many the model has.
+    ``layers``: number of layers of the model.
     """
     if isinstance(payload, PrefilledPayload):
         return replace(payload, kv=coded(payload.kv, bits, layers))
@@ -62,7 +61,7 @@ def coded(payload: Any, bits: int, layers: int) -> Any:
 
 
 def decoded(payload: Any) -> Any:
-    """The inverse, as far as the bits allow; what is not coded is returned as it is. Raises ``TransferError``."""
+    """The lossy inverse of ``coded``; uncompressed payloads are returned unchanged. Raises ``TransferError``."""
     if isinstance(payload, PrefilledPayload):
         return replace(payload, kv=decoded(payload.kv))
     if not isinstance(payload, KVState | KVChunk):
@@ -81,7 +80,7 @@ def _all_decoded(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def _coded(x_PSHD: Tensor, positions: int, bits: int) -> CodedTensor:
-    """``positions``: so many, from the first, hold anything."""
+    """``positions``: number of used positions, from the first."""
     pages, size, _heads, _dim = x_PSHD.shape
     x = x_PSHD.float().cpu()
     filled = (torch.arange(pages * size) < positions).view(pages, size, 1, 1)
@@ -110,7 +109,7 @@ def _decoded(coded: CodedTensor) -> Tensor:
 
 
 def _rounded(x_PSHD: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers of ``bits`` with their sign, and the scale ``[pages, 1, heads, 1]`` that makes them ``x`` again."""
+    """Signed integers of ``bits``, and the scale ``[pages, 1, heads, 1]`` that restores ``x``."""
     most = (1 << (bits - 1)) - 1
     if not x_PSHD.shape[1]:  # pages of one token
         return x_PSHD, x_PSHD.new_zeros(x_PSHD.shape[0], 1, x_PSHD.shape[2], 1)

@@ -1,4 +1,4 @@
-"""The transport within one process: payloads are handed over as they are, without a copy."""
+"""The transport within one process: payloads are passed by reference, without a copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mmserve.core.request import RequestId
 
 
 class LocalTransport:
-    """A table of payloads; single operations on a dict are atomic, so stages on threads share it safely."""
+    """A dict of payloads; single operations on it are atomic, so stages in different threads can share it."""
 
     in_process = True
 

@@ -1,9 +1,9 @@
-"""Payloads over NIXL (NVIDIA Inference Xfer Library): memory of one process that others read by themselves, from any
-host, by RDMA where there is a network for it, else by TCP, and within a host by copying from process to process.
+"""Payloads over NIXL (NVIDIA Inference Xfer Library): one-sided reads of another process's memory from any host, by
+RDMA if the network supports it, else by TCP, and by copying between processes within a host.
 
-Written once into memory that is registered with the process's agent, and kept there until it is dropped; a reader needs
-the region's key alone, no answer of the process that wrote it. Registered memory is used again. States of GPUs go
-through memory of their hosts.
+A payload is written once into memory registered with the process's agent, and stays there until it is dropped; a reader
+needs only the region's key, and no response of the writing process. Registered memory is reused. State on GPUs is
+copied through host memory.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from mmserve.transfer.spare import Spare, capacity_for
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: Seconds for a payload to come from another host.
+#: Timeout of a transfer from another host in seconds.
 _PATIENCE = 30.0
-#: Seconds between two looks at a transfer: the first, and the longest.
+#: Interval for polling a transfer in seconds: the first, and the maximum.
 _LOOK, _LONGEST_LOOK = 2e-5, 1e-3
-#: Seconds between two looks for what peers ask without RDMA: NIXL's own thread would use a fifth of a core for them.
+#: Interval in seconds for serving peers without RDMA: NIXL's own thread would use a fifth of a core for that.
 _SERVE = 1e-3
 _BACKEND, _KIND = "UCX", "DRAM"
-#: Before each payload, its number: memory that has been written again meanwhile is another's. Of 64 bytes, so that
+#: Header before each payload with its number, to detect memory that was overwritten in the meantime. 64 bytes, so that
 #: tensors stay aligned.
 _HEAD = struct.Struct("=Q56x")
 
 
 @dataclass(frozen=True)
 class Region:
-    """Where a payload of ``size`` bytes can be read from, after its head: ``at`` (an address) in the process of agent
-    ``address``, which knows it by its ``number``. ``key``: what NIXL needs to connect to it and to read there."""
+    """Location of a payload of ``size`` bytes after its header: at address ``at`` in the process of agent ``address``,
+    with the ``number`` of the payload. ``key``: data that NIXL needs to connect and read."""
 
     address: str
     number: int
@@ -51,7 +51,7 @@ class Region:
 
 
 class _Registered:
-    """``capacity`` bytes of this process that NIXL may read and write, until ``close``."""
+    """``capacity`` bytes of this process registered for NIXL reads and writes, until ``close``."""
 
     def __init__(self, agent: Any, capacity: int) -> None:
         self._agent, self.capacity = agent, capacity
@@ -61,7 +61,7 @@ class _Registered:
         self.key: bytes = agent.get_partial_agent_metadata(self._known, True, [_BACKEND])
 
     def payload(self, size: int) -> memoryview:
-        """The ``size`` bytes after the head."""
+        """The ``size`` bytes after the header."""
         return self.data.data[_HEAD.size : _HEAD.size + size]
 
     def close(self) -> None:
@@ -69,10 +69,10 @@ class _Registered:
 
 
 class Regions:
-    """The payloads that this process offers by NIXL, and what reads those of others; for any number of threads.
+    """The payloads offered by this process by NIXL, and a reader of other processes' payloads. Thread-safe.
 
-    ``address`` names it, unlike any other; ``spare``: bytes of registered memory that are kept to be written again;
-    ``patience``: seconds for a payload to come. Raises ``ConfigError`` where NIXL is not installed.
+    ``address``: unique name of this process; ``spare``: bytes of registered memory kept for reuse; ``patience``:
+    timeout of a transfer in seconds. Raises ``ConfigError`` if NIXL is not installed.
     """
 
     def __init__(self, address: str, spare: int = 256 << 20, patience: float = _PATIENCE) -> None:
@@ -82,26 +82,25 @@ class Regions:
         self._next = 0
         self._offered: dict[int, _Registered] = {}
         self._spare = Spare[_Registered](spare)
-        self._unfinished: list[tuple[Any, _Registered]] = []  # transfers that could not be ended, and what they write
+        self._unfinished: list[tuple[Any, _Registered]] = []  # transfers that could not be cancelled, and their targets
         self._closed = threading.Event()
         self._server = threading.Thread(target=self._serve, name="mmserve-nixl", daemon=True)
         self._server.start()
 
     def write(self, packed: Packed) -> Region:
-        """Offer ``packed`` until ``drop``, which must wait until nobody reads it any more."""
+        """Offer ``packed`` until ``drop``, which must not be called before all readers are done."""
         memory = self._blank(packed.size)
         packed.write(memory.payload(packed.size))
         return self._offer(memory, packed.size)
 
     def copy(self, data: memoryview) -> Region:
-        """As ``write``, of what was read elsewhere."""
+        """As ``write``, for bytes read elsewhere."""
         memory = self._blank(len(data))
         memory.payload(len(data))[:] = data
         return self._offer(memory, len(data))
 
     def read(self, region: Region) -> memoryview:
-        """The bytes of ``region``, copied to where only this caller sees them; raises ``TransferError`` where they do
-        not come, or where it was dropped."""
+        """A private copy of the bytes of ``region``; raises ``TransferError`` after a timeout, or if it was dropped."""
         if region.address == self.address:
             with self._lock:
                 offered = self._offered.get(region.number)
@@ -116,7 +115,7 @@ class Regions:
             self._transfer(region, memory)
         except TransferError:
             raise
-        except Exception as error:  # those of NIXL have no common class
+        except Exception as error:  # NIXL's exceptions have no common class
             if isinstance(error, self._disconnected):
                 with suppress(Exception):
                     self._agent.remove_remote_agent(region.address)
@@ -129,7 +128,7 @@ class Regions:
         return memory.payload(region.size)
 
     def drop(self, region: Region) -> None:
-        """Offer it no longer. Nothing happens where it is not there."""
+        """Stop offering a region. Does nothing if it is not offered."""
         with self._lock:
             memory = self._offered.pop(region.number, None) if region.address == self.address else None
             if memory is None:
@@ -143,7 +142,7 @@ class Regions:
         return len(self._offered)
 
     def close(self) -> None:
-        """Drop everything."""
+        """Drop all regions."""
         self._closed.set()
         self._server.join()
         with self._lock:
@@ -153,11 +152,11 @@ class Regions:
             memory.close()
 
     def _serve(self) -> None:
-        """Answer peers that do not read by RDMA."""
+        """Serve peers that do not read by RDMA."""
         while not self._closed.wait(_SERVE):
             try:
                 self._agent.get_new_notifs([_BACKEND])
-            except Exception:  # those of NIXL have no common class; the next peer's may come through
+            except Exception:  # NIXL's exceptions have no common class; continue with the next peer
                 logger.exception("NIXL cannot answer its peers")
                 self._closed.wait(1.0)
 
@@ -195,13 +194,13 @@ class Regions:
 
 
 def require_nixl() -> None:
-    """Raise ``ConfigError`` where NIXL is not installed."""
+    """Raise ``ConfigError`` if NIXL is not installed."""
     if importlib.util.find_spec("nixl") is None:
         raise ConfigError('transport = "nixl" needs NIXL on every host of the cluster: pip install "mmserve[nixl]"')
 
 
 def _agent(name: str) -> tuple[Any, type[Exception]]:
-    """An agent for any number of threads, and the exception that its peers' ends are."""
+    """A thread-safe agent, and the exception for the disconnection of a peer."""
     require_nixl()
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:

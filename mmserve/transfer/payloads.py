@@ -1,6 +1,6 @@
-"""The kinds of payload that have a byte form, and the version of each.
+"""The kinds of payload that can be serialized, and the version of each.
 
-A version goes up with any change of what a kind holds: an older or newer server then refuses it.
+The version must be incremented with any change of a kind's fields: servers with another version then reject it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The transport between two processes that a pipe joins: payloads travel as bytes, in the order of sending."""
+"""The transport between two processes connected by a pipe: payloads are serialized, in the order of sending."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mmserve.transfer.payloads import PAYLOADS
 
 
 class PipeTransport:
-    """One end of a pipe. At the end that ``receives``, a thread takes in what comes until it is asked for, so that no
-    sender waits for a receiver.
+    """One end of a pipe. At the receiving end (``receives``), a thread reads and stores incoming payloads, so that
+    senders do not wait for a receiver.
 
-    Payloads come to ``device``. ``receive`` waits up to ``seconds`` for one that is on its way.
+    Tensors are placed on ``device``. ``receive`` waits up to ``seconds`` for a payload.
     """
 
     in_process = False
@@ -28,12 +28,12 @@ class PipeTransport:
         self._connection, self._device, self._seconds = connection, device, seconds
         self._changed = threading.Condition()
         self._arrived: dict[RequestId, bytes] = {}
-        self._ended: str | None = None  # why nothing more comes
+        self._ended: str | None = None  # reason for the end of the stream
         if receives:
             threading.Thread(target=self._take, name="mmserve-pipe", daemon=True).start()
 
     def send(self, request: RequestId, payload: Any) -> None:
-        """As ``Transport.send``; raises ``TransferError`` where nobody is at the other end."""
+        """As ``Transport.send``; raises ``TransferError`` if the other end is closed."""
         data = PAYLOADS.encode(payload)
         try:
             with self._changed:
@@ -43,8 +43,8 @@ class PipeTransport:
             raise TransferError(f"the receiver of payloads is gone: {error}") from error
 
     def receive(self, request: RequestId) -> Any:
-        """As ``Transport.receive``; raises ``TransferError`` for bytes that cannot be read, and where the sender is
-        gone. ``KeyError`` once the time to wait is over."""
+        """As ``Transport.receive``; raises ``TransferError`` for invalid bytes and if the sender is gone, ``KeyError``
+        after the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: request in self._arrived or self._ended is not None, self._seconds)
             if request not in self._arrived and self._ended is not None:
@@ -59,7 +59,7 @@ class PipeTransport:
 
     @property
     def waiting(self) -> int:
-        """Payloads that have come and were not received."""
+        """Number of payloads that arrived and were not received."""
         return len(self._arrived)
 
     def _take(self) -> None:

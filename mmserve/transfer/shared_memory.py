@@ -1,10 +1,10 @@
-"""Payloads in memory that processes of one host share: one anonymous file (``memfd``) each, handed on as a descriptor.
+"""Payloads in memory shared by processes of one host: an anonymous file (``memfd``) each, passed as a descriptor.
 
-No name in any file system and no lease: the kernel frees the memory when the last process that has the descriptor or a
-mapping of it closes it, or dies. A descriptor goes over an abstract unix socket, to processes of the same user alone;
-the bytes are written once and read where they lie. Memory that nobody reads any more is written again: to get new pages
-from the kernel takes four times as long as to write to them. Readers keep mappings of it for the next time, as far as a
-bound allows: to map 8 MB anew and touch its pages takes as long as to check their sum.
+There is no name in a file system and no lease: the kernel frees the memory when the last process with the descriptor or
+a mapping closes it or dies. Descriptors are passed over an abstract unix socket, to processes of the same user only;
+the bytes are written once and read in place. Memory without readers is reused: allocating new pages takes four times as
+long as writing to them. Readers keep mappings for reuse, up to a bound: mapping 8 MB and touching its pages takes as
+long as verifying their checksum.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from mmserve.errors import TransferError
 from mmserve.transfer.codec import Packed
 from mmserve.transfer.spare import Spare, capacity_for
 
-#: Seconds for an answer of a process of the same host, which copies nothing: one that takes longer is stopped.
+#: Timeout in seconds of a response from a process of the same host, which copies nothing: a slower one is suspended.
 _PATIENCE = 5.0
 _ASK, _ANSWER = struct.Struct("=Q"), struct.Struct("=qq")
-#: Bytes of memory that a reader keeps mapped.
+#: Maximum bytes of memory that a reader keeps mapped.
 _MOST_MAPPED = 64 << 20
 
 
 def host_id() -> str:
-    """Names the kernel and the network namespace that this process runs in: within them, memory can be shared."""
+    """Identifies the kernel and the network namespace of this process: within them, memory can be shared."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}.{Path('/proc/self/ns/net').stat().st_ino}"
 
 
 def allow_descriptors() -> None:
-    """Let this process have as many descriptors as the system allows it: each state takes one or two."""
+    """Raise this process's limit of file descriptors to the maximum: each state uses one or two."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Memory:
-    """Shared memory, by its descriptor ``fd``, which this process has until ``close``; the first ``size`` bytes of its
-    ``capacity`` are a payload."""
+    """Shared memory, by its file descriptor ``fd``, open until ``close``; the first ``size`` bytes of its ``capacity``
+    are a payload."""
 
     def __init__(self, fd: int, size: int, capacity: int, mapped: mmap.mmap | None = None) -> None:
         self.fd, self.size, self.capacity, self._mapped = fd, size, capacity, mapped
 
     @classmethod
     def create(cls, capacity: int) -> Memory:
-        """New memory of this process, of a size that can never change."""
+        """New memory of this process, of a fixed size."""
         fd = os.memfd_create("mmserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, capacity)
@@ -77,25 +77,25 @@ class Memory:
         packed.write(memoryview(self._mapped)[: packed.size])
 
     def read(self) -> memoryview:
-        """The payload. What is written there is seen by the holder of this view alone; it may outlive ``close``."""
+        """The payload. Writes to the view are private (copy-on-write); it may outlive ``close``."""
         return memoryview(mmap.mmap(self.fd, self.size, access=mmap.ACCESS_COPY))
 
     def close(self) -> None:
-        """Give the descriptor back; may be called again."""
+        """Close the descriptor; may be called repeatedly."""
         fd, self.fd, self._mapped = self.fd, -1, None
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        with contextlib.suppress(OSError, TypeError):  # the second at the interpreter's end
+        with contextlib.suppress(OSError, TypeError):  # TypeError at interpreter shutdown
             self.close()
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Where memory can be asked for: the ``host`` and socket ``address`` of its process, and its ``number`` there.
+    """A reference to memory: the ``host`` and socket ``address`` of its process, and its ``number`` there.
 
-    ``memory``: the memory itself, where its descriptor came with the ticket; it is not pickled.
+    ``memory``: the memory itself, if its descriptor came with the ticket; it is not pickled.
     """
 
     host: str
@@ -109,9 +109,9 @@ class Ticket:
 
 
 class Arena:
-    """The memory that other processes may ask this one for; for any number of threads.
+    """The memory that this process offers to others. Thread-safe.
 
-    ``spare``: bytes that are kept to be written again.
+    ``spare``: bytes of memory kept for reuse.
     """
 
     def __init__(self, spare: int = 256 << 20) -> None:
@@ -127,26 +127,26 @@ class Arena:
         threading.Thread(target=self._accept, name="mmserve-arena", daemon=True).start()
 
     def write(self, packed: Packed) -> Ticket:
-        """Offer ``packed`` until ``drop``, which must wait until nobody reads it any more."""
+        """Offer ``packed`` until ``drop``, which must not be called before all readers are done."""
         memory = self._blank(packed.size)
         memory.write(packed)
         return self.put(memory)
 
     def put(self, memory: Memory) -> Ticket:
-        """Offer ``memory``, which is the arena's from then on, until ``drop``."""
+        """Offer ``memory``, which then belongs to the arena, until ``drop``."""
         with self._lock:
             self._next += 1
             self._kept[self._next] = memory
             return Ticket(self.host, self.address, self._next, memory.size)
 
     def offered(self, ticket: Ticket) -> Memory | None:
-        """What ``ticket`` is for, by another descriptor, which the caller closes; None where it is not offered here."""
+        """The memory of ``ticket``, with a new descriptor that the caller closes; None if it is not offered here."""
         with self._lock:
             memory = self._kept.get(ticket.number) if ticket.address == self.address else None
             return None if memory is None else Memory(os.dup(memory.fd), memory.size, memory.capacity)
 
     def drop(self, ticket: Ticket) -> None:
-        """Offer it no longer. Nothing happens where it is not there."""
+        """Stop offering it. Does nothing if it is not offered."""
         with self._lock:
             memory = self._kept.pop(ticket.number, None) if ticket.address == self.address else None
             if memory is None or (memory.own and self._spare.give(memory)):
@@ -163,7 +163,7 @@ class Arena:
         return len(self._kept)
 
     def close(self) -> None:
-        """Drop everything, and answer nobody from now on."""
+        """Drop all memory, and stop serving requests."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -181,7 +181,7 @@ class Arena:
             threading.Thread(target=self._serve, args=(connection,), name="mmserve-arena-peer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer one process until it goes."""
+        """Serve one process until it disconnects."""
         with connection, contextlib.suppress(OSError):
             if not is_own_user(connection):
                 return
@@ -199,22 +199,23 @@ class Arena:
 
 
 class Reader:
-    """Asks the arenas of other processes; keeps a connection to each. For any number of threads: one that waits for a
-    process that is stopped keeps none waiting that asks another.
+    """Reads from the arenas of other processes, with a connection to each. Thread-safe: waiting for a suspended process
+    does not delay requests to others.
 
-    ``patience``: seconds for an answer. ``mapped``: bytes of memory that stay mapped after they were read.
+    ``patience``: timeout of a response in seconds. ``mapped``: bytes of memory that stay mapped after they were
+    read.
     """
 
     def __init__(self, patience: float = _PATIENCE, mapped: int = _MOST_MAPPED) -> None:
         self._lock, self._patience = threading.Lock(), patience
-        self._mapped, self._most_mapped = OrderedDict[tuple[int, int], mmap.mmap](), mapped  # the latest last
+        self._mapped, self._most_mapped = OrderedDict[tuple[int, int], mmap.mmap](), mapped  # the most recent last
         self._connections: dict[str, socket.socket] = {}
-        self._turns: dict[str, threading.Lock] = {}  # of threads that ask the same process; never removed
+        self._turns: dict[str, threading.Lock] = {}  # locks by process; never removed
         self._closed = False
 
     def take(self, ticket: Ticket) -> Memory:
-        """The memory of ``ticket``. Unless it came with the ticket, raises ``TransferError`` where its process is gone,
-        stopped, or has it no more."""
+        """The memory of ``ticket``. Unless it came with the ticket, raises ``TransferError`` if its process is gone or
+        suspended, or does not have it any more."""
         if ticket.memory is not None and ticket.memory.fd >= 0:
             return ticket.memory
         with self._lock:
@@ -227,8 +228,8 @@ class Reader:
                 raise TransferError(f"the process that has a payload does not answer: {error}") from error
 
     def read(self, ticket: Ticket) -> memoryview:
-        """The payload of ``ticket``, as of ``Memory.read``, to be read before its process may write there again; raises
-        as ``take``."""
+        """The payload of ``ticket``, see ``Memory.read``, to be read before its process may overwrite it; raises as
+        ``take``."""
         memory = self.take(ticket)
         try:
             return memoryview(self._mapping(memory))[: memory.size]
@@ -236,9 +237,9 @@ class Reader:
             memory.close()
 
     def _mapping(self, memory: Memory) -> mmap.mmap:
-        """All of ``memory``: the mapping of the last time, as long as it is there, so that its pages are, too."""
+        """All of ``memory``: the previous mapping if it is cached, so that its pages are already faulted in."""
         found = os.fstat(memory.fd)
-        key = found.st_dev, found.st_ino  # no other file has them while it is mapped
+        key = found.st_dev, found.st_ino  # unique while it is mapped
         with self._lock:
             if (known := self._mapped.get(key)) is not None:
                 self._mapped.move_to_end(key)
@@ -246,11 +247,11 @@ class Reader:
             made = mmap.mmap(memory.fd, memory.capacity, access=mmap.ACCESS_COPY)
             self._mapped[key] = made
             while sum(map(len, self._mapped.values())) > self._most_mapped:
-                self._mapped.popitem(last=False)  # it ends with its last view
+                self._mapped.popitem(last=False)  # freed with its last view
             return made
 
     def close(self) -> None:
-        """End all connections, and forget what was read; ``take`` raises ``TransferError`` from now on."""
+        """Close all connections, and forget all mappings; ``take`` then raises ``TransferError``."""
         self._closed = True
         self._mapped.clear()
         for address in list(self._connections):
@@ -262,7 +263,7 @@ class Reader:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(self._patience)
             self._connections[ticket.address] = connection
-            if self._closed:  # after it is noted: either ``close`` ends it, or what is raised here does
+            if self._closed:  # checked after registration, so that ``close`` or this closes it
                 raise ConnectionError("this process reads no more payloads")
             connection.connect(f"\0{ticket.address}")
         connection.sendall(_ASK.pack(ticket.number))
@@ -281,7 +282,7 @@ class Reader:
 
 
 def _received(connection: socket.socket, size: int) -> bytes:
-    """The next ``size`` bytes; empty where the peer has gone."""
+    """The next ``size`` bytes; empty if the peer has disconnected."""
     data = b""
     while len(data) < size:
         more = connection.recv(size - len(data))

@@ -1,4 +1,4 @@
-"""Buffers that nobody uses any more, and that are kept to be written again: new pages of the kernel take longer."""
+"""A pool of unused buffers for reuse: new pages from the kernel take longer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ B = TypeVar("B", bound=Buffer)
 
 
 class Spare(Generic[B]):
-    """At most ``most`` bytes of them. Not for several threads at once."""
+    """At most ``most`` bytes of buffers. Not thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most, self._buffers = most, list[B]()
 
     def take(self, size: int) -> B | None:
-        """The smallest with room for ``size`` bytes, unless it is much too large; None where there is none."""
+        """The smallest buffer of at least ``size`` bytes, unless it is much too large; None if there is none."""
         fits = [each for each in self._buffers if size <= each.capacity <= 4 * max(size, _LEAST)]
         if not fits:
             return None
@@ -34,18 +34,18 @@ class Spare(Generic[B]):
         return found
 
     def give(self, buffer: B) -> bool:
-        """Keep ``buffer``; False where there is no room for it."""
+        """Add a buffer; returns False if the pool is full."""
         if buffer.capacity + sum(each.capacity for each in self._buffers) > self._most:
             return False
         self._buffers.append(buffer)
         return True
 
     def clear(self) -> list[B]:
-        """All of them, which are not kept any longer."""
+        """Remove and return all buffers."""
         found, self._buffers = self._buffers, []
         return found
 
 
 def capacity_for(size: int) -> int:
-    """Bytes of a new buffer for ``size`` bytes, so that others of like size find room there later."""
+    """Capacity in bytes of a new buffer for ``size`` bytes, rounded so that similar sizes can reuse it."""
     return max(_LEAST, 1 << (size - 1).bit_length())

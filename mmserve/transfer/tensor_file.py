@@ -1,6 +1,6 @@
-"""A safetensors file written straight into memory that is there already, and read where it lies: no copy on the way.
+"""Safetensors files written directly into existing memory and read in place, without intermediate copies.
 
-The ``safetensors`` package makes files as new bytes, which costs two more copies of every tensor.
+The ``safetensors`` package creates files as new bytes, which costs two more copies of every tensor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-#: Names of the format's types.
+#: Names of the format's dtypes.
 _NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -28,14 +28,14 @@ _NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-#: Tensors begin at multiples of it (bytes), so that vector instructions read them whole.
+#: Alignment of tensors in bytes, for aligned vector loads.
 _ALIGNMENT = 64
-#: Begins the names of the bytes between two tensors: the format allows no gap.
+#: Prefix of the names of padding between tensors: the format allows no gaps.
 _GAP = "gap of "
 
 
 class TensorFile:
-    """A file that is not written yet: ``tensors`` by name, and texts by key."""
+    """A file that is not written yet: ``tensors`` by name, and text metadata by key."""
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         self._tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -62,7 +62,7 @@ class TensorFile:
         self.size = 8 + len(self._head) + end
 
     def write(self, buffer: memoryview) -> None:
-        """Write the whole file into ``buffer``, ``size`` bytes."""
+        """Write the whole file into ``buffer`` of ``size`` bytes."""
         begin = 8 + len(self._head)
         buffer[:8] = len(self._head).to_bytes(8, "little")
         buffer[8:begin] = self._head
@@ -74,15 +74,15 @@ class TensorFile:
             if size:
                 target = rest[self._at[name] : self._at[name] + size]
                 target.copy_(tensor.reshape(-1).view(torch.uint8))
-        for name, at in self._at.items():  # a checksum of the whole must not depend on what was in a gap
+        for name, at in self._at.items():  # zeroed, as the checksum covers the padding
             end = at + self._tensors[name].numel() * self._tensors[name].element_size()
             rest[end : end + (-end % _ALIGNMENT)] = 0
 
 
 def read(buffer: memoryview) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and texts of the file in ``buffer``; tensors are views of it, which keep it alive.
+    """The tensors and metadata of the file in ``buffer``; tensors are views of it and keep it alive.
 
-    Raises ``ValueError``, ``KeyError`` or ``TypeError`` for what is no such file.
+    Raises ``ValueError``, ``KeyError`` or ``TypeError`` for invalid files.
     """
     size = int.from_bytes(buffer[:8], "little")
     if not 0 < size <= len(buffer) - 8:

@@ -34,7 +34,7 @@ _AROUND_ALL, _AROUND = 1 << 10, 250
 _IN_GRAMMAR = re.compile(r"constraint\.(?:lark|json_schema)#/([0-9]{1,9})(|/.*)", re.DOTALL)
 #: Keywords without effect on a grammar.
 _TEXTS = ("$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly")
-LEVELS = f", with at most {MAX_LEVELS} levels"
+LEVELS = f", with at most {MAX_LEVELS} levels and without halves of surrogate pairs"
 _NAMED = "must be 1 to 128 letters, digits, '_', '.' and '-'"
 
 
@@ -60,6 +60,7 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
     if kind not in (None, "json_schema") and message.tool_choice != pb.TOOL_CHOICE_NONE:
         yield f"constraint.{kind}", "must not be set with tools: an answer that calls none can obey a json_schema alone"
     names, size = [tool.name for tool in message.tools], _AROUND_ALL
+    callable_names = set([message.required_tool] if asked == "required_tool" else message.allowed_tools or names)
     for i, tool in enumerate(message.tools):
         if not _NAME.fullmatch(tool.name):
             yield f"tools[{i}].name", _NAMED
@@ -69,9 +70,9 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
             yield f"tools[{i}].parameters_json_schema", f"must be the JSON text of a schema that is an object{LEVELS}"
         elif tool.parameters_json_schema and not _takes_objects(json.loads(tool.parameters_json_schema)):
             yield f"tools[{i}].parameters_json_schema", "must have the type object: arguments are one"
-        else:
-            size += len(_bare(tool.parameters_json_schema or NO_PARAMETERS)) + 2 * len(tool.name) + _AROUND
-    if size > MAX_GRAMMAR_BYTES:
+        elif tool.name in callable_names:
+            size += len(_bare(tool.parameters_json_schema or NO_PARAMETERS).encode()) + 2 * len(tool.name) + _AROUND
+    if size > MAX_GRAMMAR_BYTES and message.tool_choice != pb.TOOL_CHOICE_NONE:
         yield "tools", f"must make a grammar of at most {MAX_GRAMMAR_BYTES} bytes, not some {size}; texts do not count"
     if asked == "required_tool" and message.required_tool not in names:
         yield "required_tool", "must be the name of one of the tools"
@@ -101,15 +102,21 @@ def _wrong_calls(chat: pb.ChatMessage, path: str) -> Iterator[tuple[str, str]]:
 
 
 def is_object(text: str) -> bool:
-    """Whether ``text`` is an object of at most ``MAX_LEVELS`` levels."""
+    """Whether ``text`` is a JSON object of at most ``MAX_LEVELS`` levels whose strings are valid Unicode."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_constant=_refuse)
+        if "\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return False
     level: list[Any] = [found] if isinstance(found, dict) else []
     for _ in range(MAX_LEVELS):
         level = [inner for each in level for inner in _inner(each) if isinstance(inner, dict | list)]
     return isinstance(found, dict) and not level
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _inner(value: dict[str, Any] | list[Any]) -> Iterable[Any]:

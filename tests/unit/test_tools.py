@@ -229,6 +229,37 @@ def test_what_is_not_refused_makes_a_grammar_that_is_small_enough(length: int) -
     assert "texts do not count" in dict(wrong_tools(asked(most + 200)))["tools"]
 
 
+def test_the_grammar_is_of_the_tools_that_can_be_called_alone_and_counted_in_bytes() -> None:
+    def asked(values: int) -> pb.GenerateRequest:
+        schema = {"type": "object", "properties": {"a": {"enum": ["\u65e5" * values]}}}
+        return asked_with([{"name": "small"}, {"name": "large", "parameters_json_schema": json.dumps(schema)}])
+
+    assert not list(wrong_tools(asked(20_000))) and len(lark_of(asked(20_000)).encode()) <= MAX_GRAMMAR_BYTES
+    message = asked(24_000)
+    assert "texts do not count" in dict(wrong_tools(message))["tools"]
+    message.tool_choice = pb.TOOL_CHOICE_NONE
+    assert not list(wrong_tools(message))
+    message.required_tool = "small"
+    assert not list(wrong_tools(message)) and len(lark_of(message)) < 1000
+    message.required_tool = "large"
+    assert [field for field, _ in wrong_tools(message)] == ["tools"]
+    message.tool_choice = pb.TOOL_CHOICE_AUTO
+    message.allowed_tools.append("small")
+    assert not list(wrong_tools(message))
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', r'{"a": "\ud800"}', r'{"\udc00": 1}', "[1]", "{", ""])
+def test_what_a_template_writes_is_json(text: str) -> None:
+    message = pb.GenerateRequest()
+    message.messages.add(role=pb.ROLE_ASSISTANT).tool_calls.add(name="f", arguments=text)
+    message.tools.add(name="f", parameters_json_schema=text)
+    fields = ["messages[0].tool_calls[0].arguments", *(["tools[0].parameters_json_schema"] if text else [])]
+    assert [field for field, _ in wrong_tools(message)] == fields
+    assert not text or [*_wrong_template_options(text)]
+    message.messages[0].tool_calls[0].arguments = r'{"a": "\ud83d\ude42"}'
+    assert [field for field, _ in wrong_tools(message)] == fields[1:]
+
+
 def test_tools_are_bounded() -> None:
     many = [{"name": f"{i:03}"} for i in range(MAX_TOOLS + 1)]
     assert not list(wrong_tools(asked_with(many[1:]))) and len(lark_of(asked_with(many[1:]))) <= MAX_GRAMMAR_BYTES

@@ -1,1 +1,1 @@
-"""Calibration of typed questions: what is asked, and what temperature and bias make the probabilities right."""
+"""Calibration of typed questions: the questions, and fitting of temperature and bias of the probabilities."""

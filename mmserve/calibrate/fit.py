@@ -1,4 +1,4 @@
-"""Temperature and bias of each kind of question, and how far probabilities are from the share that is right."""
+"""Fitting of temperature and bias for each kind of question, and the expected calibration error."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch.nn.functional as F
 
 from mmserve.core.decisions import Scaling
 
-#: Equal bins of the probability of the most probable answer, and the smallest probability that is distinguished from 0.
+#: Number of equal bins of the top-1 probability, and the minimum probability that is distinguished from 0.
 BINS = 15
 SMALLEST = 1e-12
-#: Fewest questions of a kind that a scaling is fitted to, and the range of its numbers.
+#: Minimum number of questions of a kind for fitting, and the range of the parameters.
 FEWEST, TEMPERATURES, MOST_BIAS = 20, (0.05, 20.0), 10.0
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One answered question: its kind, log-probabilities of its answers up to a constant, and the right one."""
+    """One answered question: its kind, unnormalized log-probabilities of its answers, and the index of the correct
+    one."""
 
     kind: str
     log_probabilities: tuple[float, ...]
@@ -29,16 +30,15 @@ class Judged:
 
 
 def fitted(judged: Sequence[Judged]) -> dict[str, Scaling]:
-    """The scaling of each kind that makes the right answers most likely (log loss); of kinds with ``FEWEST`` questions
-    or more."""
+    """The scaling of each kind that minimizes the log loss; only for kinds with at least ``FEWEST`` questions."""
     ordered = sorted(judged, key=lambda each: each.kind)
     kinds = {kind: list(group) for kind, group in groupby(ordered, key=lambda each: each.kind)}
     return {kind: _scaling(group) for kind, group in kinds.items() if len(group) >= FEWEST}
 
 
 def calibration_error(probabilities: Iterable[Sequence[float]], right: Iterable[int], *, bins: int = BINS) -> float:
-    """Expected calibration error: over so many equal bins of the probability of the most probable answer, the distance
-    of its mean from the share of them that is right, weighted by how many there are (arXiv 1706.04599)."""
+    """Expected calibration error: over ``bins`` equal bins of the top-1 probability, the absolute difference between
+    its mean and the accuracy, weighted by the number of questions in the bin (arXiv 1706.04599)."""
     by_bin: dict[int, list[tuple[float, bool]]] = {}
     count = 0
     for row, index in zip(probabilities, right, strict=True):
@@ -50,7 +50,7 @@ def calibration_error(probabilities: Iterable[Sequence[float]], right: Iterable[
 
 
 def unscaled(probabilities: Sequence[float], scaling: Scaling) -> tuple[float, ...]:
-    """Log-probabilities, up to a constant, of which ``scaling`` makes ``probabilities``."""
+    """Unnormalized log-probabilities that ``scaling`` maps to ``probabilities``."""
     logs = [math.log(max(p, SMALLEST)) for p in probabilities]
     logs[0] -= scaling.bias
     return tuple(value * scaling.temperature for value in logs)
@@ -70,9 +70,9 @@ def _scaling(judged: Sequence[Judged]) -> Scaling:
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        # masked after they are scaled: the gradient of what is infinite before would be no number
+        # masked after scaling: the gradient of infinite inputs would be NaN
         scores = (logs / numbers[0].exp() + numbers[1] * first).masked_fill(absent, -math.inf)
-        # a little towards no change: what is right without exception would else be scaled without end
+        # regularization: with perfect accuracy the scale would otherwise diverge
         found = F.cross_entropy(scores, right) + 1e-4 * numbers.square().sum()
         found.backward()
         return found

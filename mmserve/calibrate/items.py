@@ -1,4 +1,5 @@
-"""Typed questions whose answers are known: those of a file, or about scenes that the bundled models never saw."""
+"""Typed questions with known answers: from a file, or about generated scenes outside the bundled models' training
+data."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from mmserve.reference.scenes import Scene
 
 #: Questions of one prompt about a scene, in turn.
 ROUND = (4, 1, 8, 2, 12, 6)
-#: Of these one is about a scene described in words.
+#: One of this many prompts is about a scene described in words.
 TOLD = 5
 _KEYS = ("text", "images", "questions")
 _QUESTION_KEYS = ("type", "text", "instructions", "options", "low", "high", "answer")
@@ -27,7 +28,7 @@ _QUESTION_KEYS = ("type", "text", "instructions", "options", "low", "high", "ans
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt: a context, and questions about it, each with the index of its right answer."""
+    """One prompt: a context, and questions about it, each with the index of its correct answer."""
 
     text: str
     images: tuple[bytes, ...]
@@ -36,7 +37,7 @@ class Item:
 
 
 def bundled_items(limit: int, seed: int) -> list[Item]:
-    """Prompts about fresh scenes with ``limit`` questions together, or a few more."""
+    """Prompts about generated scenes with at least ``limit`` questions in total."""
     made: list[Item] = []
     asked = 0
     while asked < limit:
@@ -54,13 +55,14 @@ def read_items(path: Path) -> list[Item]:
     """The prompts in a file of JSON lines: ``text`` and ``images`` (paths, relative to the file's folder) are the
     context, and ``questions`` have a ``type``, a ``text`` and an ``answer``, and ``options`` or ``low`` and ``high``.
 
-    ``ConfigError`` names the line.
+    Raises ``ConfigError`` with the line number.
     """
     return read_lines(path, "--questions", partial(_read, path.parent))
 
 
 def ask(client: Client, item: Item, model: str, order: Sequence[int] | None = None) -> Decisions:
-    """The answers to the questions of ``item``, asked in ``order`` (default as they are), by their numbers."""
+    """The answers to the questions of ``item``, sent in ``order`` (None = the given order), returned in the given
+    order."""
     numbers = range(len(item.questions)) if order is None else order
     questions = {str(number): typed(item.questions[number]) for number in numbers}
     return client.decide(item.text, questions, list(item.images), model=model)
@@ -69,7 +71,7 @@ def ask(client: Client, item: Item, model: str, order: Sequence[int] | None = No
 def judged(
     client: Client, items: Sequence[Item], model: str, calibration: Calibration, report: Callable[[str], None]
 ) -> Iterator[Judged]:
-    """The model's decision on each question, without the ``calibration`` that its server has."""
+    """The model's decision on each question, with the ``calibration`` of its server undone."""
     for index, item in enumerate(items):
         if index % 20 == 0:
             report(f"{index} of {len(items)} prompts")
@@ -79,7 +81,7 @@ def judged(
 
 
 def typed(question: Decision) -> YesNo | Choice | Score:
-    """``question`` as the SDK has it."""
+    """``question`` as the SDK's type."""
     if question.kind == YES_NO:
         yes, no = question.options or ("", "")
         return YesNo(question.text, yes, no, question.instructions)

@@ -1,9 +1,10 @@
-"""A loaded model's decoder as a GGUF file, which llama.cpp reads: LLaDA, Dream, LLaMA, Mistral, Qwen2 and Qwen3.
+"""Export of a loaded model's decoder as a GGUF file for llama.cpp: LLaDA, Dream, LLaMA, Mistral, Qwen2 and Qwen3.
 
-Of LLaDA-V and LLaVA checkpoints in LLaVA's own layout the decoder alone is written: the file answers texts, not images.
+For LLaDA-V and LLaVA checkpoints in LLaVA's own layout, only the decoder is written: the file supports text, not
+images.
 
-Tensors are fp32, or q8_0 for those with rows of whole blocks. llama.cpp rotates neighbouring pairs in LLaMA and LLaDA
-where checkpoints (and ``Decoder``) rotate halves, so rows of queries and keys are reordered there.
+Tensors are fp32, or q8_0 if their rows consist of whole blocks. llama.cpp rotates adjacent pairs in LLaMA and LLaDA,
+while checkpoints (and ``Decoder``) rotate halves, so rows of queries and keys are reordered for these.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from mmserve.export.gguf_tokenizer import add_tokenizer
 from mmserve.models.base import LoadedModel
 from mmserve.models.decoder_config import DecoderConfig
 
-#: Types of a file's matrices, by the name that the command line takes.
+#: Types of a file's matrices, by their names on the command line.
 TYPES = ("f32", "q8_0")
-_BLOCK = 32  # weights of a row that share a scale in q8_0
+_BLOCK = 32  # number of weights of a row that share a scale in q8_0
 
 
 @dataclass(frozen=True)
 class Form:
-    """How llama.cpp has a model: its name for the architecture, and whether neighbouring pairs are rotated."""
+    """llama.cpp's form of a model: its architecture name, and whether adjacent pairs are rotated."""
 
     name: str
     pairs: bool
     diffusion: bool = False
 
 
-#: ``model_type`` to its form.
+#: Form by ``model_type``.
 FORMS = {
     "Dream": Form("dream", pairs=False, diffusion=True),
     "llada": Form("llada", pairs=True, diffusion=True),
@@ -63,12 +64,12 @@ _LAYER = {
 
 
 def write_gguf(model: LoadedModel, path: Path, kind: str = "f32") -> None:
-    """Write ``model`` to ``path``, its matrices of ``kind`` (one of ``TYPES``), with its tokenizer.
+    """Write ``model`` to ``path`` with its tokenizer; ``kind``: the type of its matrices, one of ``TYPES``.
 
-    Raises ``ConfigError`` for a model that llama.cpp does not know in this form, naming the reason.
+    Raises ``ConfigError`` with the reason for a model that llama.cpp does not support.
     """
     form = form_of(model)
-    import gguf  # an extra: what is checked first does not need it
+    import gguf  # an optional dependency: not required by the checks above
 
     config = model.decoder.config
     writer = gguf.GGUFWriter(path, form.name)
@@ -95,7 +96,7 @@ def write_gguf(model: LoadedModel, path: Path, kind: str = "f32") -> None:
 
 
 def form_of(model: LoadedModel) -> Form:
-    """How llama.cpp has ``model``; raises ``ConfigError`` saying why it has it not."""
+    """llama.cpp's form of ``model``; raises ``ConfigError`` with the reason if it is not supported."""
     form, config = FORMS.get(model.spec.architecture), model.decoder.config
     if form is None:
         raise ConfigError(f"{model.spec.architecture!r} is not written as GGUF; written are {', '.join(FORMS)}")

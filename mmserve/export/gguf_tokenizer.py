@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer in the form that GGUF files have it in."""
+"""Conversion of a byte-level BPE tokenizer to the fields of a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 
-#: A piece of a pre-tokenizer's pattern to llama.cpp's name for it, the most special first.
+#: llama.cpp's name by a part of the pre-tokenizer's pattern, the most specific first.
 _PATTERNS = (
     ("\\p{N}{1,3}", "llama-bpe"),
     ("(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}|", "qwen2"),
 )
-_GPT2 = "gpt-2"  # its pattern is the one that is built into byte-level pre-tokenizers
-_SMOLLM, _DIGITS = "smollm", {"type": "Digits", "individual_digits": True}  # the same after digits are taken one by one
+_GPT2 = "gpt-2"  # the default pattern of byte-level pre-tokenizers
+_SMOLLM, _DIGITS = "smollm", {"type": "Digits", "individual_digits": True}  # the same after splitting off each digit
 
 
 def add_tokenizer(writer: Any, model: LoadedModel) -> None:
-    """Add the tokenizer of ``model`` to a ``gguf.GGUFWriter``; ``ConfigError`` for kinds that are not written."""
+    """Add the tokenizer of ``model`` to a ``gguf.GGUFWriter``; raises ``ConfigError`` for unsupported kinds."""
     import gguf
 
     tokenizer: Any = model.tokenizer
@@ -47,13 +47,13 @@ def add_tokenizer(writer: Any, model: LoadedModel) -> None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     if not spec.causal:
         writer.add_mask_token_id(spec.mask_id)
-    writer.add_add_bos_token(False)  # chat templates have it
+    writer.add_add_bos_token(False)  # included in chat templates
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
 
 
 def pre_tokenizer(data: dict[str, Any]) -> str:
-    """llama.cpp's name for the pre-tokenizer of a ``tokenizer.json``; raises ``ConfigError`` where it has none."""
+    """llama.cpp's name for the pre-tokenizer of a ``tokenizer.json``; raises ``ConfigError`` if it is not supported."""
     steps = data.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
     patterns = [step["pattern"].get("Regex", "") for step in steps if step.get("type") == "Split"]

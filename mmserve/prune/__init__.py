@@ -1,4 +1,4 @@
-"""Pruners by name, and the one that a request asks for."""
+"""Pruners by name, and the pruner of a request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PRUNERS: dict[str, Callable[..., Pruner]] = {
 
 
 def pruners_for(evidence: frozenset[Evidence]) -> tuple[str, ...]:
-    """Names of the pruners that a model which can show ``evidence`` can serve, ``none`` first."""
+    """Names of the pruners supported by a model that provides ``evidence``, ``none`` first."""
     return ("none", *(name for name, kind in PRUNERS.items() if kind().needs <= evidence))
 
 
@@ -44,9 +44,9 @@ def pruner_of(request: Request) -> Pruner | None:
 
 
 def pruner_for(asked: Vision, *, seed: int) -> Pruner | None:
-    """The pruner that is ``asked`` for, with its ``seed`` where it draws; None where all is to be kept.
+    """The pruner given by ``asked``, with ``seed`` if it samples; None = no pruning.
 
-    ``InvalidArgument`` for an unknown name, and for an amount that is missing or that the pruner does not understand.
+    Raises ``InvalidArgument`` for an unknown name, and for a missing amount or one that the pruner does not support.
     """
     if asked.pruner == "none":
         if asked.amount is not None:

@@ -1,8 +1,8 @@
-"""What a pruner sees of a picture, and what it decides; the counting that pruners share.
+"""Inputs and outputs of pruners, and the token counts that they share.
 
-A pruner judges the grid of one image, or of each frame of a clip, by what the vision tower shows of itself. It never
-sees the tokens that the decoder gets: it returns which of them are kept, and which are averaged into one. That is
-applied after projector and pooling, the same for each model.
+A pruner scores the grid of one image, or of each frame of a clip, by evidence from the vision tower. It does not
+receive the decoder's tokens: it returns which of them are kept, and which are merged into one. This is applied after
+projector and pooling, in the same way for each model.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from mmserve.core.request import Amount
 
 
 class Evidence(Enum):
-    """What a model can show of its patches, all in fp32: its tower, whose layer is the one that made the features,
-    or its decoder, of the whole prompt (``OF_DECODER``)."""
+    """What a model can provide about its patches, all in fp32: from its tower (the feature layer is the one that
+    computes the features), or from its decoder over the whole prompt (``OF_DECODER``)."""
 
-    CLS_ROW = auto()  # [n]: how much the class token of its layer attends to each, mean over heads
-    FIRST_CLS_ROW = auto()  # [n]: the same of the first layer
-    LAST_CLS_ROW = auto()  # [n]: the same of the tower's last layer, which may come after its layer
-    COLUMN_MEANS = auto()  # [n]: how much all positions of its layer attend to each, mean over positions and heads
-    KEYS = auto()  # [n, K]: keys of its layer before any rotation, mean over heads
-    FIRST_FEATURES = auto()  # [n, C]: what the first layer made
-    LAST_ROW = auto()  # [n]: how much the prompt's last token attends to each in the decoder's second layer
-    MASK_ROWS = auto()  # [n]: how much the masked answer attends to each in the decoder's middle layer
+    CLS_ROW = auto()  # [n]: attention of the class token to each in the feature layer, mean over heads
+    FIRST_CLS_ROW = auto()  # [n]: the same in the first layer
+    LAST_CLS_ROW = auto()  # [n]: the same in the tower's last layer, which may come after the feature layer
+    COLUMN_MEANS = auto()  # [n]: attention to each in the feature layer, mean over positions and heads
+    KEYS = auto()  # [n, K]: keys of the feature layer without rotation, mean over heads
+    FIRST_FEATURES = auto()  # [n, C]: output of the first layer
+    LAST_ROW = auto()  # [n]: attention of the prompt's last token to each in the decoder's second layer
+    MASK_ROWS = auto()  # [n]: attention of the masked answer to each in the decoder's middle layer
 
 
-#: What is known only when the prompt is whole. Means over heads, and over rows where there are several.
+#: Evidence that requires the whole prompt. Means over heads, and over rows if there are several.
 OF_DECODER = frozenset({Evidence.LAST_ROW, Evidence.MASK_ROWS})
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle of a picture, in shares of its height and width."""
+    """A rectangle of a picture, in fractions of its height and width."""
 
     top: float
     bottom: float
@@ -50,9 +50,9 @@ class Part:
 
 @dataclass(frozen=True)
 class GridView:
-    """The grid of an image, tile or frame, row by row, and the evidence that was asked for.
+    """The grid of an image, tile or frame, row by row, with the requested evidence.
 
-    ``part``: which part of the picture a tile shows; the one grid of such a picture without it shows it whole.
+    ``part``: the part of the picture shown by a tile; None for the grid of the whole picture.
     """
 
     rows: int
@@ -62,7 +62,7 @@ class GridView:
 
     @property
     def size(self) -> int:
-        """Patches of the grid."""
+        """Number of patches of the grid."""
         return self.rows * self.columns
 
     def __getitem__(self, kind: Evidence) -> Tensor:
@@ -71,57 +71,57 @@ class GridView:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done with a grid of n patches.
+    """The pruning of a grid of n patches.
 
-    ``places``: int64 ``[k]``, ascending: the patches that stay, or whose place a merged token takes. ``weights``: fp32
-    ``[k, n]``, the weight of each patch in each token; None = the patches themselves. Both on the CPU.
+    ``places``: int64 ``[k]``, ascending: the patches that stay, or that are replaced by a merged token. ``weights``:
+    fp32 ``[k, n]``, the weight of each patch in each token; None = the patches themselves. Both on the CPU.
     """
 
     places: Tensor
     weights: Tensor | None = None
 
     def apply(self, tokens: Tensor) -> Tensor:
-        """The tokens ``[k, D]`` that are left of ``tokens [n, D]``, in their dtype."""
+        """The remaining tokens ``[k, D]`` of ``tokens [n, D]``, in their dtype."""
         if self.weights is None:
             return tokens[self.places.to(tokens.device)]
         return (self.weights.to(tokens.device) @ tokens.float()).to(tokens.dtype)
 
 
 class Pruner(Protocol):
-    """One method; it holds no state of a request."""
+    """Selects patches; has no per-request state."""
 
-    #: What it judges by: towers that cannot show it cannot serve it.
+    #: The evidence that it requires.
     needs: ClassVar[frozenset[Evidence]]
-    #: Names of the amounts that it understands.
+    #: Names of the supported amounts.
     amounts: ClassVar[frozenset[str]]
 
     def plans(self, views: Sequence[GridView], amount: Amount) -> list[Plan]:
-        """A plan for each grid of one image or clip; those of a clip share the amount."""
+        """A plan for each grid of one image or clip; the grids of a clip share the amount."""
         ...
 
 
 def judged_by_decoder(pruner: Pruner | None) -> bool:
-    """Whether ``pruner`` must see the whole prompt."""
+    """Whether ``pruner`` requires evidence from the decoder."""
     return pruner is not None and bool(pruner.needs & OF_DECODER)
 
 
-#: Amounts that are a number of tokens.
+#: Amounts that give a number of tokens.
 COUNTED = frozenset({"keep_ratio", "token_budget"})
-#: Also those that leave the number to the scores.
+#: Also amounts whose number depends on the scores.
 SCORED = COUNTED | {"attention_mass"}
 
 
 def total_count(sizes: Sequence[int], amount: Amount) -> int:
-    """How many patches a ``COUNTED`` amount keeps of grids of these ``sizes`` together, one at least."""
+    """Number of patches kept by a ``COUNTED`` amount from grids of these ``sizes`` together, at least one."""
     total = sum(sizes)
     wanted = amount.value if amount.name == "token_budget" else total * amount.value + 0.5
     return min(total, max(1, int(wanted)))
 
 
 def counts(sizes: Sequence[int], amount: Amount) -> list[int]:
-    """How many patches a ``COUNTED`` amount keeps of each grid: the total, spread in proportion and evenly over them.
+    """Number of patches kept by a ``COUNTED`` amount from each grid: the total, distributed in proportion to the sizes.
 
-    Fewer tokens than frames leave frames without any.
+    With fewer tokens than frames, some frames have none.
     """
     keep, total = total_count(sizes, amount), sum(sizes)
     ends = [sum(sizes[: i + 1]) * keep // total for i in range(len(sizes))]
@@ -129,7 +129,7 @@ def counts(sizes: Sequence[int], amount: Amount) -> list[int]:
 
 
 def on_cpu(scores: Sequence[Tensor]) -> list[np.ndarray]:
-    """Scores (fp32 ``[n]``) of each grid where they are sorted and counted: on the CPU, all brought there together."""
+    """Scores (fp32 ``[n]``) of each grid, copied to the CPU together, for sorting."""
     if all(s.device.type == "cpu" for s in scores):
         return [s.numpy() for s in scores]
     ends = np.cumsum([len(s) for s in scores])
@@ -137,28 +137,28 @@ def on_cpu(scores: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 def mass_count(scores: np.ndarray, mass: float) -> int:
-    """The fewest of ``scores [n]`` (at least 0) whose sum is ``mass`` of all.
+    """The minimum number of ``scores [n]`` (non-negative) with a sum of at least ``mass`` of the total.
 
-    ZipVL (arXiv 2410.08584) counts the important tokens of each layer of a decoder so.
+    ZipVL (arXiv 2410.08584) determines the number of important tokens of each decoder layer like this.
     """
     summed = np.cumsum(np.sort(scores.astype(np.float64))[::-1])
     return min(len(scores), int(np.count_nonzero(summed < mass * summed[-1])) + 1)
 
 
 def highest(scores: np.ndarray, count: int) -> np.ndarray:
-    """The ``count`` patches with the highest ``scores [n]``, ascending; of equal ones the first."""
+    """The ``count`` patches with the highest ``scores [n]``, ascending; ties are broken by order."""
     found = np.argsort(-scores, kind="stable")[:count]
     found.sort()
     return found
 
 
 def best(scores: np.ndarray, count: int) -> Plan:
-    """That the ``highest`` patches stay."""
+    """The plan that keeps the ``highest`` patches."""
     return Plan(torch.from_numpy(highest(scores, count)))
 
 
 def by_scores(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
-    """The best patches of each grid, as many as ``amount`` gives."""
+    """Plans that keep the best patches of each grid, as many as given by ``amount``."""
     found = on_cpu(scores)
     if amount.name == "attention_mass":
         kept = [mass_count(s, amount.value) for s in found]
@@ -168,7 +168,8 @@ def by_scores(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
 
 
 def best_together(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
-    """The best patches of all grids together, as many as a ``SCORED`` amount gives: frames without any may be left."""
+    """Plans that keep the best patches over all grids, as many as given by a ``SCORED`` amount; frames may become
+    empty."""
     found = on_cpu(scores)
     joined = found[0] if len(found) == 1 else np.concatenate(found)
     count = mass_count(joined, amount.value) if amount.name == "attention_mass" else total_count([len(joined)], amount)
@@ -182,10 +183,10 @@ def best_together(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
 
 
 def averaged(groups_Tn: np.ndarray, places_Tk: np.ndarray) -> list[Plan]:
-    """Each group of patches averaged into one, in T grids of one size.
+    """Plans that average each group of patches into one token, in T grids of one size.
 
     ``groups_Tn``: int64, the group of each patch in its grid, -1 = dropped; ``places_Tk``: int64, the place of each
-    group's average, which is 0 where a group has no patches.
+    group's average, which is 0 for an empty group.
     """
     (tiles, size), count = groups_Tn.shape, places_Tk.shape[1]
     order = places_Tk.argsort(1) + np.arange(tiles)[:, None] * count
@@ -200,7 +201,7 @@ def averaged(groups_Tn: np.ndarray, places_Tk: np.ndarray) -> list[Plan]:
 
 
 def grouped(keys: Sequence[Hashable]) -> list[list[int]]:
-    """Indices of those that are equal, in order: what is alike can be judged together."""
+    """Lists of the indices of equal ``keys``, in order, for batched processing."""
     found: dict[Hashable, list[int]] = defaultdict(list)
     for i, key in enumerate(keys):
         found[key].append(i)
@@ -208,13 +209,13 @@ def grouped(keys: Sequence[Hashable]) -> list[list[int]]:
 
 
 def together(views: Sequence[GridView], which: Sequence[int], kind: Evidence) -> Tensor:
-    """Evidence of ``kind`` of those ``views``, all of one size: ``[T, n]`` or ``[T, n, C]``."""
+    """Stacked evidence of ``kind`` of the views ``which``, all of one size: ``[T, n]`` or ``[T, n, C]``."""
     found = [views[i][kind] for i in which]
     return found[0][None] if len(found) == 1 else torch.stack(found)
 
 
 def highest_of_each(scores_Tn: np.ndarray, count: int) -> np.ndarray:
-    """``highest`` of each row of scores: int64 ``[T, count]``."""
+    """``highest`` for each row of scores: int64 ``[T, count]``."""
     found = np.argsort(-scores_Tn, axis=1, kind="stable")[:, :count]
     found.sort(axis=1)
     return found

@@ -12,7 +12,7 @@ from mmserve.prune.base import SCORED, Evidence, GridView, Plan, by_scores
 
 @dataclass(frozen=True)
 class ClsAttention:
-    """By the class token's row of attention, mean over heads, in the layer that made the features."""
+    """Scores: the class token's attention, mean over heads, in the layer that computes the features."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.CLS_ROW})
     amounts: ClassVar[frozenset[str]] = SCORED

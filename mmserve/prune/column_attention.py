@@ -1,4 +1,4 @@
-"""For towers without a class token, such as SigLIP: the patches that all others attend to most."""
+"""For towers without a class token, such as SigLIP: the patches that receive the most attention from all positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmserve.prune.base import SCORED, Evidence, GridView, Plan, by_scores
 
 @dataclass(frozen=True)
 class ColumnAttention:
-    """By the column means of attention, over positions and heads, in the layer that made the features."""
+    """Scores: column means of attention, over positions and heads, in the layer that computes the features."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.COLUMN_MEANS})
     amounts: ClassVar[frozenset[str]] = SCORED

@@ -1,9 +1,9 @@
 """FastV (arXiv 2403.06764): the patches that the prompt's last token attends to most in the decoder's second layer.
 
-FastV drops the others after that layer; here the prompt is run again without them, so that no layer keeps their K/V
-and what is left has the bits of a prompt that never had them. Of n positions, a share s kept and l layers, that is one
-layer's look and a prefill of s n, n (1 + s l) positions through a layer where FastV runs n (2 + s (l - 2)): fewer where
-less than half is kept.
+FastV drops the others after that layer; here the prompt is prefilled again without them, so that no layer stores their
+K/V and the result is bitwise that of a prompt without them. With n positions, a kept share s and l layers, the cost is
+one scoring layer plus a prefill of s n: n (1 + s l) positions through a layer, while FastV runs n (2 + s (l - 2)):
+cheaper if less than half is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmserve.prune.base import SCORED, Evidence, GridView, Plan, best_together
 
 @dataclass(frozen=True)
 class FastV:
-    """By the last token's row of attention, mean over heads; the frames of a clip are judged together."""
+    """Scores: the last token's attention, mean over heads; the frames of a clip are ranked together."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.LAST_ROW})
     amounts: ClassVar[frozenset[str]] = SCORED

@@ -1,10 +1,10 @@
-"""HiRED (arXiv 2408.10945): the first layer's class token sets how many tokens each tile gets, a later layer's which.
+"""HiRED (arXiv 2408.10945): the first layer's class token sets the number of tokens of each tile, a later layer's ranks
+them.
 
-Budgets are counted and rounded as in hasanar1f/HiRED (``HiRED_token_selection`` and ``HiRED_sub_img_budgets`` of its
-LLaVA-NeXT). One difference: a tile's share is counted among the patches of the whole view that show the same part of
-the picture, as in the paper; the code cuts the view's patches, in the order of rows, into as many runs of equal length.
-The frames of a clip, which the paper does not treat, share the amount by how much of each one's class attention is on
-patches.
+Budgets are computed and rounded as in hasanar1f/HiRED (``HiRED_token_selection`` and ``HiRED_sub_img_budgets`` of its
+LLaVA-NeXT). One difference: a tile's share is computed from the patches of the whole view that show the same part of
+the picture, as in the paper; the code divides the view's patches in row order into runs of equal length. The frames of
+a clip, which the paper does not cover, share the amount in proportion to their class attention on patches.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 from mmserve.core.request import Amount
 from mmserve.prune.base import COUNTED, Evidence, GridView, Part, Plan, best, highest, on_cpu
 
-#: The code's ``alpha``: most of the amount that the whole view of an image in tiles gets. Its other patches, as many as
-#: the best ``1 - WHOLE`` in the first layer, are the content that tiles share the rest by.
+#: The code's ``alpha``: maximum share of the amount for the whole view of an image in tiles. The best ``1 - WHOLE``
+#: patches in the first layer determine the tiles' shares of the rest.
 WHOLE = 0.5
 
 
 @dataclass(frozen=True)
 class Hired:
-    """Within a grid, by the class token's row of attention in the layer that made the features.
+    """Scores within a grid: the class token's attention in the layer that computes the features.
 
-    A share of the patches is rounded down, and so is each tile's share of the rest: fewer tokens than the amount may be
-    kept of an image in tiles.
+    Numbers of patches are rounded down, as are the tiles' shares of the rest: fewer tokens than the amount may be kept
+    for an image in tiles.
     """
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW})
@@ -38,7 +38,7 @@ class Hired:
         sizes = [view.size for view in views]
         wanted = amount.value if amount.name == "token_budget" else sum(sizes) * amount.value
         total = min(sum(sizes), max(1, int(wanted)))
-        at = next((i for i, view in enumerate(views) if view.part is None), 0)  # the whole view, where there are tiles
+        at = next((i for i, view in enumerate(views) if view.part is None), 0)  # the whole view, if there are tiles
         parts = [view.part for view in views if view.part is not None]
         first = on_cpu([view[Evidence.FIRST_CLS_ROW] for view in (views[at : at + 1] if parts else views)])
         if parts:
@@ -54,8 +54,8 @@ class Hired:
 
 
 def content(whole: GridView, first: np.ndarray, parts: Sequence[Part]) -> list[int]:
-    """How many of the best ``1 - WHOLE`` patches of the ``whole`` view in its ``first`` layer (``[n]``) have their
-    centre in each of ``parts``."""
+    """For each of ``parts``, the number of the best ``1 - WHOLE`` patches of the ``whole`` view by the scores ``first``
+    of its first layer (``[n]``) whose centre is in the part."""
     chosen = np.zeros(whole.size, dtype=bool)
     chosen[highest(first, int(whole.size * (1 - WHOLE)))] = True
     grid = chosen.reshape(whole.rows, whole.columns)
@@ -69,7 +69,7 @@ def content(whole: GridView, first: np.ndarray, parts: Sequence[Part]) -> list[i
 
 
 def tile_budgets(contents: Sequence[int], sizes: Sequence[int], total: int) -> list[int]:
-    """Each tile's share of ``total`` tokens by its content, rounded down (in fp32), and no more than its size."""
+    """Each tile's share of ``total`` tokens by its content, rounded down (in fp32), and at most its size."""
     shares = np.asarray(contents, np.float32) / np.float32(max(1, sum(contents)))
     budgets = (shares * np.float32(min(total, sum(sizes)))).astype(np.int64)
     kept: list[int] = np.minimum(budgets, sizes).tolist()
@@ -77,8 +77,8 @@ def tile_budgets(contents: Sequence[int], sizes: Sequence[int], total: int) -> l
 
 
 def allocate(shares: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:
-    """``total`` tokens in proportion to ``shares``, no grid more than its size; rounded by highest averages (D'Hondt),
-    of equal ones the first."""
+    """``total`` tokens distributed in proportion to ``shares``, at most its size for each grid; rounded by highest
+    averages (D'Hondt), with ties broken by order."""
     of = np.repeat(np.arange(len(sizes)), sizes)
     nth = np.arange(len(of)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     averages = np.asarray(shares)[of] / (nth + 1)

@@ -1,10 +1,10 @@
-"""MustDrop (arXiv 2411.10803), its stage in the vision tower: even windows become one token, ranked by the last layer.
+"""MustDrop (arXiv 2411.10803), its vision tower stage: uniform windows are merged, and tokens ranked by the last layer.
 
 As in liuting20/MustDrop (``llava/model/multimodal_encoder``), a window whose features after the first layer have a mean
-cosine of ``EVEN`` is averaged, and the key set is what the class token attends to most in the tower's last layer.
-There, the layers after the first run on the merged tokens; here the tower runs on all patches, tokens are merged after
-it, and a merged token has the mean attention of its patches. The code never drops its key set, 8% of the tokens; here a
-request sets how many are kept, and the key set is the first of them. Its stage in the decoder is not part of this.
+cosine of at least ``EVEN`` is averaged, and the key set is what the class token attends to most in the tower's last
+layer. There, the layers after the first run on the merged tokens; here the tower runs on all patches, tokens are merged
+after it, and a merged token has the mean attention of its patches. The code never drops its key set, 8% of the tokens;
+here the request sets the number of kept tokens, and the key set comes first. The decoder stage is not implemented.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mmserve.core.request import Amount
 from mmserve.prune.base import COUNTED, Evidence, GridView, Plan, averaged, counts, grouped, together
 
 WINDOW = 3  # patches a side
-EVEN = 0.8  # least mean cosine between the patches of a window that is merged
-_LEAST = 1e-12  # of a feature's length: a feature of length 0 is similar to none
+EVEN = 0.8  # minimum mean cosine between the patches of a merged window
+_LEAST = 1e-12  # minimum norm of a feature: a zero feature is similar to none
 
 
 @dataclass(frozen=True)
 class MustDrop:
-    """By the class token's row of attention in the tower's last layer, after even windows are merged; where merging
-    leaves fewer tokens than the amount, fewer are kept."""
+    """Scores: the class token's attention in the tower's last layer, after uniform windows are merged; fewer tokens
+    than the amount are kept if merging leaves fewer."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.LAST_CLS_ROW, Evidence.FIRST_FEATURES})
     amounts: ClassVar[frozenset[str]] = COUNTED
@@ -46,7 +46,7 @@ class MustDrop:
 
 
 def _kept(scores_Tn: np.ndarray, leader_Tn: np.ndarray, counts_T: np.ndarray) -> dict[int, Plan]:
-    """The plan of each of the grids, which are numbered one after another here."""
+    """The plans by grid index."""
     tiles, size = scores_Tn.shape
     leader = (leader_Tn + np.arange(tiles)[:, None] * size).ravel()
     led = np.bincount(leader, minlength=tiles * size)
@@ -70,9 +70,9 @@ def _kept(scores_Tn: np.ndarray, leader_Tn: np.ndarray, counts_T: np.ndarray) ->
 
 
 def _leaders(features_TnC: Tensor, like: GridView) -> np.ndarray:
-    """Int64 ``[T, n]``: the patch whose place each patch's token takes: itself, or the middle of its even window.
+    """Int64 ``[T, n]``: for each patch the patch that its token replaces: itself, or the middle of its uniform window.
 
-    Patches beyond the last whole window stay alone. ``like``: one of the grids.
+    Patches beyond the last complete window are not merged. ``like``: one of the grids.
     """
     tiles, size, _width = features_TnC.shape
     leader_Tn = np.tile(np.arange(size), (tiles, 1))
@@ -85,7 +85,7 @@ def _leaders(features_TnC: Tensor, like: GridView) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _windows(rows: int, columns: int) -> tuple[np.ndarray, Tensor]:
-    """The patches of each window (int64 ``[w, 9]``), and which each is made of (fp32 ``[w, n]``, 0 or 1)."""
+    """The patches of each window (int64 ``[w, 9]``), and their membership matrix (fp32 ``[w, n]``, 0 or 1)."""
     down, across = rows // WINDOW, columns // WINDOW
     grid = np.arange(rows * columns).reshape(rows, columns)[: down * WINDOW, : across * WINDOW]
     windows = grid.reshape(down, WINDOW, across, WINDOW).swapaxes(1, 2).reshape(-1, WINDOW**2)
@@ -94,7 +94,7 @@ def _windows(rows: int, columns: int) -> tuple[np.ndarray, Tensor]:
 
 
 def _evenness(features_TnC: Tensor, members_wn: Tensor) -> np.ndarray:
-    """Mean cosine between the patches of each window, ``[T, w]``: those of all pairs together are the square of their
+    """Mean cosine between the patches of each window, ``[T, w]``; the sum over all pairs is the squared norm of the
     sum."""
     lengths_Tn = torch.linalg.vector_norm(features_TnC, dim=-1).clamp(min=_LEAST)
     summed_TwC = (members_wn.to(lengths_Tn.device) / lengths_Tn[:, None]) @ features_TnC

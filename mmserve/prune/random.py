@@ -1,4 +1,4 @@
-"""The baseline of all: patches drawn at random, without a look at them. Published studies find it hard to beat."""
+"""The baseline of all pruners: randomly chosen patches. Published studies find it hard to beat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmserve.prune.base import COUNTED, Evidence, GridView, Plan, counts
 
 @dataclass(frozen=True)
 class Random:
-    """``seed`` (64 bits): the request's; each frame of a clip has its own draw."""
+    """``seed`` (64 bits): of the request; each frame of a clip is sampled independently."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset()
     amounts: ClassVar[frozenset[str]] = COUNTED

@@ -1,7 +1,8 @@
 """RedVTP (arXiv 2511.12428): the patches that the masked answer attends to most before the first denoising step.
 
-RedVTP asks a whole first step and drops after it; here half of the decoder is asked, and the first step is without
-them already. What the masked positions look at changes little from step to step, so once is enough.
+RedVTP runs a whole first step and drops patches after it; here half of the decoder is run for scoring, and the first
+step already runs without them. The attention of masked positions changes little between steps, so one scoring
+suffices.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from mmserve.prune.base import SCORED, Evidence, GridView, Plan, best_together
 
 @dataclass(frozen=True)
 class RedVtp:
-    """By the masked positions' attention, mean over them and heads; the frames of a clip are judged together."""
+    """Scores: the attention of the masked positions, mean over them and heads; the frames of a clip are ranked
+    together."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.MASK_ROWS})
     amounts: ClassVar[frozenset[str]] = SCORED

@@ -1,6 +1,7 @@
-"""The other baseline: a coarser grid. What is small in a picture, such as text, goes first.
+"""Another baseline: a coarser grid. Small details of a picture, such as text, are lost first.
 
-The tokens' grid is averaged over equal areas, not the picture made smaller: the towers served take one size only.
+The grid of tokens is averaged over equal areas instead of resizing the picture: the supported towers have a fixed input
+size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mmserve.prune.base import COUNTED, Evidence, GridView, Plan, counts
 
 @dataclass(frozen=True)
 class Resize:
-    """An average takes the place of the patch at the middle of its area."""
+    """Each area's average replaces the patch at its middle."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset()
     amounts: ClassVar[frozenset[str]] = COUNTED
@@ -40,7 +41,7 @@ def _resized(full_rows: int, full_columns: int, count: int) -> Plan:
 
 
 def coarser(rows: int, columns: int, count: int) -> tuple[int, int]:
-    """Rows and columns of about the same shape with at most ``count`` cells."""
+    """Rows and columns of about the same aspect ratio with at most ``count`` cells."""
     fewer = max(1, math.floor(rows * math.sqrt(count / (rows * columns))))
     across = max(1, min(columns, count // fewer))
     return min(fewer, count // across), across
@@ -48,7 +49,7 @@ def coarser(rows: int, columns: int, count: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _areas(size: int, cells: int) -> Tensor:
-    """Fp32 ``[cells, size]``: the share that each of ``size`` equal pieces has in each of ``cells`` equal cells."""
+    """Fp32 ``[cells, size]``: the fraction of each of ``size`` equal pieces in each of ``cells`` equal cells."""
     edges = torch.arange(cells + 1, dtype=torch.float64) * size / cells
     pieces = torch.arange(size, dtype=torch.float64)
     overlap = torch.minimum(edges[1:, None], pieces + 1) - torch.maximum(edges[:-1, None], pieces)

@@ -1,8 +1,8 @@
 """Token merging (ToMe, arXiv 2210.09461): similar patches are averaged pair by pair, after the tower instead of in it.
 
 Each round is ``bipartite_soft_matching`` of facebookresearch/ToMe (``tome/merge.py``) without a class token, and at
-most halves the number of tokens. ToMe runs one round in every layer, on that layer's keys; here rounds follow one
-another after the tower until the amount is left, and a merged token's key is the average of its patches' keys.
+most halves the number of tokens. ToMe runs one round in every layer, on that layer's keys; here rounds are repeated
+after the tower until the amount is reached, and a merged token's key is the average of its patches' keys.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from mmserve.core.request import Amount
 from mmserve.prune.base import COUNTED, Evidence, GridView, Plan, averaged, counts, grouped, together
 
-_LEAST = 1e-12  # of a key's length: a key of length 0 is similar to none
+_LEAST = 1e-12  # minimum norm of a key: a zero key is similar to none
 
 
 @dataclass(frozen=True)
 class ToMe:
-    """Bipartite soft matching on the mean key over heads of the layer that made the features."""
+    """Bipartite soft matching on the keys, mean over heads, of the layer that computes the features."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.KEYS})
     amounts: ClassVar[frozenset[str]] = COUNTED
@@ -37,11 +37,12 @@ class ToMe:
 
 
 def _merged(keys_TnK: Tensor, count: int) -> list[Plan]:
-    """Rounds until ``count`` tokens are left of each grid; a merged token takes the place of the one joined."""
+    """Merge until ``count`` tokens are left in each grid; a merged token takes the place of the odd token of its
+    pair."""
     tiles, left, _width = keys_TnK.shape
     if not count:
         return [Plan(torch.empty(0, dtype=torch.int64)) for _ in range(tiles)]
-    sums_TmK = keys_TnK  # a sum has the direction of the average
+    sums_TmK = keys_TnK  # same direction as the average
     places = np.tile(np.arange(left), (tiles, 1))
     groups = places.copy()
     while left > count:
@@ -50,7 +51,7 @@ def _merged(keys_TnK: Tensor, count: int) -> list[Plan]:
         merging = min(left - count, left // 2)
         order = np.argsort(-similarity, axis=1, kind="stable")  # of the even tokens
         source, unmerged = order[:, :merging], order[:, merging:]
-        # What is left, as ToMe orders it: even tokens without a partner by their similarity, then the odd ones.
+        # Remaining tokens in ToMe's order: even tokens without a partner by similarity, then the odd ones.
         joined = np.empty((tiles, left), np.int64)
         np.put_along_axis(joined, 2 * unmerged, np.arange(unmerged.shape[1])[None], 1)
         joined[:, 1::2] = np.arange(left // 2) + unmerged.shape[1]

@@ -1,6 +1,6 @@
-"""VisionZip (arXiv 2412.04467): the patches that the class token attends to most, and the others summed up in a few.
+"""VisionZip (arXiv 2412.04467): the patches with the most class attention, and the others merged into a few tokens.
 
-As in dvlab-research/VisionZip (``visionzip/clip_encoder.py``), but for two things: tokens are merged after the
+As in dvlab-research/VisionZip (``visionzip/clip_encoder.py``), with two differences: tokens are merged after the
 projector instead of before it, and the class token is not kept, because LLaVA's projector is not trained on it.
 """
 
@@ -17,15 +17,15 @@ from torch import Tensor
 from mmserve.core.request import Amount
 from mmserve.prune.base import COUNTED, Evidence, GridView, Plan, averaged, counts, grouped, highest_of_each, together
 
-#: Of the tokens kept, those that are contextual: 10 of 64 in the paper.
+#: Share of contextual tokens among those kept: 10 of 64 in the paper.
 CONTEXTUAL = 10 / 64
-_LEAST = 1e-12  # of a key's length: what has none is like nothing
+_LEAST = 1e-12  # minimum norm of a key: a zero key is similar to none
 
 
 @dataclass(frozen=True)
 class VisionZip:
-    """Targets are evenly spread among the patches that are not dominant; each other joins the target whose key, mean
-    over heads, is most similar to its own. A contextual token is its target plus the mean of those that join it."""
+    """Targets are evenly spaced among the non-dominant patches; every other patch is merged into the target with the
+    most similar key, mean over heads. A contextual token is its target plus the mean of the patches merged into it."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.CLS_ROW, Evidence.KEYS})
     amounts: ClassVar[frozenset[str]] = COUNTED
@@ -56,12 +56,12 @@ def _zipped(scores_Tn: np.ndarray, keys_TnK: Tensor, count: int) -> list[Plan]:
     plans = averaged(groups, np.concatenate([dominant, targets], axis=1))
     for plan in plans:
         assert plan.weights is not None
-        plan.weights[torch.arange(count), plan.places] = 1.0  # the targets beside the mean of the others
+        plan.weights[torch.arange(count), plan.places] = 1.0  # the targets, in addition to the mean of the others
     return plans
 
 
 def _nearest(keys_TnK: Tensor, targets_Tc: np.ndarray) -> np.ndarray:
-    """Int64 ``[T, n]``: which of its grid's targets has the most similar key, by the cosine."""
+    """Int64 ``[T, n]``: the index of the grid's target with the most similar key, by cosine."""
     at = torch.from_numpy(targets_Tc).to(keys_TnK.device)
     centres = keys_TnK.gather(1, at[..., None].expand(-1, -1, keys_TnK.shape[-1]))
     unit = centres / torch.linalg.vector_norm(centres, dim=-1, keepdim=True).clamp(min=_LEAST)

@@ -1,10 +1,11 @@
-"""Fair queueing between tenants: the order in which waiting requests are served, over plain state.
+"""Fair queueing between tenants: the order in which queued requests are served, over plain state.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each tenant has a virtual time, which advances by the
-cost of each of its requests that is served, over its share; the waiting tenant whose time is least is served next. The
-time of the queue is that of the request served last. A tenant that had nothing waiting begins there: it can neither
-save up service nor owe any. So while two tenants wait, they are served in the ratio of their shares, up to the cost of
-one request each. Lower priority classes are served before higher ones; within one tenant, order is the order given.
+cost of each of its served requests, divided by its share; the tenant with the lowest virtual time is served next. The
+queue's virtual time is that of the last served request. A tenant without queued requests restarts there: it accumulates
+neither credit nor debt. So while two tenants have queued requests, they are served in the ratio of their shares, up to
+the cost of one request each. Lower priority classes are served before higher ones; the order within a tenant is the
+given one.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from mmserve.core.plan import Entry, Served
 from mmserve.core.tenant import Tenant
 
-#: Seconds of waiting that raise a request by one priority class: so none waits for ever.
+#: Seconds of waiting after which a request moves up one priority class, which prevents starvation.
 AGING_SECONDS = 10.0
 
 
 def fair_order(entries: Sequence[Entry], costs: Sequence[float], served: Served) -> list[int]:
-    """Indices of ``entries`` in the order in which a queue that has ``served`` takes them.
+    """Indices of ``entries`` in serving order, for a queue with the state ``served``.
 
-    ``costs``: of each entry, in any unit, at least 0. Entries of one tenant keep their order, and so do tenants that
+    ``costs``: of each entry, in any unit, non-negative. Entries of one tenant keep their order, and so do tenants that
     are equal in everything else.
     """
     if len({e.tenant for e in entries}) < 2:
@@ -45,9 +46,9 @@ def fair_order(entries: Sequence[Entry], costs: Sequence[float], served: Served)
 
 
 def charged(served: Served, taken: Sequence[tuple[Entry, float]]) -> Served:
-    """``served`` after the entries ``taken``, each with its cost, in the order of ``fair_order``."""
+    """``served`` updated for the entries ``taken``, each with its cost, in the order of ``fair_order``."""
     if not any(entry.tenant for entry, _cost in taken):
-        return served  # no tenant is named: there is one, or none was served
+        return served  # no tenant is named: there is only one, or none was served
     time, tenants = served.time, dict(served.tenants)
     for entry, cost in taken:
         time = max(time, tenants.get(entry.tenant, 0.0))
@@ -56,14 +57,14 @@ def charged(served: Served, taken: Sequence[tuple[Entry, float]]) -> Served:
 
 
 def aged(priority: int, waited: float) -> int:
-    """The class of a request of class ``priority`` that arrived ``waited`` seconds ago."""
+    """The effective class of a request of class ``priority`` that arrived ``waited`` seconds ago."""
     return max(0, priority - int(waited / AGING_SECONDS)) if priority > 0 else 0
 
 
 def guaranteed(places: int, tenant: Tenant, waiting: Iterable[Tenant]) -> int:
-    """How many of a queue's ``places`` are ``tenant``'s own while the tenants ``waiting`` have requests in it.
+    """The number of a queue's ``places`` reserved for ``tenant`` while the tenants ``waiting`` have requests in it.
 
-    Those of an only tenant are all of them; no tenant has none.
+    A single tenant gets all of them; every tenant gets at least one.
     """
     shares = {other.name: other.share for other in waiting} | {tenant.name: tenant.share}
-    return max(1, int(places * (tenant.share / sum(shares.values()))))  # the share of an only tenant is 1 exactly
+    return max(1, int(places * (tenant.share / sum(shares.values()))))  # the share of a single tenant is exactly 1

@@ -1,14 +1,14 @@
 """The scheduler: a pure function from the requests' states and the budgets to a plan.
 
-Earliest deadline first at every stage before decode (``deadlines.py``), each bounded by its budget, and fair between
-tenants (``fair.py``). A prefill that is begun goes before a tenant's new ones, and running decodes do not wait for
-prefills: each pass of either has its own budget. A batch always takes at least its first request, so nothing can be too
-large to run. Of a next-token model's prompt that is longer than the budget a batch takes a chunk, and decode has its
-turn between two; one whose clip is still read waits until the rows of a whole chunk are there. Decode steps are shared
-out fairly by their rows (``turns.py``). A request whose pass has more rows than the budget runs alone, and shorter ones
-run between its layers, a number of rows in all. A constrained request is encoded once its grammar is there; those after
-it do not wait for that. Nor does text wait for media: a request with media is encoded once these are read, one without
-is tokenized.
+Earliest deadline first at every stage before decode (``deadlines.py``), within the stage's budget, and fair between
+tenants (``fair.py``). A partial prefill continues before a tenant's new ones, and running decodes do not wait for
+prefills: each has its own budget. A batch always contains at least its first request, so no request is too large to
+run. A next-token model's prompt longer than the budget is prefilled in chunks, with decode steps in between; if its
+clip is still being read, the prompt waits until the rows of a whole chunk are available. Decode steps are distributed
+fairly by their rows (``turns.py``). A request whose pass has more rows than the budget runs alone, and a bounded number
+of rows of shorter ones runs between its layers. A constrained request is encoded once its grammar is compiled, without
+delaying later requests; requests with media are encoded once these are read, and do not delay tokenization of requests
+without media.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mmserve.schedule.turns import advanced, rows_within
 
 _DECODES = (Stage.PREFILLED, Stage.STEPPING, Stage.READY)
 _HOLDS_PAGES = frozenset({Stage.PREFILLING, *_DECODES})
-#: Requests that a stage takes now, in order, each with its cost in that stage.
+#: Requests for a stage's next batch, in order, each with its cost in that stage.
 _Taken = list[tuple[Entry, int]]
 
 
 def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
-    """What each idle stage does next, given all live requests in order of arrival."""
+    """The next batch of each idle stage, given all live requests in order of arrival."""
     stages = {
         "constrain": _constrain,
         "load": _load,
@@ -50,14 +50,14 @@ def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
 
 
 def _constrain(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
-    """Those that go side by side begin in order; one whose constraint is slow may be overtaken."""
+    """Requests are started in order and run concurrently; a slow constraint may be overtaken."""
     room = budgets.max_pending_per_stage - _count(entries, Stage.CONSTRAINING, Stage.CONSTRAINED)
     waiting = [(e, 1) for e in entries if e.stage is Stage.QUEUED and e.constrained]
     return _ordered(waiting, budgets, "constrain")[: min(budgets.constrain, max(0, room))]
 
 
 def _load(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
-    """Those that are read side by side begin in order; one whose media are slow may be overtaken."""
+    """Requests are started in order and read concurrently; slow media may be overtaken."""
     room = budgets.max_pending_per_stage - _count(entries, Stage.LOADING, Stage.LOADED)
     waiting = [(e, e.images) for e in entries if e.images and _startable(e)]
     return _ordered(waiting, budgets, "load")[: min(budgets.load, max(0, room))]
@@ -78,14 +78,14 @@ def _encode(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
 
 
 def _startable(entry: Entry) -> bool:
-    """Whether nothing is left that comes before a request's media and text."""
+    """Whether a request has no prerequisite left before its media and text are processed."""
     return entry.stage is Stage.CONSTRAINED or (entry.stage is Stage.QUEUED and not entry.constrained)
 
 
 def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     places = max(0, budgets.max_pending_per_stage - _count(entries, Stage.PREFILLING, Stage.PREFILLED))
     encoded = [e for e in entries if e.stage is Stage.ENCODED]
-    begun = [e for e in encoded if e.prefilled is not None]  # these hold their pages already
+    begun = [e for e in encoded if e.prefilled is not None]  # these hold pages already
     running, pages = budgets.max_running - _count(entries, *_HOLDS_PAGES) - len(begun), budgets.free_pages
     new = [e for e in encoded if e.prefilled is None]
     waiting: _Taken = []
@@ -93,7 +93,7 @@ def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     for entry, cost in _served(ready, budgets, "prefill"):
         if entry.prefilled is None:
             if not running > 0 or entry.pages > pages:
-                running = 0  # no request overtakes the first that does not fit: it would wait for ever
+                running = 0  # a request that does not fit is not overtaken, to prevent starvation
                 continue
             running, pages = running - 1, pages - entry.pages
         waiting.append((entry, cost))
@@ -102,8 +102,8 @@ def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
 
 
 def _decode(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
-    """A first step runs no rows where prefill has made its candidates: it is done beside any batch. It is charged for,
-    and counted within a long pass, as all of its request."""
+    """A first step runs no rows if prefill has computed its candidates: it is added to any batch. It is charged for,
+    and counted within a long pass, as a whole step of its request."""
     ready = sorted((e for e in entries if e.stage in (Stage.PREFILLED, Stage.READY)), key=lambda e: e.turn)
     waiting = _served([(e, e.rows or e.tokens) for e in ready], budgets, "decode")
     if "decode" not in budgets.idle:
@@ -113,7 +113,7 @@ def _decode(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
 
 
 def _pass(waiting: _Taken, budgets: Budgets, stage: str, most: int) -> _Taken:
-    """What a pass of ``most`` rows takes; during a long pass, of those that fit into what is allowed then."""
+    """Requests for a pass of ``most`` rows; during a long pass, only those within its remaining allowance."""
     if stage in budgets.idle:
         return _fill(waiting, most)
     most = min(most, budgets.within[stage])
@@ -121,7 +121,7 @@ def _pass(waiting: _Taken, budgets: Budgets, stage: str, most: int) -> _Taken:
 
 
 def _left_within(stage: str, taken: _Taken, budgets: Budgets) -> int:
-    """How many rows shorter requests may run during the stage's pass, once it has ``taken`` what is planned."""
+    """Number of rows that shorter requests may run during the stage's pass, after the planned ones (``taken``)."""
     if stage == "decode" and stage in budgets.idle:
         return rows_within(sum(entry.rows for entry, _cost in taken), budgets.decode_tokens)
     rows = sum(cost for _entry, cost in taken)
@@ -129,7 +129,7 @@ def _left_within(stage: str, taken: _Taken, budgets: Budgets) -> int:
 
 
 def _ordered(waiting: _Taken, budgets: Budgets, stage: str) -> _Taken:
-    """``waiting`` in the order in which it is to be served: by when each is due, and fairly between tenants."""
+    """``waiting`` in serving order: by due time, and fairly between tenants."""
     return _served(sorted(waiting, key=lambda each: _urgency(each[0])), budgets, stage)
 
 
@@ -138,18 +138,18 @@ def _by_due(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _urgency(entry: Entry) -> tuple[int, float]:
-    """Within a tenant, lower classes go first, and within a class what is due first; else what arrived first."""
+    """Sort key within a tenant: lower classes first, within a class by due time, else by arrival."""
     return entry.priority, entry.due
 
 
 def _served(waiting: _Taken, budgets: Budgets, stage: str) -> _Taken:
-    """``waiting``, of which each tenant's own are in order, in the order in which its tenants are to be served."""
+    """``waiting``, in which each tenant's entries are ordered, in serving order of the tenants."""
     entries, costs = [e for e, _cost in waiting], [cost for _e, cost in waiting]
     return [waiting[i] for i in fair_order(entries, costs, budgets.served.get(stage, Served()))]
 
 
 def _waiting_for_prefill(entries: Sequence[Entry]) -> int:
-    """Those whose prompts are whole: others wait for their clips."""
+    """Number of requests with complete prompts: others wait for their clips."""
     return sum(e.stage is Stage.ENCODED and not e.awaits for e in entries)
 
 

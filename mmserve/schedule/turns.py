@@ -1,10 +1,10 @@
 """Fair queueing of decode steps between the requests of a tenant, over plain state.
 
-A virtual clock after start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with work counted in rows of a
-forward pass: a request is due again so many units later as its step has rows, times its ``pace``. So one of 900 rows a
-step waits until each of the others of its pace has run 900 rows. The clock is at the latest request of the last batch;
-it advances, in addition, by a batch's rows over the number of live requests, each counted as often as its pace is
-short, so that newcomers, who begin at the clock, cannot hold up for ever those who are due later.
+A virtual clock as in start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with work counted in rows of a
+forward pass: the next step of a request is due after as many units as its step has rows, times its ``pace``. So a
+request with 900 rows a step waits until each of the others of its pace has run 900 rows. The clock is at the latest
+request of the last batch; in addition, it advances by a batch's rows divided by the number of live requests (each
+weighted by the inverse of its pace), so that new requests, which start at the clock, cannot starve those due later.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from mmserve.core.plan import Entry
 from mmserve.core.request import RequestId, Stage
 
-#: How many rows shorter requests may run during a long pass, for each of its own. With 4 and not fewer, a client of
-#: short requests does not use them up while passes of 900 rows take their time on a CPU.
+#: Number of rows that shorter requests may run during a long pass, for each of its rows. 4 suffices for a client of
+#: short requests while passes of 900 rows run on a CPU; less does not.
 _WITHIN = 4
 
 
 def advanced(now: float, taken: Sequence[tuple[Entry, int]], live: float) -> tuple[float, dict[RequestId, float]]:
-    """The clock after the batch ``taken``, each entry with its rows, and when each of its requests is due next.
+    """The clock after the batch ``taken`` (entries with their rows), and the next due time of each of its requests.
 
-    ``live``: requests in decode, at least those taken, each counted as one over its pace. Requests of one batch start
-    at the same time: what the batch had room for is not held against the one that was due later. A request's first
-    step costs nothing: its tokens were proposed by prefill.
+    ``live``: number of requests in decode, at least those taken, each weighted by the inverse of its pace. Requests of
+    one batch start at the same time: one that was due later is not penalized for being included. A request's first step
+    is free: its tokens were proposed by prefill.
     """
     if not taken:
         return now, {}
@@ -35,8 +35,8 @@ def advanced(now: float, taken: Sequence[tuple[Entry, int]], live: float) -> tup
 
 
 def rows_within(rows: int, most: int) -> int:
-    """How many rows shorter requests may run during a pass of ``rows``; none if it is no long one.
+    """Number of rows that shorter requests may run during a pass of ``rows``; 0 if it is not a long pass.
 
-    ``most``: rows that fit into a batch. A chunk of a prompt takes all of them.
+    ``most``: rows that fit into a batch. A chunk of a prompt uses all of them.
     """
     return _WITHIN * rows if rows >= most else 0

@@ -1,1 +1,2 @@
-"""Tensors kept under the hash of all that they depend on: in memory, and in a folder that processes share."""
+"""Content-addressed caches of tensors, keyed by the hash of all inputs: in memory, and in a folder shared by
+processes."""

@@ -1,4 +1,4 @@
-"""The caches of a server, which all of its engines share."""
+"""The caches of a server, shared by all of its engines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmserve.tiers.memory import TensorCache
 
 @dataclass(frozen=True)
 class Caches:
-    """What is kept of media (visual tokens, the pixels that they are made from, and what decoders make of the tokens
-    where these are alone), and the K/V of prompts' beginnings that page pools have no room for (``prefix``)."""
+    """Caches of media (visual tokens, prepared pixels, and the decoder's K/V of separate images), and of K/V of prompt
+    prefixes evicted from the page pools (``prefix``)."""
 
     tokens: TensorCache
     pixels: TensorCache
@@ -24,7 +24,7 @@ class Caches:
 
     @classmethod
     def of(cls, media: EncoderCacheConfig, kv: KVCacheConfig | None = None) -> Self:
-        """Empty but for what is on disk; raises ``ConfigError`` where a folder cannot be used."""
+        """Empty caches, except for what is on disk; raises ``ConfigError`` if a folder cannot be used."""
         kv = kv or KVCacheConfig()
         disk = DiskCache(Path(media.disk_folder), media.disk_bytes) if media.disk_folder else None
         pages = None

@@ -1,9 +1,9 @@
-"""The last tier of a cache: a folder of safetensors files, bounded in bytes, that outlives the server.
+"""The last tier of a cache: a folder of safetensors files, bounded in bytes, that persists across restarts.
 
-Processes of one host may share a folder: who changes it holds a lock on the folder, and the bound is on all files
-of a kind together. Each file has its key, a label and the hash of its contents: one that was cut off, changed or
-renamed is never used, and is removed if its header is one of ours. Files appear whole, under a name that was free.
-Whatever else is in the folder, a model's weights for example, is neither counted nor touched.
+Processes of one host may share a folder: changes require a lock on the folder, and the bound applies to all files of a
+kind together. Each file has its key, a label and the hash of its contents: a truncated, changed or renamed file is
+never used, and is removed if it has a header of this class. Files are written under a temporary name and renamed when
+complete. Other files in the folder, such as a model's weights, are neither counted nor modified.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from mmserve.errors import ConfigError, ResourceExhausted
 logger = logging.getLogger("mmserve.tiers")
 
 _SUFFIX, _PARTIAL, _PIN = ".safetensors", ".partial", ".pin"
-#: Names in a file's header.
+#: Keys in a file's header.
 _KEY, _HASH, _LABEL = "key", "sha256", "label"
-#: No header of ours is longer (bytes).
+#: Maximum bytes of a header of this class.
 _HEADER = 1 << 20
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A file: its key, its label, its size in bytes, and whether it is kept whatever happens."""
+    """A file: its key, its label, its size in bytes, and whether it is pinned."""
 
     key: bytes
     label: Label | None
@@ -50,10 +50,10 @@ class Stored:
 
 
 class DiskCache:
-    """At most ``capacity`` bytes of files in ``folder``; for any number of threads and processes.
+    """At most ``capacity`` bytes of files in ``folder``; safe for any number of threads and processes.
 
-    ``kind`` is a part of the files' names: caches of other kinds in the same folder ignore them. ``table``: of
-    the configuration, for errors.
+    ``kind`` is a part of the file names: caches of other kinds in the same folder ignore them. ``table``: the table of
+    the configuration, for error messages.
     """
 
     def __init__(self, folder: Path, capacity: int, *, kind: str = "", table: str = "encoder_cache") -> None:
@@ -62,12 +62,12 @@ class DiskCache:
         self._ours = re.compile(rf"[0-9a-f]{{64}}{re.escape(self._suffix)}")
         self._partials = re.compile(rf"[0-9a-f]{{64}}{re.escape(self._suffix.replace(_SUFFIX, _PARTIAL))}")
         self._lock = threading.RLock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes of each file, the least recently used first
-        self._when: dict[str, int] = {}  # when each was used last, as of the latest scan
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes of each file, least recently used first
+        self._when: dict[str, int] = {}  # last use of each file at the latest scan
         self._used = 0
-        self._seen = -1  # when the folder was changed last, as of the latest scan
+        self._seen = -1  # the folder's modification time at the latest scan
         self._failing = False  # the last entry could not be written
-        self._unlocked = False  # the file system has no locks
+        self._unlocked = False  # the file system does not support locks
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with self._alone():
@@ -88,7 +88,7 @@ class DiskCache:
         return self._path(key).exists()
 
     def get(self, key: bytes) -> dict[str, Tensor] | None:
-        """What was put under ``key``, on the CPU; None where there is nothing, or nothing that can be trusted."""
+        """The tensors stored under ``key``, on the CPU; None if there is no valid file."""
         path = self._path(key)
         try:
             data = _contents(path)
@@ -100,7 +100,7 @@ class DiskCache:
         try:
             header, entry = _header(data), load(data)
             if header == _labelled(key, entry, header.get(_LABEL, "")):
-                with suppress(OSError):  # gone since, or another user's: only what goes first depends on it
+                with suppress(OSError):  # deleted, or of another user: affects only the eviction order
                     os.utime(path)
                 with self._lock, suppress(KeyError, OSError):
                     self._sizes.move_to_end(path.name)
@@ -115,7 +115,7 @@ class DiskCache:
         return None
 
     def put(self, key: bytes, entry: Mapping[str, Tensor], label: Label | None = None) -> None:
-        """Keep ``entry`` if it fits; a disk that cannot be written to is logged, once until it can."""
+        """Store ``entry`` if it fits; write errors are logged once until a write succeeds."""
         path = self._path(key)
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in entry.items()}
         try:
@@ -129,7 +129,7 @@ class DiskCache:
             self._note(None)
 
     def drop(self, key: bytes) -> bool:
-        """Forget ``key``; whether it was there."""
+        """Remove ``key``; returns whether it was present."""
         with self._alone():
             with suppress(OSError):
                 self._path(key).with_suffix(_PIN).unlink()
@@ -139,9 +139,9 @@ class DiskCache:
             return removed
 
     def pin(self, key: bytes, pinned: bool) -> bool:
-        """Never drop ``key`` for others, or do so again; whether it is there. Every process of the host follows.
+        """Exempt ``key`` from eviction or not; returns whether it is present. Applies to all processes of the host.
 
-        Raises ``ResourceExhausted`` where pinned files would take more than the bound.
+        Raises ``ResourceExhausted`` if pinned files would exceed the capacity.
         """
         path = self._path(key)
         with self._alone():
@@ -163,7 +163,7 @@ class DiskCache:
             return True
 
     def entries(self) -> Iterator[Stored]:
-        """What there is, from the files' headers; slow where there are many."""
+        """All valid files, from their headers; slow if there are many."""
         with self._lock, suppress(OSError):
             self._look()
         with self._lock:
@@ -184,16 +184,16 @@ class DiskCache:
             try:
                 try:
                     fcntl.flock(opened, fcntl.LOCK_EX)
-                except OSError as error:  # some network file systems know no locks
+                except OSError as error:  # some network file systems do not support locks
                     if not self._unlocked:
                         logger.warning("no lock on %s, which other servers must not use: %s", self.folder, error)
                     self._unlocked = True
                 yield
             finally:
-                os.close(opened)  # and so is the lock
+                os.close(opened)  # releases the lock
 
     def _look(self) -> None:
-        """Take note of what others have put into the folder, or removed, since the latest look."""
+        """Read the changes made to the folder by other processes since the last scan."""
         changed = self.folder.stat().st_mtime_ns
         if changed == self._seen:
             return
@@ -211,8 +211,8 @@ class DiskCache:
 
     @contextmanager
     def _writing(self, path: Path) -> Iterator[Path | None]:
-        """A new file beside ``path`` that is this call's alone until the context ends, which removes it; None where
-        another writer has it already."""
+        """A new temporary file beside ``path``, locked by this call and removed when the context exits; None if another
+        writer is writing it."""
         partial = path.with_suffix(_PARTIAL)
         with self._alone():
             self._look()
@@ -236,7 +236,7 @@ class DiskCache:
                 os.close(opened)
 
     def _appear(self, partial: Path, path: Path) -> None:
-        """Give a file that is whole its name, if there is room for it; never in place of a file that is not ours."""
+        """Rename a complete file, after evictions if needed; never replaces a file that is not of this class."""
         size = partial.stat().st_size
         with self._alone():
             self._look()
@@ -248,17 +248,17 @@ class DiskCache:
             self._noticed()
 
     def _noticed(self) -> None:
-        """The folder's latest change is this process's own; with the lock.
+        """Record that the latest change of the folder was made by this process; requires the lock.
 
-        A file system's clock may not advance for milliseconds: the time is set to one that no other change has.
+        The clock of a file system may be coarse: the modification time is set to a unique value.
         """
-        with suppress(OSError):  # another user's folder
+        with suppress(OSError):  # the folder belongs to another user
             now = time.time_ns()
             os.utime(self.folder, ns=(now, now))
         self._seen = self.folder.stat().st_mtime_ns
 
     def _remove_partials(self) -> None:
-        """Remove what processes left that ended while they wrote: such a file is not locked."""
+        """Remove temporary files of processes that died while writing: they are not locked."""
         for entry in os.scandir(self.folder):
             if not self._partials.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
                 continue
@@ -271,7 +271,7 @@ class DiskCache:
                     os.close(opened)
 
     def _make_room(self, size: int) -> bool:
-        """Whether ``size`` more bytes fit, once the least recently used that are not pinned are gone."""
+        """Evict least recently used, unpinned files until ``size`` more bytes fit; returns whether they do."""
         self._look()
         if size > self.capacity:
             return False
@@ -279,8 +279,8 @@ class DiskCache:
             return True
         pinned = self._pinned()
         if size and size + sum(self._sizes[name] for name in pinned) > self.capacity:
-            return False  # there would be no room without all others, either
-        for spares_used in (True, False):  # first what was not read since the latest look
+            return False  # evicting all others would not suffice
+        for spares_used in (True, False):  # first those not read since the latest scan
             for name in [name for name in self._sizes if name not in pinned]:
                 if self._used + size <= self.capacity:
                     break
@@ -290,7 +290,7 @@ class DiskCache:
         return self._used + size <= self.capacity
 
     def _used_since(self, name: str) -> bool:
-        """Whether another process has read a file since it was last looked at; then it is the latest used."""
+        """Whether another process has read a file since the last scan; if so, it becomes the most recently used."""
         try:
             when = (self.folder / name).stat().st_mtime_ns
         except OSError:
@@ -301,7 +301,7 @@ class DiskCache:
         return when > before
 
     def _pinned(self) -> set[str]:
-        """Names of files that are pinned."""
+        """Names of pinned files."""
         found = set[str]()
         with suppress(OSError):
             for entry in os.scandir(self.folder):
@@ -310,18 +310,18 @@ class DiskCache:
         return found & self._sizes.keys()
 
     def _remove(self, name: str) -> bool:
-        """Remove a file if it is ours; whether it was there, and was."""
+        """Remove a file if it was written by this class; returns whether it was."""
         path = self.folder / name
         self._when.pop(name, None)
         self._used -= self._sizes.pop(name, 0)
-        with suppress(OSError):  # gone already, or not to be removed by this user
+        with suppress(OSError):  # already deleted, or not deletable by this user
             if _is_ours(path):
                 path.unlink()
                 return True
         return False
 
     def _note(self, error: Exception | None) -> None:
-        """A full disk fails for every request: only its beginning and its end are news."""
+        """Log an error, or its end: a full disk fails for every request, so only changes are logged."""
         with self._lock:
             changed, self._failing = self._failing != (error is not None), error is not None
         if changed and error is not None:
@@ -334,10 +334,10 @@ class DiskCache:
 
 
 def _contents(path: Path) -> bytes:
-    """All of a plain file.
+    """The bytes of a regular file.
 
-    Read and not mapped: of a mapped file, what is cut off or written over later would be so in memory, too, after the
-    hash, and a missing page ends the process.
+    Read and not mapped: later truncation or overwriting of a mapped file would change the memory after the hash check,
+    and a missing page kills the process.
     """
     opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(opened, "rb") as file:
@@ -347,7 +347,7 @@ def _contents(path: Path) -> bytes:
 
 
 def _header_of(path: Path) -> dict[str, str]:
-    """The texts of a file's header; raises ``ValueError`` or ``OSError`` where it has none."""
+    """The metadata of a file's header; raises ``ValueError`` or ``OSError`` if it has none."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if not 0 < size <= _HEADER:
@@ -366,7 +366,7 @@ def _texts(header: bytes) -> dict[str, str]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file has a header that only ``DiskCache`` writes, whatever its contents are now."""
+    """Whether a file has a header written by ``DiskCache``, regardless of its contents."""
     try:
         return {_KEY, _HASH} <= _header_of(path).keys()
     except (ValueError, AttributeError, OSError):
@@ -374,7 +374,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def _labelled(key: bytes, entry: Mapping[str, Tensor], label: str) -> dict[str, str]:
-    """A file's header: its key, its label, and the SHA-256 of that and of names, types, shapes and contents."""
+    """The metadata of a file: its key, its label, and the SHA-256 of these and of names, dtypes, shapes and
+    contents."""
     made = sha256(label.encode())
     for name, tensor in sorted(entry.items()):
         made.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())

@@ -1,7 +1,7 @@
-"""Keys of caches: SHA-256, never shortened, of everything that a value depends on.
+"""Cache keys: full SHA-256 digests of all inputs of a value.
 
-Media go in by their bytes, models by their weights, settings by their values, and so do the libraries' versions: a
-cache on disk may be older than they are.
+Inputs are the bytes of media, the weights of models, the values of settings, and the versions of libraries, as a cache
+on disk may have been written with older ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import nn
 
 from mmserve.config import MediaConfig
 
-#: Libraries that change pixels or features.
+#: Libraries whose version affects pixels or features.
 _LIBRARIES = ("mmserve", "torch", "transformers", "pillow", "numpy", "av")
 
 
 def digest(*parts: bytes) -> bytes:
-    """SHA-256 of ``parts``, each with its length: no two different rows of parts are the same to it."""
+    """SHA-256 of ``parts``, each prefixed with its length, so that different sequences have different inputs."""
     made = sha256()
     for part in parts:
         made.update(len(part).to_bytes(8, "little"))
@@ -32,12 +32,12 @@ def digest(*parts: bytes) -> bytes:
 
 
 def settings_digest(settings: Mapping[str, Any]) -> bytes:
-    """Of nested plain values."""
+    """Digest of nested plain values."""
     return digest(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
 def weights_digest(module: nn.Module) -> bytes:
-    """Of a module's parameters and buffers: names, types, shapes, contents."""
+    """Digest of a module's parameters and buffers: names, dtypes, shapes, contents."""
     parts: list[bytes] = []
     for name, tensor in sorted(module.state_dict().items()):
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
@@ -47,12 +47,13 @@ def weights_digest(module: nn.Module) -> bytes:
 
 @cache
 def software() -> bytes:
-    """Names and versions of the libraries that values come from."""
+    """Names and versions of the libraries that affect values."""
     return " ".join(f"{name} {version(name)}" for name in _LIBRARIES).encode()
 
 
 def media_digest(kind: str, data: bytes, limits: MediaConfig, cache: str = "") -> bytes:
-    """Of a file as it is decoded within ``limits``, which another server's may refuse, for the tenants of ``cache``."""
+    """Digest of a file, of the ``limits`` it is decoded within (other limits may reject it), and of the namespace
+    ``cache``."""
     bounds = (
         limits.max_item_bytes,
         limits.max_pixels,

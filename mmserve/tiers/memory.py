@@ -1,8 +1,9 @@
-"""Tensors under the hash of all that they depend on: bounded in bytes, made once however many ask at a time.
+"""Content-addressed cache of tensors in memory: bounded in bytes, with each value computed once for concurrent
+requests.
 
-What a request uses is referenced for as long as it does, and only what is not can be dropped, least recently used
-first. A key is a whole SHA-256, and what is found under one is used only if it has the shape that
-it must have; otherwise it is made again. Nothing that goes wrong in here fails a request.
+Entries in use are reference-counted; only unreferenced ones are evicted, least recently used first. Keys are full
+SHA-256 digests, and an entry is used only if it has the expected shape; otherwise it is recomputed. Errors of the cache
+never fail a request.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from mmserve.tiers.disk import DiskCache
 from mmserve.tiers.writer import Writer
 
 Entry = Mapping[str, Tensor]
-#: What a value is, for listings: given its index and the value.
+#: Returns the label of a value for listings, given its index and the value.
 Labels = Callable[[int, Entry], Label | None]
-#: How often who waits for another's value looks whether it is still wanted (seconds).
+#: Seconds between checks whether a waiting caller was cancelled.
 _POLL = 0.05
 
 
@@ -36,25 +37,25 @@ class _Kept:
     label: Label | None = None
     hits: int = 0
     pinned: bool = False
-    forgotten: bool = False  # dropped while it is used: it is there for those who use it alone
+    forgotten: bool = False  # dropped while in use: remains only for its users
 
 
 @dataclass
 class _Making:
-    """A value being made; without an entry once it is ``done``, that failed."""
+    """A value in computation; if it is ``done`` without an entry, the computation failed."""
 
     done: threading.Event = field(default_factory=threading.Event)
     entry: Entry | None = None
 
 
 class TensorCache:
-    """At most ``capacity`` bytes of tensors in memory, and more on ``disk``; for any number of threads."""
+    """At most ``capacity`` bytes of tensors in memory, and more on ``disk``. Thread-safe."""
 
     def __init__(self, capacity: int, disk: DiskCache | None = None) -> None:
         self.capacity, self._disk = capacity, disk
         self._writer = None if disk is None else Writer(disk)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # the least recently used first
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # least recently used first
         self._making: dict[bytes, _Making] = {}
         self._bytes = 0
         self._count: Counter[str] = Counter()
@@ -68,12 +69,12 @@ class TensorCache:
         check: Callable[[], None] = lambda: None,
         label: Labels = lambda _i, _entry: None,
     ) -> Iterator[list[Entry]]:
-        """The value under each of ``keys``; none of them is dropped before the context ends, and none may be changed.
+        """The values of ``keys``; none is evicted before the context exits, and none may be modified.
 
-        ``make`` makes the values of the keys at these indices, which are missing; ``fits`` returns whether a value that
-        was found is one that the key at this index can have. What ``make`` raises is raised here; other callers are
-        unaffected: one that waits for the same value makes it. ``check`` is called while others' values are waited
-        for, and raises to end that. ``label``: what the value of the key at this index is.
+        ``make`` computes the values of the missing keys at the given indices; ``fits`` returns whether a found value is
+        valid for the key at an index. Exceptions of ``make`` are raised here and do not affect other callers: one that
+        waits for the same value computes it. ``check`` is called while waiting for values of other callers, and raises
+        to stop waiting. ``label``: the label of the value of the key at an index.
         """
         held: list[bytes] = []
         try:
@@ -91,10 +92,10 @@ class TensorCache:
         *,
         leading: bool = False,
     ) -> Iterator[list[Entry | None]]:
-        """What there is under ``keys``, in memory or on disk, held as by ``lease``; None where there is nothing.
+        """The present values of ``keys``, in memory or on disk, referenced as by ``lease``; None for missing ones.
 
-        ``leading``: nothing is looked for after the first that is missing, and that one is counted as looked for.
-        Else a caller that continues with ``lease`` for what is missing is counted once for each key.
+        ``leading``: stop at the first missing key, which is counted as a miss. Otherwise a caller that continues with
+        ``lease`` for the missing keys is counted once for each key.
         """
         held: list[bytes] = []
         taken: list[Entry | None] = []
@@ -130,8 +131,8 @@ class TensorCache:
         return stored
 
     def put(self, key: bytes, entry: Entry, label: Label) -> bool:
-        """Keep a value that was made elsewhere, in memory now and on disk soon; False where the disk keeps up with no
-        more, and it is kept in memory alone."""
+        """Store a value computed elsewhere, in memory now and on disk soon; returns False if the disk's queue is full
+        and the value is in memory only."""
         held: list[bytes] = []
         self._keep(key, entry, held, label)
         with self._lock:
@@ -140,22 +141,22 @@ class TensorCache:
         return self._writer is None or self._writer.put(key, entry, label)
 
     def flush(self) -> None:
-        """Return once all that was put is on disk, or could not be written."""
+        """Wait until all stored values are on disk, or could not be written."""
         if self._writer is not None:
             self._writer.flush()
 
     @property
     def on_disk(self) -> bool:
-        """Whether there is a disk."""
+        """Whether there is a disk tier."""
         return self._disk is not None
 
     @property
     def room(self) -> int:
-        """Bytes that it keeps at most, in its larger tier."""
+        """Capacity in bytes of the larger tier."""
         return max(self.capacity, 0 if self._disk is None else self._disk.capacity)
 
     def blocks(self) -> list[tuple[bytes, Block]]:
-        """What is there and has a label, tier by tier; slow where a disk has many files."""
+        """The labelled entries, tier by tier; slow if a disk has many files."""
         with self._lock:
             kept = [(key, each) for key, each in self._kept.items() if not each.forgotten]
         found = [
@@ -167,9 +168,9 @@ class TensorCache:
         ]
 
     def pin(self, keys: Sequence[bytes], pinned: bool) -> int:
-        """Do not drop these for others, wherever they are, or do so again; how many of them are there.
+        """Exempt ``keys`` from eviction in all tiers or not; returns the number of keys that are present.
 
-        Raises ``ResourceExhausted`` where a tier would hold more than its bound.
+        Raises ``ResourceExhausted`` if the pinned entries of a tier would exceed its capacity.
         """
         self.flush()
         there = set[bytes]()
@@ -186,14 +187,14 @@ class TensorCache:
         return len(there)
 
     def unpin_in_memory(self, model: str) -> None:
-        """Let the values of ``model`` in memory be dropped for others; what is pinned on disk stays so."""
+        """Unpin the values of ``model`` in memory; those on disk stay pinned."""
         with self._lock:
             for kept in self._kept.values():
                 if kept.label is not None and kept.label.model == model:
                     kept.pinned = False
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget these; how many of them were there. What a request uses it goes on using."""
+        """Remove ``keys``; returns the number of keys that were present. Requests that use a value keep it."""
         self.flush()
         there = set[bytes]()
         with self._lock:
@@ -211,13 +212,13 @@ class TensorCache:
         return len(there)
 
     def peek(self, key: bytes) -> Entry | None:
-        """What is kept in memory under ``key``, for a look at it now."""
+        """The value of ``key`` in memory, without a reference; None if there is none."""
         with self._lock:
             kept = self._there(key)
             return kept.entry if kept is not None else None
 
     def stats(self) -> CacheStats:
-        """Counters, and what is kept now."""
+        """Counters, and the present size."""
         with self._lock:
             disk = self._disk.used if self._disk is not None else 0
             return CacheStats(**self._count, entries=len(self._kept), used_bytes=self._bytes, disk_bytes=disk)
@@ -231,13 +232,14 @@ class TensorCache:
         check: Callable[[], None],
         label: Labels,
     ) -> dict[bytes, Entry]:
-        """All values. Others' are only waited for by who has none to make: no two can wait for each other."""
+        """All values. A caller waits for others only when it has nothing left to compute, so that deadlocks are
+        impossible."""
         index: dict[bytes, int] = {}
         for i, key in enumerate(keys):
             index.setdefault(key, i)
         with self._lock:
             self._count["lookups"] += len(keys)
-            self._count["hits"] += len(keys) - len(index)  # the same one twice
+            self._count["hits"] += len(keys) - len(index)  # duplicate keys
         found: dict[bytes, Entry] = {}
         while missing := [key for key in index if key not in found]:
             mine, others = self._claim(missing, index, fits, held, found)
@@ -253,7 +255,7 @@ class TensorCache:
         return found
 
     def _join(self, key: bytes, entry: Entry, held: list[bytes]) -> None:
-        """Note who waited for ``entry``: where it is kept, it is kept for them, too."""
+        """Record callers that waited for ``entry``: if it is cached, they get references, too."""
         with self._lock:
             self._count["joined"] += 1
             kept = self._kept.get(key)
@@ -269,7 +271,8 @@ class TensorCache:
         held: list[bytes],
         found: dict[bytes, Entry],
     ) -> tuple[list[bytes], list[tuple[bytes, _Making]]]:
-        """Take what is there; of the rest, what the caller must make from now on, and what others are making."""
+        """Take present values; split the missing ones into those that the caller must compute and those in
+        computation."""
         mine: list[bytes] = []
         others: list[tuple[bytes, _Making]] = []
         with self._lock:
@@ -300,7 +303,7 @@ class TensorCache:
         held: list[bytes],
         label: Labels,
     ) -> dict[bytes, Entry]:
-        """Values of the claimed keys, from disk or made; in any case nothing waits for them any longer."""
+        """Values of the claimed keys, from disk or computed; waiting callers are always released."""
         found: dict[bytes, Entry] = {}
         try:
             for key in mine:
@@ -328,17 +331,17 @@ class TensorCache:
                     making.done.set()
 
     def _use(self, key: bytes, kept: _Kept, held: list[bytes]) -> None:
-        """With the lock: reference a value that was found."""
+        """Add a reference to a value that was found; requires the lock."""
         self._kept.move_to_end(key)
         kept.references += 1
         kept.hits += 1
         held.append(key)
 
     def _keep(self, key: bytes, entry: Entry, held: list[bytes], label: Label | None = None, hits: int = 0) -> None:
-        """Keep ``entry``, referenced, if what is neither referenced nor pinned makes room for it."""
+        """Store ``entry`` with a reference, if evicting unreferenced and unpinned entries frees enough memory."""
         size = sum(tensor.nbytes for tensor in entry.values())
         with self._lock:
-            if key in self._kept:  # one that did not fit, or was dropped, and that is still in use
+            if key in self._kept:  # one that did not fit or was dropped, and is still in use
                 return
             idle = [other for other, kept in self._kept.items() if not kept.references and not kept.pinned]
             if self._bytes + size - sum(self._kept[other].size for other in idle) > self.capacity:
@@ -353,12 +356,12 @@ class TensorCache:
             held.append(key)
 
     def _there(self, key: bytes) -> _Kept | None:
-        """With the lock: what others may find under ``key``."""
+        """The entry under ``key`` that is visible to new callers; requires the lock."""
         kept = self._kept.get(key)
         return None if kept is None or kept.forgotten else kept
 
     def _let_go(self, held: Sequence[bytes]) -> None:
-        """Give references back."""
+        """Release references."""
         with self._lock:
             for key in held:
                 kept = self._kept[key]

@@ -14,22 +14,22 @@ from mmserve.tiers.disk import DiskCache
 
 logger = logging.getLogger("mmserve.tiers")
 
-#: Bytes that may wait to be written: more is not kept on disk.
+#: Maximum bytes waiting to be written; further entries are not written to disk.
 _WAITING = 256 << 20
 
 
 class Writer:
-    """Puts entries into ``disk`` on a thread of its own, which ends when there are none left."""
+    """Writes entries to ``disk`` in a thread, which exits when the queue is empty."""
 
     def __init__(self, disk: DiskCache, most: int = _WAITING) -> None:
         self._disk, self._most = disk, most
         self._changed = threading.Condition()
         self._waiting: deque[tuple[bytes, Mapping[str, Tensor], Label | None, int]] = deque()
-        self._bytes = 0  # of what waits, and of what is being written
+        self._bytes = 0  # queued or being written
         self._running = False
 
     def put(self, key: bytes, entry: Mapping[str, Tensor], label: Label | None) -> bool:
-        """Write ``entry`` soon; False, and nothing is done, where too much waits already."""
+        """Queue ``entry`` for writing; returns False, without queueing it, if the queue is full."""
         size = sum(tensor.nbytes for tensor in entry.values())
         with self._changed:
             if self._bytes and self._bytes + size > self._most:
@@ -42,7 +42,7 @@ class Writer:
         return True
 
     def flush(self) -> None:
-        """Return once everything that was put is written, or could not be."""
+        """Wait until all queued entries are written, or could not be."""
         with self._changed:
             self._changed.wait_for(lambda: not self._bytes)
 

@@ -1,9 +1,9 @@
-"""What ``mmserve train-filter`` does.
+"""Implementation of ``mmserve train-filter``.
 
-The filter is what the commit policy ``learned`` asks (Learn2PD, arXiv 2509.25188). It is written into the model's
-folder, where the server finds it, with a record of how it was made and how well it does on prompts kept aside. For any
-diffusion checkpoint: ``--prompts FILE`` names prompts of the kind it will get, one a line; without it, items of the
-bundled models' training data are asked. The same seed gives the same filter.
+The filter is used by the commit policy ``learned`` (Learn2PD, arXiv 2509.25188). It is written into the model's folder,
+where the server finds it, with metadata about its training and its accuracy on held-out prompts. For any diffusion
+checkpoint: ``--prompts FILE`` contains representative prompts, one a line; without it, items of the bundled models'
+training data are used. The result is deterministic for a seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmserve.train_filter.train import train
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train and write a filter; raises ``ConfigError`` where something is wrong with the arguments."""
+    """Train and write a filter; raises ``ConfigError`` for invalid arguments."""
     torch.set_num_threads(arguments.threads)
     model = load_model(ModelConfig(path=arguments.model))
     if isinstance(model, CanvasModel):

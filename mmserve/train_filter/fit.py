@@ -1,4 +1,4 @@
-"""From recorded steps to a filter, and how far a filter can be trusted."""
+"""Training of a filter on recorded steps, and its evaluation."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from mmserve.errors import ConfigError
 from mmserve.models.commit_filter import CommitFilter, features
 from mmserve.train_filter.record import StepExample
 
-#: Positions seen on either side, hidden units (those of the paper's filter), rows of a batch, highest learning rate.
+#: Context positions on either side, hidden units (as in the paper's filter), batch size in rows, peak learning rate.
 RADIUS, HIDDEN, BATCH, RATE = 8, 32, 1024, 3e-3
 LOG_EVERY = 500
 
 
 @dataclass(frozen=True)
 class Score:
-    """How a filter judges candidates at one threshold; shares are None where there is nothing that they are of."""
+    """Evaluation of a filter at one threshold; shares are None if their denominator is 0."""
 
     candidates: int
-    right: float | None  # share of the candidates that are right
-    precision: float | None  # share of the trusted that are right
-    recall: float | None  # share of the right that are trusted
+    right: float | None  # share of correct candidates
+    precision: float | None  # share of correct candidates among the accepted
+    recall: float | None  # share of accepted candidates among the correct
 
 
 def fit(examples: Sequence[StepExample], *, seed: int, steps: int, progress: Callable[[str], None]) -> CommitFilter:
-    """A filter trained to predict which candidates of ``examples`` are right; the same for the same seed.
+    """A filter trained to predict which candidates of ``examples`` are correct; deterministic for a seed.
 
-    Cross-entropy and AdamW at 3e-3 as in the reference, but in batches and with a rate that falls to 0. Raises
-    ``ConfigError`` where nothing can be judged.
+    Cross-entropy and AdamW at 3e-3 as in the reference, but with batches and a learning rate that decays to 0. Raises
+    ``ConfigError`` if no candidate has a label.
     """
     x, y = _rows(examples)
     if not len(x):
         raise ConfigError("no candidate to learn from: the prompts gave no answers")
     generator = torch.Generator().manual_seed(seed)
     network = nn.Sequential(nn.Linear(x.shape[1], HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
-    for parameter in network.parameters():  # as nn.Linear does it, from a generator of its own
+    for parameter in network.parameters():  # initialization as in nn.Linear, with a separate generator
         bound = (x.shape[1] if parameter.shape[-1] == x.shape[1] else HIDDEN) ** -0.5
         nn.init.uniform_(parameter, -bound, bound, generator=generator)
     optimizer = torch.optim.AdamW(network.parameters(), lr=RATE)
@@ -59,7 +59,7 @@ def fit(examples: Sequence[StepExample], *, seed: int, steps: int, progress: Cal
 
 
 def score(commit_filter: CommitFilter, examples: Sequence[StepExample], threshold: float) -> Score:
-    """How ``commit_filter`` judges the candidates of ``examples``."""
+    """The evaluation of ``commit_filter`` on the candidates of ``examples``."""
     trusted, right = [], []
     for example in examples:
         trusted.append((commit_filter.trust(example.confidence, example.still_open) > threshold)[example.judged])
@@ -70,7 +70,7 @@ def score(commit_filter: CommitFilter, examples: Sequence[StepExample], threshol
 
 
 def _rows(examples: Sequence[StepExample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of every candidate that can be judged."""
+    """Inputs and labels of every labelled candidate."""
     kept = [example for example in examples if example.judged.any()]
     if not kept:
         return torch.empty(0, 4 * RADIUS + 4), torch.empty(0)

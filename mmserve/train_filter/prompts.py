@@ -1,4 +1,4 @@
-"""What a filter is trained on: requests of the kind that the model will get."""
+"""Training requests of a filter, representative of those that the model will get."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from mmserve.reference.evaluate import canvas, shown
 from mmserve.reference.items import TRAIN_SEEDS
 from mmserve.reference.tasks import TASKS, sample
 
-#: What the reference tasks show, by the kind of their subject: (images, videos).
+#: Media of the reference tasks by the kind of their subject: (images, videos).
 _SHOWS = {"text": (False, False), "video": (False, True)}
-#: Block lengths asked for in turn, 0 the model's default: a filter is to know more than one.
+#: Block lengths of the requests in turn, 0 = the model's default, so that a filter supports several.
 BLOCKS = (0, 0, 16, 64)
 
 
 def reference_requests(model: LoadedModel, seed: int) -> Iterator[Request]:
-    """Items of the bundled models' training data without end, of each task that ``model`` can be shown in turn."""
+    """An endless iterator of items of the bundled models' training data, over all tasks that ``model`` supports in
+    turn."""
     sees = model.vision is not None
     watches = model.vision is not None and model.vision.frames_per_video > 0
     tasks = [t for t in TASKS if _fits(TASKS[t], sees=sees, watches=watches)]
@@ -40,7 +41,8 @@ def reference_requests(model: LoadedModel, seed: int) -> Iterator[Request]:
 
 
 def written_requests(model: LoadedModel, path: Path, new_tokens: int) -> Iterator[Request]:
-    """The prompts of a text file, one a line, each with a canvas of ``new_tokens``; ``ConfigError`` without any."""
+    """The prompts of a text file, one a line, each with a canvas of ``new_tokens``; raises ``ConfigError`` for an empty
+    file."""
     for index, line in enumerate(read_lines(path, "--prompts", str)):
         yield _request(model, index, (TextPart(line),), new_tokens, BLOCKS[index % len(BLOCKS)])
 

@@ -1,8 +1,9 @@
-"""Trajectories of a model's own decoder: what a filter would have seen at each step, and what was right.
+"""Recorded trajectories of a model's decoder: inputs of a filter at each step, with labels.
 
-As in ims-kdks/Learning-to-Parallel-Decoding, generate_training_data.py: what the baseline ends with is the truth, and a
-second run commits at every step all candidates that agree with it, which is how a perfect filter would go on. There
-only those states are recorded; here also some of the baseline's own, the states of a filter that trusts little.
+As in ims-kdks/Learning-to-Parallel-Decoding, generate_training_data.py: the final answer of the baseline is the ground
+truth, and a second run commits at every step all candidates that agree with it, as a perfect filter would. There only
+those states are recorded; here also some of the baseline's own, which are the states of a filter with few accepted
+candidates.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from mmserve.kv.table import PageTable
 from mmserve.models.base import LoadedModel
 from mmserve.stages import Stages
 
-#: One in so many of the baseline's steps is kept: they differ by a token.
+#: One of this many baseline steps is recorded: consecutive ones differ by a token.
 EVERY = 4
-#: The token of positions after the end of the baseline's answer, where it has none.
+#: The ground truth for positions after the end of the baseline's answer.
 NOTHING = -1
 
 
@@ -34,24 +35,24 @@ NOTHING = -1
 class StepExample:
     """One step's input of a filter, over a block of ``L`` positions, and its labels."""
 
-    confidence: np.ndarray  # float32 [L], of the candidates; 1 where final
+    confidence: np.ndarray  # float32 [L], of the candidates; 1 if final
     still_open: np.ndarray  # bool [L]
-    right: np.ndarray  # bool [L], the candidate is what the baseline ends with
-    judged: np.ndarray  # bool [L], open, with a candidate, and the baseline ended with a token here
+    right: np.ndarray  # bool [L], the candidate equals the baseline's final token
+    judged: np.ndarray  # bool [L], open, with a candidate, and the baseline has a token here
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One answer with what it cost."""
+    """One answer and its cost."""
 
     answer: str
-    tokens: int  # of the answer
+    tokens: int  # number of tokens of the answer
     forwards: int
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One request: what the baseline made of it, and the steps recorded."""
+    """One request: the baseline's answer, and the recorded steps."""
 
     baseline: Decoded
     examples: tuple[StepExample, ...]
@@ -59,7 +60,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Agreeing(BlockWise):
-    """All candidates that are what ``final`` (int64 ``[N]``) holds: a perfect filter, without a schedule."""
+    """Commits all candidates that equal ``final`` (int64 ``[N]``): a perfect filter, without a schedule."""
 
     final: np.ndarray
 
@@ -69,7 +70,7 @@ class Agreeing(BlockWise):
 
 
 class Recorder:
-    """Runs requests one after another through the stages of a served model, and looks on at every step."""
+    """Runs requests one after another through the stages of a served model, and records every step."""
 
     def __init__(self, model: LoadedModel, engine: EngineConfig) -> None:
         pages = pages_for(engine.max_tokens, engine.page_size)
@@ -77,7 +78,7 @@ class Recorder:
         self._pages = PageTable(tuple(range(pages)))
 
     def trajectory(self, request: Request) -> Trajectory:
-        """The baseline's answer to ``request``, and both runs' steps."""
+        """The baseline's answer to ``request``, and the steps of both runs."""
         seen: list[tuple[Candidates, int, np.ndarray, np.ndarray]] = []
         for step, state in enumerate(self._steps(request)):
             if step % EVERY == 0:
@@ -88,16 +89,16 @@ class Recorder:
         for state in self._steps(request, lambda _own: Agreeing(final)):
             examples.append(_example(*_seen(state), final))
             if not examples[-1].right.any():
-                break  # every candidate is wrong: a perfect filter would trust none
+                break  # every candidate is wrong: a perfect filter would accept none
         return Trajectory(baseline, tuple(examples))
 
     def decode(self, request: Request, commit: Commit) -> Decoded:
-        """The answer to ``request`` under ``commit``."""
+        """The answer to ``request`` with the commit policy ``commit``."""
         *_before, state = self._steps(request, lambda _own: commit)
         return _decoded(state)
 
     def _steps(self, request: Request, commit: Callable[[Commit], Commit] = lambda own: own) -> Iterator[Decoding]:
-        """The request's decode state at each step, its candidates found and none of them committed yet."""
+        """The request's decode state at each step, with candidates computed and none of them committed yet."""
         decoder = self._stages.decoder
         [encoded] = self._stages.encoder.encode([request])
         begun = decoder.begin(request, encoded, self._pages)
@@ -114,7 +115,7 @@ class Recorder:
 
 
 def _seen(state: Decoding) -> tuple[Candidates, int, np.ndarray, np.ndarray]:
-    """A step's candidates, where its block begins, and what a filter sees of the block."""
+    """A step's candidates, the start of its block, and the filter's inputs for the block."""
     if state.candidates is None:
         raise ValueError("read before anything was proposed")
     return state.candidates, state.canvas.block_start, *block_confidence(state.canvas, state.candidates)

@@ -1,4 +1,4 @@
-"""A filter for a model from its answers to prompts, and how it does on those kept aside."""
+"""Training of a model's filter on its own answers, and evaluation on held-out prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmserve.observe.machine import describe
 from mmserve.train_filter.fit import fit, score
 from mmserve.train_filter.record import Decoded, Recorder, Trajectory
 
-#: One prompt in so many is kept aside.
+#: One of this many prompts is held out.
 HELD_OUT = 6
 #: Seconds between lines of progress.
 PATIENCE = 5.0
@@ -27,7 +27,7 @@ PATIENCE = 5.0
 def train(
     model: LoadedModel, requests: list[Request], *, seed: int, steps: int, progress: Callable[[str], None]
 ) -> tuple[CommitFilter, dict[str, Any]]:
-    """A filter for ``model`` from its answers to ``requests``, and the record of its making."""
+    """A filter for ``model`` from its answers to ``requests``, and the metadata of its training."""
     if len(requests) < HELD_OUT:
         raise ConfigError(f"{len(requests)} prompts are too few: at least {HELD_OUT}")
     recorder = Recorder(model, resolve(EngineConfig(max_tokens=model.spec.max_tokens, max_running=1, stages="inline")))

@@ -1,4 +1,4 @@
-"""Pairs of policies beside plain decoding: every prompt with every pair in turn, one request at a time."""
+"""Measurement of pairs of policies against plain decoding: every prompt with every pair in turn, one at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _policy(name: str, base: Policy | None = None, **options: float) -> Policy:
 
 _SCHEDULE = _policy("low_confidence")
 _SURE = _policy("threshold", confidence=0.9)
-#: What several tokens a step are chosen by, the most careful first.
+#: Commit policies for several tokens a step, the most conservative first.
 _PARALLEL = (
     *(_policy("threshold", confidence=confidence) for confidence in (0.95, 0.9, 0.8, 0.7)),
     _policy("factor", factor=1.0),
@@ -44,7 +44,7 @@ _CAUSAL = (
 
 
 def pairs_for(model: ModelInfo) -> list[Pair]:
-    """Plain decoding, and then every pair that ``model`` has all policies of."""
+    """Plain decoding, and then every pair whose policies are supported by ``model``."""
     plain = model.policies.plain
     known = {*model.recompute_policies, *model.commit_policies}
     if not model.diffusion:
@@ -79,9 +79,9 @@ def measure(
     rounds: int,
     report: Callable[[str], None],
 ) -> list[Measured]:
-    """How each of ``pairs``, of which the first is plain decoding, does on ``prompts``.
+    """The measurements of each of ``pairs``, the first of which is plain decoding, on ``prompts``.
 
-    Answers are greedy, so they are the same in every round; times (seconds, as the server counts them) are not.
+    Decoding is greedy, so answers are the same in every round; times (seconds, measured by the server) are not.
     """
     _ask(client, model, prompts[0], pairs[0])  # warm-up
     answers: dict[int, list[Answer]] = {number: [] for number in range(len(pairs))}
@@ -94,7 +94,7 @@ def measure(
 
 
 def figures(pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Answer], plain: Sequence[Answer]) -> Measured:
-    """``pair`` by its ``answers`` to ``prompts``, beside those of plain decoding."""
+    """The measurements of ``pair`` from its ``answers`` to ``prompts``, relative to those of plain decoding."""
     right = [prompt.right(a.text) for prompt, a in zip(prompts, answers, strict=True) if prompt.right is not None]
     agreements = [agreement(a.tokens, p.tokens) for a, p in zip(answers, plain, strict=True)]
     groups = [[i for i, prompt in enumerate(prompts) if (prompt.schema is not None) is kind] for kind in (False, True)]
@@ -110,14 +110,14 @@ def figures(pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Answer], pl
 
 
 def agreement(tokens: Sequence[int], plain: Sequence[int]) -> float:
-    """Share of tokens that two answers have in the same order, of the longer one's."""
+    """Share of tokens in the matching blocks of two answers (``difflib``), relative to the longer one."""
     longest = max(len(tokens), len(plain))
     blocks = SequenceMatcher(None, tokens, plain, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks) / longest if longest else 1.0
 
 
 def _quality(prompts: Sequence[Prompt], answers: Sequence[Answer], plain: Sequence[Answer], group: list[int]) -> float:
-    """The score of a ``group`` of prompts over that of plain decoding; 1 where plain decoding has nothing right."""
+    """The score of a ``group`` of prompts relative to that of plain decoding; 1 if the latter is 0."""
     scored = [(_score(prompts[i], answers[i], plain[i]), _score(prompts[i], plain[i], plain[i])) for i in group]
     whole = sum(of_plain for _mine, of_plain in scored)
     return sum(mine for mine, _of_plain in scored) / whole if whole else 1.0

@@ -1,4 +1,4 @@
-"""What a model is asked while its policies are measured: prompts of a file, or those of the bundled models."""
+"""Prompts for the measurement of policies: from a file, or questions for the bundled models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmserve.reference.tasks import correct
 
 #: Keys of a line of a prompt file.
 KEYS = ("text", "images", "videos", "schema", "truth", "max_new_tokens")
-#: What the bundled models are asked, in turn: a task, and whether its answer has to obey a schema.
+#: The questions for the bundled models, in turn: a task, and whether its answer is constrained by a schema.
 BUNDLED_ROUND = (
     ("json", True),
     ("count", False),
@@ -34,7 +34,7 @@ DEFAULT_NEW_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One request; ``right`` judges an answer where its truth is known."""
+    """One request; ``right`` checks an answer if the expected one is known."""
 
     text: str
     images: list[bytes] = field(default_factory=list)
@@ -45,15 +45,16 @@ class Prompt:
 
 
 def bundled_prompts(limit: int, seed: int) -> list[Prompt]:
-    """``limit`` questions of ``BUNDLED_ROUND`` that the bundled models were never trained on."""
+    """``limit`` questions of ``BUNDLED_ROUND`` that are not in the training data of the bundled models."""
     return [_bundled(*BUNDLED_ROUND[index % len(BUNDLED_ROUND)], index, seed) for index in range(limit)]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts in a file of JSON lines with the keys ``KEYS``, of which only ``text`` is needed.
+    """The prompts in a file of JSON lines with the keys ``KEYS``, of which only ``text`` is required.
 
-    ``images`` and ``videos`` are paths, relative to the file's folder. ``truth`` is a string that the answer has to be
-    but for white space around it, or any other JSON value, to which it has to parse. ``ConfigError`` names the line.
+    ``images`` and ``videos`` are paths, relative to the file's folder. ``truth`` is the expected answer: a string,
+    compared without surrounding white space, or another JSON value that the answer must parse to. Raises
+    ``ConfigError`` with the line number.
     """
     return read_lines(path, "--prompts", partial(_prompt, path.parent))
 

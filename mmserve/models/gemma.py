@@ -104,9 +104,12 @@ def _local_base(keys: Keys) -> tuple[float, Keys]:
     by_kind = values.get("rope_parameters")
     if not isinstance(by_kind, dict) or FULL not in by_kind:
         return keys.number("rope_local_base_freq"), keys
-    local = Keys(by_kind.get(SLIDING) or {}, keys.path)
+    for kind in (FULL, SLIDING):
+        if not isinstance(by_kind.get(kind) or {}, dict):
+            raise ConfigError(f"{keys.path}: rope_parameters.{kind} must be an object, not {by_kind[kind]!r}")
+    everywhere, local = by_kind[FULL] or {}, Keys(by_kind.get(SLIDING) or {}, keys.path)
     if local.values.get("rope_type", "default") != "default":
         raise ConfigError(f"{keys.path}: rope_parameters.{SLIDING} is scaled, which is not supported")
-    values["rope_parameters"] = by_kind[FULL]
-    values["rope_theta"] = by_kind[FULL].get("rope_theta", keys.number("rope_theta"))
+    values["rope_parameters"] = everywhere
+    values["rope_theta"] = everywhere.get("rope_theta", keys.number("rope_theta"))
     return local.number("rope_theta", default=keys.number("rope_local_base_freq")), Keys(values, keys.path)

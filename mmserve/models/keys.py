@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ class Keys:
             raise ConfigError(f"{self.path}: {name} = {value!r} is not supported; it can be {_listed(accepted)}")
         return str(value)
 
+    def words(self, name: str) -> list[str] | None:
+        """A list of strings; None if it is not set."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+            raise ConfigError(f"{self.path}: {name} must be a list of strings, not {value!r}")
+        return list(value)
+
     def check(self, switches: Mapping[str, tuple[object, ...]]) -> None:
         """Raises ``ConfigError`` for a switch whose value is not implemented."""
         for name, accepted in switches.items():
@@ -67,7 +77,7 @@ class Keys:
                 raise ConfigError(f"{self.path} has no {' or '.join(names)}")
             return default
         value: Any = self.values[name]
-        if type(value) not in kinds or value <= 0:
+        if type(value) not in kinds or not 0 < value < math.inf:
             raise ConfigError(f"{self.path}: {name} must be a positive number, not {value!r}")
         return value
 

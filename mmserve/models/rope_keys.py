@@ -114,6 +114,8 @@ def _longrope(keys: Keys, rope: Keys) -> tuple[LongRopeScaling, int]:
     factors = rope.values.get("short_factor")
     if not isinstance(factors, list) or not all(isinstance(each, int | float) and each > 0 for each in factors):
         raise ConfigError(f"{rope.path}: short_factor must be a list of positive numbers, not {factors!r}")
+    if original < 2:
+        raise ConfigError(f"{rope.path}: {_ORIGINAL} must be at least 2 with longrope, not {original}")
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     amplitude = rope.number("attention_factor", default=usual)
     return LongRopeScaling(factors=tuple(map(float, factors)), amplitude=amplitude), min(most, original)

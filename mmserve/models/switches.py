@@ -142,9 +142,9 @@ def check_switches(keys: Keys, *, read: frozenset[str] = frozenset()) -> None:
     ``read``: keys that this architecture implements.
     """
     keys.check({name: accepted for name, accepted in SWITCHES.items() if name not in read})
-    kinds = set(keys.values.get("layer_types") or ()) - {"full_attention"}
+    kinds = set(keys.words("layer_types") or ()) - {"full_attention"}
     if kinds and "layer_types" not in read:
-        raise ConfigError(f"{keys.path}: layer_types {sorted(map(str, kinds))} are not supported")
+        raise ConfigError(f"{keys.path}: layer_types {sorted(kinds)} are not supported")
 
 
 def refuse_text_model(keys: Keys) -> ConfigError:

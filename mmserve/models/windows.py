@@ -9,6 +9,7 @@ from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.keys import Keys
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+_MAX_WINDOW_LAYERS = 28
 
 
 def layer_windows(
@@ -31,20 +32,30 @@ def layer_windows(
     elif kinds is None and pattern:
         kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(config.num_layers)]
     elif kinds is None:
-        first = keys.values.get("max_window_layers", 28)
+        first = _first_windowed(keys)
         kinds = [SLIDING if layer >= first else FULL for layer in range(config.num_layers)]
     if SLIDING not in kinds:
         return config
     return replace(config, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
 
 
+def _first_windowed(keys: Keys) -> int:
+    """``max_window_layers``: the first layer with a window; by default 28, as in transformers."""
+    first = keys.values.get("max_window_layers")
+    if first is None:
+        return _MAX_WINDOW_LAYERS
+    if type(first) is not int or first < 0:
+        raise ConfigError(f"{keys.path}: max_window_layers must be a number of layers, not {first!r}")
+    return first
+
+
 def _kinds(keys: Keys, layers: int) -> list[str] | None:
-    kinds = keys.values.get("layer_types")
+    kinds = keys.words("layer_types")
     if kinds is None:
         return None
-    unknown = sorted({str(kind) for kind in kinds} - {SLIDING, FULL})
+    unknown = sorted({*kinds} - {SLIDING, FULL})
     if unknown:
         raise ConfigError(f"{keys.path}: layer_types {unknown} are not supported")
     if SLIDING in kinds and len(kinds) != layers:
         raise ConfigError(f"{keys.path}: layer_types names {len(kinds)} layers, and num_hidden_layers is {layers}")
-    return list(kinds)
+    return kinds

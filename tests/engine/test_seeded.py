@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from harness import Bench
 from helpers import ask, tiny_model
+from test_companion import causal
 from test_constrained import like
 from test_policies import BASES, RECOMPUTES, policy
+from test_scheduled import schedulers
 
 from mmserve.core.events import Finished
-from mmserve.core.request import Request, SeedCanvas
+from mmserve.core.request import Policy, Request, SeedCanvas
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import Attention, LoadedModel
 
@@ -25,13 +26,14 @@ PINS = {0: 40, 1: 41, 6: 42, 9: 43, 12: 44}
 NEW, BLOCK = 13, 5
 
 
-def seeded(request: Request, model: LoadedModel, pins: dict[int, int] | None = None, **changed: Any) -> Request:
-    """``request`` with ``pins`` on its canvas, and all its tokens told."""
-    pins = PINS if pins is None else pins
+def seeded(
+    request: Request, model: LoadedModel, pins: dict[int, int] = PINS, bias: dict[int, float] | None = None
+) -> Request:
+    """``request`` with ``pins`` on its canvas, and all its tokens told; ``bias``: by default against an end."""
     tokens = tuple(pins.get(position, model.spec.mask_id) for position in range(NEW))
-    diffusion = dataclasses.replace(request.diffusion, seed_canvas=SeedCanvas(tokens, tuple(pins)), **changed)
+    diffusion = dataclasses.replace(request.diffusion, seed_canvas=SeedCanvas(tokens, tuple(pins)))
     streaming = dataclasses.replace(request.streaming, tokens=True)
-    bias = dict.fromkeys(model.spec.end_ids, -10000.0)
+    bias = dict.fromkeys(model.spec.end_ids, -10000.0) if bias is None else bias
     sampling = dataclasses.replace(request.sampling, logit_bias=bias)
     return dataclasses.replace(request, diffusion=diffusion, streaming=streaming, sampling=sampling)
 
@@ -58,6 +60,27 @@ def test_pinned_tokens_stay_under_every_policy_alone_and_in_a_batch(bench: Make,
     for i in range(0, len(asked), 7):
         alone = b.ask(dataclasses.replace(asked[i], id=f"alone{i}"))
         assert (ids(alone), alone.forwards) == (ids(together[i]), together[i].forwards)
+
+
+def test_no_policy_replaces_pinned_tokens(bench: Make) -> None:
+    """Neither those that edit, nor a verifier, whose own token is for the position after a draft."""
+    model = dataclasses.replace(causal(4, vision=False), companion=causal(3, vision=False))
+    spec = dataclasses.replace(model.spec, attention=Attention.FULL, logit_shift=0)
+    model = dataclasses.replace(model, spec=spec)
+    edits = schedulers(edits={"threshold": 0.05, "editing_threshold": 0.05})
+    b = bench(model, watch=False, schedulers=edits)
+    policies = [
+        policy("edit", confidence=0.05, edit_confidence=0.05),
+        Policy(name="scheduler", options={"name": "edits"}),
+        policy("guided"),
+        policy("guided", top_k=10_000, ratio=0.0),
+    ]
+    asked = [
+        seeded(ask(f"r{i}", max_new_tokens=NEW, block=BLOCK, commit=commit), model, bias={})
+        for i, commit in enumerate(policies)
+    ]
+    found = {call.request.id: ids(call.finished()) for call in b.submit(*asked)}
+    assert {name: {p: tokens[p] for p in PINS} for name, tokens in found.items()} == dict.fromkeys(found, PINS)
 
 
 def test_blocks_of_attention_have_them_too(bench: Make) -> None:

@@ -2,8 +2,8 @@
 
 Its steps are those of one whole block, as in diffusers' ``LLaDA2Pipeline``: a first block that begins within the prompt
 is filled at the same rate as any other. It reads only the logits of the block's open part. If it accepts no masked
-position, its most probable token is committed anyway. Its candidates are exactly the tokens that it commits or
-replaces; a constrained request commits its witness's tokens at these positions.
+position, its most probable token is committed anyway. Given tokens are not replaced. Its candidates are exactly the
+tokens that it commits or replaces; a constrained request commits its witness's tokens at these positions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.core.canvas import Canvas
+from mmserve.core.canvas import GIVEN, Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit.base import BlockWise, Candidates, LogitsObserver
 from mmserve.decode.pace import steps_of_whole_block
@@ -78,7 +78,8 @@ class Scheduled(BlockWise):
         if bool(open_L.any()) and not bool((open_L & (tokens != sample)).any()):
             surest = torch.where(open_L, out.sampled_probs[0].float(), -1.0).argmax()
             tokens[surest] = out.sampled_tokens[0, surest]
-        changed = (tokens != sample) & (open_L | self.revises)
+        edited = torch.from_numpy(self.revises & (canvas.committed_at[positions] != GIVEN)).to(logits.device)
+        changed = (tokens != sample) & (open_L | edited)
         return described(logits[changed], positions[changed.cpu().numpy()], tokens[changed])
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:

@@ -165,7 +165,9 @@ class DraftModel(Extension):
         parts = []
         for d, state, drafted in waiting:
             first = d.canvas.known()
-            asked = np.arange(first, min(first + len(drafted) + 1, d.canvas.block_end))
+            asked = first + np.arange(len(drafted) + 1)
+            asked = asked[asked < d.canvas.block_end]
+            asked = asked[d.canvas.masked[asked]]  # the position after the draft may be given
             parts.append(_after_known(d, state, drafted, asked))
         for (d, state, drafted), part, logits in zip(waiting, parts, self._forward(parts), strict=True):
             rank, relative = self._standing(logits, drafted)

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     entry = config.one_model("calibrate")
     folder = model_folder(entry.path)
     out = arguments.out or folder / CALIBRATION_FILE
-    require_writable(out)
+    require_writable(out, f"copy it into the model's folder as {CALIBRATION_FILE}")
     if arguments.questions is not None:
         items = read_items(arguments.questions)
     elif entry.path in SHIPPED:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mmserve.cli.tune import require_writable
+from mmserve.errors import ConfigError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve train-filter``."""
@@ -31,7 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, with progress on stderr, and print the quality of the filter on held-out prompts."""
-    from mmserve.train_filter.command import run  # imports torch
+    from mmserve.models.commit_filter import FILTER  # imports torch
+    from mmserve.models.registry import model_folder
+    from mmserve.train_filter.command import run
 
+    if min(arguments.limit, arguments.max_new_tokens, arguments.steps, arguments.threads) < 1:
+        raise ConfigError("--limit, --max-new-tokens, --steps and --threads must be at least 1")
+    out = arguments.out or model_folder(arguments.model) / FILTER
+    require_writable(out, f"copy it into the model's folder as {FILTER}")
     run(arguments)
     return 0

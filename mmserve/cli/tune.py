@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = measured_config(arguments)
     entry = config.one_model("tune")
     out = arguments.out or model_folder(entry.path) / POLICY_FILE
-    require_writable(out)
+    require_writable(out, 'make the server read it with `policies = "FILE"` under [[models]]')
     if arguments.prompts is not None:
         prompts = read_prompts(arguments.prompts)[: arguments.limit]
     elif entry.path in SHIPPED:
@@ -85,14 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def require_writable(out: Path) -> None:
-    """Raise ``ConfigError`` if ``out`` cannot be written, before measurements that take an hour."""
+def require_writable(out: Path, use: str) -> None:
+    """Raise ``ConfigError`` if ``out`` cannot be written, before measurements that take an hour. ``use``: what to do
+    with another file."""
     beside = out if out.exists() else out.parent
     if not out.parent.is_dir() or not os.access(beside, os.W_OK):
-        raise ConfigError(
-            f"{out} cannot be written: choose another file with --out, and make the server read it with `policies = "
-            '"FILE"` under [[models]]'
-        )
+        raise ConfigError(f"{out} cannot be written: choose another file with --out, and {use}")
 
 
 def _line(row: Measured, plain: Pair, chosen: dict[str, Pair]) -> str:

@@ -144,6 +144,8 @@ def _question(name: str, question: TypedQuestion, path: str) -> pb.DecisionQuest
         put(made.yes_no, f"{path}.", yes=question.yes, no=question.no)
         return made
     texts: Any = question.options if isinstance(question, Choice) else question.levels
+    if isinstance(texts, str):
+        raise InvalidArgument.of(path, f"must hold several texts, not {texts!r} alone")
     try:
         if isinstance(question, Choice):
             made.choice.options.extend(texts)

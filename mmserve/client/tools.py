@@ -93,7 +93,7 @@ def put_tools(
     elif choice is not None:
         request.tool_choice = number_of(TOOL_CHOICES, choice, "tool_choice")
     try:
-        request.allowed_tools.extend(allowed)
+        request.allowed_tools.extend([allowed] if isinstance(allowed, str) else allowed)
     except TypeError as error:
         raise InvalidArgument.of("allowed_tools", f"must be names of tools: {error}") from error
     if parallel is not None:

@@ -113,6 +113,9 @@ def test_a_model_without_a_filter_says_how_to_get_one(served: Running) -> None:
         (("--limit", "3"), "too few"),
         (("--prompts", "/nowhere/at/all"), "/nowhere/at/all"),
         (("--model", "/nowhere/at/all"), "/nowhere/at/all"),
+        (("--out", "/nowhere/at/all"), "copy it into the model's folder as commit_filter.safetensors"),
+        (("--steps", "0"), "--steps and --threads must be at least 1"),
+        (("--limit", "-1"), "--limit, --max-new-tokens"),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_one_line(

@@ -10,13 +10,15 @@ import pytest
 from pydantic import BaseModel
 
 from mmserve.client.base import Base
+from mmserve.client.decisions import Choice, Score, build_decision
 from mmserve.client.schemas import schema_text
-from mmserve.client.tools import described
+from mmserve.client.tools import described, put_tools
 from mmserve.client.video_requests import configuration, watch_message
 from mmserve.client.video_view import QuestionView, SessionView
 from mmserve.core.events import Finished, StageTimes, Usage
 from mmserve.core.tools import ToolCall
 from mmserve.errors import InvalidArgument
+from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import video_pb2
 from mmserve.wire.events import to_response
 
@@ -71,6 +73,15 @@ def test_parameters_of_a_function_are_those_without_a_value() -> None:
 def test_what_has_no_name_or_no_annotations_is_refused(tool: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"tools\[0\]"):
         described(tool, "tools[0]")
+
+
+def test_one_text_is_not_several() -> None:
+    for wrong in (Choice("Which?", "red"), Score("How many?", levels="many")):
+        with pytest.raises(InvalidArgument, match=r"questions\[0\]: must hold several texts"):
+            build_decision("A circle.", [wrong], (), (), None, "")
+    request = pb.GenerateRequest()
+    put_tools(request, [look], None, "look", parallel=None)
+    assert request.allowed_tools == ["look"]
 
 
 def test_a_standing_question_needs_a_choice() -> None:

@@ -1,4 +1,4 @@
-"""What else a machine runs while something is measured on it (Linux)."""
+"""Load of other processes on the machine during a measurement (Linux)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-#: Seconds between two looks.
+#: Sampling interval in seconds.
 _EVERY = 0.05
 
 
 class Beside:
-    """Counts, while its context lasts, the threads of other processes that run or want a core.
+    """Counts the runnable threads of other processes while its context is active.
 
-    ``threads`` is their mean; 0 where the system does not report them.
+    ``threads`` is their mean; 0 if the system does not report them.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def _runnable() -> int | None:
 
 
 def _own_runnable() -> int:
-    """Threads of this process and of its children that run or want to."""
+    """Number of runnable threads of this process and of its children."""
     own = Path(f"/proc/{os.getpid()}")
     children = {pid for file in own.glob("task/*/children") for pid in _text(file).split()}
     folders = [own, *(Path(f"/proc/{pid}") for pid in children)]
@@ -69,5 +69,5 @@ def _own_runnable() -> int:
 def _text(file: Path) -> str:
     try:
         return file.read_text()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""

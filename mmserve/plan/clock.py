@@ -9,37 +9,37 @@ Action = Callable[[], None]
 
 
 class Clock:
-    """Events by time, and passes by work: ``cores`` are shared out equally among the passes under way.
+    """Events by time, and passes by work: ``cores`` are divided equally among the active passes.
 
-    ``background``: threads of others that run all the time, and get their shares, too. ``crowding``: how many times as
-    long work takes while all cores are busy; in between, in proportion to the further cores that are.
+    ``background``: number of permanently runnable threads of other processes, which get equal shares. ``crowding``:
+    slowdown of work while all cores are busy; interpolated linearly for fewer busy cores.
     """
 
     def __init__(self, cores: int | None, background: float = 0.0, crowding: float = 1.0) -> None:
         self.now = 0.0
         self._cores, self._background, self._crowding = cores, background, crowding
-        self._work = 0.0  # that each pass under way since the beginning would have had done
+        self._work = 0.0  # done so far by a pass active since the start
         self._events: list[tuple[float, int, Action]] = []
         self._passes: list[tuple[float, int, Action]] = []
         self._number = 0
 
     def at(self, time: float, action: Action) -> None:
-        """``action`` at a time (seconds)."""
+        """Schedule ``action`` at a time (seconds)."""
         self._number += 1
         heapq.heappush(self._events, (time, self._number, action))
 
     def run(self, seconds: float, action: Action) -> None:
-        """``action`` once a core has worked so many ``seconds`` on it."""
+        """Schedule ``action`` after ``seconds`` of work on a core."""
         self._number += 1
         heapq.heappush(self._passes, (self._work + seconds, self._number, action))
 
     @property
     def pending(self) -> int:
-        """Events and passes to come."""
+        """Number of scheduled events and active passes."""
         return len(self._events) + len(self._passes)
 
     def step(self) -> bool:
-        """Go on to whatever is next; False = nothing is."""
+        """Advance to the next event; returns False if there is none."""
         if not self._events and not self._passes:
             return False
         speed = self._speed()
@@ -55,7 +55,7 @@ class Clock:
         return True
 
     def _speed(self) -> float:
-        """Work that each pass has done in a second."""
+        """Work done by each active pass in a second."""
         if self._cores is None:
             return 1.0
         threads = max(1.0, len(self._passes) + self._background)

@@ -1,4 +1,4 @@
-"""``mmserve plan``: from its arguments to a report and its text."""
+"""Implementation of ``mmserve plan``: from its arguments to a report as JSON and as text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> tuple[dict[str, An
     if arguments.measure:
         return _measured(arguments, progress)
     if arguments.validate:
-        from mmserve.plan.served import validate  # loads torch where no server is named
+        from mmserve.plan.served import validate  # imports torch if no server is given
 
         return validate(arguments, progress)
     problem, base = problem_of(arguments)
@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace, progress: Progress) -> tuple[dict[str, An
 
 
 def problem_of(arguments: argparse.Namespace) -> tuple[Problem, Batching]:
-    """What the arguments ask to be planned, and the batches of the configuration.
+    """The planning problem given by the arguments, and the batch limits of the configuration.
 
-    Raises ``ConfigError`` where there are costs and no workload.
+    Raises ``ConfigError`` if there are costs without a workload.
     """
     costs = costs_file.read(arguments.costs)
     workload = workload_file.read(arguments.workload or arguments.costs)
@@ -67,13 +67,13 @@ def problem_of(arguments: argparse.Namespace) -> tuple[Problem, Batching]:
 
 
 def batching_of(arguments: argparse.Namespace, costs: Costs) -> Batching:
-    """The bounds of ``[engine]``, "auto" resolved for the machine that ``costs`` are of."""
+    """The batch limits of ``[engine]``, with "auto" resolved for the machine of ``costs``."""
     device = "cpu" if costs.machine.get("gpu", "") == "none" else "cuda"
     return Batching.of(resolve(read_config(arguments).engine, device=device))
 
 
 def _measured(arguments: argparse.Namespace, progress: Progress) -> tuple[dict[str, Any], str]:
-    from mmserve.plan.measure import measure  # loads torch
+    from mmserve.plan.measure import measure  # imports torch
 
     measured = measure(arguments, arguments.rounds, progress)
     costs, out = measured.costs, arguments.out or Path("costs.json")

@@ -1,4 +1,4 @@
-"""Layouts of equally many workers beside each other, and what follows: disaggregate, or do not."""
+"""Comparison of layouts with the same number of workers, and the resulting advice: disaggregate or not."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from mmserve.plan.layout import Batching, Layout, all_in_one, layouts, prefill_decode
 from mmserve.plan.search import Found, Problem, best, choices
 
-#: A split must be better by this share to be advised: below it, a difference may be the draw of arrivals.
+#: Minimum improvement by a split to be recommended: smaller ones may result from the random arrivals.
 MARGIN = 0.05
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Layouts of equally many workers: the best that splits encode off, and the baselines."""
+    """The best layout with separate encode workers, and the baselines, all with the same number of workers."""
 
-    split: Found | None  # None where there is nothing to split
+    split: Found | None  # None if there is nothing to split
     prefill_decode: Found | None
     all_in_one: Found
 
     @property
     def named(self) -> dict[str, Found]:
-        """Those that there are, by name."""
+        """The existing ones by name."""
         every = {"split": self.split, "prefill/decode": self.prefill_decode, "all in one": self.all_in_one}
         return {name: found for name, found in every.items() if found is not None}
 
     @property
     def best(self) -> Found:
-        """The highest goodput; of equal ones the simplest."""
+        """The one with the highest goodput; the simplest of equal ones."""
         found = self.all_in_one
         for other in (self.prefill_decode, self.split):
             if other is not None and other.goodput > found.goodput * (1 + MARGIN):
@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def advice(self) -> str:
-        """What to do, in a sentence: of splits, and of encode, which is the one that EPDServe adds."""
+        """The recommendation in a sentence: on disaggregation, and on separate encode workers (EPDServe)."""
         one, chosen = self.all_in_one, self.best
         if not chosen.goodput:
             return "no layout keeps these targets at any rate: relax them, or use faster workers"
@@ -51,7 +51,7 @@ class Comparison:
 def compare(
     problem: Problem, workers: int, base: Batching, progress: Callable[[str], None] = lambda _: None
 ) -> Comparison:
-    """The best of every layout of ``workers``, with every batch size, beside the baselines with theirs."""
+    """The best of all layouts with ``workers`` workers over all batch sizes, and the baselines with their best ones."""
     one, pairs = all_in_one(workers, images=problem.images), prefill_decode(workers, images=problem.images)
     known = {one, *pairs}
     others = [layout for layout in layouts(workers, images=problem.images) if layout not in known]

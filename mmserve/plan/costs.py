@@ -1,14 +1,14 @@
-"""What stages cost: seconds of a pass from the sizes of its batch, with coefficients that were fitted.
+"""Cost model of stages: seconds of a pass from the sizes of its batch, with fitted coefficients.
 
-Forms after DistServe (arXiv 2401.09670, appendix A) for prefill and decode, and the same with patches for encode:
+Forms as in DistServe (arXiv 2401.09670, appendix A) for prefill and decode, and the same with patches for encode:
 
 - load ``a + b·Σmegapixels``
 - encode ``a + b·Σpatches + c·Σpatches²``
 - prefill ``a + b·Σn + c·Σn²``
-- decode ``a + b·Σcontext + c·Σrows`` (``rows``: positions a step runs, 1 of a next-token model)
+- decode ``a + b·Σcontext + c·Σrows`` (``rows``: positions run by a step, 1 for a next-token model)
 - transfer between hosts ``latency + bytes / bandwidth``
-- hand-over between processes of one host ``a + b·bytes``, of which each second is one of a core
-- on one host, every pass takes longer the more of its cores are busy: ``crowding`` times as long where all are
+- handover between processes of one host ``a + b·bytes``, in CPU seconds
+- on one host, passes slow down with the number of busy cores: by a factor of ``crowding`` if all are busy
 """
 
 from __future__ import annotations
@@ -21,44 +21,46 @@ from typing import Any
 
 from mmserve.errors import ConfigError
 
-#: Costs and workloads that are shipped with the package, by name.
+#: Cost and workload files shipped with the package, by name.
 SHIPPED = {"epdserve": "epdserve.json"}
-#: When a request's first token leaves: as its prefill ends, or as decode takes it over (as mmserve's engine does).
+#: Event at which a request's first token is sent: the end of its prefill, or its start in decode (as in mmserve's
+#: engine).
 FIRST_TOKEN = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a pass: ``a + b·x + c·y``, each coefficient at least 0."""
+    """Seconds of a pass: ``a + b·x + c·y``, each coefficient non-negative."""
 
     a: float = 0.0
     b: float = 0.0
     c: float = 0.0
 
     def __call__(self, x: float, y: float = 0.0) -> float:
-        """Seconds at the sums ``x`` and ``y``."""
+        """Seconds for the sums ``x`` and ``y``."""
         return self.a + self.b * x + self.c * y
 
 
 @dataclass(frozen=True)
 class Link:
-    """Transfer between workers: ``latency`` seconds and ``bandwidth`` bytes a second; 0 = by reference, no time."""
+    """Transfer between workers: ``latency`` in seconds and ``bandwidth`` in bytes a second; 0 = by reference, no
+    time."""
 
     latency: float = 0.0
     bandwidth: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """How long a sender is busy with ``size`` bytes, without the latency."""
+        """Seconds for which a sender is busy with ``size`` bytes, without the latency."""
         return size / self.bandwidth if self.bandwidth else 0.0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a model costs on one kind of worker.
+    """Costs of a model on one kind of worker.
 
-    ``embedding_bytes`` of a visual token from encode to prefill; ``kv_bytes`` of a position from prefill to decode.
+    ``embedding_bytes``: of a visual token from encode to prefill; ``kv_bytes``: of a position from prefill to decode.
     ``chunked``: longer prompts are prefilled in chunks. ``crowding``: time of a pass while all cores of its host are
-    busy, over the time alone; at least 1. ``quality``: relative residuals of each fit, for reports.
+    busy relative to an idle host; at least 1. ``quality``: relative residuals of each fit, for reports.
     """
 
     name: str
@@ -78,26 +80,26 @@ class Costs:
     machine: Mapping[str, Any] = field(default_factory=dict)
 
     def encode_seconds(self, patches: Iterable[int]) -> float:
-        """One pass of the vision tower over images of so many patches each."""
+        """Seconds of one pass of the vision tower over images with the given numbers of patches."""
         each = list(patches)
         return self.encode(sum(each), sum(p * p for p in each))
 
     def prefill_seconds(self, chunks: Iterable[tuple[int, int]]) -> float:
-        """One pass over ``(done, new)`` positions of each prompt; a whole prompt has ``done`` 0."""
+        """Seconds of one pass over ``(done, new)`` positions of each prompt; ``done`` is 0 for a whole prompt."""
         each = list(chunks)
         return self.prefill(sum(new for _, new in each), sum((done + new) ** 2 - done**2 for done, new in each))
 
     def decode_seconds(self, context: float, rows: float) -> float:
-        """One step of a batch that attends to ``context`` positions in all and runs ``rows``."""
+        """Seconds of one step of a batch with ``context`` attended positions in total that runs ``rows``."""
         return self.decode(context, rows)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, which ``from_json`` reads."""
+        """As plain data for ``from_json``."""
         return asdict(self)
 
 
 def from_json(data: Any, where: str) -> Costs:
-    """Costs from plain data. Raises ``ConfigError`` that names ``where`` and the key."""
+    """Costs from plain data. Raises ``ConfigError`` with ``where`` and the key for invalid data."""
     if not isinstance(data, dict):
         raise ConfigError(f"{where} must be a JSON object")
     known = set(Costs.__dataclass_fields__)
@@ -122,12 +124,12 @@ def from_json(data: Any, where: str) -> Costs:
 
 
 def read(path: str) -> Costs:
-    """Costs of a file of ``mmserve plan --measure``, or those shipped under a name of ``SHIPPED``."""
+    """Costs from a file of ``mmserve plan --measure``, or the shipped ones with a name in ``SHIPPED``."""
     return from_json(read_part(path, "costs"), path)
 
 
 def read_part(path: str, part: str) -> Any:
-    """The ``part`` of such a file, as plain data; all of a file that has only that."""
+    """The value of ``part`` in such a file, as plain data; the whole file if it has only that part."""
     at = Path(__file__).parent / SHIPPED[path] if path in SHIPPED else Path(path)
     try:
         data = json.loads(at.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""How much longer passes take on a host whose cores are all at work: they share caches, memory and, in pairs, units."""
+"""Slowdown of passes on a host whose cores are all busy: they share caches, memory bandwidth and, with SMT, cores."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mmserve.config import Config
 from mmserve.cores import available_cores
 from mmserve.errors import ConfigError
 
-#: Seconds until a process that does not begin, or does not end, is given up.
+#: Timeout in seconds for the start, and for the end, of a process.
 _PATIENCE = 300.0
-#: A batch, as of ``StageBench.run``: images, requests, sentences, pixels of a side.
+#: A batch, see ``StageBench.run``: images, requests, sentences, side in pixels.
 Case = tuple[int, int, int, int]
-#: Seconds of passes by stage, and by the sums of their batches.
+#: Seconds of passes, by stage and by the sums of their batches.
 Seconds = Mapping[str, Mapping[tuple[float, float], Sequence[float]]]
 
 
 class Neighbours:
-    """Processes that run the same batches on the other cores, over and over, while ``at_work`` lasts.
+    """Processes that repeatedly run the same batches on the other cores, while ``at_work`` is active.
 
-    One for each core but the caller's, as far as there is memory for their models; ``count`` is 0 where there is none
-    for any. ``config`` and ``cases``: what each of them runs.
+    One for each core except the caller's, as far as memory permits; ``count`` is 0 if there is not enough for any.
+    ``config`` and ``cases``: the model and batches of each process.
     """
 
     def __init__(self, config: Config, cases: Sequence[Case]) -> None:
@@ -78,8 +78,7 @@ class Neighbours:
 
 
 def crowding(alone: Seconds, crowded: Seconds) -> float:
-    """The median, over all batches that were run both ways, of the time beside others over the time alone: at least 1,
-    and 1 where nothing was."""
+    """The median slowdown over all batches that were run both ways; at least 1, and 1 without any."""
     ratios = [
         statistics.median(seconds) / statistics.median(alone[stage][sums])
         for stage, each in crowded.items()
@@ -90,7 +89,7 @@ def crowding(alone: Seconds, crowded: Seconds) -> float:
 
 
 def _work(config: Config, cases: Sequence[Case], working: Event, ended: Event, ready: Semaphore) -> None:
-    """All of a process that works beside."""
+    """The main function of a neighbour process."""
     from mmserve.plan.measure import StageBench, Times  # which imports this module
 
     bench = StageBench(config)

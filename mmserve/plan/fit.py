@@ -1,4 +1,4 @@
-"""Least squares with coefficients of at least 0, and how far the fit is from what was measured."""
+"""Non-negative least squares, and the residuals of the fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmserve.plan.costs import Curve
 
 @dataclass(frozen=True)
 class Sample:
-    """A pass that was measured: its sums ``x`` and ``y`` as of ``Curve``, and its seconds."""
+    """A measured pass: the sums ``x`` and ``y`` of ``Curve``, and its seconds."""
 
     x: float
     y: float
@@ -23,7 +23,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fit:
-    """A curve, and its residuals relative to the measured seconds: root mean square, and the largest."""
+    """A curve, and its residuals relative to the measured seconds: root mean square, and maximum."""
 
     curve: Curve
     rms: float
@@ -37,10 +37,10 @@ class Fit:
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """The curve that is nearest to ``samples`` in relative terms, so that short passes count as much as long ones.
+    """The curve that minimizes the squared relative errors on ``samples``, so that short and long passes count equally.
 
-    Exact for three coefficients: the least squares solution of every subset of them is formed, and the best of those
-    without a negative one taken. Raises ``ConfigError`` without a sample.
+    Exact for three coefficients: the least squares solution for every subset of them is computed, and the best one
+    without negative coefficients is returned. Raises ``ConfigError`` without samples.
     """
     if not samples:
         raise ConfigError("no pass was measured: nothing to fit")

@@ -1,7 +1,7 @@
-"""How many workers a rate needs that no one simulation can hold: a cell is simulated, and multiplied.
+"""Number of workers for a rate too high for one simulation: a cell is simulated, and multiplied.
 
-Cells share nothing and arrivals are spread evenly over them, so that each sees a Poisson process of its share: a sum of
-cells is exact for what is inside of a cell. What spreads requests over cells is not simulated.
+Cells share nothing and arrivals are distributed evenly over them, so that each receives a Poisson process with its
+share: multiplication is exact for everything within a cell. The load balancer between cells is not simulated.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from dataclasses import dataclass, replace
 
 from mmserve.plan.search import Choice, Problem, goodput, run
 
-#: A cell is planned for this share of its goodput: the rest is for bursts, and for workers that fail.
+#: Share of its goodput that a cell is planned for: the rest is headroom for bursts and failed workers.
 HEADROOM = 0.8
-#: Items a second that one front passes on, an item for each decode pass of a worker: measured with Ray 2.60.
+#: Items a second that one server can forward, with an item for each decode pass of a worker: measured with Ray 2.60.
 FRONT_ITEMS = 3000.0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A choice multiplied: its goodput (requests a second), and of a run at ``rate``: what it moves and streams."""
+    """A multiplied choice: its goodput (requests a second), and the transfers and stream items of a run at ``rate``."""
 
     choice: Choice
     goodput: float
     rate: float
-    moved_bytes: float  # a second
+    moved_bytes: float  # bytes a second
     items: float  # decode passes a second
     ttft: float  # 90th percentile (seconds)
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """What ``rate`` requests a second need."""
+    """The resources for ``rate`` requests a second."""
 
     rate: float
     cell: Cell
     cells: int
     workers: int
     fronts: int
-    moved_bytes: float  # a second, in all
+    moved_bytes: float  # bytes a second, in total
 
 
 def cells(
     problem: Problem, choice: Choice, factors: Sequence[int] = (1, 2, 4), progress: Callable[[str], None] = print
 ) -> list[Cell]:
-    """``choice`` and multiples of it, each simulated with as many more requests."""
+    """``choice`` and multiples of it, each simulated with proportionally more requests."""
     made = []
     for factor in factors:
         grown = replace(choice, layout=choice.layout.times(factor))
@@ -70,7 +70,7 @@ def cells(
 
 
 def fleet(rate: float, cell: Cell) -> Fleet:
-    """So many of ``cell`` as ``rate`` requests a second need with headroom."""
+    """The number of cells of type ``cell`` for ``rate`` requests a second with headroom."""
     count = math.ceil(rate / cell.rate)
     share = rate / cell.rate
     return Fleet(

@@ -1,4 +1,4 @@
-"""What it costs the cores of a host to hand a request on from one worker to the next, as a cluster does it there."""
+"""CPU cost of passing a request from one worker to the next on the same host, as a cluster does it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mmserve.plan.fit import Fit, Sample, fit
 from mmserve.transfer.payloads import PAYLOADS
 from mmserve.transfer.shared_memory import Arena, Reader
 
-#: How often so many bytes are handed on.
+#: Repetitions for each size.
 _TIMES = 15
 _SIZES = (1 << 16, 1 << 19, 1 << 21, 1 << 23)
 
 
 def handover_costs() -> Fit:
-    """Seconds of processor time by bytes: a state is packed, written to shared memory and reported, held by the front,
-    ordered, mapped, checked and copied out. All ends are in this process, whose time is taken as a whole."""
+    """CPU seconds by bytes: a state is serialized, written to shared memory and announced, held by the server,
+    requested, mapped, verified and copied. All ends are in this process, whose total CPU time is measured."""
     seen: dict[int, list[float]] = defaultdict(list)
     one, other = socket.socketpair()
     with closing(Arena()) as worker, closing(Arena()) as front, closing(Reader()) as keeps, closing(Reader()) as reader:

@@ -1,4 +1,4 @@
-"""Which workers there are, and what bounds their batches."""
+"""The workers of a cluster by role, and the limits of their batches."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from mmserve.config import EngineConfig
 from mmserve.errors import ConfigError
 
-#: What one worker may do: one stage, or stages that follow one another.
+#: Possible roles of a worker: one stage, or consecutive stages.
 ROLES = ("e", "p", "d", "ep", "pd", "epd")
 _PART = re.compile(r"(\d+)([epd]+)")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many workers there are of each role, as in ``6e1p1d`` or ``8epd``."""
+    """The number of workers of each role, as in ``6e1p1d`` or ``8epd``."""
 
     counts: tuple[tuple[str, int], ...]
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Raises ``ConfigError`` for a role that does not exist, and where no worker prefills or decodes."""
+        """The layout in ``text``; raises ``ConfigError`` for an unknown role, and without workers for prefill or
+        decode."""
         parts = _PART.findall(text)
         if not parts or "".join(count + role for count, role in parts) != text:
             raise ConfigError(f"a layout is counts and roles as in 6e1p1d or 4ep2d, not {text!r}")
@@ -47,32 +48,33 @@ class Layout:
 
     @property
     def workers(self) -> int:
-        """Workers in all."""
+        """Total number of workers."""
         return sum(count for _role, count in self.counts)
 
     def having(self, stages: str) -> int:
-        """Workers that do one of ``stages`` at least."""
+        """Number of workers that run at least one of ``stages``."""
         return sum(count for role, count in self.counts if set(role) & set(stages))
 
     def times(self, factor: int) -> Layout:
-        """So many of each worker."""
+        """The layout with ``factor`` times the workers of each role."""
         return Layout(tuple((role, factor * count) for role, count in self.counts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """Bounds of a worker's batches, as of ``[engine]``, and ``shards``: workers among which a request's images go."""
+    """Limits of a worker's batches, as in ``[engine]``, and ``shards``: number of workers that share a request's
+    images."""
 
     encode_batch: int = 8  # images
     prefill_tokens: int = 2048
     decode_tokens: int = 4096
     max_running: int = 64
-    max_pending: int = 8  # requests that wait between two stages, for each worker of the later one
+    max_pending: int = 8  # requests between two stages, for each worker of the later one
     shards: int = 1
 
     @classmethod
     def of(cls, engine: EngineConfig) -> Batching:
-        """Those of ``engine``, whose values are resolved."""
+        """The limits of ``engine``, whose values must be resolved."""
         return cls(
             encode_batch=engine.encode_batch,
             prefill_tokens=engine.prefill_tokens,
@@ -83,8 +85,8 @@ class Batching:
 
 
 def layouts(workers: int, *, images: bool) -> Iterator[Layout]:
-    """Every layout of so many workers with one way for requests through it: e+p+d, ep+d, e+pd, epd, and p+d, pd
-    without images."""
+    """All layouts of ``workers`` workers with a single route for requests: e+p+d, ep+d, e+pd, epd, and p+d, pd without
+    images."""
     shapes = (("e", "p", "d"), ("ep", "d"), ("e", "pd"), ("epd",)) if images else (("p", "d"), ("pd",))
     for shape in shapes:
         for counts in _shares(workers, len(shape)):
@@ -92,12 +94,12 @@ def layouts(workers: int, *, images: bool) -> Iterator[Layout]:
 
 
 def all_in_one(workers: int, *, images: bool) -> Layout:
-    """The baseline where each worker does everything."""
+    """The baseline in which each worker runs all stages."""
     return Layout((("epd" if images else "pd", workers),))
 
 
 def prefill_decode(workers: int, *, images: bool) -> list[Layout]:
-    """The baselines where decode is apart, and images are encoded where their prompts are prefilled."""
+    """The baselines with separate decode, and encode together with prefill."""
     return [Layout((("ep" if images else "p", first), ("d", workers - first))) for first in range(1, workers)]
 
 

@@ -1,9 +1,10 @@
-"""Times of the stages of one model on this machine: the same objects that an engine's workers run, a pass at a time.
+"""Measurement of the stages of one model on this machine, with the objects used by an engine's workers, a pass at a
+time.
 
-Passes of many sizes are run in turn, over and over, and the median of each size counts, so that a machine that is busy
-for a while does not bend the curves. On a CPU with one thread a stage, what counts is the thread's processor time: what
-else the machine does is then not in it, as far as it does not slow the core itself. How far that is, is measured, too:
-by the same passes while other processes do the same on all other cores.
+Passes of many sizes are run in turn, repeatedly, and the median for each size is used, so that temporary load does not
+distort the curves. On a CPU with one thread a stage, CPU time of the thread is measured, which excludes other load
+except for its effect on the core's speed. That effect is measured separately, by the same passes while other processes
+run them on all other cores.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from mmserve.stages import EncodedPrompt, Stages
 from mmserve.tiers.caches import Caches
 from mmserve.transfer.pipe import PipeTransport
 
-#: Images of each request, requests of a batch, sentences of text, and the side of the images (pixels).
+#: Images of each request, requests of a batch, sentences of text, and side of the images (pixels).
 CASES = (
     (0, 1, 1, 0),
     (0, 4, 1, 0),
@@ -60,14 +61,14 @@ CASES = (
 )
 NEW_TOKENS = 12
 _SENTENCE = "What is left of the circle? "
-#: How often so many bytes are sent to measure transfers.
+#: Repetitions for measuring transfers.
 _SENDINGS = 15
 _SENT = (1 << 16, 1 << 19, 1 << 21, 1 << 23)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Costs, and the workload that was measured: each number of images, as the model's default policies answer it."""
+    """Costs, and the measured workload: each number of images, answered with the model's default policies."""
 
     costs: Costs
     workload: Workload
@@ -82,17 +83,17 @@ class Times:
     )
 
     def add(self, stage: str, x: float, y: float, seconds: float) -> None:
-        """Note a pass."""
+        """Record a pass."""
         self.by_stage[stage][x, y].append(seconds)
 
     def fit(self, stage: str) -> Fit | None:
-        """The curve of a stage by the medians; None where nothing of it ran."""
+        """The curve of a stage, fitted to the medians; None without passes."""
         seen = self.by_stage.get(stage)
         return fit([Sample(x, y, statistics.median(each)) for (x, y), each in seen.items()]) if seen else None
 
 
 class StageBench:
-    """The stages of the one model of ``config``, run on the caller's thread."""
+    """The stages of the one model of ``config``, run in the caller's thread."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -105,17 +106,17 @@ class StageBench:
         self.clock = time.thread_time if self.one_thread else time.perf_counter
         self.info = self.stages.describe()
         self.pool = PagePool(self.engine.pages, unit=self.stages.shared_pages)
-        self.times, self.crowded = Times(), Times()  # alone, and while the machine's other cores are busy
+        self.times, self.crowded = Times(), Times()  # without other load, and with all other cores busy
         self.kinds: dict[int, list[Kind]] = defaultdict(list)
         self._numbers = count()
 
     def close(self) -> None:
-        """Give back what runs beside the stages."""
+        """Stop the stages' background threads."""
         self.stages.encoding.close()
         self.stages.decoders.close()
 
     def request(self, images: int, sentences: int, side: int) -> Request:
-        """A question with distinct images, decoded by the model's default policies."""
+        """A question with distinct images, decoded with the model's default policies."""
         number, pair = next(self._numbers), self.info.policies.default
         parts = [ImagePart(picture(100 * number + index, side)) for index in range(images)]
         return Request(
@@ -128,13 +129,13 @@ class StageBench:
         )
 
     def fits(self, images: int, batch: int, sentences: int) -> bool:
-        """Whether the engine would take such a batch in one pass."""
+        """Whether the engine would run such a batch in one pass."""
         prompt = images * self.info.visual_tokens_per_image + 8 * sentences + 16 + NEW_TOKENS
         together = batch * prompt <= max(prompt, self.engine.prefill_tokens * 2)
         return images <= self.info.max_images and prompt <= self.info.max_tokens and together
 
     def run(self, images: int, batch: int, sentences: int, side: int, *, into: Times | None = None) -> None:
-        """One batch through all stages; its times are noted ``into`` what is given, or in ``times``."""
+        """Run one batch through all stages; its times are recorded in ``into``, by default in ``times``."""
         requests = [self.request(images, sentences, side) for _ in range(batch)]
         times = self.times if into is None else into
         for request in requests:
@@ -194,7 +195,7 @@ class StageBench:
     def _decode(
         self, requests: Sequence[Request], prompts: Sequence[EncodedPrompt], times: Times
     ) -> tuple[dict[str, int], dict[str, list[int]]]:
-        """Passes of each request, and the rows of each of them."""
+        """The number of passes of each request, and the rows of each pass."""
         long = {r.id: p.usage.prompt_tokens + NEW_TOKENS for r, p in zip(requests, prompts, strict=True)}
         due: dict[str, int] = {}  # rows of each request's next pass
         passes, rows = dict.fromkeys(long, 0), {name: list[int]() for name in long}
@@ -214,7 +215,7 @@ class StageBench:
         return passes, rows
 
     def sizes(self) -> tuple[float, float]:
-        """Bytes of a visual token, and of a position's K/V, as they are sent."""
+        """Bytes of a visual token, and of a position's K/V, in serialized form."""
         store = None if self.model.spec.renoising is not None else self.stages.store
         keys = [] if store is None else store.keys
         kv = sum(2 * key[0, 0].numel() * key.element_size() for key in keys)
@@ -229,7 +230,7 @@ class StageBench:
 
 
 def measure(arguments: argparse.Namespace, rounds: int, progress: Progress) -> Measured:
-    """The costs of the model that ``arguments`` name, on this machine, in ``rounds`` rounds and one to warm up."""
+    """The costs of the model given by ``arguments``, on this machine, in ``rounds`` rounds after a warm-up round."""
     bench = StageBench(measured_config(arguments))
     try:
         return measured(bench, rounds, progress)
@@ -238,7 +239,7 @@ def measure(arguments: argparse.Namespace, rounds: int, progress: Progress) -> M
 
 
 def measured(bench: StageBench, rounds: int, progress: Progress) -> Measured:
-    """``rounds`` rounds more of ``bench``, and what all of its rounds so far come to."""
+    """Run ``rounds`` more rounds of ``bench``; the costs from all of its rounds so far."""
     cases = [case for case in CASES if bench.fits(*case[:3])]
     with ExitStack() as stack:
         beside = stack.enter_context(Neighbours(bench.config, cases)) if bench.one_thread else None
@@ -279,14 +280,14 @@ def measured(bench: StageBench, rounds: int, progress: Progress) -> Measured:
 
 
 def _typical(kinds: Sequence[Kind]) -> Kind:
-    """One kind for requests with as many images each: the median of every count."""
+    """One kind for requests with the same number of images: the median of every count."""
     middle = {name: statistics.median(getattr(kind, name) for kind in kinds) for name in Kind.__dataclass_fields__}
     exact = {"weight", "megapixels"}
     return Kind(**{name: value if name in exact else round(value) for name, value in middle.items()})
 
 
 def _link() -> Fit:
-    """Visual tokens from one end of a pipe to the other, as the bytes that travel between processes."""
+    """Cost of sending visual tokens through a pipe, serialized as between processes."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
     sender, receiver = PipeTransport(sending, receives=False), PipeTransport(receiving, receives=True)
     seen: dict[int, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What came of a simulated or measured run."""
+"""Results of a simulated or measured run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmserve.plan.workload import Ask, Targets
 
 @dataclass(frozen=True)
 class Served:
-    """One request: when it arrived, its first token left, and it ended (seconds)."""
+    """One request: times of its arrival, first token and end (seconds)."""
 
     ask: Ask
     first: float
@@ -23,20 +23,20 @@ class Served:
 
     @property
     def tpot(self) -> float:
-        """Time per further token (seconds); 0 of an answer of one token."""
+        """Mean time per further token (seconds); 0 for an answer of one token."""
         return (self.end - self.first) / max(1, self.ask.kind.output_tokens - 1)
 
     def meets(self, targets: Targets) -> bool:
-        """Whether both targets are kept."""
+        """Whether both targets are met."""
         return self.ttft <= targets.ttft and self.tpot <= targets.tpot
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run: every request, and what workers did.
+    """Results of a run: all requests, and activity of the workers.
 
-    ``busy``: seconds in passes, of each worker; ``switches``: when a worker took another role, and which
-    (``"d>e"``); ``passes``: of each stage.
+    ``busy``: seconds in passes, for each worker; ``switches``: time and kind (``"d>e"``) of each role change;
+    ``passes``: number for each stage.
     """
 
     served: Sequence[Served]
@@ -47,7 +47,7 @@ class Outcome:
     moved_bytes: float = 0.0
 
     def attainment(self, targets: Targets) -> float:
-        """The share of requests that keep both targets."""
+        """The share of requests that meet both targets."""
         return sum(one.meets(targets) for one in self.served) / max(1, len(self.served))
 
     def percentile(self, what: str, share: float) -> float:
@@ -57,5 +57,5 @@ class Outcome:
 
     @property
     def utilization(self) -> float:
-        """Share of the run that workers were in a pass, on average."""
+        """Mean share of the run that workers spent in passes."""
         return sum(self.busy) / max(len(self.busy) * self.makespan, 1e-12)

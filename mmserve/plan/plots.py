@@ -1,4 +1,4 @@
-"""Pictures of sweeps, as PNG (extra ``plots``)."""
+"""Plots of sweeps as PNG (optional dependency ``plots``)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mmserve.bench.plots import drawn
 from mmserve.plan.sweep import AtRate, AtTarget
 from mmserve.plan.workload import Targets
 
-#: Colours of what is compared (Okabe and Ito's, distinguishable with colour blindness), and their markers.
+#: Colours (Okabe and Ito's colour-blind-safe palette) and markers.
 STYLES = {"split": ("#0072b2", "o"), "prefill/decode": ("#d55e00", "s"), "all in one": ("#009e73", "^")}
 
 
 def draw(targets: Sequence[AtTarget], loads: Sequence[AtRate], promised: Targets, serial: float, path: Path) -> None:
-    """Goodput over the target for the first token, and attainment and time to first token over load.
+    """Plot goodput against the target for the first token, and attainment and time to first token against load.
 
-    ``serial``: what one request takes alone on one worker (seconds). Raises ``ConfigError`` without matplotlib.
+    ``serial``: time of a single request on one worker (seconds). Raises ``ConfigError`` without matplotlib.
     """
     with drawn(path, 13, 3.8) as figure:
         goodput, attainment, ttft = figure.subplots(1, 3)

@@ -14,7 +14,7 @@ from mmserve.plan.workload import Targets
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of the same keys as aligned text."""
+    """Rows with equal keys as an aligned text table."""
     if not rows:
         return ""
     heads = list(rows[0])
@@ -32,7 +32,7 @@ def _shown(value: Any) -> str:
 
 
 def compared(comparison: Comparison) -> list[dict[str, Any]]:
-    """A row for the best of each group."""
+    """A row for the best choice of each group."""
     return [_row(name, found) for name, found in comparison.named.items()]
 
 
@@ -50,7 +50,7 @@ def _row(name: str, found: Found) -> dict[str, Any]:
 
 
 def by_target(rows: Sequence[AtTarget]) -> list[dict[str, Any]]:
-    """A row for each target: goodput of each group, its layout, and what to do."""
+    """A row for each target: goodput of each group, its layout, and the recommendation."""
     made = []
     for row in rows:
         cells: dict[str, Any] = {"ttft_s": round(row.targets.ttft, 4), "tpot_s": row.targets.tpot}
@@ -93,14 +93,15 @@ def by_fleet(rows: Sequence[Fleet]) -> list[dict[str, Any]]:
 
 
 def of_comparison(comparison: Comparison, targets: Targets) -> list[dict[str, Any]]:
-    """Measures of one comparison."""
+    """The measures of one comparison."""
     what = f"first token within {targets.ttft:g} s, {targets.tpot:g} s a token"
     made = [stated(f"goodput: {name} ({what})", f.goodput, "requests/s") for name, f in comparison.named.items()]
     return [*made, stated("workers", comparison.all_in_one.choice.layout.workers, "workers")]
 
 
 def of_shape(rows: Sequence[AtTarget], serial: float) -> list[dict[str, Any]]:
-    """EPDServe's result: the split keeps targets below what one request takes alone, and loses far above it."""
+    """EPDServe's result as measures: the split meets targets below the serial time, and has no advantage far above
+    it."""
     made = [stated("time to first token of one request alone on one worker", serial, "s")]
     below = [row for row in rows if row.targets.ttft < 0.95 * serial]
     kept = [row for row in below if row.comparison.best.goodput]

@@ -1,7 +1,7 @@
-"""The highest rate at which targets are kept, and the layout and batch sizes that keep them at the highest.
+"""Search for the layout and batch sizes with the highest goodput.
 
-Goodput after DistServe (arXiv 2401.09670): the rate at which a share of requests, 90% by default, keeps both targets,
-found by bisection; here on the same requests at every rate, which only come closer together.
+Goodput as in DistServe (arXiv 2401.09670): the maximum rate at which a share of requests, 90% by default, meets both
+targets, found by bisection; here with the same requests at every rate, with scaled arrival times.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from mmserve.plan.outcome import Outcome, Served
 from mmserve.plan.simulate import Simulation
 from mmserve.plan.workload import Kind, Targets, Workload
 
-#: Bisection ends when the rate is known to this share.
+#: Relative precision of the rate at which bisection ends.
 PRECISION = 0.02
-#: A run of finitely many requests may go a little faster than what its workers can do for good.
+#: Finite runs may exceed the sustainable rate of the workers by this factor.
 _ABOVE = 1.5
-#: Below this share of what the workers could do, a layout counts as one that keeps the targets at no rate.
+#: Share of the workers' capacity below which a layout counts as never meeting the targets.
 _LEAST = 1e-3
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned: costs, workload and targets; each run has so many ``requests``, drawn from ``seed``."""
+    """A planning problem: costs, workload and targets; each run has ``requests`` requests, drawn with ``seed``."""
 
     costs: Costs
     workload: Workload
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def images(self) -> bool:
-        """Whether there are any."""
+        """Whether the workload has images."""
         return self.workload.most_images > 0
 
 
@@ -58,14 +58,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """A choice and its goodput (requests a second); 0 = the targets are kept at no rate."""
+    """A choice and its goodput (requests a second); 0 = the targets are met at no rate."""
 
     choice: Choice
     goodput: float
 
 
 def run(problem: Problem, choice: Choice, rate: float) -> Outcome:
-    """One simulation at ``rate`` requests a second."""
+    """The outcome of one simulation at ``rate`` requests a second."""
     return _simulation(problem, choice, rate).run()
 
 
@@ -85,7 +85,7 @@ def _simulation(
 
 
 def keeps(problem: Problem, choice: Choice, rate: float) -> bool:
-    """Whether the promised share of requests keeps the targets at ``rate``; the run ends as soon as that is known."""
+    """Whether the required share of requests meets the targets at ``rate``; the run ends as soon as that is decided."""
     targets, count = problem.targets, problem.requests
     wanted = math.ceil(targets.share * count - 1e-9)
     seen = {True: 0, False: 0}
@@ -99,9 +99,9 @@ def keeps(problem: Problem, choice: Choice, rate: float) -> bool:
 
 
 def capacity(problem: Problem, choice: Choice) -> float:
-    """Requests a second that the workers can do at the very most: no stage, and no stages together, can do more.
+    """Upper bound of the sustainable rate (requests a second), from the capacity of each stage and of combined stages.
 
-    With full batches, whatever the targets; infinite where nothing costs anything.
+    With full batches, regardless of targets; infinite if all costs are zero.
     """
     costs, workload, b = problem.costs, problem.workload, choice.batching
     seconds = {"e": 0.0, "p": 0.0, "d": 0.0}
@@ -120,7 +120,7 @@ def capacity(problem: Problem, choice: Choice) -> float:
 
 
 def _work(costs: Costs, kind: Kind, b: Batching, loaded: bool) -> dict[str, float]:
-    """The least seconds that a request can take of each stage's workers."""
+    """Minimum seconds of a request on the workers of each stage."""
     images = costs.encode_seconds([kind.patches] * kind.images) - costs.encode.a
     encode = images + costs.encode.a * kind.images / max(b.encode_batch, kind.images) if kind.images else 0.0
     load = 0.0 if loaded or not kind.images else costs.load(kind.images * kind.megapixels) - costs.load.a
@@ -134,7 +134,7 @@ def _work(costs: Costs, kind: Kind, b: Batching, loaded: bool) -> dict[str, floa
 
 
 def goodput(problem: Problem, choice: Choice) -> float:
-    """The highest rate that ``keeps`` the targets, to ``PRECISION`` (requests a second); 0 = none does."""
+    """The highest rate that ``keeps`` the targets, up to ``PRECISION`` (requests a second); 0 = none."""
     high = _ABOVE * min(capacity(problem, choice), 1e9)
     low = high * _LEAST
     if not keeps(problem, choice, low):
@@ -151,8 +151,8 @@ def goodput(problem: Problem, choice: Choice) -> float:
 
 
 def choices(problem: Problem, all_layouts: Iterable[Layout], base: Batching) -> list[Choice]:
-    """Each layout with every batch size that can make a difference to it: of encode what one request has, or as many
-    as ``base`` allows; of prefill one longest prompt, or as ``base`` allows; images together, or one a worker."""
+    """Each layout with all batch sizes that can affect it: for encode the images of one request or the maximum of
+    ``base``; for prefill one longest prompt or the maximum of ``base``; images together or one a worker."""
     images, made = problem.workload.most_images, list[Choice]()
     prefill = sorted({_longest(problem.workload), base.prefill_tokens})
     for layout in all_layouts:
@@ -168,14 +168,15 @@ def choices(problem: Problem, all_layouts: Iterable[Layout], base: Batching) -> 
 
 
 def _longest(workload: Workload) -> int:
-    """Positions of the longest prompt: a prefill budget that takes one such at a time."""
+    """Positions of the longest prompt: a prefill budget for one such prompt at a time."""
     return max(kind.prompt for kind in workload.kinds)
 
 
 def best(problem: Problem, candidates: Sequence[Choice], progress: Callable[[str], None] = lambda _: None) -> Found:
-    """The choice with the highest goodput; the first of equal ones in the order of what they can do at most.
+    """The choice with the highest goodput; of equal ones the first, by descending capacity.
 
-    A candidate that does not keep the targets a little above the best rate so far is left out after that one run.
+    A candidate that does not meet the targets slightly above the best rate so far is discarded after that single
+    run.
     """
     if not candidates:
         raise ValueError("no candidates")

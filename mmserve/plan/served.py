@@ -1,7 +1,7 @@
-"""The simulator beside a real server: requests with images all at once, and how long they take.
+"""Comparison of the simulator with a real server: the makespan of simultaneous requests with images.
 
-The server is one of this process, with all stages in it, or any that ``--server`` names, of whatever layout
-(``mmserve serve --cluster``). What the machine does beside is measured, and is in the prediction.
+The server is one in this process, with all stages, or the one given by ``--server``, with any layout (``mmserve serve
+--cluster``). Other load of the machine is measured, and included in the prediction.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from mmserve.plan.simulate import Simulation
 from mmserve.plan.switching import RoleSwitching
 from mmserve.plan.workload import Kind, Workload
 
-#: What is asked: encode is most of the work where visual tokens are pruned and the answer is short.
+#: Options of the requests: with pruned visual tokens and short answers, encode is most of the work.
 IMAGES, SIDE, NEW_TOKENS, BUDGET = 6, 512, 2, 8
 QUESTION = "What is left of the circle?"
-#: How far a prediction may be from what was measured.
+#: Maximum relative error of the prediction.
 GOAL = 0.2
-#: Requests that are asked alone, to learn how long prompts and answers are.
+#: Number of requests sent one by one to determine the lengths of prompts and answers.
 _ALONE = 3
 _PATIENCE = 600.0
-#: Seconds for which what else runs is measured.
+#: Seconds for which other load is measured.
 _BESIDE_SECONDS = 1.5
 
 
 def validate(arguments: argparse.Namespace, progress: Callable[[str], None]) -> tuple[dict[str, Any], str]:
-    """Measure and predict in turn; the report and its text."""
+    """Measure and predict in turn; returns the report and its text."""
     from mmserve.plan.command import batching_of
-    from mmserve.plan.measure import StageBench, measured  # loads torch
+    from mmserve.plan.measure import StageBench, measured  # imports torch
 
     layout, config = Layout.parse(arguments.layout), measured_config(arguments)
-    if arguments.costs in costs_file.SHIPPED:  # none of this machine
+    if arguments.costs in costs_file.SHIPPED:  # of another machine
         with closing(StageBench(config)) as bench:
             measured(bench, arguments.rounds, progress)
             kind, rows = _rounds(arguments, progress)
-            costs = measured(bench, arguments.rounds, progress).costs  # of both: a machine does not stay as it is
+            costs = measured(bench, arguments.rounds, progress).costs  # for both ways: the speed of a machine varies
     else:
         costs = costs_file.read(arguments.costs)
         kind, rows = _rounds(arguments, progress)
@@ -83,7 +83,7 @@ def validate(arguments: argparse.Namespace, progress: Callable[[str], None]) -> 
 
 
 def _rounds(arguments: argparse.Namespace, progress: Callable[[str], None]) -> tuple[Kind, list[dict[str, Any]]]:
-    """What a request is, and a row for each time that all of them were asked at once."""
+    """The kind of the requests, and a row for each round of simultaneous requests."""
     rows = list[dict[str, Any]]()
     with connected(arguments) as client:
         client.wait_ready(_PATIENCE)
@@ -106,7 +106,8 @@ def predicted(
     loaders: int,
     switching: RoleSwitching | None = None,
 ) -> Outcome:
-    """``count`` requests of one kind at once, on ``cores`` that ``beside`` threads of others share."""
+    """The simulated outcome of ``count`` simultaneous requests of one kind, on ``cores`` shared with ``beside`` threads
+    of other processes."""
     asks = Workload("at once", (kind,)).draw(count, float("inf"), 1)
     return Simulation(
         costs,
@@ -121,8 +122,8 @@ def predicted(
 
 
 def _round(client: Client, count: int, number: int, *, apart: bool) -> tuple[float, float, float]:
-    """As ``_all_at_once``, and the threads of others. Those of a server ``apart`` look like them, so that they are then
-    counted before and after it works."""
+    """As ``_all_at_once``, and the mean number of other threads. Those of a separate server (``apart``) cannot be
+    distinguished from them, so they are then counted before and after the round."""
     if not apart:
         with Beside() as beside:
             seconds, ttft = _all_at_once(client, count, number)
@@ -136,7 +137,7 @@ def _round(client: Client, count: int, number: int, *, apart: bool) -> tuple[flo
 
 
 def learned(client: Client) -> Kind:
-    """What a request is, from the answers to a few that are alone; the first warms the server up."""
+    """The kind of a request, from the answers to some sequential ones; the first is a warm-up."""
     results = [
         client.generate(QUESTION, images=_images(0, n), timeout=_PATIENCE, **_options(client))
         for n in range(_ALONE + 1)
@@ -147,9 +148,10 @@ def learned(client: Client) -> Kind:
 def kind_of(
     results: Sequence[Result | Finished], *, rows: int, images: int = IMAGES, side: int = SIDE, tokens: int = NEW_TOKENS
 ) -> Kind:
-    """The kind of request whose answers ``results`` are: so many ``images`` of side × side, and new ``tokens``.
+    """The kind of request with the answers ``results``, ``images`` images of ``side`` × ``side`` and ``tokens`` new
+    tokens.
 
-    ``rows``: as of ``Kind``. Raises ``ConfigError`` for a model without images.
+    ``rows``: see ``Kind``. Raises ``ConfigError`` for a model without images.
     """
     usage = results[0].usage
     if not usage.visual_tokens:

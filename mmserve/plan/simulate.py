@@ -1,9 +1,9 @@
-"""A discrete-event simulation of workers that encode, prefill and decode.
+"""Discrete-event simulation of workers that encode, prefill and decode.
 
-An event loop of our own and no library's: passes on one host share its cores, which takes a clock of work beside that
-of time (``clock.py``), and a search runs it thousands of times. Nothing in it is random; arrivals are drawn beforehand.
+A custom event loop: passes on one host share its cores, which requires a clock of work in addition to that of time
+(``clock.py``), and a search runs it thousands of times. It is deterministic; arrivals are drawn in advance.
 
-Not simulated: the front, failures, caches, and links between hosts beyond one sender at a time.
+Not simulated: the server, failures, caches, and links between hosts beyond one transfer at a time for each sender.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mmserve.plan.workload import Ask
 class Simulation:
     """One run of ``asks`` through a layout.
 
-    ``cores``: of the one host that all workers are on, beside ``background`` threads of others; None = each worker has
-    a device of its own. ``loaders``: files that are decoded at once beside the workers; 0 = encode workers do that
-    within their passes. ``enough`` is called with each ended request, and ends the run where it is true; ``audit`` is
-    called after every event, for tests.
+    ``cores``: of the single host of all workers, shared with ``background`` threads of other processes; None = each
+    worker has a separate device. ``loaders``: number of files decoded concurrently outside the workers; 0 = encode
+    workers decode within their passes. ``enough`` is called with each finished request, and stops the run if it returns
+    true; ``audit`` is called after every event, for tests.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Simulation:
         self._count_roles()
 
     def run(self) -> Outcome:
-        """All requests to their ends; ``ConfigError`` where one can never end."""
+        """Run all requests to their ends; raises ``ConfigError`` if one can never end."""
         for ask in self.asks:
             self.clock.at(ask.arrival, partial(self._arrive, ask))
         if self.switching is not None:
@@ -109,7 +109,7 @@ class Simulation:
         self._load()
 
     def _enqueue(self, job: Job) -> None:
-        """Its images, in as many parts as there are shards: of equal cost, since those of a request are alike."""
+        """Queue its images, in as many equal parts as there are shards."""
         images = job.ask.kind.images
         apart = sum(worker.role == "e" for worker in self.workers)
         parts = max(1, min(images, self.batching.shards, apart))
@@ -146,12 +146,12 @@ class Simulation:
             self._hand_over(worker, job)
 
     def _decoding(self, job: Job) -> None:
-        """It waits no more between prefill and decode."""
+        """The request no longer waits between prefill and decode."""
         self.queues.undecoded -= job.undecoded
         job.undecoded = False
 
     def _hand_over(self, sender: Worker, job: Job) -> None:
-        """To the worker that decodes the fewest; where none is left, to one that is about to."""
+        """Send to the decode worker with the fewest requests; if there is none, to one that is about to become one."""
         ready = [worker for worker in self.workers if "d" in worker.role and not worker.next_role]
         ready = ready or [worker for worker in self.workers if worker.next_role == "d"]
         target = min(ready, key=lambda worker: (worker.live + worker.coming, worker.number))
@@ -163,7 +163,7 @@ class Simulation:
             if "d" in (target.next_role or target.role):
                 target.waiting.append(job)
                 self._admit(target)
-            else:  # it changed its role meanwhile
+            else:  # it has changed its role in the meantime
                 target.live += 1
                 self._hand_over(target, job)
 
@@ -243,15 +243,15 @@ class Simulation:
         for job, new in batch.prefills:
             self._prefilled(worker, job, new)
         begun = [job for job, _new in batch.prefills if job.done < job.ask.kind.prefilled]
-        worker.prefills.extendleft(reversed(begun))  # before new ones: these hold their pages already
+        worker.prefills.extendleft(reversed(begun))  # before new ones: these hold pages already
         for job in batch.steps:
             self._stepped(worker, job)
         if "d" in worker.role:
             self._admit(worker)
 
     def _send(self, worker: Worker, size: float, arrived: Action) -> None:
-        """A transfer, after those that the worker sends already; the worker goes on meanwhile. On one host it is work
-        for its cores: to copy and check what is handed over, and to order it."""
+        """A transfer, after pending transfers of the worker, which continues in parallel. On one host it is work for
+        the cores: requesting, copying and verifying."""
         link, handover = self.costs.link, self.costs.handover
         self._moved += size
         if self._one_host and handover != Curve():
@@ -279,16 +279,16 @@ class Simulation:
         worker.next_role = role
 
     def _leave(self, worker: Worker) -> None:
-        """An idle worker gives away what it holds, canvases with their pages, and takes its next role."""
+        """An idle worker sends its requests with their pages to others, and takes its next role."""
         assert self.switching is not None
         if worker.role == "d":
-            worker.live += len(worker.waiting)  # as long as they are on their way
+            worker.live += len(worker.waiting)  # while they are in transfer
             moved = [*worker.running, *worker.waiting]
             worker.running.clear()
             worker.waiting.clear()
             for job in moved:
                 self._hand_over(worker, job)
-        if worker.prefills:  # chunks of a prompt that it has begun
+        if worker.prefills:  # partially prefilled prompts
             batch = self.queues.take(worker)
             if batch is not None:
                 self._begin(worker, batch, batch.seconds)

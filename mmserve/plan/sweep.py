@@ -1,4 +1,4 @@
-"""Sweeps: goodput over targets, and the share of requests that keep their targets over load."""
+"""Sweeps: goodput against targets, and the share of requests that meet their targets against load."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LOADS = (0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 
 
 def serial_seconds(problem: Problem, base: Batching) -> float:
-    """Time to first token of a request that is alone on one worker that does everything (seconds).
+    """Time to first token of a single request on one worker that runs all stages (seconds).
 
-    Of the slowest of a hundred: whatever target lies below it cannot be kept without splitting requests up.
+    The maximum of a hundred requests: a lower target cannot be met without splitting requests.
     """
     alone = replace(problem, requests=100, cores=None)
     return run(alone, Choice(all_in_one(1, images=problem.images), base), 1e-5).percentile("ttft", 1.0)
@@ -40,7 +40,7 @@ def over_targets(
     progress: Callable[[str], None] = lambda _: None,
     multiples: Sequence[float] = MULTIPLES,
 ) -> list[AtTarget]:
-    """The best of each group of layouts at targets around what one request takes alone."""
+    """The best of each group of layouts at targets around the serial time."""
     serial, rows = serial_seconds(problem, base), list[AtTarget]()
     for multiple in multiples:
         targets = replace(problem.targets, ttft=multiple * serial)
@@ -55,12 +55,12 @@ class AtRate:
 
     rate: float
     attainment: Mapping[str, float]
-    ttft: Mapping[str, float]  # 90th percentile
+    ttft: Mapping[str, float]  # 90th percentile (seconds)
     tpot: Mapping[str, float]
 
 
 def over_load(problem: Problem, compared: Mapping[str, Choice], rates: Sequence[float]) -> list[AtRate]:
-    """How the ``compared`` choices, by name, do as the load grows."""
+    """Attainment and times of the ``compared`` choices, by name, at increasing ``rates``."""
     rows = []
     for rate in rates:
         ran = {name: run(problem, choice, rate) for name, choice in compared.items()}

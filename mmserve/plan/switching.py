@@ -1,4 +1,4 @@
-"""Role switching in a simulation: the rule of ``cluster/switching.py``, given what a coordinator would know."""
+"""Role switching in a simulation: the rule of ``cluster/switching.py``, with the inputs of a real coordinator."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from mmserve.cluster.config import LETTERS, ClusterSettings
 from mmserve.cluster.switching import Demand, Switching
 from mmserve.plan.workers import Pass, Queues, Worker
 
-#: Seconds between two measurements of what each stage has to do.
+#: Seconds between two measurements of the stages' load.
 LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class RoleSwitching:
-    """``every``: seconds between two changes at least; ``pause``: that a worker does nothing meanwhile."""
+    """``every``: minimum seconds between two changes; ``pause``: seconds for which a changing worker is idle."""
 
     every: float = ClusterSettings().decide_seconds
     pause: float = 0.1
 
 
 class Coordinator:
-    """What a coordinator knows: how many requests each stage has, and what one takes on average."""
+    """The measurements of a coordinator: requests at each stage, and their mean service time."""
 
     def __init__(self, rule: RoleSwitching) -> None:
         self._switching = Switching(rule.every)
-        self._took = dict.fromkeys(LETTERS, (0, 0.0))  # by letter: requests that left, and their seconds
+        self._took = dict.fromkeys(LETTERS, (0, 0.0))  # by letter: number and total seconds of finished requests
 
     def ran(self, batch: Pass) -> None:
-        """A pass has run, and some of its requests leave their stage."""
+        """Record a finished pass, in which some requests complete their stage."""
         done = [("e", part.job, part.job.parts_left <= 1) for part in batch.parts]
         done += [("p", job, job.done + new >= job.ask.kind.prefilled) for job, new in batch.prefills]
         done += [("d", job, job.steps_left == 1) for job in batch.steps]
@@ -40,7 +40,8 @@ class Coordinator:
                 self._took[stage] = count + 1, whole + job.took[stage]
 
     def look(self, now: float, at: dict[str, int], workers: Sequence[Worker]) -> tuple[Worker, str] | None:
-        """The worker that is to change, and its next role; ``at``: requests of each stage."""
+        """The worker that should change, and its next role; None = no change. ``at``: number of requests at each
+        stage."""
         demand = {}
         for letter, role in LETTERS.items():
             count, whole = self._took[letter]
@@ -57,7 +58,7 @@ class Coordinator:
 
 
 def requests_at(queues: Queues, workers: Sequence[Worker], live: int) -> dict[str, int]:
-    """How many of the ``live`` requests are at each stage: those that encode, or wait for it, are what is left over."""
+    """The number of the ``live`` requests at each stage: those not in or queued for prefill or decode are at encode."""
     encoded = queues.prefills_under_way + len(queues.prefills) + sum(len(worker.prefills) for worker in workers)
     decoding = sum(len(worker.running) + len(worker.waiting) + worker.coming + worker.stepping for worker in workers)
     return {"e": max(0, live - encoded - decoding), "p": encoded, "d": decoding}

@@ -1,9 +1,9 @@
-"""The state of simulated workers and their queues, and which batch a worker takes next.
+"""The state of simulated workers and their queues, and the selection of a worker's next batch.
 
-As ``schedule/scheduler.py`` does it: first come, first served, each batch the longest prefix of a queue that fits its
-budget and one entry at least, and no more than its share of the queue while others are idle. Work that may go to
-several workers waits in a queue that they share; what belongs to one, because its K/V or embeddings are there, waits in
-that worker's own.
+As in ``schedule/scheduler.py``: first come, first served; each batch is the longest prefix of a queue within its
+budget, at least one entry, and at most an equal share of the queue while other workers are idle. Work that any worker
+of a stage can do is in a shared queue; work bound to a worker that holds its K/V or embeddings is in that worker's
+queue.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mmserve.plan.workload import Ask
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way."""
+    """A request in progress."""
 
     ask: Ask
-    parts_left: int = 0  # of its images that are not yet where prefill is
-    place: Worker | Queues | None = None  # where it is counted between encode and prefill
+    parts_left: int = 0  # parts of its images not yet available to prefill
+    place: Worker | Queues | None = None  # counter that includes it between encode and prefill
     undecoded: bool = False  # counted between prefill and decode
     done: int = 0  # positions prefilled
     steps_left: int = 0
@@ -32,7 +32,7 @@ class Job:
 
     @property
     def context(self) -> int:
-        """Positions that a decode step attends to."""
+        """Number of positions attended to by a decode step."""
         kind = self.ask.kind
         return kind.prompt + kind.output_tokens if not kind.rows else kind.prompt + kind.passes - self.steps_left
 
@@ -47,57 +47,57 @@ class Part:
 
 @dataclass(eq=False)
 class Worker:
-    """One worker: its role, what waits for it alone, and the requests whose K/V it holds."""
+    """One worker: its role, its own queues, and the requests whose K/V it holds."""
 
     number: int
     role: str
     idle: bool = True
     prefills: deque[Job] = field(default_factory=deque)
     running: deque[Job] = field(default_factory=deque)  # ready for their next step
-    waiting: deque[Job] = field(default_factory=deque)  # for a place to decode
-    live: int = 0  # requests that hold K/V here
-    coming: int = 0  # on their way here
-    stepping: int = 0  # in the pass under way
-    encoded: int = 0  # being encoded here or waiting here for prefill
+    waiting: deque[Job] = field(default_factory=deque)  # for a decode slot
+    live: int = 0  # requests with K/V here
+    coming: int = 0  # in transfer to this worker
+    stepping: int = 0  # in the current pass
+    encoded: int = 0  # being encoded here, or waiting here for prefill
     link_free: float = 0.0
     busy: float = 0.0
-    next_role: str = ""  # it takes this role as soon as it can
+    next_role: str = ""  # role to change to as soon as possible
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a worker runs at once, and what that costs (seconds)."""
+    """The batch of one pass of a worker, and its cost (seconds)."""
 
     parts: tuple[Part, ...]
-    prefills: tuple[tuple[Job, int], ...]  # with the positions that are run
+    prefills: tuple[tuple[Job, int], ...]  # with the positions to run
     steps: tuple[Job, ...]
     seconds: float
 
 
 class Queues:
-    """What may go to any worker of a stage, and how many requests are between two stages."""
+    """Shared queues of the stages, and numbers of requests between two stages."""
 
     def __init__(self, costs: Costs, batching: Batching) -> None:
         self.costs, self.batching = costs, batching
         self.parts: deque[Part] = deque()
         self.prefills: deque[Job] = deque()
         self.prefills_under_way = 0
-        self.encoded = 0  # encoded, or being encoded, apart from where they are prefilled
-        self.undecoded = 0  # prefilled, or being prefilled, apart from where they are decoded
-        self.count = {"p": 0, "d": 0}  # workers that do these stages
-        self.idle = {"e": 1, "p": 1}  # of them, and of those that encode, without a pass
+        self.encoded = 0  # encoded or in encode, on a worker without prefill
+        self.undecoded = 0  # prefilled or in prefill, on a worker without decode
+        self.count = {"p": 0, "d": 0}  # workers that run these stages
+        self.idle = {"e": 1, "p": 1}  # of them, and of encode workers, those without a pass
 
     def any_for(self, worker: Worker) -> bool:
-        """Whether something waits that ``worker`` could do, were there places."""
+        """Whether there is queued work for ``worker``, regardless of capacity between stages."""
         role = worker.role
         waits = bool(worker.running) or ("e" in role and bool(self.parts))
         return waits or ("p" in role and bool(worker.prefills or self.prefills))
 
     def take(self, worker: Worker) -> Pass | None:
-        """What an idle worker runs next; None = there is nothing for it.
+        """The next pass of an idle worker; None = there is no work.
 
-        Later stages first: a worker of several runs its decode steps with prompts that are encoded, and encodes where
-        there are none, so that no prompt waits for the images of another.
+        Later stages come first: a worker with several stages runs decode steps together with encoded prompts, and
+        encodes if there are none, so that no prompt waits for the images of another.
         """
         prefills = self._prefills(worker) if "p" in worker.role else ()
         parts = self._parts(worker) if "e" in worker.role and not prefills else ()

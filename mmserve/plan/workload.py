@@ -1,4 +1,4 @@
-"""What is asked of a cluster: kinds of requests in a mix, and arrivals drawn from a seed."""
+"""The load of a cluster: a mix of kinds of requests, and arrivals drawn with a seed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mmserve.plan.costs import read_part
 
 @dataclass(frozen=True)
 class Kind:
-    """Requests that are alike. Counts are of one image, or of one request.
+    """A kind of identical requests. Counts are for one image, or for one request.
 
-    ``steps``: decode passes after prefill, 0 = one for each output token but the first. ``rows``: positions that a
-    pass runs, 0 = all of prompt and answer, as a diffusion model without a cache does.
+    ``steps``: decode passes after prefill, 0 = one for each output token except the first. ``rows``: positions run by a
+    pass, 0 = all of prompt and answer, as in a diffusion model without a cache.
     """
 
     weight: float = 1.0
     images: int = 0
     patches: int = 0  # of one image
     megapixels: float = 0.0  # of one image
-    visual_tokens: int = 0  # of one image, as prefill sees them
+    visual_tokens: int = 0  # of one image, in prefill
     text_tokens: int = 32
     output_tokens: int = 16
     steps: int = 0
@@ -36,7 +36,7 @@ class Kind:
 
     @property
     def prefilled(self) -> int:
-        """Positions that prefill runs: those of the answer, too, where a decode pass runs more than one."""
+        """Positions run by prefill: including those of the answer if a decode pass runs more than one."""
         return self.prompt + (0 if self.rows == 1 else self.output_tokens)
 
     @property
@@ -46,13 +46,13 @@ class Kind:
 
     @property
     def step_rows(self) -> int:
-        """Positions that one decode pass runs."""
+        """Positions run by one decode pass."""
         return self.rows or self.prompt + self.output_tokens
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: its kind, and when it arrives (seconds)."""
+    """One request: its kind, and its arrival time (seconds)."""
 
     number: int
     arrival: float
@@ -61,7 +61,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Targets:
-    """What a client is promised: time to first token and time per further token (seconds), for a share of requests."""
+    """Latency targets: time to first token and time per further token (seconds), for a share of requests."""
 
     ttft: float
     tpot: float
@@ -76,9 +76,9 @@ class Workload:
     kinds: tuple[Kind, ...]
 
     def draw(self, count: int, rate: float, seed: int) -> list[Ask]:
-        """``count`` requests of a Poisson process of ``rate`` a second; all at once where ``rate`` is infinite.
+        """``count`` requests of a Poisson process with ``rate`` a second; all simultaneous if ``rate`` is infinite.
 
-        The same seed at another rate gives the same requests, closer together.
+        The same seed with another rate gives the same requests with scaled arrival times.
         """
         chooser, gaps = random.Random(f"kinds {seed}"), random.Random(f"gaps {seed}")
         weights = [kind.weight for kind in self.kinds]
@@ -90,22 +90,22 @@ class Workload:
 
     @property
     def shares(self) -> Sequence[float]:
-        """The share of each kind."""
+        """The probability of each kind."""
         whole = sum(kind.weight for kind in self.kinds)
         return [kind.weight / whole for kind in self.kinds]
 
     @property
     def most_images(self) -> int:
-        """Images of the request with the most."""
+        """Maximum number of images of a request."""
         return max(kind.images for kind in self.kinds)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, which ``read`` reads."""
+        """As plain data for ``read``."""
         return {"name": self.name, "kinds": [asdict(kind) for kind in self.kinds]}
 
 
 def from_json(data: Any, where: str) -> Workload:
-    """A workload from plain data. Raises ``ConfigError`` that names ``where`` and the key."""
+    """A workload from plain data. Raises ``ConfigError`` with ``where`` and the key for invalid data."""
     kinds = data.get("kinds") if isinstance(data, dict) else None
     if not isinstance(kinds, list) or not kinds:
         raise ConfigError(f"{where} must be a JSON object with 'kinds', a list of at least one kind of request")
@@ -130,5 +130,5 @@ def from_json(data: Any, where: str) -> Workload:
 
 
 def read(path: str) -> Workload:
-    """The workload of a JSON file, or one shipped under a name of ``costs.SHIPPED``."""
+    """The workload of a JSON file, or a shipped one with a name in ``costs.SHIPPED``."""
     return from_json(read_part(path, "workload"), path)

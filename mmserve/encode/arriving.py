@@ -1,4 +1,4 @@
-"""A prompt whose visual tokens are still on their way: what is known of it, and what has come."""
+"""A prompt whose visual tokens are still being computed: its known rows, and the tokens so far."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from mmserve.core.encoded import Encoded
 
 
 class Arriving:
-    """One request's prompt with one clip, from when its rows are known until all of its visual tokens are there.
+    """The prompt of a request with one clip, from when its rows are known until all of its visual tokens are computed.
 
-    Written by the thread that reads the clip; ``filled`` is read by others, and what is before it never changes.
-    ``begun`` is called with the prompt, its ``features`` zero, and ``more`` how many of its rows are final.
+    Written by the thread that reads the clip; ``filled`` is read by other threads, and earlier tokens never change.
+    ``begun`` is called with the prompt, whose ``features`` are zero, and ``more`` with the number of its final rows.
     """
 
     def __init__(self, begun: Callable[[Encoded], None], more: Callable[[int], None]) -> None:
         self._begun, self._more = begun, more
         self.encoded: Encoded | None = None
-        self.filled = 0  # visual tokens that are there
-        self._fetched = 0  # those that ``fetch`` returned
+        self.filled = 0  # number of visual tokens so far
+        self._fetched = 0  # number of them returned by ``fetch``
 
     def begin(self, encoded: Encoded) -> None:
-        """The prompt's rows are known."""
+        """Set the prompt, whose rows are known."""
         self.encoded = encoded
         self._begun(encoded)
 
     def add(self, tokens_kD: Tensor) -> None:
-        """The next visual tokens, in order."""
+        """Append the next visual tokens, in order."""
         encoded, count = self.encoded, len(tokens_kD)
         if encoded is None or encoded.features is None or self.filled + count > len(encoded.image_rows):
             return
         encoded.features[self.filled : self.filled + count] = tokens_kD
         self.filled += count
-        if self.filled < len(encoded.image_rows):  # the rest is for ``complete``
+        if self.filled < len(encoded.image_rows):  # the last call is made by ``complete``
             self._more(int(encoded.image_rows[self.filled]))
 
     def fetch(self) -> tuple[np.ndarray, Tensor] | None:
-        """Rows (int64) and features of the visual tokens that came since the last call; for one thread."""
+        """Rows (int64) and features of the visual tokens added since the last call; None if there are none. For one
+        thread."""
         encoded, filled = self.encoded, self.filled
         if encoded is None or encoded.features is None or filled == self._fetched:
             return None
@@ -50,7 +51,7 @@ class Arriving:
 
     @torch.inference_mode()
     def complete(self, encoded: Encoded) -> bool:
-        """Take over the whole prompt as it turned out; False where that is not the one that was begun with."""
+        """Take over the fully encoded prompt; returns False if it differs from the one that was begun."""
         mine = self.encoded
         if mine is None or mine.features is None or encoded.features is None:
             return False

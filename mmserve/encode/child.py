@@ -1,4 +1,4 @@
-"""The server's end of one process that decodes media (``worker.py``): started, given a file, stopped or ended."""
+"""The server's end of a process that decodes media (``worker.py``): start, decode, cancel and stop."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mmserve.encode.sampling import Sampled
 from mmserve.encode.watch import Watch
 from mmserve.errors import FieldViolation, InvalidArgument
 
-#: For a process to end a job that is not wanted any more, before it is killed (seconds).
+#: Seconds for a process to end a cancelled job before it is killed.
 _GRACE = 0.3
-#: By the clock, without any word from a process (seconds): a decoder's processor time has a limit of its own.
+#: Wall-clock timeout without any message from a process (seconds); CPU time of a decoder is limited separately.
 _PATIENCE = 60.0
 _PIPE_BYTES = 1 << 20
 
@@ -33,9 +33,9 @@ class _Failed(RuntimeError):
 class Pictures:
     """An image, or frames of a clip in order: mode RGB, upright; ``seconds`` since the clip's first frame.
 
-    ``piece``: what else is known of a piece of a stream; its ``seconds`` are on the stream's clock. ``details``:
-    whether each frame is in detail (``Sampled.detail``); empty = all are. ``length``: seconds of the
-    whole video, None of images and pieces.
+    ``piece``: further results for a piece of a stream; its ``seconds`` are stream time. ``details``: whether each frame
+    is in detail (``Sampled.detail``); empty = all are. ``length``: seconds of the whole video, None for images and
+    pieces.
     """
 
     frames: tuple[Image.Image, ...]
@@ -47,13 +47,13 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Planned:
-    """The times of the frames to come, None where they are not known, of a clip of so many seconds."""
+    """The times of the frames that will be decoded, None if unknown, and the length of the clip in seconds."""
 
     seconds: tuple[float, ...] | None
     length: float
 
 
-#: Takes the frames of a clip as they come; before the first of them, when they will be.
+#: Called with the frames of a clip as they are decoded; before the first of them, with a ``Planned``.
 Take = Callable[[Planned | Sampled], None]
 
 
@@ -62,22 +62,22 @@ class Child(ChildProcess):
 
     def __init__(self) -> None:
         super().__init__("mmserve.encode.worker")
-        if hasattr(fcntl, "F_SETPIPE_SZ"):  # on Linux: fewer turns for the same pixels
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # on Linux: fewer context switches
             fcntl.fcntl(self._out, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self.decoded = 0  # frames of the last file
-        # what is announced and not read yet, so that reading can end anywhere and be taken up by ``_stop``
+        self.decoded = 0  # number of frames of the last file
+        # announced and unread data, so that reading can be interrupted anywhere and resumed by ``_stop``
         self._body: int | None = None  # bytes of the message whose length has been read
-        self._width = self._rows = 0  # of the picture whose bands follow; rows that have not come
+        self._width = self._rows = 0  # of the picture in transfer; rows still to come
 
     @property
     def killed(self) -> bool:
-        """As of ``ChildProcess``, or asked to end; not by the file that it decoded."""
+        """As in ``ChildProcess``, or asked to exit; not because of the decoded file."""
         return super().killed or self._process.returncode == 0
 
     def decode(self, file: wire.MediaFile, limits: MediaConfig, watch: Watch, take: Take | None = None) -> Pictures:
-        """The pictures of ``file``; with ``take`` none of them, and each goes there as it comes.
+        """The pictures of ``file``; with ``take`` an empty result, and each frame is passed to it when decoded.
 
-        Raises ``InvalidArgument`` for bad files and ``ChildExited`` where the process ends; what ``watch`` raises is
+        Raises ``InvalidArgument`` for bad files and ``ChildExited`` if the process exits; exceptions of ``watch`` are
         raised once the process has stopped decoding.
         """
         message: dict[str, Any] = {"clip": file.clip, "name": file.name, "frames": file.frames, "rate": file.rate}
@@ -123,7 +123,7 @@ class Child(ChildProcess):
         return Pictures(tuple(images), tuple(seconds), piece, tuple(details), last.get("length"))
 
     def _finish(self, last: dict[str, Any]) -> None:
-        """A job's last message: raise its error."""
+        """Raise the error in the last message of a job, if any."""
         if last["last"]:
             self._process.wait(_PATIENCE)
         if "refused" in last:
@@ -133,7 +133,7 @@ class Child(ChildProcess):
         self.decoded = last.get("done", last.get("stopped", 0))
 
     def _stop(self) -> None:
-        """Have the process stop decoding; one that continues is killed."""
+        """Make the process stop decoding; it is killed if it continues."""
         until = time.monotonic() + _GRACE
 
         def check() -> None:
@@ -155,14 +155,14 @@ class Child(ChildProcess):
                         return
         except (InvalidArgument, _Failed):
             return
-        except BaseException as error:  # it has not reported the end of its work, so it is not used again
+        except BaseException as error:  # it did not confirm the end of the job, so it is not reused
             self.end()
             if not isinstance(error, ChildExited):
                 raise
 
     def _picture(self, width: int, height: int, check: Callable[[], None]) -> Image.Image:
-        """The next picture; what is held beside it is one band."""
-        image = Image.new("RGB", (width, height), None)  # not filled: that takes long, and no other thread runs then
+        """The next picture; only one band is buffered in addition to it."""
+        image = Image.new("RGB", (width, height), None)  # uninitialized: filling takes long and holds the GIL
         while self._rows:
             check()
             top = height - self._rows
@@ -194,7 +194,7 @@ class Child(ChildProcess):
 
 
 def _patiently(check: Callable[[], None]) -> Callable[[], None]:
-    """``check``, which ends a wait without any word from the process, too."""
+    """``check``, extended to raise after a timeout without any message from the process."""
     until = time.monotonic() + _PATIENCE
 
     def checked() -> None:

@@ -1,4 +1,4 @@
-"""Parts of a clip that several encoders share, as tensors: what travels between them, and how it is put together."""
+"""Parts of a clip shared between encoders, as tensors: their names, serialization, and joining."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mmserve.prune.base import GridView
 
 
 def name_of(key: bytes, part: int) -> str:
-    """What part ``part`` of the clip with this key is called; the whole is called by the hex of its key."""
+    """The name of part ``part`` of the clip with this key; the whole clip's name is the hex of its key."""
     return f"{key.hex()}/{part}"
 
 
 def whole_of(name: str) -> tuple[str, int] | None:
-    """The name of the whole clip, and the part, of ``name_of``; None for other names."""
+    """The name of the whole clip, and the part number, from a result of ``name_of``; None for other names."""
     key, slash, part = name.partition("/")
     return (key, int(part)) if slash else None
 
 
 def to_tensors(part: ClipPart, of: int) -> dict[str, Tensor]:
-    """``part``, one of ``of``."""
+    """``part``, one of ``of`` parts, as tensors."""
     tiles, planned = part.tiles, part.planned or ()
     return {
         "of": torch.tensor(of),
@@ -41,15 +41,14 @@ def to_tensors(part: ClipPart, of: int) -> dict[str, Tensor]:
 
 
 def together(parts: Mapping[int, Mapping[str, Tensor]], device: torch.device) -> Sequence[ClipPart] | None:
-    """The parts of a clip by their numbers, in order; None where some are missing, or they are not those of one
-    clip."""
+    """The parts of a clip, from tensors by part number, in order; None if some are missing or inconsistent."""
     of = {int(part["of"]) for part in parts.values()}
     if len(of) != 1 or sorted(parts) != list(range(of.pop())):
         return None
     found = [_part(parts[number], device) for number in sorted(parts)]
     seconds = tuple(at for part in found for at in part.seconds)
     one = len({(part.length, part.planned) for part in found}) == 1
-    # A file that is damaged, or unusual, may have other frames than planned, and then its batches are cut otherwise.
+    # A damaged or unusual file may have other frames than planned, and then its batches differ.
     return found if one and seconds and seconds == found[0].planned else None
 
 

@@ -1,4 +1,4 @@
-"""Which of FFmpeg's demuxers reads a file, from its first bytes alone, and whether the file is whole.
+"""Selection of FFmpeg's demuxer from the first bytes of a file, and detection of truncated files.
 
 No other demuxer is tried: many of them read playlists, or open further files.
 """
@@ -8,25 +8,25 @@ from __future__ import annotations
 from mmserve.encode.media import STILL_BRANDS
 
 CONTAINERS = ("MP4", "MOV", "Matroska", "WebM", "AVI")
-#: A pushed segment may also be one of these.
+#: Further formats of a pushed segment.
 STREAMED = ("MPEG-TS", "raw H.264", "raw H.265")
-#: Demuxers of elementary streams, which store no times; ``seek`` does nothing in them.
+#: Demuxers of elementary streams, which have no timestamps; ``seek`` has no effect in them.
 RAW = ("h264", "hevc")
 
 TS_PACKET = 188  # bytes, ISO/IEC 13818-1
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
-#: Boxes that begin a media segment of fragmented MP4, which cannot be read without its initialisation segment.
+#: Boxes at the start of a media segment of fragmented MP4, which cannot be read without its initialisation segment.
 _FRAGMENT_BOXES = (b"moof", b"styp", b"sidx", b"emsg", b"prft")
-_CLUSTER = b"\x1f\x43\xb6\x75"  # begins a media segment of WebM
+_CLUSTER = b"\x1f\x43\xb6\x75"  # starts a media segment of WebM
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
-#: NAL unit headers that begin an H.265 stream (types 32 to 35 and 39 of layer 0) and types that begin one of H.264.
+#: NAL unit headers at the start of an H.265 stream (types 32 to 35 and 39 of layer 0), and types for H.264.
 _HEVC_HEADERS = (b"\x40\x01", b"\x42\x01", b"\x44\x01", b"\x46\x01", b"\x4e\x01")
 _H264_TYPES = (5, 6, 7, 8, 9)
 
 
 def file_demuxer(data: bytes) -> str | None:
-    """FFmpeg's demuxer for an MP4, MOV, Matroska, WebM or AVI file; None = another kind."""
+    """FFmpeg's demuxer for an MP4, MOV, Matroska, WebM or AVI file; None = another format."""
     if data[:4] == _EBML:
         return "matroska"
     if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
@@ -59,13 +59,13 @@ def needs_init(data: bytes) -> bool:
 
 
 def is_image(data: bytes) -> bool:
-    """Whether ``data`` begins as a picture does."""
+    """Whether ``data`` has the signature of a picture format."""
     still = data[4:8] == b"ftyp" and data[8:12] in STILL_BRANDS
     return data.startswith(_IMAGES) or data[8:12] == b"WEBP" or still
 
 
 def looks_like(data: bytes) -> str:
-    """What a file of an unknown kind seems to be, for an error's text."""
+    """The probable format of an unsupported file, for an error message."""
     if is_image(data):
         return "an image"
     if data[:4] in (b"OggS", b"FLV\x01", b"fLaC") or data[:3] == b"ID3" or data[8:12] == b"WAVE":
@@ -74,7 +74,7 @@ def looks_like(data: bytes) -> str:
 
 
 def cut_off(data: bytes, demuxer: str) -> bool:
-    """Whether bytes are missing at the end by the container's own sizes; damaged sizes are not judged here."""
+    """Whether bytes are missing at the end according to the container's own sizes; invalid sizes are ignored here."""
     match demuxer:
         case "avi":
             return 8 + int.from_bytes(data[4:8], "little") > len(data) + 1  # the padding byte may be missing
@@ -94,7 +94,7 @@ def _cut_off_matroska(data: bytes) -> bool:
         return False
     width = 9 - head[0].bit_length()
     size = int.from_bytes(head[:width], "big") & ((1 << 7 * width) - 1)
-    return size != (1 << 7 * width) - 1 and at + 4 + width + size > len(data)  # all ones = not known
+    return size != (1 << 7 * width) - 1 and at + 4 + width + size > len(data)  # all ones = unknown size
 
 
 def _cut_off_mov(data: bytes) -> bool:

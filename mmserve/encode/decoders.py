@@ -1,4 +1,4 @@
-"""The interface of media decoders, and the one that decodes in the caller's thread."""
+"""The interface of media decoders, and an implementation that decodes in the calling thread."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from mmserve.encode.video import clip_frames
 from mmserve.encode.wire import MediaFile, Piece, PieceRead
 
 T = TypeVar("T")
-#: Called often while media are decoded; raises to end the work.
+#: Called frequently during decoding; raises to stop it.
 Check = Callable[[], None]
 Decode = Callable[[MediaFile], Pictures]
-#: A use of a file's pixels, which count as held until it returns.
+#: A function that uses a file's pixels, which count against the memory budget until it returns.
 Work = Callable[[Decode], T]
 
 
 class Decoders(Protocol):
-    """Runs work on media files."""
+    """Runs functions on decoded media files."""
 
     def map(self, works: Sequence[Work[T]], check: Check) -> Generator[T, None, None]:
-        """Results in order. ``check`` is called often, from any thread, and raises to end all of the work."""
+        """Results in order. ``check`` is called frequently, from any thread, and raises to cancel all of the work."""
         ...
 
     def chunks(
         self, file: MediaFile, size: int, make: Callable[[list[Sampled]], T], check: Check
     ) -> Generator[Planned | T, None, None]:
-        """The planned frames of a clip, then the result of ``make`` for every ``size`` frames, while later frames are
-        decoded; at most a few chunks wait. ``check`` as for ``map``."""
+        """Yields the planned frames of a clip, then the result of ``make`` for every ``size`` frames, while later
+        frames are decoded; at most a few chunks are queued. ``check`` as for ``map``."""
         ...
 
     def open(self) -> None:
-        """Count one more user."""
+        """Increment the number of users."""
         ...
 
     def close(self) -> None:
-        """Count one user less; the last one's end what runs, and the threads."""
+        """Decrement the number of users; the last one cancels running work and stops the threads."""
         ...
 
 
 class InPlace:
-    """Decodes in the caller's thread, one file after another, within the limits of sizes alone."""
+    """Decodes in the calling thread, one file after another, with limits on sizes only."""
 
     def __init__(self, limits: MediaConfig) -> None:
         self._limits = limits
@@ -72,7 +72,7 @@ class InPlace:
             if len(frames) == size:
                 yield make(frames)
                 frames = []
-        yield from plans  # of a part without any frames
+        yield from plans  # for a part without frames
         if frames:
             yield make(frames)
 

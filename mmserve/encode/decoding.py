@@ -1,6 +1,6 @@
 """A pool of processes that decodes media files within budgets of time and memory.
 
-The pool takes turns between its callers: a caller with many files delays another by at most one of them.
+The pool serves its callers in turn: a caller with many files delays another by at most one of them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from mmserve.errors import InvalidArgument, ResourceExhausted, Unavailable
 from mmserve.memory import trim
 from mmserve.priority import lower_priority
 
-#: Processes tried for one file, where the ones before were killed.
+#: Maximum attempts for a file whose process was killed.
 _ASKED = 3
-#: Bytes of a decoded pixel: pillow keeps RGB in 32 bits.
+#: Bytes of a decoded pixel: pillow stores RGB in 32 bits.
 _PIXEL_BYTES = 4
-#: Decoded bytes after which memory is given back to the system, once nothing is decoded any more.
+#: Decoded bytes after which free memory is returned to the system, once no decoding is active.
 _TRIM_BYTES = 16 << 20
 
 
 class Budget:
-    """At most ``limit`` bytes held at a time; requests are served in order, so that a large one is not starved."""
+    """A budget of at most ``limit`` bytes; requests are served in order, so that large ones do not starve."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -47,7 +47,7 @@ class Budget:
         self.used = self.most = 0
 
     def take(self, size: int, check: Check) -> None:
-        """Wait until ``size`` bytes are free; what ``check`` raises is raised, and nothing taken."""
+        """Wait until ``size`` bytes are available, and take them; if ``check`` raises, nothing is taken."""
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
@@ -61,7 +61,7 @@ class Budget:
                 self._changed.notify_all()
 
     def take_now(self, size: int) -> bool:
-        """Whether ``size`` bytes were free; if so, they are taken before all requests that wait."""
+        """Take ``size`` bytes, before all waiting requests, if they are available; returns whether they were."""
         with self._changed:
             if self.used + size > self.limit:
                 return False
@@ -69,7 +69,7 @@ class Budget:
             return True
 
     def give_back(self, size: int) -> None:
-        """``size`` bytes are free again."""
+        """Return ``size`` bytes to the budget."""
         with self._changed:
             self.used -= size
             self._changed.notify_all()
@@ -80,8 +80,8 @@ class Budget:
 
 
 class _Processes:
-    """Idle processes of this one, kept for the next job; each ends by itself after some minutes, and all of
-    them with the last pool."""
+    """Idle decoding processes, kept for the next job; each exits by itself after some minutes, and all are stopped with
+    the last pool."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,12 +89,12 @@ class _Processes:
         self._pools = 0
 
     def open(self) -> None:
-        """Count one more pool."""
+        """Increment the number of pools."""
         with self._lock:
             self._pools += 1
 
     def close(self) -> None:
-        """Count one pool less."""
+        """Decrement the number of pools."""
         with self._lock:
             self._pools -= 1
             last = self._pools == 0
@@ -115,7 +115,7 @@ class _Processes:
             ended = [one for one in self._idle if not one.alive]
             self._idle = [*(one for one in self._idle if one not in ended), child]
         for one in ended:
-            one.end()  # else it stays in the system's table, and its pipes stay open
+            one.end()  # reaps the process and closes its pipes
 
     def end(self) -> None:
         with self._lock:
@@ -123,7 +123,7 @@ class _Processes:
                 self._idle.pop().end()
 
 
-#: All pools of this process share them: how many work at once is up to each pool's width.
+#: Shared by all pools of this process; each pool limits its number of active processes.
 PROCESSES = _Processes()
 atexit.register(PROCESSES.end)
 
@@ -137,9 +137,9 @@ class DecodePool:
         self._changed = threading.Condition()
         self._queues: OrderedDict[object, deque[Callable[[], None]]] = (
             OrderedDict()
-        )  # by caller; the next to be served is first
+        )  # queues by caller; the first is served next
         self._threads: list[threading.Thread] = []
-        self._working = self._held = 0  # threads at work; bytes that were decoded since memory was given back
+        self._working = self._held = 0  # active threads; bytes decoded since free memory was returned
         self._away = 0  # threads whose file waits for the tower
         self._closed = False
         self._users = 0
@@ -152,7 +152,7 @@ class DecodePool:
             PROCESSES.open()
 
     def map(self, works: Sequence[Work[T]], check: Check) -> Generator[T, None, None]:
-        """As ``Decoders.map``; raises ``Unavailable`` where no process can be had, or after ``close``."""
+        """As ``Decoders.map``; raises ``Unavailable`` if no process can be started, or after ``close``."""
         with self._begun([partial(self._run, work) for work in works], check) as futures:
             for future in futures:
                 yield future.result()
@@ -160,7 +160,7 @@ class DecodePool:
     def chunks(
         self, file: MediaFile, size: int, make: Callable[[list[Sampled]], T], check: Check
     ) -> Generator[Planned | T, None, None]:
-        """As ``Decoders.chunks``; while chunks wait for the caller, another file may be decoded beside."""
+        """As ``Decoders.chunks``; while chunks wait for the caller, another file may be decoded concurrently."""
         handed: list[Handover[T]] = []
 
         def read(check: Check) -> None:
@@ -177,7 +177,7 @@ class DecodePool:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """While the thread waits for another one, it does not count among those that decode."""
+        """Context in which the thread waits for another one, and is not counted as decoding."""
         with self._changed:
             self._away += 1
             if self._queues:
@@ -191,7 +191,7 @@ class DecodePool:
 
     @contextmanager
     def _begun(self, works: Sequence[Callable[[Check], T]], check: Check) -> Iterator[list[Future[T]]]:
-        """Jobs that do ``works``, each given what to call often; when the context ends, so have they."""
+        """Jobs that run ``works``, each called with a ``check``; all have ended when the context exits."""
         ended = False
 
         def checked() -> None:
@@ -219,10 +219,10 @@ class DecodePool:
                 self._queues.pop(owner, None)
             for future in futures:
                 if not future.cancel():
-                    future.exception()  # what still runs has ended before the caller continues
+                    future.exception()  # running jobs have ended before the caller continues
 
     def close(self) -> None:
-        """As ``Decoders.close``; nothing is decoded any more after the last."""
+        """As ``Decoders.close``; no decoding is active after the last."""
         with self._changed:
             self._users -= 1
             last = self._users == 0
@@ -236,7 +236,7 @@ class DecodePool:
             PROCESSES.close()
 
     def _start(self) -> None:
-        """One more thread, unless there are enough. Under the lock."""
+        """Start another thread, unless there are enough; requires the lock."""
         if len(self._threads) < self._limits.decode_workers + self._away and not self._closed:
             name = f"mmserve-media-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._loop, name=name, daemon=True))
@@ -263,7 +263,7 @@ class DecodePool:
                 if self._closed:
                     for jobs in self._queues.values():
                         for job in jobs:
-                            job()  # only to report the closing: nothing runs after ``close``
+                            job()  # only reports the closing
                     self._queues.clear()
                     return None
                 if self._queues and self._working - self._away < self._limits.decode_workers:
@@ -318,7 +318,7 @@ class DecodePool:
 
 
 class _Taken:
-    """What one file's decoding holds of a budget (``watch.Watch``)."""
+    """The part of a budget used by the decoding of one file (``watch.Watch``)."""
 
     def __init__(self, budget: Budget, limits: MediaConfig, check: Check) -> None:
         self._budget, self._limits, self.check = budget, limits, check
@@ -331,12 +331,12 @@ class _Taken:
             raise InvalidArgument.of(self.name, f"takes {self.bytes + size} bytes of decoded pixels; {why}")
         if not self.bytes:
             self._budget.take(size, self.check)
-        elif not self._budget.take_now(size):  # who holds some must not wait for more, nor after who waits for that
+        elif not self._budget.take_now(size):  # waiting while holding a part of the budget could deadlock
             raise ResourceExhausted("too many media are decoded at once; try again later", retry_after=1.0)
         self.bytes += size
 
     def back_to(self, size: int) -> None:
-        """Give back what was reserved beyond ``size`` bytes."""
+        """Return the reserved bytes in excess of ``size``."""
         self._budget.give_back(self.bytes - size)
         self.bytes = size
 

@@ -1,4 +1,4 @@
-"""A prompt's embeddings, with its visual tokens in their places, and what those add further on."""
+"""Embeddings of a prompt with its visual tokens, and their additions to later layers (DeepStack)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from mmserve.models.decoder import DeepRows
 
 
 def place_features(model: LoadedModel, embeddings: Tensor, positions: np.ndarray, features: Tensor) -> DeepStack | None:
-    """Put visual tokens into ``embeddings [N, D]`` at ``positions`` (int64, ascending); what they add further on.
+    """Write visual tokens into ``embeddings [N, D]`` at ``positions`` (int64, ascending); returns their additions to
+    layers.
 
-    ``features``: ``[n, (1 + deep layers) * D]``, an embedding, followed by what each layer adds.
+    ``features``: ``[n, (1 + deep layers) * D]``, an embedding, followed by the addition to each layer.
     """
     at = torch.from_numpy(positions).to(model.device)
     layers, width = model.decoder.config.deep_layers, embeddings.shape[-1]
@@ -25,9 +26,10 @@ def place_features(model: LoadedModel, embeddings: Tensor, positions: np.ndarray
 
 
 def embedded(model: LoadedModel, ids: np.ndarray, encoded: Encoded) -> tuple[Tensor, DeepStack | None]:
-    """Embeddings ``[N, D]`` of ``ids`` (int64 ``[N]``), the encoded prompt and what follows it; what is added later."""
+    """Embeddings ``[N, D]`` of ``ids`` (int64 ``[N]``), the encoded prompt and following tokens; and the additions to
+    layers."""
     ids = ids.copy()
-    ids[encoded.image_rows] = model.spec.mask_id  # a placeholder may have no embedding: features take its place
+    ids[encoded.image_rows] = model.spec.mask_id  # placeholders may have no embedding
     embeddings: Tensor = model.decoder.embed(torch.from_numpy(ids).to(model.device))
     if encoded.features is None:
         return embeddings, None
@@ -36,8 +38,8 @@ def embedded(model: LoadedModel, ids: np.ndarray, encoded: Encoded) -> tuple[Ten
 
 @torch.inference_mode()
 def deep_rows(runs: Iterable[tuple[np.ndarray, DeepStack | None]]) -> DeepRows | None:
-    """What is added to the rows of a batch, from the positions (int64, ascending) that each request runs and what its
-    visual tokens add; None where no visual token is run."""
+    """Additions to the rows of a batch, from pairs of the positions (int64, ascending) run by a request and the
+    additions of its visual tokens; None if no visual token is run."""
     offset = 0
     rows: list[np.ndarray] = []
     features: list[Tensor] = []

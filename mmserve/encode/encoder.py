@@ -1,4 +1,4 @@
-"""The encode stage: chat messages, images and videos to a row of ids and visual tokens."""
+"""The encode stage: chat messages, images and videos to a sequence of ids and visual tokens."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ from mmserve.tiers.caches import Caches
 
 @dataclass(frozen=True)
 class LoadedPrompt:
-    """A request's prompt before its visual tokens are made: the chat's ids (int64), one for each of ``media``."""
+    """A request's prompt before encoding: the chat's ids (int64), with one placeholder for each item of ``media``."""
 
     ids: np.ndarray
     media: Loaded
 
     def close(self) -> None:
-        """Give back what caches hold for it."""
+        """Release its references to cache entries."""
         self.media.close()
 
 
 class Encoder:
-    """Encode of one model, and of its companion where a request's policy asks for it; holds no state of any request."""
+    """Encode of one model, and of its companion if a request's policy requires it; has no per-request state."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class Encoder:
 
     @torch.inference_mode()
     def load(self, request: Request, check: Check = lambda: None, arriving: Arriving | None = None) -> LoadedPrompt:
-        """A request's prompt with its media read; to be closed after ``encode``. Towers have run of long clips alone.
+        """A request's prompt with its media read; to be closed after ``encode``. Runs the tower for long clips only.
 
-        ``arriving``: called for a long clip, which must be the only media of the request, while it is read.
+        ``arriving``: receives a long clip, which must be the only media of the request, while it is read.
 
-        Raises typed errors for bad media, for prompts too long as soon as that is known, and what ``check`` raises,
-        which is called between frames.
+        Raises ``MMServeError`` subclasses for bad media, for prompts that are too long as soon as that is known, and
+        the exceptions of ``check``, which is called between frames.
         """
         media, prompt = self._media(request), self._prompt(request)
 
@@ -95,7 +95,7 @@ class Encoder:
         return LoadedPrompt(prompt, self._viewer.load(media, admit, check, progress))
 
     def outline(self, request: Request, prompt: np.ndarray, item: Media, ids_R: np.ndarray) -> Encoded:
-        """The prompt of a request with one clip, whose row is ``ids_R``, before its visual tokens are there: zeros."""
+        """The prompt of a request with one clip, whose row is ``ids_R``, with zeros for its visual tokens."""
         model = self.model
         count = int((ids_R == VISUAL).sum())
         tokens = torch.zeros(count, model.width, dtype=model.dtype, device=model.device)
@@ -106,10 +106,10 @@ class Encoder:
     def encode(
         self, batch: list[Request], loaded: Sequence[LoadedPrompt] | None = None, check: Check = lambda: None
     ) -> list[Encoded]:
-        """Each request's prompt with its visual tokens; typed errors for bad media, and for prompts too long, which no
-        tower is run for where their lengths can be known before.
+        """Each request's prompt with its visual tokens; raises errors for bad media, and for prompts that are too long,
+        without running a tower if the lengths are known in advance.
 
-        ``loaded``: what ``load`` returned for each; None = they are loaded now. ``check`` is called between two items.
+        ``loaded``: the results of ``load``; None = load them now. ``check`` is called between two items.
         """
         with ExitStack() as stack:
             if loaded is None:
@@ -127,14 +127,14 @@ class Encoder:
 
     @torch.inference_mode()
     def see(self, request: Request, chosen: Sequence[MediaShare], check: Check = lambda: None) -> VisualPayload:
-        """Visual tokens of the ``chosen`` of a request's media: for another encoder.
+        """Visual tokens of the ``chosen`` media of a request, for another encoder.
 
-        The files of the others may be left out. Raises typed errors for bad media.
+        The files of the other media may be left out. Raises ``MMServeError`` subclasses for bad media.
         """
         every = self._media(request)
 
         def admit(_rows: list[int]) -> None:
-            """Lengths are checked where the prompt is put together."""
+            """Does nothing: lengths are checked where the prompt is assembled."""
 
         whole = [every[share.place] for share in chosen if share.of == 1]
         with ExitStack() as stack:
@@ -148,8 +148,8 @@ class Encoder:
 
     @torch.inference_mode()
     def keep(self, request: Request, payloads: Sequence[VisualPayload]) -> None:
-        """Keep what ``see`` of other encoders gave of ``request``, for ``load`` to find; parts of a clip put
-        together."""
+        """Cache the results of ``see`` from other encoders for ``request``, so that ``load`` finds them; joins parts of
+        clips."""
         whole: dict[str, Mapping[str, Tensor]] = {}
         parts: dict[str, dict[int, Mapping[str, Tensor]]] = defaultdict(dict)
         for payload in payloads:
@@ -167,19 +167,19 @@ class Encoder:
             self.cache.tokens.put(bytes.fromhex(name), entry, label)
 
     def _companion(self, request: Request) -> EncoderModel | None:
-        """The companion, if the request's policy asks for it."""
+        """The companion, if the request's policy requires it."""
         return self.model.companion if request.diffusion.commit.name in ACCOMPANIED else None
 
     def _models(self, request: Request) -> list[EncoderModel]:
-        """The models that encode a request's media: the served one and, if it is asked for, its companion."""
+        """The models that encode a request's media: the served one and, if required, its companion."""
         companion = self._companion(request)
         return [self.model, *([companion] if companion is not None else [])]
 
     def _media(self, request: Request) -> list[Media]:
-        """The request's images and videos, in order; ``FailedPrecondition`` where a model cannot see them."""
+        """The request's images and videos, in order; raises ``FailedPrecondition`` if a model does not support them."""
         visions = [model.vision for model in self._models(request)]
         pruner, accompanied = pruner_of(request), len(visions) > 1
-        pruner = None if judged_by_decoder(pruner) else pruner  # its turn is in prefill
+        pruner = None if judged_by_decoder(pruner) else pruner  # runs in prefill
         several = sum(isinstance(part, ImagePart) for _path, part in _parts(request)) > 1
         among = several and any(vision is not None and vision.tells_several for vision in visions)
         pixels = self._pixels(request, visions)
@@ -201,8 +201,8 @@ class Encoder:
     def _pixels(
         self, request: Request, visions: Sequence[VisionEncoder | None]
     ) -> tuple[PixelRange, PixelRange] | None:
-        """The pixels that a request asks for, None where it leaves them; ``InvalidArgument`` where a model has none to
-        choose, or they are more than its checkpoint's own."""
+        """The pixel limits of a request, None for the defaults; raises ``InvalidArgument`` if the model's are fixed, or
+        they exceed those of its checkpoint."""
         asked = request.vision.images, request.vision.videos
         if asked == (PixelRange(), PixelRange()):
             return None
@@ -231,7 +231,7 @@ class Encoder:
         )
 
     def _rows(self, item: Media, seen: Visual) -> Rows:
-        """The rows of an image or a clip: what is left of its visual tokens, and the text between them."""
+        """The rows of an image or a clip: its visual tokens after pruning, and the text between them."""
         placeholder = self.model.spec.video_id if item.clip else self.model.spec.image_id
         assert placeholder is not None
         ids = seen.ids_R[seen.places]
@@ -246,7 +246,7 @@ class Encoder:
         return Rows(ids, places, span, pruned, visual, grid, seen.tokens_KD, seen.beside_KD, item.clip)
 
     def _splice(self, request: Request, ids: np.ndarray, media: list[tuple[Media, Visual]]) -> Encoded:
-        """The prompt, with the rows of an image or video in the place of each placeholder."""
+        """The prompt, with each placeholder replaced by the rows of its image or video."""
         spec = self.model.spec
         images, videos = (
             [self._rows(item, seen) for item, seen in media if item.clip is clip] for clip in (False, True)
@@ -277,7 +277,7 @@ class Encoder:
             raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
         starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
         unpruned = judged_by_decoder(pruner_of(request)) and bool(media)
-        before = max(starts[-1], len(spliced)) if unpruned else starts[-1]  # the decoder looks at every row
+        before = max(starts[-1], len(spliced)) if unpruned else starts[-1]  # the decoder scores all rows
         self._check_length(request, 0 if unpruned else len(spliced), before)
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
@@ -294,12 +294,14 @@ class Encoder:
         )
 
     def prompt_tokens(self, request: Request) -> int | None:
-        """Tokens of the prompt of ``request``; None where it has images or videos, whose tokens encoding finds out."""
+        """Tokens of the prompt of ``request``; None if it has images or videos, whose tokens are only known after
+        encoding."""
         media = any(isinstance(part, MediaPart) for message in request.messages for part in message.parts)
         return None if media else len(self._prompt(request))
 
     def _prompt(self, request: Request) -> np.ndarray:
-        """The chat's ids (int64), one for each image and video; of typed questions, what they share."""
+        """The chat's ids (int64), with one placeholder for each image and video; for typed questions, their shared
+        prefix."""
         if request.raw:
             return self._raw_prompt(request.messages[0])
         chat = [_chat_message(message) for message in request.messages]
@@ -321,9 +323,10 @@ class Encoder:
         return np.asarray(text_ids(self.model.tokenizer, text_of(message)), dtype=np.int64)
 
     def _check_room(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:
-        """Refuse a prompt whose ids and ``media``, rows of each before pruning, are too many whatever a tower returns.
+        """Reject a prompt whose ids and ``media`` (rows of each item before pruning) are too many for any result of the
+        tower.
 
-        How many rows pruning leaves is known only then, but where several axes count them, so are positions.
+        The number of rows after pruning is only known later; with several position axes, positions are as well.
         """
         text = len(prompt) - len(media)
         whole = text + sum(media)
@@ -333,7 +336,8 @@ class Encoder:
         self._check_length(request, left, whole if counted else text)
 
     def _check_length(self, request: Request, prompt: int, before: int) -> None:
-        """What is left after pruning takes room in the engine, what there was ``before`` positions of the models."""
+        """Check the length after pruning (``prompt``) against the engine, and the one ``before`` against the models'
+        positions."""
         positions = min(model.spec.max_tokens for model in self._models(request))
         new = answer_length(request, self.model)
         check_length(request, prompt, new, self.max_tokens)
@@ -365,7 +369,7 @@ def _parts(request: Request) -> Iterator[tuple[str, Part]]:
 
 
 def _left_out(request: Request, kind: str, one: str) -> InvalidArgument:
-    """The error for an image or video that the chat template does not write; it names one that no user sent."""
+    """The error for an image or video that the chat template drops, or for one that the template adds."""
     wanted = ImagePart if kind == "image" else VideoPart
     roles = [message.role for message in request.messages for _part in message.parts]
     for role, (path, part) in zip(roles, _parts(request), strict=True):
@@ -383,7 +387,7 @@ def text_of(message: Message) -> str:
 
 
 def _chat_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it."""
+    """A message in the form expected by chat templates."""
     found: dict[str, Any] = {"role": message.role, "content": [_content(part) for part in message.parts]}
     if message.tool_calls:
         found["tool_calls"] = [
@@ -396,13 +400,13 @@ def _chat_message(message: Message) -> dict[str, Any]:
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """A tool in the form expected by chat templates."""
     described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
     return {"type": "function", "function": described}
 
 
 def _content(part: Part) -> dict[str, str]:
-    """A part as chat templates take it; ``TypeError`` for token ids, which they do not take."""
+    """A part in the form expected by chat templates; raises ``TypeError`` for token ids, which they do not support."""
     match part:
         case TokensPart():
             raise TypeError("a chat template takes no token ids")

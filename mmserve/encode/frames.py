@@ -1,4 +1,4 @@
-"""The frames of a video stream by their times, decoded no further than needed, bit for bit as decoded in order."""
+"""Frames of a video stream by time, with minimal decoding, bitwise equal to sequential decoding."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from mmserve.encode.parallel import in_parallel
 from mmserve.encode.watch import Watch
 from mmserve.errors import InvalidArgument
 
-#: What PyAV raises on damaged files beside FFmpeg's own errors, which are no subclasses of these.
+#: Exceptions of PyAV on damaged files other than FFmpeg's errors.
 _DAMAGE = (FFmpegError, ValueError, OverflowError, RuntimeError)
-#: Packets that are kept after they were decoded: a decoder reads up to 16 further than the frame that it returns, and
-#: decoding may have to start again at a keyframe among them.
+#: Number of decoded packets that are kept: a decoder reads up to 16 packets ahead of the frame that it returns, and
+#: decoding may have to restart at a keyframe among them.
 _KEPT_PACKETS = 64
-#: Decoded pixels from which several threads are worth it (some 0.3 s of one core).
+#: Decoded pixels from which on several threads pay off (some 0.3 s of one core).
 PARALLEL_PIXELS = 100_000_000
 
 
 class Footage:
-    """One video stream of a file, opened and indexed; within ``limits`` by its header and packets."""
+    """One video stream of a file, opened and indexed; its header and packets are within ``limits``."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Footage:
         context = stream.codec_context
         if context is None or stream.time_base is None:
             raise InvalidArgument.of(field, "is compressed in a way that this server cannot decode")
-        if not (context.width and context.height):  # not in the header, and FFmpeg refused to look into the frames
+        if not (context.width and context.height):  # missing in the header, and FFmpeg refused to read it from a frame
             raise InvalidArgument.of(
                 field, f"has frames of no readable size, or of more than {limits.max_pixels} pixels"
             )
         check_size((context.width, context.height), limits, field)
-        context.thread_type = "SLICE"  # frame threads may deadlock where decoding stops early
-        context.thread_count = 1  # a clip takes one core, and no more than its share of the time
+        context.thread_type = "SLICE"  # frame threads may deadlock if decoding stops early
+        context.thread_count = 1  # one core for each clip, within its time limit
         self.data, self.container, self.stream = data, container, stream
         self.context, self.tick = context, stream.time_base
         self.width, self.height = context.width, context.height
@@ -80,7 +80,7 @@ class Footage:
 
     @property
     def seconds(self) -> float:
-        """From the beginning of the first frame to the end of the last."""
+        """Seconds from the beginning of the first frame to the end of the last."""
         return float((self.index.end - self.index.times[0]) * self.tick)
 
     def at(self, time: int) -> float:
@@ -88,11 +88,11 @@ class Footage:
         return float((time - self.index.times[0]) * self.tick)
 
     def pick(self, wanted: Sequence[int], watch: Watch, window: int = 0) -> Iterator[tuple[int, Image.Image]]:
-        """The frames of these indices (ascending) of ``index.times``: the tick at which each begins, RGB, upright.
+        """The frames with these indices (ascending) of ``index.times``: start in ticks, and RGB picture, upright.
 
-        The first after it where its packet shows none; each once. The pixels are reserved before. Where there is much
-        to decode, ``MediaConfig.decode_threads`` threads do it, each from a keyframe on. ``window``: how many of the
-        frames the caller holds at once; 0 = all.
+        If a packet shows no frame, the first frame after it; each frame once. Pixels are reserved in advance. Large
+        amounts are decoded in ``MediaConfig.decode_threads`` threads, each from a keyframe on. ``window``: number of
+        frames that the caller holds at once; 0 = all.
         """
         limits, field = self._limits, self._field
         threads = self._threads(runs := self.index.runs(wanted))
@@ -104,7 +104,7 @@ class Footage:
         seen, last = 0, None
         with closing(found) as frames:
             for time, image in frames:
-                seen += image.width * image.height  # which a stream may change on its way
+                seen += image.width * image.height  # streams may change their size
                 _check_sampled(seen, limits, field)
                 needed = most * image.width * image.height if window else seen
                 if needed > reserved:
@@ -115,7 +115,7 @@ class Footage:
                     yield time, image
 
     def sequence(self, wanted: Iterable[int], watch: Watch) -> Generator[tuple[int, Image.Image], None, None]:
-        """As ``pick``, by one thread; a frame that is on screen for several of ``wanted`` comes again."""
+        """As ``pick``, in one thread; a frame shown for several of ``wanted`` is repeated."""
         decoder = self.decoder(watch)
         for number in wanted:
             frame = self.frame(decoder, number)
@@ -124,11 +124,11 @@ class Footage:
             yield frame
 
     def decoder(self, watch: Watch) -> Decoder:
-        """One for ``frame``, at the beginning of the stream."""
+        """A decoder for ``frame``, at the beginning of the stream."""
         return Decoder(self, watch)
 
     def frame(self, decoder: Decoder, number: int) -> tuple[int, Image.Image] | None:
-        """The tick at which a frame begins, and the frame; None where the stream ends before."""
+        """A frame with its start in ticks; None if the stream ends before it."""
         frame = decoder.at(number)
         if frame is None:
             return None
@@ -140,17 +140,17 @@ class Footage:
 
     @contextmanager
     def again(self) -> Iterator[Footage]:
-        """The same stream, opened once more, with the same index: for another thread."""
+        """The same stream and index, opened again for another thread."""
         demuxer = self.container.format.name.split(",")[0]
         with _opened(self.data, demuxer, self._limits, self._field) as (container, stream):
             yield Footage(self.data, container, stream, self._limits, self._field, self.index)
 
     def _threads(self, runs: Sequence[Sequence[int]]) -> int:
-        """How many threads are worth it."""
+        """The number of threads that pays off."""
         size = self.width * self.height
         if self.index.decoded(runs) * size < PARALLEL_PIXELS:
             return 1
-        # each has a decoder with its reference frames
+        # each thread has a decoder with its reference frames
         return min(self._limits.decode_threads, os.cpu_count() or 1, len(runs), self._limits.max_pixels // size)
 
     def packets(self) -> Iterator[av.Packet]:
@@ -161,7 +161,7 @@ class Footage:
         if first is not None and (first.pts, first.size) == self.index.first:
             yield first
             yield from packets
-        else:  # a container without seeking backwards
+        else:  # the container does not support seeking
             with self.again() as own:
                 yield from (packet for packet in own.container.demux(own.stream) if packet.size)
 
@@ -175,8 +175,8 @@ class Footage:
 
 @contextmanager
 def opened(data: bytes, demuxer: str, limits: MediaConfig, field: str) -> Iterator[Footage]:
-    """The first video stream in ``data``; ``InvalidArgument`` naming ``field`` for what is wrong with it, also while
-    the context lasts."""
+    """The first video stream in ``data``; raises ``InvalidArgument`` with ``field`` for errors, also within the
+    context."""
     with _opened(data, demuxer, limits, field) as (container, stream):
         yield Footage(data, container, stream, limits, field)
 
@@ -197,9 +197,9 @@ def _opened(data: bytes, demuxer: str, limits: MediaConfig, field: str) -> Itera
 
 
 class Decoder:
-    """Frames of one stream by their times, which must be asked for in ascending order.
+    """Frames of one stream by time; they must be requested in ascending order.
 
-    Decoding starts again at a keyframe only where one is between the last frame that was decoded and the wanted one.
+    Decoding jumps to a keyframe only if there is one between the last decoded frame and the requested one.
     """
 
     def __init__(self, footage: Footage, watch: Watch) -> None:
@@ -207,15 +207,15 @@ class Decoder:
         self._packets = _Packets(footage)
         self._keys = self._index.keys
         self._frames = self._decode(0)
-        self._last: av.VideoFrame | None = None  # the latest that was decoded
-        self._rank = -1  # of that frame among all
-        self._reached = self._index.times[0]  # the latest time of a decoded frame
+        self._last: av.VideoFrame | None = None  # the last decoded frame
+        self._rank = -1  # its index among all frames
+        self._reached = self._index.times[0]  # the maximum time of a decoded frame
         self.decoded = 0
 
     def at(self, number: int) -> av.VideoFrame | None:
-        """The frame of ``times[number]``, or the first after it where its packet shows none; None at the end.
+        """The frame of ``times[number]``, or the first after it if its packet shows none; None at the end.
 
-        Decoding falls back to the beginning of the file where a keyframe turns out to be none.
+        Decoding restarts at the beginning of the file if a presumed keyframe is not one.
         """
         wanted = self._index.times[number]
         place = bisect_right(self._keys, wanted) - 1
@@ -229,11 +229,11 @@ class Decoder:
         return self._last
 
     def _jump(self, time: int, packet: int) -> bool:
-        """Go to the keyframe of ``time``; False where the frame that is decoded is no keyframe of that time."""
+        """Jump to the keyframe of ``time``; returns False if the decoded frame is not a keyframe of that time."""
         self._start(packet)
         try:
             while self._advance():
-                # frames before the keyframe may lack what they refer to: they are passed over
+                # frames before the keyframe may lack references: skip them
                 if self._last is not None and self._time(self._last) >= time:
                     return self._time(self._last) == time and self._last.key_frame
         except FFmpegError:
@@ -267,11 +267,11 @@ class Decoder:
 
 
 class _Packets:
-    """Packets of a stream by their number; going back further than a few reads the file again."""
+    """Packets of a stream by number; going back more than a few of them reads the file again."""
 
     def __init__(self, footage: Footage) -> None:
         self._footage = footage
-        self._source, self._next = footage.packets(), 0  # the number of the packet that is read next
+        self._source, self._next = footage.packets(), 0  # number of the next packet
         self._kept: deque[av.Packet] = deque(maxlen=_KEPT_PACKETS)
 
     def since(self, number: int) -> Iterator[av.Packet]:
@@ -297,10 +297,10 @@ def _check_sampled(pixels: int, limits: MediaConfig, field: str) -> None:
 
 
 def upright(frame: av.VideoFrame) -> Image.Image:
-    """The frame as a picture, turned and mirrored by its display matrix (``libavutil/display.h``)."""
-    image = frame.to_image(threads=1)  # threads for scaling would stay until the frame is collected, two a frame
+    """The frame as a picture, rotated and mirrored by its display matrix (``libavutil/display.h``)."""
+    image = frame.to_image(threads=1)  # scaler threads would live until the frame is freed, two a frame
     image.info = {}
-    side_data: Any = frame.side_data  # PyAV's stub has the type of motion vectors only
+    side_data: Any = frame.side_data  # PyAV's stub declares only motion vectors
     matrix = side_data.get(Type.DISPLAYMATRIX)
     if matrix is None:
         return image
@@ -312,7 +312,7 @@ def upright(frame: av.VideoFrame) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-#: By the signs of where the picture's right and down edges point: along their own axes, or along each other's.
+#: Operations by the signs of the directions of the picture's right and down edges: unswapped, and swapped axes.
 _STRAIGHT = {
     (False, False): None,
     (True, False): Image.Transpose.FLIP_LEFT_RIGHT,

@@ -1,4 +1,4 @@
-"""Frames of a clip on their way from the thread that reads them to the one that runs the tower, a few at a time."""
+"""Transfer of a clip's frames from the thread that reads them to the one that runs the tower, in chunks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mmserve.encode.child import Planned
 from mmserve.encode.sampling import Sampled
 
 T = TypeVar("T")
-#: How often who waits looks whether the request is still wanted (seconds).
+#: Interval in seconds for checking whether the request was cancelled.
 _POLL = 0.02
-#: Chunks that may wait for the tower.
+#: Maximum number of chunks queued for the tower.
 _ROOM = 2
 
 
 class Handover(Generic[T]):
-    """Chunks of ``size`` frames, each made into a value by ``make`` in the thread that reads the file.
+    """Chunks of ``size`` frames, each converted by ``make`` in the thread that reads the file.
 
-    ``check`` raises to end both sides. ``away`` is entered while the reader waits for the other side.
+    ``check`` raises to stop both sides. ``away`` is entered while the reader waits for the other side.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class Handover(Generic[T]):
         self._ready: deque[Planned | T] = deque()
         self._frames: list[Sampled] = []
         self._planned = False
-        self._taken = self._skipped = 0  # frames, and those of the file that is read again
+        self._taken = self._skipped = 0  # frames so far, and frames skipped in a repeated read
 
     def take(self, item: Planned | Sampled) -> None:
-        """As ``child.Take``; waits while enough chunks wait for the tower."""
+        """As ``child.Take``; blocks while the queue of chunks is full."""
         if isinstance(item, Planned):
             if not self._planned:
                 self._planned = True
@@ -54,17 +54,17 @@ class Handover(Generic[T]):
                 self.flush()
 
     def again(self) -> None:
-        """The file is read once more from its beginning: what was taken of it is passed over."""
+        """Prepare for reading the file again from its beginning: frames that were already taken are skipped."""
         self._skipped = self._taken
 
     def flush(self) -> None:
-        """Hand over the frames that are there, however few."""
+        """Pass on the remaining frames as a smaller chunk."""
         if self._frames:
             frames, self._frames = self._frames, []
             self._put(self._make(frames))
 
     def chunks(self, reading: Future[None]) -> Generator[Planned | T, None, None]:
-        """What is handed over, until ``reading`` has ended; its exception is raised as soon as it is there."""
+        """The chunks, until ``reading`` has ended; its exception is raised as soon as it occurs."""
         while True:
             with self._changed:
                 while not self._ready and not reading.done():

@@ -1,4 +1,4 @@
-"""When the frames of a video stream begin, and where decoding can start, from one pass over its packets."""
+"""Index of a video stream's frame times and keyframes, from one pass over its packets."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from mmserve.config import MediaConfig
 from mmserve.encode.containers import RAW
 from mmserve.errors import InvalidArgument
 
-#: Frames a second beyond which a file is refused: no camera's, and each frame costs a decode.
+#: Maximum frame rate of accepted files: no camera exceeds it, and each frame costs a decode.
 MAX_RATE = 240
 NO_FRAMES = "has no video frames"
-#: A frame that goes through a vision tower costs about as much as so many that are only decoded.
+#: Cost of a frame in the vision tower, in frames that are only decoded.
 _SEEN = 8
 
 
 @dataclass
 class Index:
-    """When each frame of a stream begins and the last one ends, in ticks of the stream, and where decoding can start.
+    """Start of each frame, end of the last one, and keyframes of a stream, in ticks of the stream.
 
-    ``ordered`` is False where the container stores no presentation times (AVI, raw streams): then frames are known by
-    their rank. 8 bytes a frame, and 16 a keyframe; no packet is kept.
+    ``ordered`` is False if the container stores no presentation times (AVI, raw streams): then frames are identified by
+    their rank. 8 bytes a frame, and 16 a keyframe; packets are not stored.
     """
 
     times: Sequence[int]  # ascending
     end: int
     ordered: bool
     packets: int
-    first: tuple[int | None, int]  # presentation time and bytes of the first packet
+    first: tuple[int | None, int]  # presentation time and size in bytes of the first packet
     begins_with_key: bool
-    backwards: bool  # whether the clock runs backwards between packets or keyframes
+    backwards: bool  # whether times decrease between packets or keyframes
     keys: Sequence[int]  # times of the keyframes that have one, ascending
-    key_packets: Sequence[int]  # which packets they are
+    key_packets: Sequence[int]  # their packet numbers
 
     @classmethod
     def of(cls, container: InputContainer, stream: VideoStream, limits: MediaConfig, field: str) -> Index:
@@ -54,7 +54,7 @@ class Index:
         before: int | None = None
         for packet in container.demux(stream):
             if not packet.size:
-                continue  # the end of the stream, or a frame that is shown again (AVI)
+                continue  # end of the stream, or a repeated frame (AVI)
             if packet.is_corrupt:
                 raise InvalidArgument.of(field, "is a damaged video: a packet is marked as corrupt")
             pts, dts, key = packet.pts, packet.dts, packet.is_keyframe
@@ -87,9 +87,9 @@ class Index:
                 last_dts.see(dts, packet.duration)
         if not shown:
             raise InvalidArgument.of(field, NO_FRAMES)
-        if not any_key:  # some decoders make pictures of nothing and changes to it
+        if not any_key:  # some decoders generate pictures without any reference
             raise InvalidArgument.of(field, "is a damaged video: it has no keyframe, so no frame is whole")
-        # AVI has no presentation times, and those that FFmpeg makes up are wrong where frames refer forward
+        # AVI has no presentation times, and FFmpeg's generated ones are wrong with forward references
         ordered = every_pts and (not avi or every_key)
         times = _ascending(shown_pts if ordered else shown_dts)
         if not times:
@@ -102,7 +102,7 @@ class Index:
         return cls(times, times[-1] + duration, ordered, packets, first, first_key, backwards, keys, key_packets)
 
     def runs(self, wanted: Sequence[int]) -> list[list[int]]:
-        """The frames of these indices (ascending), a new run wherever decoding starts again at a keyframe."""
+        """The frames with these indices (ascending), split wherever decoding jumps to a keyframe."""
         runs: list[list[int]] = []
         for number in wanted:
             if not runs or self._key_before(number) > self.times[runs[-1][-1]]:
@@ -111,13 +111,13 @@ class Index:
         return runs
 
     def decoded(self, runs: Sequence[Sequence[int]]) -> int:
-        """How many frames these runs decode."""
+        """Number of frames decoded for these runs."""
         starts = (bisect_left(self.times, self._key_before(run[0])) for run in runs)
         return sum(run[-1] - start + 1 for run, start in zip(runs, starts, strict=True))
 
     def shared(self, wanted: Sequence[int], part: int, of: int, step: int) -> list[int]:
-        """Part ``part`` of the frames of these indices (ascending), which ``of`` encoders share: one after another, cut
-        at multiples of ``step`` frames so that each has about as many to decode and to see; may be none."""
+        """Part ``part`` of the frames with these indices (ascending), divided among ``of`` encoders: consecutive
+        frames, split at multiples of ``step`` so that decoding and tower costs are balanced; may be empty."""
         costs: list[int] = []
         for run in self.runs(wanted):
             last = bisect_left(self.times, self._key_before(run[0])) - 1
@@ -130,14 +130,14 @@ class Index:
         return list(wanted[begin:end])
 
     def _key_before(self, number: int) -> int:
-        """The time of the last keyframe up to a frame, of the first frame where there is none."""
+        """The time of the last keyframe up to a frame; of the first frame if there is none."""
         place = bisect_right(self.keys, self.times[number]) - 1
         return self.keys[place] if place >= 0 else self.times[0]
 
 
 @dataclass
 class _Last:
-    """The latest time of a packet, and how long its frame is on screen (0 = unknown)."""
+    """The latest time of a packet, and the duration of its frame (0 = unknown)."""
 
     time: int | None = None
     duration: int = 0
@@ -149,7 +149,7 @@ class _Last:
 
 
 def _usual_duration(stream: VideoStream, times: Sequence[int]) -> int:
-    """Ticks that a frame is on screen on average."""
+    """Average duration of a frame in ticks."""
     if len(times) > 1:
         return (times[-1] - times[0]) // (len(times) - 1)
     if stream.average_rate and stream.time_base:

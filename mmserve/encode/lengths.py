@@ -1,4 +1,4 @@
-"""How long a prompt may be."""
+"""Length checks of prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from mmserve.models.decisions import questions_ids
 
 
 def answer_length(request: Request, model: EncoderModel) -> int:
-    """Positions that follow the prompt: of typed questions, which do not follow each other, those of the longest."""
+    """Number of positions after the prompt; for typed questions, which are parallel branches, the maximum over
+    questions."""
     if request.decisions:
         special = model.spec.special_tokens
         return max(questions_ids(model.tokenizer, request.decisions, special_tokens=special).lengths)
@@ -17,9 +18,9 @@ def answer_length(request: Request, model: EncoderModel) -> int:
 
 
 def check_length(request: Request, prompt: int, new: int, limit: int, *, pruned: bool = False) -> None:
-    """``DoesNotFit`` where a ``prompt`` of so many positions, and ``new`` ones of the answer, are more than ``limit``.
+    """Raise ``DoesNotFit`` if ``prompt`` positions and ``new`` positions of the answer exceed ``limit``.
 
-    ``pruned``: whether fewer are left of them.
+    ``pruned``: whether ``prompt`` is a length after pruning.
     """
     if prompt + new > limit:
         field = "sampling.max_new_tokens" if prompt < limit else "messages"

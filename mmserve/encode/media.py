@@ -1,4 +1,4 @@
-"""Image bytes from a client to RGB pixels, within limits that are checked before anything large is allocated."""
+"""Decoding of image bytes from a client to RGB pixels, with limits checked before large allocations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-# Image.open() only looks for these two plugins by loading every plugin there is.
+# Image.open() finds these two plugins only by importing all plugins.
 from PIL import TiffImagePlugin as _tiff  # noqa: F401
 from PIL import WebPImagePlugin as _webp  # noqa: F401
 
@@ -21,7 +21,7 @@ from mmserve.errors import InvalidArgument
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
-#: What pillow's plugins raise on damaged files.
+#: Exceptions of pillow's plugins on damaged files.
 _DAMAGE = (
     OSError,
     SyntaxError,
@@ -39,13 +39,13 @@ _DAMAGE = (
     Image.DecompressionBombError,
 )
 OUT_OF_MEMORY = "needs more memory to decode than a decoder may take; send it smaller"
-#: The others are rare, and libtiff's fax decoder prints a line to stderr for every damaged row and continues.
+#: Other compressions are rare, and libtiff's fax decoder prints a line to stderr for every damaged row and continues.
 _TIFF_COMPRESSIONS = ("raw", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "jpeg")
 _PILLOW = re.compile(r"PIL\.")
 _ORIENTATION_TAG, _BITS_TAG, _PHOTOMETRIC_TAG = 0x0112, 0x0102, 0x0106
-#: Kinds of ``ftyp`` boxes around pictures, HEIC and AVIF.
+#: Brands of ``ftyp`` boxes of the picture formats HEIC and AVIF.
 STILL_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1", b"avif", b"avis")
-#: How files begin, and what they are then, if they cannot be read.
+#: Format by file signature, for error messages about unsupported files.
 _SIGNATURES = (
     (b"\x89PNG", "a damaged PNG file"),
     (b"\xff\xd8\xff", "a damaged JPEG file"),
@@ -62,7 +62,7 @@ _SIGNATURES = (
     (b"7z\xbc\xaf", "an archive"),
     (b"Rar!", "an archive"),
 )
-#: EXIF orientation to the operation that puts the picture upright.
+#: Operation that makes the picture upright, by EXIF orientation.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -79,8 +79,9 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image", watc
 
     The first frame of an animation; transparency over white; 12- and 16-bit grey scaled to 8 bits; colour profiles
     ignored.
-    Raises ``InvalidArgument`` naming ``field`` when the file is empty, of another kind, damaged or cut off, or
-    beyond ``limits`` (bytes, pixels, side); sizes are read from the header before pixels are decoded.
+
+    Raises ``InvalidArgument`` with ``field`` if the file is empty, of another format, damaged or truncated, or beyond
+    ``limits`` (bytes, pixels, side); sizes are read from the header before pixels are decoded.
     """
     _silence_pillow()
     if not data:
@@ -122,21 +123,21 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image", watc
 
 
 def too_large(size: int, limits: MediaConfig) -> str:
-    """What is wrong with a file of ``size`` bytes."""
+    """The error text for a file of ``size`` bytes."""
     return f"has {size} bytes; the limit is {limits.max_item_bytes} {named('max_item_bytes')}"
 
 
 def _silence_pillow() -> None:
-    """Keep pillow's warnings about odd files out of the log: what matters comes out as an error.
+    """Suppress pillow's warnings about unusual files: relevant problems are raised as errors.
 
-    Adding one filter is safe from any thread, where ``warnings.catch_warnings`` is not.
+    Adding one filter is thread-safe, unlike ``warnings.catch_warnings``.
     """
     if not warnings.filters or warnings.filters[0][3] != _PILLOW:
         warnings.filterwarnings("ignore", module=_PILLOW.pattern)
 
 
 def _early_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height in a GIF or WebP header: their plugins allocate the canvas as soon as a file is opened."""
+    """Width and height from a GIF or WebP header: their plugins allocate the canvas when a file is opened."""
     if data[:6] in (b"GIF87a", b"GIF89a") and len(data) >= 10:
         width, height = struct.unpack_from("<HH", data, 6)
         return width, height
@@ -153,12 +154,12 @@ def _early_size(data: bytes) -> tuple[int, int] | None:
 
 
 def named(setting: str) -> str:
-    """Which setting of the server a refusal is about."""
+    """The part of an error text that names the server's setting."""
     return f"([media] {setting} of the server)"
 
 
 def check_size(size: tuple[int, int] | None, limits: MediaConfig, field: str) -> None:
-    """Raise ``InvalidArgument`` where ``size`` (width and height in pixels, None = not known yet) is beyond limits."""
+    """Raise ``InvalidArgument`` if ``size`` (width and height in pixels, None = unknown) exceeds the limits."""
     if size is None:
         return
     width, height = size
@@ -174,7 +175,7 @@ def check_size(size: tuple[int, int] | None, limits: MediaConfig, field: str) ->
 
 
 def _whole(image: ImageFile.ImageFile) -> bool:
-    """Whether the strips or tiles that a TIFF file lists cover it; pillow leaves black what they do not."""
+    """Whether the strips or tiles listed in a TIFF file cover the picture; pillow fills missing areas with black."""
     boxes = (extents or (0, 0, *image.size) for _decoder, extents, _offset, _arguments in image.tile)
     return sum((right - left) * (bottom - top) for left, top, right, bottom in boxes) >= image.width * image.height
 
@@ -191,9 +192,9 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _scale_transparency(image: Image.Image, data: bytes) -> None:
-    """Give the transparent grey or colour of a PNG file as many bits as its pixels have: pillow makes 8 of fewer, and
-    of 16 a channel in colours, and leaves it as it is."""
-    bits, colour = data[24], image.info.get("transparency")  # of the header, which comes first
+    """Scale the transparent grey or colour of a PNG file to the bit depth of the decoded pixels: pillow converts pixels
+    of less than 8 bits, and 16-bit channels of colours, to 8 bits, but not this value."""
+    bits, colour = data[24], image.info.get("transparency")  # from the header, the first chunk
     if isinstance(colour, int) and bits in (1, 2, 4) and image.mode != "P":
         most = (1 << bits) - 1
         image.info["transparency"] = (colour & most) * 255 // most
@@ -202,7 +203,7 @@ def _scale_transparency(image: Image.Image, data: bytes) -> None:
 
 
 def _from_deep_grey(image: Image.Image) -> Image.Image:
-    """16-bit grey in 8 bits; pillow leaves it to others how many of them a TIFF file uses, and whether 0 is white."""
+    """16-bit grey scaled to 8 bits; pillow ignores the number of used bits in TIFF files, and whether 0 is white."""
     grey = np.asarray(image).astype(np.uint32)
     tags = getattr(image, "tag_v2", {})
     white: int = (1 << tags.get(_BITS_TAG, (16,))[0]) - 1
@@ -214,7 +215,8 @@ def _from_deep_grey(image: Image.Image) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, 1 where there is none or it cannot be read: damaged metadata is no damaged picture."""
+    """The EXIF orientation; 1 if there is none or it cannot be read, as damaged metadata does not make a picture
+    invalid."""
     try:
         value = image.getexif().get(_ORIENTATION_TAG, 1)
     except _DAMAGE:

@@ -1,6 +1,6 @@
-"""Frames of a long video by several threads, each from a keyframe on, in order.
+"""Multithreaded decoding of a long video's frames, each thread from a keyframe on, with results in order.
 
-PyAV gives up the interpreter's lock while it decodes and converts (intervals: QuickDecoder, arXiv 2505.16175).
+PyAV releases the GIL while it decodes and converts (intervals as in QuickDecoder, arXiv 2505.16175).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from mmserve.encode.watch import Watch
 if TYPE_CHECKING:
     from mmserve.encode.frames import Footage
 
-#: Pixels of frames that may wait for those before them.
+#: Maximum pixels of frames that wait for earlier ones.
 _AHEAD_PIXELS = 48_000_000
 
 
 def in_parallel(
     footage: Footage, runs: Sequence[Sequence[int]], threads: int, watch: Watch, ahead: int | None = None
 ) -> Generator[tuple[int, Image.Image], None, None]:
-    """As ``Footage.sequence``, of the frames in ``runs`` (``Index.runs``). ``watch.check`` is called by any thread.
+    """As ``Footage.sequence``, for the frames in ``runs`` (``Index.runs``). ``watch.check`` is called by any thread.
 
-    ``ahead``: how many frames may wait for those before them; None = as many as there is room for.
+    ``ahead``: maximum number of frames that wait for earlier ones; None = limited by pixels.
     """
     room = max(2 * threads, _AHEAD_PIXELS // (footage.width * footage.height)) if ahead is None else ahead
     order = _Order(runs, room, watch)
@@ -47,14 +47,14 @@ def in_parallel(
 
 
 class _Ended(BaseException):
-    """Nobody wants the frames any more; no ``Exception``, which decoders take for damage."""
+    """The consumer has stopped; not an ``Exception``, which decoders would treat as damage."""
 
 
 class _Order:
-    """Gives runs to threads and takes their frames back in order; the threads' ``Watch``, which ends them, too."""
+    """Assigns runs to threads and returns their frames in order; also the threads' ``Watch``, which stops them."""
 
     def __init__(self, runs: Sequence[Sequence[int]], room: int, watch: Watch) -> None:
-        self._watch, self._room = watch, room  # frames that may wait
+        self._watch, self._room = watch, room  # maximum number of waiting frames
         self._changed = threading.Condition()
         self._runs: deque[tuple[int, Sequence[int]]] = deque()
         place = 0
@@ -62,7 +62,7 @@ class _Order:
             self._runs.append((place, run))
             place += len(run)
         self._frames: dict[int, tuple[int, Image.Image] | None] = {}
-        self._place = 0  # of the frame that is waited for
+        self._place = 0  # index of the frame that is needed next
         self._error: BaseException | None = None
         self._ended = False
 
@@ -75,7 +75,7 @@ class _Order:
         self._watch.check()
 
     def work(self, footage: Footage, again: bool) -> None:
-        """Decode runs until there are no more, on ``footage`` or on the same opened ``again``."""
+        """Decode runs until there are no more, on ``footage`` or on the same file opened ``again``."""
         try:
             if again:
                 with footage.again() as own:
@@ -90,7 +90,7 @@ class _Order:
                 self._changed.notify_all()
 
     def get(self, place: int) -> tuple[int, Image.Image] | None:
-        """The frame of this place, once it is decoded; None = the stream ends before it."""
+        """The frame with this index, once it is decoded; None = the stream ends before it."""
         with self._changed:
             self._place = place
             self._changed.notify_all()
@@ -100,7 +100,7 @@ class _Order:
             return self._frames.pop(place)
 
     def end(self) -> None:
-        """Have the threads end."""
+        """Stop the threads."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

@@ -1,9 +1,9 @@
 """Positions of a prompt's rows on several axes (M-RoPE, arXiv 2409.12191).
 
-A row of text has the same position on all axes. Visual tokens without text between them share their first position,
-and continue from there in time, by rows and by columns; what follows comes after their last row or column, whichever is
-further. Time does not count there, as in ``get_rope_index`` of transformers 5; an answer continues after the last
-row, as in its ``generate``, wherever the latest time may be.
+A row of text has the same position on all axes. Visual tokens without text in between share their first position, and
+advance from there in time, by rows and by columns; the next piece starts after the last row or column, whichever is
+larger. Time is not counted for that, as in ``get_rope_index`` of transformers 5; an answer continues after the last
+row, as in its ``generate``, regardless of the latest time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 
 def axis_places(visual_R: Tensor, coordinates_An: Tensor) -> Tensor:
-    """Places of a picture's rows, counted from where it begins, int64 ``[axes, R + 1]``: the last is what follows.
+    """Positions of a picture's rows relative to its start, int64 ``[axes, R + 1]``; the last is the start of the next
+    piece.
 
-    ``visual_R`` (bool): which rows are visual tokens, ``coordinates_An`` (int64): the offset of each of those from the
-    first that has no text in front of it: time, row and column.
+    ``visual_R`` (bool): which rows are visual tokens, ``coordinates_An`` (int64): for each of these, its offset in
+    time, row and column from the first one of its group without text in between.
     """
     places = torch.zeros(len(coordinates_An), len(visual_R) + 1, dtype=torch.int64)
     edges = [0, *(visual_R.diff().nonzero().flatten() + 1).tolist(), len(visual_R)]

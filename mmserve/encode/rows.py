@@ -1,4 +1,4 @@
-"""The pieces of a prompt, text and media, as rows; and what is derived from them: positions, spans and grids."""
+"""The pieces of a prompt, text and media, as rows; with the resulting positions, spans and grids."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mmserve.core.encoded import Span
 
 @dataclass(frozen=True)
 class Rows:
-    """A piece of a prompt: ids, the place of each in the piece before pruning, and which of them are visual.
+    """A piece of a prompt: ids, the place of each row before pruning, and which rows are visual.
 
-    Where positions have several axes, places are ``[axes, rows]``, and places are counted by them instead of rows.
+    If positions have several axes, places are ``[axes, rows]``, and counted in positions instead of rows.
     """
 
     ids: np.ndarray  # int64 [rows]
     places: np.ndarray  # int64 [rows]
-    span: int  # places from its beginning to that of the next piece
-    pruned: int  # rows removed
+    span: int  # distance from its start to that of the next piece
+    pruned: int  # number of rows removed
     visual: np.ndarray  # bool [rows]
-    grid: np.ndarray  # int64 [rows]: which grid (an image, a frame) each is a patch of; -1 = of none
+    grid: np.ndarray  # int64 [rows]: index of the grid (image or frame) of each patch; -1 = none
     features: Tensor | None  # [visual rows, D]; None for text
-    beside: Tensor | None = None  # the same by the companion's tower, where the request's policy asks for it
+    beside: Tensor | None = None  # the companion's features, if the request's policy requires them
     clip: bool = False
 
 
@@ -35,9 +35,9 @@ def text_rows(ids: np.ndarray) -> Rows:
 
 
 def places_of(pieces: list[Rows], starts: list[int]) -> np.ndarray | None:
-    """The position of each row, and of the answer's begin, as ``Canvas.create`` takes them; None = the row's index.
+    """The position of each row, and of the answer's start, for ``Canvas.create``; None = the row's index.
 
-    ``starts``: where each piece begins, and the answer.
+    ``starts``: the start of each piece, and of the answer.
     """
     if not any(piece.pruned or piece.places.ndim > 1 for piece in pieces):
         return None
@@ -47,7 +47,7 @@ def places_of(pieces: list[Rows], starts: list[int]) -> np.ndarray | None:
 
 
 def spans_of(pieces: list[Rows], starts: list[int]) -> tuple[Span, ...]:
-    """Where each image and clip is. ``starts``: the places where the pieces begin."""
+    """The location of each image and clip. ``starts``: the places at which the pieces begin."""
     rows = np.cumsum([0, *(len(piece.ids) for piece in pieces)]).tolist()
     return tuple(
         Span(row, row + len(piece.ids), place, piece.clip)
@@ -57,7 +57,7 @@ def spans_of(pieces: list[Rows], starts: list[int]) -> tuple[Span, ...]:
 
 
 def grids_of(pieces: list[Rows]) -> tuple[tuple[np.ndarray, ...], ...]:
-    """Of each image and clip, the rows of the prompt that are the patches of each of its grids."""
+    """For each image and clip, the rows of the prompt that are the patches of each of its grids."""
     starts = np.cumsum([0, *(len(piece.ids) for piece in pieces)])
     return tuple(
         tuple(start + np.flatnonzero(piece.grid == i) for i in range(int(piece.grid.max()) + 1))

@@ -1,8 +1,8 @@
-"""Which frames of a video are sampled: rules over the times of its frames, and over what they show.
+"""Sampling of video frames: rules based on the times of frames, and on their contents.
 
-A sampler takes the frames of one piece of video after another (a whole file is one piece), in presentation order, on
-one clock in seconds. It keeps what it needs from piece to piece as plain data, so that it can be sent to the process
-that decodes the next piece (``packed``, ``unpacked``).
+A sampler receives the frames of consecutive pieces of video (a whole file is one piece), in presentation order, with
+times in seconds. Its state between pieces is plain data, so that it can be sent to the process that decodes the next
+piece (``packed``, ``unpacked``).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from PIL import Image
 
 from mmserve.core.own_frames import OwnFrames
 
-#: A frame this much before its moment (seconds) is taken for it: containers round times to a millisecond.
+#: Maximum seconds by which a frame may begin before its sampling time: containers round times to a millisecond.
 TOLERANCE = 0.65e-3
-#: Side in pixels of what is left of a frame where frames are compared.
+#: Side in pixels of the thumbnails by which frames are compared.
 _FEATURE_SIDE = 16
-#: The default similarity that separates scenes (see ``Scene``).
+#: The default similarity threshold between scenes (see ``Scene``).
 SCENE_RATE, SCENE_FRAMES, SCENE_SIMILARITY = 2.0, 4, 0.97
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A frame that was chosen: its time on the stream's clock, RGB and upright.
+    """A sampled frame: its time in seconds of the stream, and the picture, RGB and upright.
 
-    ``detail`` is False for a frame that gets few tokens (``SlowFast``, and ``Scene`` after its first).
+    ``detail`` is False for a frame with few tokens (``SlowFast``, and ``Scene`` after its first frame).
     """
 
     seconds: float
@@ -40,33 +40,33 @@ class Sampled:
 
 
 class Sampler(Protocol):
-    """Chooses frames of a video, piece by piece."""
+    """Selects frames of a video, piece by piece."""
 
     @property
     def interval(self) -> float:
-        """Seconds that a still image lasts where the begin of the next one is unknown."""
+        """Duration of a still image in seconds if the start of the next one is unknown."""
         ...
 
     def look(self, times: Sequence[float], end: float) -> list[int]:
-        """Indices (ascending) of the frames to decode, of a piece whose frames begin at ``times`` (ascending)."""
+        """Indices (ascending) of the frames to decode, for a piece whose frames begin at ``times`` (ascending)."""
         ...
 
     def take(self, seconds: float, image: Image.Image) -> Sampled | None:
-        """A frame that ``look`` named; None = it is not chosen after all."""
+        """The sampled form of a frame selected by ``look``; None = it is discarded."""
         ...
 
     def still(self, seconds: float, image: Image.Image) -> Sampled:
-        """A still image that a client chose: it is always taken, at its time."""
+        """The sampled form of a still image pushed by a client: never discarded, with its own time."""
         ...
 
 
 def spread(times: Sequence[int], end: int, count: int) -> list[int]:
     """Indices of at most ``count`` frames spread evenly over a clip whose frames begin at ``times`` (ascending).
 
-    The clip, ``times[0]`` to ``end``, is cut into ``count`` equal spans, and the frame on screen in the middle of
-    each is taken, once. The middle and not the start: where a span is as long as a frame, its start is where one
-    frame gives way to the next, and the rounding of a container's clock would choose between them. A clip of no
-    more than ``count`` frames gives each of them.
+    The clip, ``times[0]`` to ``end``, is divided into ``count`` equal spans, and the frame shown in the middle of each
+    is selected, once. The middle and not the start: if a span is as long as a frame, its start is at the boundary of
+    two frames, and rounding of the container's times would decide between them. All frames are selected if there are at
+    most ``count``.
     """
     if len(times) <= count:
         return list(range(len(times)))
@@ -77,14 +77,14 @@ def spread(times: Sequence[int], end: int, count: int) -> list[int]:
 
 @dataclass
 class FixedRate:
-    """``rate`` frames a second: for each moment ``k / rate`` of the clock the first frame that begins at it or after.
+    """``rate`` frames a second: for each time ``k / rate`` of the stream, the first frame that begins at it or after.
 
-    A frame is chosen as soon as it is there, and once, however the video is cut into pieces. It has the moment's time
-    where it begins up to ``TOLERANCE`` before it, otherwise its own.
+    A frame is selected immediately, and once, however the video is divided into pieces. Its time is the sampling time
+    if it begins up to ``TOLERANCE`` before it, otherwise its own.
     """
 
     rate: float
-    next: int = 0  # the first moment without a frame
+    next: int = 0  # index of the first sampling time without a frame
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1000:
@@ -114,39 +114,39 @@ class FixedRate:
         return Sampled(self._moment(seconds), image)
 
     def planned(self, times: Sequence[float]) -> list[float]:
-        """The times that frames which ``look`` named, at ``times``, will have."""
+        """The resulting times of the frames selected by ``look``, which begin at ``times``."""
         return [self._moment(seconds) for seconds in times]
 
     def _moment(self, seconds: float) -> float:
-        """The time that a frame at ``seconds`` has: that of the moment it was taken for, if it begins just before."""
+        """The resulting time of a frame at ``seconds``: its sampling time if it begins just before it."""
         moment = (self._after(seconds) - 1) / self.rate
         return moment if seconds < moment <= seconds + TOLERANCE else seconds
 
     def _after(self, seconds: float) -> int:
-        """The first moment after that of a frame at ``seconds``."""
+        """The index of the first sampling time after that of a frame at ``seconds``."""
         return int((seconds + TOLERANCE) * self.rate) + 1
 
 
 @dataclass
 class Scene:
-    """At most ``frames`` frames of each scene, where one scene ends when a frame is unlike the one before.
+    """At most ``frames`` frames of each scene; a scene ends if a frame differs from the previous one.
 
-    ``rate`` frames a second are compared by the cosine similarity of small pictures of them (``feature``); less than
-    ``similarity`` begins a scene (segments by similarity of consecutive frames: TDC, arXiv 2504.10443). A scene's
-    first frame is chosen at once, with ``detail``; the others, without, after 1, 2, 4... intervals, so that nothing
-    has to be known of how long a scene will be.
+    ``rate`` frames a second are compared by the cosine similarity of their thumbnails (``feature``); a value below
+    ``similarity`` starts a new scene (segments by similarity of consecutive frames: TDC, arXiv 2504.10443). A scene's
+    first frame is selected immediately, with ``detail``; the others, without, after 1, 2, 4... intervals, so that the
+    length of a scene need not be known.
 
-    The default similarity was measured on 60 generated clips one after the other, 764 frames, 2 a second: 98.3% of
-    frames are at least 0.97 like the one before in the same clip, and 78% of the cuts are below it (0.9: 100% and 8%;
-    0.95: 99.3% and 56%; 0.98: 94.3% and 90%); the same after H.264 at CRF 35 with noise. Cuts of these clips keep the
-    background, as few cuts of films do.
+    The default similarity was measured on 60 consecutive generated clips, 764 frames, 2 a second: 98.3% of frames have
+    a similarity of at least 0.97 to the previous one in the same clip, and 78% of the cuts are below it (0.9: 100% and
+    8%; 0.95: 99.3% and 56%; 0.98: 94.3% and 90%); the same after H.264 at CRF 35 with noise. Cuts of these clips keep
+    the background, which is rare in films.
     """
 
     rate: float = SCENE_RATE
     frames: int = SCENE_FRAMES
     similarity: float = SCENE_SIMILARITY
     pace: FixedRate | None = None
-    feature: list[float] = field(default_factory=list)  # of the frame before
+    feature: list[float] = field(default_factory=list)  # of the previous frame
     seen: int = 0  # frames of the current scene
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class Scene:
 
 @dataclass
 class SlowFast:
-    """What ``inner`` chooses, every ``every``-th frame with ``detail`` and the others without."""
+    """The frames of ``inner``, every ``every``-th one with ``detail`` and the others without."""
 
     inner: FixedRate | Scene
     every: int = 8
@@ -220,7 +220,7 @@ class SlowFast:
 
 @dataclass(frozen=True)
 class ProcessorFrames(OwnFrames):
-    """The frames that a model's own processor takes, of a whole file."""
+    """The frames selected by a model's own processor, for a whole file."""
 
     @property
     def interval(self) -> float:
@@ -238,14 +238,14 @@ class ProcessorFrames(OwnFrames):
 
 
 def feature(image: Image.Image) -> np.ndarray:
-    """A small picture of a frame, its values counted from mid-grey, as a unit vector (float64)."""
+    """A thumbnail of a frame, relative to mid-grey, as a unit vector (float64)."""
     small = image.convert("RGB").resize((_FEATURE_SIDE, _FEATURE_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
     values = np.asarray(small, dtype=np.float64).ravel() - 127.5
     return np.asarray(values / np.linalg.norm(values))
 
 
 def packed(sampler: Sampler) -> dict[str, Any]:
-    """A sampler and what it keeps, as JSON has it."""
+    """A sampler and its state as JSON data."""
     kind = type(sampler)
     assert dataclasses.is_dataclass(sampler) and kind.__name__ in _KINDS
     values = {f.name: getattr(sampler, f.name) for f in dataclasses.fields(sampler)}

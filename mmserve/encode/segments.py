@@ -1,4 +1,4 @@
-"""Pushed pieces of a live stream to the frames that its sampler chooses, each on the stream's clock."""
+"""Decoding of pushed pieces of a live stream into the frames selected by its sampler, with stream times."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Segment:
     """One pushed piece of a stream: video that begins with a keyframe, or one still image.
 
     ``data``: MP4, MOV, Matroska, WebM, AVI, MPEG-TS, raw H.264 or H.265 (Annex B), or a PNG, JPEG, WebP, GIF, BMP or
-    TIFF image. ``init``: the initialisation segment that a media segment of fragmented MP4 or WebM needs in front.
-    ``start``: seconds of the stream at which it begins; None = where the one before ends.
+    TIFF image. ``init``: the initialisation segment required by a media segment of fragmented MP4 or WebM. ``start``:
+    its start in seconds of the stream; None = the end of the previous segment.
     """
 
     data: bytes = field(repr=False)
@@ -35,7 +35,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Read:
-    """A decoded segment: the frames that were chosen, and where the segment ends, in seconds of the stream."""
+    """A decoded segment: the selected frames, and its end in seconds of the stream."""
 
     frames: tuple[Sampled, ...]
     end: float
@@ -50,16 +50,17 @@ def read_segment(
     field: str = "segment",
     watch: Watch = UNWATCHED,
 ) -> Generator[Sampled, None, float]:
-    """The frames of ``segment`` that ``sampler`` chooses; the generator returns where the segment ends.
+    """The frames of ``segment`` selected by ``sampler``; the generator returns the end of the segment.
 
-    Its first frame begins at ``begin`` seconds of the stream (``segment.start`` is for the caller), and frames come in
-    presentation order. Frames that refer to a keyframe of the segment before cannot be decoded and are left out, but
-    have their time. An image is always taken, and ends after ``sampler.interval``. Only what the chosen frames need is
-    decoded; ``sampler`` then expects the next segment. Of a segment that is refused it may have taken a part.
+    Its first frame begins at ``begin`` seconds of the stream (``segment.start`` is ignored here), and frames are in
+    presentation order. Frames that reference a keyframe of the previous segment cannot be decoded and are left out, but
+    their duration counts. An image is always selected, and lasts ``sampler.interval``. Only the selected frames and
+    their references are decoded; ``sampler`` then expects the next segment. If an error is raised, ``sampler`` may have
+    changed.
 
-    Raises ``InvalidArgument`` naming ``field`` when the segment is empty, of another kind, without video, damaged, cut
-    off, without a keyframe at its beginning, beyond ``limits`` (as ``read_video``), when the times in it run backwards,
-    or when the size of its frames changes.
+    Raises ``InvalidArgument`` with ``field`` if the segment is empty, of another format, without video, damaged,
+    truncated, without a keyframe at its beginning, beyond ``limits`` (as in ``read_video``), if its times decrease, or
+    if the size of its frames changes.
     """
     data = segment.init + segment.data
     if not segment.data:
@@ -93,9 +94,9 @@ def decode_segment(
     field: str = "segment",
     resize: tuple[int, int, int] | None = None,
 ) -> tuple[Read, Sampler]:
-    """``read_segment`` by a pool's ``decode``: what was read, and the sampler for the next segment.
+    """``read_segment`` by a pool's ``decode``; returns its result, and the sampler for the next segment.
 
-    ``sampler`` is unchanged, so that a segment which is refused leaves no trace. ``resize``: as in ``MediaFile``.
+    ``sampler`` is unchanged, so that a rejected segment has no effect. ``resize``: as in ``MediaFile``.
     """
     piece = Piece(len(segment.init), begin, packed(sampler))
     pictures = decode(MediaFile(segment.init + segment.data, True, field, resize=resize, piece=piece))
@@ -105,7 +106,7 @@ def decode_segment(
 
 
 def collected(frames: Generator[Sampled, None, float]) -> tuple[list[Sampled], float]:
-    """All frames of ``read_segment``, and where the segment ends."""
+    """All frames of ``read_segment``, and the end of the segment."""
     found: list[Sampled] = []
     while True:
         try:
@@ -129,7 +130,7 @@ def _chosen(
     footage: Footage, begin: float, sampler: Sampler, field: str, watch: Watch
 ) -> Generator[Sampled, None, None]:
     index = footage.index
-    # frames in front of the first keyframe refer to one that is not in the segment
+    # frames before the first keyframe reference one outside the segment
     skipped = sum(time < index.keys[0] for time in index.times) if index.keys else 0
     times = [begin + footage.at(time) for time in index.times[skipped:]]
     wanted = [skipped + number for number in sampler.look(times, begin + footage.seconds)]

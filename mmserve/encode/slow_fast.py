@@ -1,4 +1,4 @@
-"""Which frames of a clip a request asks for, and frames in the fast path (SlowFast): one visual token each.
+"""The frames of a clip given by a request's sampling, and frames of the fast path (SlowFast): one visual token each.
 
 Slow-fast: few frames in detail, many compact (SlowFast-LLaVA, arXiv 2407.15841).
 """
@@ -26,13 +26,13 @@ from mmserve.encode.sampling import (
 )
 from mmserve.models.picture import Grid, Picture, Text
 
-#: In a prepared clip, bool ``[frames]``: which frames are in detail; absent = all.
+#: Key of a prepared clip, bool ``[frames]``: which frames are in detail; absent = all.
 DETAILS = "details"
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Frames of a clip as ``MediaFile`` names them."""
+    """A selection of frames in the fields of ``MediaFile``."""
 
     frames: int = 0
     rate: float = 0.0
@@ -40,7 +40,7 @@ class Chosen:
 
 
 def chosen_frames(sampling: VideoSampling | None, frames: int, rate: float, own: OwnFrames | None = None) -> Chosen:
-    """What ``sampling`` asks for; where it names no rule, what the model's ``own`` processor takes, or else ``frames``
+    """The selection by ``sampling``; without a rule, the frames of the model's ``own`` processor, or else ``frames``
     and ``rate``."""
     if sampling is None or (sampling.frames is None and sampling.fps is None and not sampling.scenes):
         return Chosen(frames, rate, None if own is None else packed(ProcessorFrames(**vars(own))))
@@ -57,20 +57,20 @@ def chosen_frames(sampling: VideoSampling | None, frames: int, rate: float, own:
 
 
 def details_of(sampling: VideoSampling | None, details: Sequence[bool]) -> tuple[bool, ...]:
-    """Which frames are in detail, given the sampler's choice for the file."""
+    """Which frames are in detail, from the sampler's ``details`` of the file."""
     every = None if sampling is None else sampling.detail_every
     return tuple(details) if every is None else tuple(i % every == 0 for i in range(len(details)))
 
 
 def detailed_grids(details: Tensor, frames_per_grid: int) -> list[bool]:
-    """For each grid of a clip whether any of its frames is one in detail. ``details``: bool ``[frames]``."""
+    """For each grid of a clip whether it contains a frame in detail. ``details``: bool ``[frames]``."""
     return [bool(some.any()) for some in details.split(frames_per_grid)]
 
 
 def compacted(picture: Picture, detailed: Sequence[bool]) -> Picture:
-    """``picture`` of a clip with one token, their mean, in the place of the patches of each grid that is not detailed.
+    """``picture`` of a clip with the patches of each grid that is not detailed replaced by one token, their mean.
 
-    Separators and text stay. The token is in the place of the grid's middle patch, and no pruner judges it.
+    Separators and text stay. The token takes the place of the grid's middle patch, and is exempt from pruning.
     """
     tokens, keep = picture.tokens.clone(), torch.ones(len(picture.tokens), dtype=torch.bool)
     for grid, whole in zip(picture.grids, detailed, strict=True):
@@ -96,7 +96,7 @@ def compacted(picture: Picture, detailed: Sequence[bool]) -> Picture:
 
 
 def fewest_pieces(pieces: Sequence[Text | int], detailed: Sequence[bool]) -> tuple[Text | int, ...]:
-    """At least what ``compacted`` leaves of ``pieces``, before the tower has run."""
+    """A lower bound of the result of ``compacted`` for ``pieces``, before the tower has run."""
     counts = [piece for piece in pieces if isinstance(piece, int)]
     if len(counts) == len(detailed):
         left = iter([count if whole else min(count, 1) for count, whole in zip(counts, detailed, strict=True)])

@@ -1,4 +1,4 @@
-"""Uploaded media, kept under the hash of their bytes and bounded in bytes: least recently used first out."""
+"""Uploaded media, stored by content hash with a bound in bytes and LRU eviction."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from mmserve.errors import NotFound, ResourceExhausted
 
 @dataclass(frozen=True)
 class Stored:
-    """Where an item went, and whether the store had its bytes already."""
+    """The id of an item, and whether the store already had its bytes."""
 
     media_id: str
     deduplicated: bool
 
 
 class MediaStore:
-    """Content-addressed bytes, at most ``capacity`` of them; every method may be called from any thread.
+    """Content-addressed storage of at most ``capacity`` bytes. Thread-safe.
 
-    ``cache`` names the part of the store that a tenant uses: what was put into one part is not found in another.
+    ``cache`` is the namespace of a tenant: items of one namespace are not visible in another.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._lock = threading.Lock()
-        self._parts: dict[str, OrderedDict[str, bytes]] = {}  # none of them is empty
-        self._sizes: Counter[str] = Counter()  # bytes of each part
+        self._parts: dict[str, OrderedDict[str, bytes]] = {}  # no namespace is empty
+        self._sizes: Counter[str] = Counter()  # bytes of each namespace
 
     def put(self, data: bytes, *, media_id: str | None = None, cache: str = "") -> Stored:
-        """Keep ``data``, dropping items to make room: the least recently used ones of the part that holds most.
+        """Store ``data``, evicting the least recently used items of the largest namespace as needed.
 
-        ``media_id`` spares the hashing where the caller has hashed the same bytes already. Raises
-        ``ResourceExhausted`` where the item alone is larger than the store.
+        ``media_id``: the hash of the bytes, if the caller has computed it. Raises ``ResourceExhausted`` if the item is
+        larger than the store.
         """
         if len(data) > self.capacity:
             raise ResourceExhausted(f"{len(data)} bytes do not fit into the media store of {self.capacity} bytes")
@@ -50,7 +50,7 @@ class MediaStore:
         return Stored(key, deduplicated=False)
 
     def get(self, media_id: str, cache: str = "") -> bytes:
-        """The bytes under ``media_id``, now the most recently used; raises ``NotFound``."""
+        """The bytes of ``media_id``, now the most recently used; raises ``NotFound``."""
         with self._lock:
             part = self._parts.get(cache, OrderedDict())
             data = part.get(media_id)
@@ -60,18 +60,18 @@ class MediaStore:
             return data
 
     def __len__(self) -> int:
-        """Items kept."""
+        """Number of items."""
         with self._lock:
             return sum(map(len, self._parts.values()))
 
     @property
     def used(self) -> int:
-        """Bytes kept."""
+        """Number of bytes."""
         with self._lock:
             return self._sizes.total()
 
     def _drop(self, cache: str) -> None:
-        """Drop the least recently used item of a part."""
+        """Evict the least recently used item of a namespace."""
         _, dropped = self._parts[cache].popitem(last=False)
         self._sizes[cache] -= len(dropped)
         if not self._parts[cache]:

@@ -1,4 +1,4 @@
-"""Video files from a client to a few RGB frames with their times, within limits that are checked before decoding."""
+"""Decoding of video files from a client to a few RGB frames with times, with limits checked before decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmserve.encode.watch import UNWATCHED, Watch
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import InvalidArgument
 
-#: Called with the seconds of the frames of a clip before they are decoded, or None, and its length.
+#: Called with the planned times of a clip's frames before decoding (None = unknown), and the length, in seconds.
 Plan = Callable[[Sequence[float] | None, float], None]
 
 
@@ -35,20 +35,20 @@ def read_video(
     plan: Plan = lambda _seconds, _length: None,
 ) -> Generator[tuple[float, Image.Image], None, float]:
     """At most ``frames`` frames of an MP4, MOV, Matroska, WebM or AVI file, spread evenly over its time, each with the
-    seconds since the first frame of the file; it returns the seconds of the whole file.
+    seconds since the first frame of the file; the generator returns the seconds of the whole file.
 
-    Of a short one there are ``rate`` a second, one at least (0 = no fewer). Which frames is ``spread``'s choice. Only
-    what they need is decoded: packets are read once, and decoding continues from where it is unless a keyframe is
-    between there and the next frame wanted; then it starts again at that keyframe. The frames are bit for bit those of
-    decoding everything. A display matrix (a phone held upright) is applied, to the nearest quarter turn; pixels are
-    taken as square.
+    For a short file ``rate`` frames a second, at least one (0 = always ``frames``). ``spread`` selects the frames.
+    Decoding is minimal: packets are read once, and decoding continues from the present position unless a keyframe is
+    between it and the next wanted frame; then it jumps to that keyframe. The frames are bitwise equal to those of
+    sequential decoding. A display matrix (a phone held upright) is applied, to the nearest quarter turn; pixels are
+    assumed to be square.
 
-    Raises ``InvalidArgument`` naming ``field`` when the file is empty, of another kind, without video, damaged or
-    cut off, or beyond ``limits`` (bytes, seconds, pixels and side of a frame, pixels of all frames together, and of
+    Raises ``InvalidArgument`` with ``field`` if the file is empty, of another format, without video, damaged or
+    truncated, or beyond ``limits`` (bytes, seconds, pixels and side of a frame, pixels of all frames together, and of
     the sampled ones, which are in memory together).
 
-    ``window``, ``part``: as of ``MediaFile``. ``plan`` is called once, with the seconds of the frames that will come,
-    those of all parts, and those of the whole file; a damaged or unusual file may turn out to have other frames.
+    ``window``, ``part``: as in ``MediaFile``. ``plan`` is called once, with the times of all planned frames (of all
+    parts), and the length of the whole file; a damaged or unusual file may turn out to have other frames.
     """
     with _footage(data, limits, field) as footage:
         if rate:
@@ -75,9 +75,9 @@ def sample_video(
     part: tuple[int, int, int] | None = None,
     plan: Plan = lambda _seconds, _length: None,
 ) -> Generator[Sampled, None, float]:
-    """As ``read_video``, the frames that ``sampler`` chooses of the file.
+    """As ``read_video``, for the frames of the file selected by ``sampler``.
 
-    ``InvalidArgument``, too, where it would look at more than ``limits.max_sampled_frames``.
+    Also raises ``InvalidArgument`` if it would decode more than ``limits.max_sampled_frames`` frames.
     """
     with _footage(data, limits, field) as footage:
         times = [footage.at(time) for time in footage.index.times]
@@ -103,7 +103,8 @@ def sample_video(
 def clip_frames(
     file: MediaFile, limits: MediaConfig, watch: Watch = UNWATCHED, plan: Plan = lambda _seconds, _length: None
 ) -> Generator[Sampled, None, float]:
-    """The frames of a clip that ``file`` asks for, by ``sample_video`` or ``read_video``; returns its length."""
+    """The frames of a clip requested by ``file``, from ``sample_video`` or ``read_video``; returns its length in
+    seconds."""
     common: dict[str, Any] = {"field": file.name, "watch": watch, "window": file.window, "plan": plan}
     common["part"] = file.part
     if file.sampler is not None:

@@ -1,6 +1,6 @@
-"""Images and clips to pruned visual tokens, each made once: media files in, cached values out.
+"""Images and clips to pruned visual tokens, each computed once: media files in, cached values out.
 
-Shapes in names: K visual tokens that are left, R rows of the prompt (visual tokens and text between them), D hidden.
+Shapes in names: K visual tokens after pruning, R rows of the prompt (visual tokens and text between them), D hidden.
 """
 
 from __future__ import annotations
@@ -37,38 +37,38 @@ from mmserve.tiers.memory import Entry, Labels
 
 @dataclass(frozen=True)
 class Media:
-    """An image or a video of a request, and what is wanted of it."""
+    """An image or a video of a request, and its encoding options."""
 
     data: bytes = field(repr=False)
     clip: bool
     path: str  # in the request message, for errors
     pruner: Pruner | None
     amount: Amount | None
-    accompanied: bool  # the companion encodes it, too
-    among: bool = False  # one of several images, where a model prepares those differently
-    cache: str = ""  # the part of the caches that its tenant uses
+    accompanied: bool  # also encoded by the companion
+    among: bool = False  # one of several images, for models that prepare those differently
+    cache: str = ""  # cache namespace of its tenant
     pixels: tuple[PixelRange, PixelRange] | None = None  # of images and of videos; None = the checkpoint's own
-    sampling: VideoSampling | None = None  # which frames of a clip; None = by the model's own settings
+    sampling: VideoSampling | None = None  # sampling of a clip; None = the model's own settings
 
 
 @dataclass
 class Loaded:
-    """A request's media once they are read: what towers take of each, or its tokens where the cache has them."""
+    """A request's media after reading: inputs of the towers, or cached tokens."""
 
     items: Sequence[Media]
     keys: Sequence[bytes] = ()
-    entries: Sequence[Entry | None] = ()  # tokens of each item, None = not there
-    prepared: dict[int, list[Prepared]] = field(default_factory=dict)  # pixels of the others, for each source
+    entries: Sequence[Entry | None] = ()  # tokens of each item, None = not cached
+    prepared: dict[int, list[Prepared]] = field(default_factory=dict)  # pixels of the others, by source
     _held: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
-        """Give back what caches hold for it."""
+        """Release its references to cache entries."""
         self._held.close()
         self.prepared, self.entries = {}, ()
 
 
 class Viewer:
-    """The towers of a model and its companion over a cache; holds no state of any request."""
+    """Runs the towers of a model and its companion, with a cache; has no per-request state."""
 
     def __init__(
         self, model: EncoderModel, media: MediaConfig, cache: Caches, decoders: Decoders | None = None
@@ -77,7 +77,7 @@ class Viewer:
         self._decoders = decoders or InPlace(media)
         self._source = VisionSource.of(model)
         self._second = VisionSource.of(model.companion) if model.companion is not None else None
-        self._tower = threading.Lock()  # a tower shows its evidence to one run at a time
+        self._tower = threading.Lock()  # evidence is recorded for one run at a time
 
     def load(
         self,
@@ -86,12 +86,11 @@ class Viewer:
         check: Check = lambda: None,
         progress: ClipProgress | None = None,
     ) -> Loaded:
-        """Read a request's items: each is decoded and prepared once for all requests, and kept until closed.
+        """Read a request's items: each is decoded and prepared once for all requests, and referenced until closed.
 
-        Of long clips the frames go through the tower as they come, and ``progress`` is informed of that.
-        As items are read, ``admit`` is called with the rows of the prompt of each, 0 where that is not known yet:
-        what it raises is raised here, and so is what ``check`` raises, which is called between frames. Raises
-        ``InvalidArgument`` for bad media.
+        The frames of long clips run through the tower as they are decoded, reported to ``progress``. As items are read,
+        ``admit`` is called with the number of prompt rows of each, 0 if unknown; its exceptions are raised here, as are
+        those of ``check``, which is called between frames. Raises ``InvalidArgument`` for bad media.
         """
         loaded = Loaded(items, [self._key(item) for item in items])
         try:
@@ -112,7 +111,7 @@ class Viewer:
     def entries(
         self, loaded: Sequence[Loaded], admit: Callable[[list[int]], None], check: Check = lambda: None
     ) -> Iterator[list[tuple[bytes, Entry]]]:
-        """As ``view``, as the cache has them: each with its key."""
+        """As ``view``, in the cached form: each entry with its key."""
         flat = [(one, i) for one in loaded for i in range(len(one.items))]
         missing = [(one, i) for one, i in flat if one.entries[i] is None]
         keys, items = [one.keys[i] for one, i in missing], [one.items[i] for one, i in missing]
@@ -132,18 +131,18 @@ class Viewer:
     def view(
         self, loaded: Sequence[Loaded], admit: Callable[[list[int]], None], check: Check = lambda: None
     ) -> Iterator[list[Visual]]:
-        """The visual tokens of each item of ``loaded``, which stay in the cache until the context ends.
+        """The visual tokens of each item of ``loaded``, which are not evicted until the context exits.
 
-        Before anything goes through a tower, ``admit`` is called with the rows of the prompt of each item: what it
-        raises is raised here. On a CPU, the other items of a batch do not change an item's tokens, and ``check`` is
-        called between two items.
+        Before a tower runs, ``admit`` is called with the number of prompt rows of each item; its exceptions are raised
+        here. On a CPU, an item's tokens do not depend on the other items of a batch, and ``check`` is called between
+        two items.
         """
         with self.entries(loaded, admit, check) as entries:
             yield [self._visual(entry) for _key, entry in entries]
 
     def part(self, item: Media, share: MediaShare, check: Check = lambda: None) -> dict[str, Entry]:
-        """A part of a clip, by its name; where it cannot be shared, the first one has all of it, and the others
-        nothing."""
+        """A part of a clip, by its name; if it is not divisible, the first part is the whole, and the others are
+        empty."""
         watching = self._watching(item) if self._streams(item) else None
         if watching is not None and watching.divisible:
             made = watching.part(self._decoders, item.data, share, check)
@@ -156,8 +155,8 @@ class Viewer:
             return {key.hex(): dict(entry) for key, entry in entries}
 
     def joined(self, items: Sequence[Media], name: str, parts: Mapping[int, Entry]) -> Entry | None:
-        """The entry of the clip among ``items`` whose key has this name (hex), of its ``parts`` by their numbers; None
-        where they are not all of it."""
+        """The entry of the clip among ``items`` whose key has this name (hex), joined from its ``parts`` by number;
+        None if they are incomplete."""
         item = next((each for each in items if each.clip and self._key(each).hex() == name), None)
         if item is None or self._source is None:
             return None
@@ -169,7 +168,7 @@ class Viewer:
         return Watching(self._source.model, self._source.vision, item.path, item.sampling, _needs(item), self._tower)
 
     def _streams(self, item: Media) -> bool:
-        """Whether the frames of ``item`` go through the tower as they come: not those that all go together anyway."""
+        """Whether the frames of ``item`` run through the tower as they are decoded; not for clips of a single batch."""
         if not item.clip or len(self._sources(item)) > 1 or self._source is None:
             return False
         vision = self._source.vision
@@ -179,7 +178,7 @@ class Viewer:
     def _watch(
         self, loaded: Loaded, i: int, admit: Callable[[list[int]], None], check: Check, progress: ClipProgress | None
     ) -> None:
-        """Fill ``loaded.entries[i]`` of a clip: decoded, prepared and seen a few frames at a time."""
+        """Fill ``loaded.entries[i]`` for a clip that is decoded, prepared and encoded a few frames at a time."""
         item = loaded.items[i]
 
         def rows(count: int) -> None:
@@ -214,7 +213,7 @@ class Viewer:
         return 1 if self._source is None else self._source.model.position_axes
 
     def _sources(self, item: Media) -> list[VisionSource]:
-        """What encodes an item: the model and, where it is asked for, its companion."""
+        """The sources that encode an item: the model and, if required, its companion."""
         return [source for source in (self._source, self._second if item.accompanied else None) if source is not None]
 
     def _key(self, item: Media) -> bytes:
@@ -230,7 +229,7 @@ class Viewer:
         return media_digest(kind, item.data, self.media, item.cache)
 
     def _visual(self, entry: Entry) -> Visual:
-        """A value whose tokens are where their models are, which those from disk are not."""
+        """A value with its tokens on the devices of their models; entries from disk are on the CPU."""
         tokens = [
             entry[name].to(source.model.device)
             for name, source in (("tokens", self._source), ("beside", self._second))
@@ -242,7 +241,7 @@ class Viewer:
         return Visual(tokens[0], ids, places, grid, beside, where)
 
     def _rows_of(self, loaded: Loaded, i: int) -> int:
-        """Rows of the prompt that an item is before it is pruned; 0 while it is not loaded."""
+        """Number of an item's prompt rows before pruning; 0 if it is not loaded."""
         entry = loaded.entries[i]
         if entry is not None:
             return len(entry["ids"])
@@ -256,8 +255,8 @@ class Viewer:
         return len(ids_of(pieces, self._source.model.tokenizer))
 
     def _make(self, items: list[Media], prepared: list[list[Prepared]], check: Check) -> list[Entry]:
-        """Each item goes through the tower alone, so that what is kept does not depend on what came with it. On a GPU,
-        images of one size that are asked for the same evidence go together: there that saves time."""
+        """Each item runs through the tower separately, so that its entry does not depend on its batch. On a GPU, images
+        of equal size with the same evidence are batched, which saves time."""
         batches: dict[object, list[int]] = defaultdict(list)
         for i, (item, mine) in enumerate(zip(items, prepared, strict=True)):
             alone = self._runs_alone(item)
@@ -272,7 +271,7 @@ class Viewer:
         return [entries[i] for i in range(len(items))]
 
     def _pictures(self, items: list[Media], prepared: list[list[Prepared]]) -> list[list[Picture]]:
-        """Each item as each source has it; only what the first one has is judged."""
+        """Each item as encoded by each source; only the first source's evidence is used for pruning."""
         by_source: list[list[Picture]] = []
         for at, source in enumerate(self._sources(items[0])):
             model, wanted = source.model, frozenset() if at else _needs(items[0])
@@ -289,7 +288,7 @@ class Viewer:
         keys = [self._pixel_key(loaded.items[i], source) for i, source in asked]
 
         def make(chosen: list[int]) -> list[Entry]:
-            """Each file is decoded once for all sources; those of an item are one after another in ``asked``."""
+            """Decode each file once for all sources; the sources of an item are consecutive in ``asked``."""
             of_item: dict[int, list[VisionSource]] = defaultdict(list)
             for n in chosen:
                 of_item[asked[n][0]].append(asked[n][1])
@@ -313,19 +312,19 @@ class Viewer:
         loaded.prepared = dict(found)
 
     def _runs_alone(self, item: Media) -> bool:
-        """Whether an item goes through the tower by itself in any case, and not beside others of its batch."""
+        """Whether an item always runs through the tower separately, and not in a batch with others."""
         return item.clip or self._sources(item)[0].model.device.type == "cpu"
 
     def _foreseen(self, loaded: Loaded, i: int) -> bool:
-        """Whether item ``i`` can go through the tower before the others are read: it is read for all sources, it goes
-        alone in any case, and as all are images of one number of rows, the prompt's length is known."""
+        """Whether item ``i`` can run through the tower before the others are read: it is prepared for all sources and
+        always runs separately, and the prompt's length is known, as all items are images with equal token counts."""
         if i not in loaded.prepared:
             return False
         same = self._source is not None and self._source.vision.tokens_per_image > 0
         return same and self._runs_alone(loaded.items[i]) and not any(item.clip for item in loaded.items)
 
     def _see_ahead(self, loaded: Loaded, i: int, check: Check) -> None:
-        """Fill ``loaded.entries[i]`` of an item that is read, while the pool decodes those after it."""
+        """Fill ``loaded.entries[i]`` for a prepared item, while the pool decodes later ones."""
         item, key = loaded.items[i], loaded.keys[i]
 
         def make(_chosen: list[int]) -> list[Entry]:
@@ -339,7 +338,7 @@ class Viewer:
         return digest(self._file(item), frames_of(source.vision) if item.clip else b"", source.pixels)
 
     def _prepare(self, item: Media, sources: list[VisionSource], decode: Decode) -> list[Prepared]:
-        """What each of ``sources`` takes of an item."""
+        """An item prepared for each of ``sources``."""
         first = sources[0].vision
         visions = [source.vision if item.pixels is None else source.vision.within(*item.pixels) for source in sources]
         resizes = {source.vision.first_resize(clip=item.clip, among=item.among) for source in sources}
@@ -363,7 +362,7 @@ class Viewer:
             raise InvalidArgument.of(item.path, str(error)) from error
 
     def _entry(self, item: Media, pictures: list[Picture]) -> Entry:
-        """What is left of an item, by each source; what the first one's tokens lose, the others' lose, too."""
+        """The pruned tokens of an item from each source; all use the plans of the first source."""
         assert self._source is not None
         own, plans = pictures[0], None
         if item.pruner is not None and item.amount is not None:

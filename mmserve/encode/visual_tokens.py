@@ -1,6 +1,6 @@
-"""The visual tokens of one image or clip as the cache has them: their parts, their validation, and pruning.
+"""The cached visual tokens of one image or clip: their fields, validation, and pruning.
 
-Shapes in names: K visual tokens that are left, R rows of the prompt (visual tokens and text between them), D hidden.
+Shapes in names: K visual tokens after pruning, R rows of the prompt (visual tokens and text between them), D hidden.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from mmserve.tiers.memory import Entry
 
 @dataclass(frozen=True)
 class Visual:
-    """The visual tokens of one image or clip; shared through the cache, so not to be changed."""
+    """The visual tokens of one image or clip; shared through the cache, so read-only."""
 
     tokens_KD: Tensor
-    ids_R: np.ndarray  # int64: the row before pruning, ``VISUAL`` for each visual token
-    places: np.ndarray  # int64, ascending: the rows left after pruning, all text among them
-    grid_K: np.ndarray  # int64: which grid of patches a token is of; -1 = none, such as a class token or a separator
-    beside_KD: Tensor | None  # the companion's, in the same places
-    where: np.ndarray | None  # int64 [axes, R + 1], see ``axis_places``; None where positions have one axis
+    ids_R: np.ndarray  # int64: the rows before pruning, ``VISUAL`` for each visual token
+    places: np.ndarray  # int64, ascending: the rows left after pruning, including all text
+    grid_K: np.ndarray  # int64: index of the grid of each token; -1 = none, such as a class token or a separator
+    beside_KD: Tensor | None  # the companion's tokens, in the same places
+    where: np.ndarray | None  # int64 [axes, R + 1], see ``axis_places``; None with one position axis
 
 
 def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]], *, axes: int = 1) -> bool:
-    """Whether ``entry`` has all that a ``Visual`` has, each of the right type and size and in range.
+    """Whether ``entry`` has all fields of a ``Visual``, each with the right dtype and size and in range.
 
-    ``kinds``: type and width of the tokens of each model that looked; ``axes`` of a position.
+    ``kinds``: dtype and width of the tokens of each model that encoded the item; ``axes``: of a position.
     """
     token_names = ("tokens", "beside")[: len(kinds)]
     if set(entry) != {"ids", "places", "grid", *token_names, *(["where"] if axes > 1 else [])}:
@@ -66,7 +66,7 @@ def are_pixels(_i: int, entry: Entry) -> bool:
 
 
 def grid_of(picture: Picture) -> Tensor:
-    """Which grid each token of a picture is a patch of (int64 ``[n]``); -1 = of none."""
+    """The grid index of each token of a picture (int64 ``[n]``); -1 = none."""
     of = torch.full((len(picture.tokens),), -1)
     for i, grid in enumerate(picture.grids):
         of[grid.patches] = i
@@ -74,7 +74,7 @@ def grid_of(picture: Picture) -> Tensor:
 
 
 def pruned(picture: Picture, plans: Sequence[Plan] | None) -> tuple[Tensor, Tensor]:
-    """The tokens ``[k, D]`` that are left of a picture, and which they were (int64 ``[k]``, on the CPU)."""
+    """The tokens ``[k, D]`` of a picture after pruning, and their indices before it (int64 ``[k]``, on the CPU)."""
     tokens = picture.tokens
     if plans is None:
         return tokens, torch.arange(len(tokens))

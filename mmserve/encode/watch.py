@@ -1,4 +1,4 @@
-"""What a decoder reports while it works, so that its caller can end it or make it wait."""
+"""Callbacks of a decoder, with which its caller can stop or delay it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Protocol
 
 
 class Watch(Protocol):
-    """Who started a decoder; either method may raise to end it."""
+    """Callbacks of the caller of a decoder; either method may raise to stop it."""
 
     def reserve(self, pixels: int) -> None:
-        """Called before so many pixels are decoded, and again where a clip's frames grow; may block."""
+        """Called before ``pixels`` are decoded, and again if a clip's frames become larger; may block."""
         ...
 
     def check(self) -> None:
-        """Called after each frame that was decoded, by any thread."""
+        """Called after each decoded frame, by any thread."""
         ...
 
 
 class Unwatched:
-    """Lets every decoder work to its end."""
+    """Never stops a decoder."""
 
     def reserve(self, pixels: int) -> None:
         return

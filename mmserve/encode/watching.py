@@ -1,4 +1,5 @@
-"""Clips whose frames go through the tower as they are decoded: decoding and encoding overlap, with the same result."""
+"""Clips whose frames run through the tower as they are decoded: overlapped decoding and encoding, with equal
+results."""
 
 from __future__ import annotations
 
@@ -26,25 +27,25 @@ from mmserve.models.base import EncoderModel
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, Resize, Text, Tile, VisionEncoder
 from mmserve.prune.base import Evidence
 
-#: In a row of ids: the place of a visual token.
+#: In a row of ids: a visual token.
 VISUAL = -1
 
 
 class ClipProgress(Protocol):
-    """Receives a clip while it is read; only where nothing of it is dropped afterwards."""
+    """Receives a clip while it is read; only used if the clip is not pruned afterwards."""
 
     def planned(self, ids_R: np.ndarray) -> None:
-        """The clip's row (int64, ``VISUAL`` for each visual token), before any of it is decoded."""
+        """Called with the clip's row (int64, ``VISUAL`` for each visual token), before decoding starts."""
         ...
 
     def arrived(self, tokens_kD: Tensor) -> None:
-        """The visual tokens of the next frames, in order."""
+        """Called with the visual tokens of the next frames, in order."""
         ...
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Frames that are ready for the tower."""
+    """Frames prepared for the tower."""
 
     prepared: Prepared
     seconds: tuple[float, ...]
@@ -53,11 +54,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class ClipPart:
-    """Frames of a clip after the tower, one after another: of each its tile, its ``seconds`` and whether it is in
-    detail.
+    """Consecutive frames of a clip after the tower: for each its tile, its ``seconds`` and whether it is in detail.
 
-    ``length``: seconds of the whole file; ``planned``: those of all frames that the whole clip will have, None where
-    that depends on what they show.
+    ``length``: seconds of the whole file; ``planned``: times of all frames of the whole clip, None if they depend on
+    the contents.
     """
 
     tiles: tuple[Tile, ...]
@@ -69,7 +69,7 @@ class ClipPart:
 
 @dataclass(frozen=True)
 class Watching:
-    """How a clip is encoded. ``tower`` is held while the tower runs; ``field``: of the request, for errors."""
+    """Encodes a clip. ``tower`` is locked while the tower runs; ``field``: of the request, for errors."""
 
     model: EncoderModel
     vision: VisionEncoder
@@ -81,10 +81,10 @@ class Watching:
     def picture(
         self, decoders: Decoders, data: bytes, rows: Callable[[int], None], check: Check, progress: ClipProgress | None
     ) -> Picture:
-        """The clip as ``VisionEncoder.see`` shows it, some of its frames compact.
+        """The clip as returned by ``VisionEncoder.see``, with some of its frames compact.
 
-        ``rows`` is called with a lower bound of its rows of the prompt, whenever that grows. ``check``
-        is called between frames. What either raises is raised, as is ``InvalidArgument`` for a bad file.
+        ``rows`` is called with a lower bound of the number of its prompt rows, whenever that increases. ``check`` is
+        called between frames. Raises the exceptions of both, and ``InvalidArgument`` for a bad file.
         """
 
         def planned(plan: Planned) -> None:
@@ -99,15 +99,15 @@ class Watching:
         return self.joined([self._read(decoders, self._file(data), check, planned, arrived)])
 
     def part(self, decoders: Decoders, data: bytes, share: MediaShare, check: Check) -> ClipPart:
-        """What one of several encoders makes of the frames that it has of a clip; raises as ``picture``.
+        """The result of one of several encoders for its frames of a clip; raises as ``picture``.
 
-        Parts are cut between batches of the tower, so that each batch is as it is in the whole.
+        Parts are split between batches of the tower, so that each batch is the same as in the whole clip.
         """
         file = replace(self._file(data), part=(share.part, share.of, self.vision.frames_at_once))
         return self._read(decoders, file, check, lambda _plan: None, lambda _so_far, _new: None)
 
     def joined(self, parts: Sequence[ClipPart]) -> Picture:
-        """The clip of its ``parts``, in their order."""
+        """The clip from its ``parts``, in order."""
         seconds = [at for part in parts for at in part.seconds]
         details = details_of(self.sampling, [detail for part in parts for detail in part.details])
         tiles = [tile for part in parts for tile in part.tiles]
@@ -116,8 +116,8 @@ class Watching:
 
     @property
     def divisible(self) -> bool:
-        """Whether its frames are chosen by their times alone, and go through the tower a few at a time: then several
-        encoders can share them."""
+        """Whether several encoders can share the clip: its frames are selected by time only, and encoded in small
+        batches."""
         chosen = self._file(b"").sampler
         by_time = chosen is None or isinstance(unpacked(chosen), FixedRate | ProcessorFrames)
         return by_time and self.vision.frames_at_once > 0 and not self.wanted
@@ -135,7 +135,7 @@ class Watching:
         planned: Callable[[Planned], None],
         arrived: Callable[[int, Sequence[Tile]], None],
     ) -> ClipPart:
-        """The frames of ``file``; ``arrived`` is called with how many there are so far, and the new ones."""
+        """The frames of ``file``; ``arrived`` is called with the number of frames so far, and the new ones."""
         tiles: list[Tile] = []
         seconds: list[float] = []
         details: list[bool] = []
@@ -160,7 +160,7 @@ class Watching:
     def _plan(
         self, seconds: Sequence[float], length: float, rows: Callable[[int], None], progress: ClipProgress | None
     ) -> None:
-        """Refuse early what will be too long, and inform ``progress``."""
+        """Reject a clip early if it will be too long, and inform ``progress``."""
         every = None if self.sampling is None else self.sampling.detail_every
         if every not in (None, 1):
             rows(len(seconds))
@@ -195,7 +195,7 @@ def clip_file(
     resize: Resize | None,
     window: int = 0,
 ) -> MediaFile:
-    """A clip with the frames that ``sampling`` asks for, or ``vision`` by itself."""
+    """A clip with the frames selected by ``sampling``, or by default by ``vision``."""
     chosen = chosen_frames(sampling, vision.frames_per_video, vision.frames_per_second, vision.own_frames)
     return MediaFile(data, True, name, chosen.frames, chosen.rate, resize, sampler=chosen.sampler, window=window)
 
@@ -203,12 +203,12 @@ def clip_file(
 def prepared_clip(
     vision: VisionEncoder, frames: Sequence[Image.Image], seconds: Sequence[float], length: float | None = None
 ) -> Prepared:
-    """Frames of a clip, ``seconds`` after its start, with the labels that the model was taught."""
+    """Frames of a clip, ``seconds`` after its start, prepared with the labels used in the model's training."""
     return vision.prepare_clip(frames, [vision.label_seconds(at) for at in seconds], length=length)
 
 
 def ids_of(pieces: Sequence[Text | int], tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """The row of ids (int64) that a picture of these ``pieces`` becomes, ``VISUAL`` for each visual token."""
+    """The row of ids (int64) of a picture with these ``pieces``, ``VISUAL`` for each visual token."""
     row: list[int] = []
     for piece in pieces:
         match piece:

@@ -1,11 +1,11 @@
 """Messages between the server and the processes that decode media.
 
 The server sends ``JOB`` and a message (the file follows its header), then ``GO`` after each ``pixels`` message, or
-``STOP`` at any time, after which it answers nothing. The process answers with messages: ``plan`` (of a clip with a
-``window``: its length, and seconds of the frames that will come, where they are known), ``pixels`` (so many will be
-held), ``size`` (a picture; its RGB bytes follow, ``rows_of_band`` rows at a time, each time with ``MORE`` or, where the
-rest of the picture does not come, ``CUT`` after them), and last ``done``, ``stopped``, ``refused`` or ``failed``. For a
-piece of a stream, ``done`` has the fields of ``PieceRead`` beside it; for a video, its ``length`` in seconds.
+``STOP`` at any time, after which it sends nothing more for the job. The process sends messages: ``plan`` (for a clip
+with a ``window``: its length, and the times of the planned frames, if known), ``pixels`` (number that will be in
+memory), ``size`` (of a picture; its RGB bytes follow, ``rows_of_band`` rows at a time, each followed by ``MORE`` or, if
+the rest of the picture is cancelled, ``CUT``), and last ``done``, ``stopped``, ``refused`` or ``failed``. For a piece
+of a stream, ``done`` also has the fields of ``PieceRead``; for a video, its ``length`` in seconds.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 JOB, GO, STOP = b"j", b"g", b"x"
-#: After a band of a picture: whether the job goes on.
+#: Sent after a band of a picture: whether the job continues.
 MORE, CUT = b"+", b"-"
 _HEADER = struct.Struct(">I")
 HEADER_BYTES = _HEADER.size
-#: Of a picture that are sent, and received, in one piece.
+#: Maximum bytes of a picture that are sent, and received, at once.
 BAND_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """That a file is a piece of a stream (``segments.read_segment``).
+    """Marks a file as a piece of a stream (``segments.read_segment``).
 
-    ``init_bytes`` of its data are the initialisation segment; ``begin``: where it begins, in seconds of the stream;
+    The first ``init_bytes`` of its data are the initialisation segment; ``begin``: its start in seconds of the stream;
     ``sampler``: the stream's sampler (``sampling.packed``).
     """
 
@@ -39,8 +39,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceRead:
-    """Of a piece that was decoded: whether each picture is one in detail, where it ends (seconds of the stream), and
-    the sampler for the next piece."""
+    """Results for a decoded piece: whether each picture is in detail, its end (seconds of the stream), and the sampler
+    for the next piece."""
 
     details: tuple[bool, ...]
     end: float
@@ -49,13 +49,14 @@ class PieceRead:
 
 @dataclass(frozen=True)
 class MediaFile:
-    """A file to decode. ``frames`` and ``rate``: as ``read_video`` takes them; ``name``: the field of the request.
+    """A file to decode. ``frames`` and ``rate``: see ``read_video``; ``name``: the field of the request.
 
-    ``resize``: width and height that every picture is resized to by this filter of pillow, where that is the first
-    thing done to it anyway; a decoder may leave it to the receiver of the pictures. ``piece``: decoded is then a
-    piece of a stream. ``sampler`` (``sampling.packed``): chooses the frames of a clip, in place of ``frames`` and
-    ``rate``. ``window``: of a clip whose frames are used as they come, how many the server holds at once; 0 = all.
-    ``part``: only one part of so many of a clip's frames, cut at multiples of so many (``Index.shared``).
+    ``resize``: width and height to which every picture is resized with the given pillow filter, if that is the first
+    step of preprocessing; a decoder may leave it to the receiver of the pictures. ``piece``: set for a piece of a
+    stream. ``sampler`` (``sampling.packed``): selects the frames of a clip, instead of ``frames`` and ``rate``.
+    ``window``: for a clip whose frames are used as they are decoded, number of frames that the server holds at once; 0
+    = all. ``part``: the index of a part of the clip's frames, the number of parts, and the frame count at whose
+    multiples they are split (``Index.shared``).
     """
 
     data: bytes = field(repr=False)
@@ -71,7 +72,7 @@ class MediaFile:
 
 
 def packed(message: dict[str, Any]) -> bytes:
-    """A message with its length in front."""
+    """A message with its length as a prefix."""
     data = json.dumps(message).encode()
     return _HEADER.pack(len(data)) + data
 
@@ -83,7 +84,7 @@ def length_of(header: bytes) -> int:
 
 
 def rows_of_band(width: int) -> int:
-    """Rows of a picture that are sent at once."""
+    """Rows of a picture of ``width`` pixels that are sent at once."""
     return max(1, BAND_BYTES // (3 * width))
 
 

@@ -1,7 +1,7 @@
-"""A process that decodes images and videos for a server: killable, bounded in time and memory, at low priority.
+"""A process that decodes images and videos for a server: killable, limited in time and memory, at low priority.
 
-Run as ``python -m mmserve.encode.worker``; imports no torch. It takes files from standard input, one after another
-(``wire.py``), until the input ends or nothing comes for ``IDLE_SECONDS``.
+Run as ``python -m mmserve.encode.worker``; does not import torch. It reads files from standard input, one after another
+(``wire.py``), until end of file or ``IDLE_SECONDS`` without a job.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from mmserve.errors import InvalidArgument
 from mmserve.memory import limit_address_space, resident
 from mmserve.priority import lower_priority
 
-#: Without a file to decode, before the process ends.
+#: Seconds without a job after which the process exits.
 IDLE_SECONDS = 300.0
-#: That the process may keep after a file and go on; it had less before, and gives back what large pictures took.
+#: Memory that the process may keep after a file; above it, the process exits. Large buffers are returned to the system.
 _KEPT_BYTES = 128 << 20
-#: Address space: the process itself, and the pictures that a decoder refers to (17 frames of a video) or converts
+#: Address space: the process itself, and the pictures that a decoder references (17 frames of a video) or converts
 #: between. Measured: 16-bit grey takes 20 bytes a pixel, RGBA 16.
 _BASE_BYTES, _BYTES_A_PIXEL = 768 << 20, 48
 
 
 class Stopped(BaseException):
-    """The server does not want the file decoded any more; no ``Exception``, which decoders take for damage."""
+    """The server cancelled the job; not an ``Exception``, which decoders would treat as damage."""
 
 
 class Watched:
-    """One job as decoders see it (``watch.Watch``)."""
+    """One job, as the decoders' ``watch.Watch``."""
 
     def __init__(self, seconds: float, name: str) -> None:
         self._begun, self._seconds, self._name = time.process_time(), seconds, name
         self.decoded = 0  # frames
         self._stopped = False
-        self._lock = threading.Lock()  # decoding may take several threads
+        self._lock = threading.Lock()  # decoding may use several threads
 
     def reserve(self, pixels: int) -> None:
         with self._lock:
-            self._check_stop()  # the server answers no message after STOP
+            self._check_stop()  # the server sends no GO after STOP
             _send({"pixels": pixels})
             if _exactly(1) != wire.GO:
                 self._stopped = True
@@ -68,7 +68,7 @@ class Watched:
             raise InvalidArgument.of(self._name, late(self._seconds))
 
     def check_stop(self) -> None:
-        """Raise ``Stopped`` if the server has asked to stop, in any thread from then on."""
+        """Raise ``Stopped`` if the server has sent ``STOP``, then in every thread."""
         with self._lock:
             self._check_stop()
 
@@ -79,12 +79,12 @@ class Watched:
 
 
 def late(seconds: float) -> str:
-    """What is wrong with a file that takes longer than ``seconds``."""
+    """The error text for a file that takes longer than ``seconds``."""
     return f"takes more than {seconds:g} s of processor time to decode ([media] decode_seconds of the server)"
 
 
 def main() -> None:
-    """Serve standard input."""
+    """Serve jobs from standard input."""
     lower_priority()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -95,7 +95,7 @@ def main() -> None:
         if not mark:
             return
         if mark != wire.JOB:
-            continue  # for a job that ended before it was stopped
+            continue  # STOP for a job that had already ended
         message = _message()
         data = _exactly(message["bytes"])
         limits = MediaConfig(**message["limits"])
@@ -104,7 +104,7 @@ def main() -> None:
         kept = {name: message[name] for name in ("clip", "name", "frames", "rate", "sampler", "window")}
         part = tuple(message["part"]) if message["part"] else None
         file = wire.MediaFile(data, resize=resize, piece=piece, part=part, **kept)
-        # The backstop, where a decoder does not reach its next frame.
+        # A fallback, in case a decoder does not reach its next frame.
         signal.setitimer(signal.ITIMER_PROF, limits.decode_seconds + 1)
         most = _BASE_BYTES + _BYTES_A_PIXEL * limits.max_pixels
         limit_address_space(most)
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
-    """Send the pictures of ``file``; how that ended."""
+    """Send the pictures of ``file``; returns the final message."""
     watch = Watched(limits.decode_seconds, file.name)
     try:
         if file.piece is not None:
@@ -145,7 +145,7 @@ def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
 
 
 def _decode_piece(file: wire.MediaFile, piece: wire.Piece, limits: MediaConfig, watch: Watched) -> dict[str, Any]:
-    """Send the pictures of a piece of a stream; the fields of ``wire.PieceRead``."""
+    """Send the pictures of a piece of a stream; returns the fields of ``wire.PieceRead``."""
     sampler, details = unpacked(piece.sampler), list[bool]()
     segment = Segment(file.data[piece.init_bytes :], file.data[: piece.init_bytes])
     read = read_segment(segment, limits, begin=piece.begin, sampler=sampler, field=file.name, watch=watch)
@@ -183,7 +183,7 @@ def _send_picture(image: Image.Image, frame: Sampled, watch: Watched) -> None:
 
 
 def _return_memory() -> None:
-    """Have blocks of a megabyte and more go back to the system as soon as they are freed, where the C library can."""
+    """Make the C library, if it supports it, return blocks of at least a megabyte to the system when they are freed."""
     try:
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD, of glibc's malloc.h
     except (AttributeError, OSError):
@@ -197,7 +197,7 @@ def _readable(seconds: float) -> bool:
 
 
 def _exactly(size: int) -> bytes:
-    """The next ``size`` bytes; ends the process where the server has ended."""
+    """The next ``size`` bytes; exits the process if the server has exited."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(0, min(1 << 20, size - len(parts)))

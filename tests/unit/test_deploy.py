@@ -15,7 +15,8 @@ import yaml
 from deployed import DEPLOY, ROOT, dashboard, panels
 from prometheus_client import CollectorRegistry
 
-from mmserve.config import load
+from mmserve.config import ServerConfig, load
+from mmserve.engine.engine import _ENDING_SECONDS
 from mmserve.http.app import APIS
 from mmserve.observe.inventory import Calls
 
@@ -92,7 +93,7 @@ def test_the_deployment_serves_what_its_configuration_says(tmp_path: Path, monke
     assert {port["targetPort"] for port in by_kind["Service"]["spec"]["ports"]} == set(ports)
     for probe in ("startupProbe", "readinessProbe"):
         assert container[probe]["grpc"]["port"] == server.port
-    assert pod["terminationGracePeriodSeconds"] > 5 + server.drain_seconds
+    assert pod["terminationGracePeriodSeconds"] > 5 + server.drain_seconds + _ENDING_SECONDS
     [tenant] = config.tenants
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert str(Path(tenant.token_file).parent) == mounts["tokens"]
@@ -201,6 +202,8 @@ def test_the_containers_configuration_is_one_and_its_ports_are_exposed() -> None
 def test_compose_services_find_each_other() -> None:
     [compose] = documents(DEPLOY / "compose.yaml")
     services = compose["services"]
+    grace = float(services["mmserve"]["stop_grace_period"].removesuffix("s"))
+    assert grace > ServerConfig().drain_seconds + _ENDING_SECONDS
     build = services["mmserve"]["build"]
     assert ((DEPLOY / build["context"]) / build["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
     assert all(f"ARG {name}" in DOCKERFILE for name in build["args"])

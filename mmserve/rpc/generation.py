@@ -29,7 +29,7 @@ from mmserve.rpc.memory_budget import MemoryBudget, media_files, text_bytes
 from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.status import DEADLINE_SLACK, errors_to_status
 from mmserve.rpc.stream import Outbox
-from mmserve.rpc.tool_messages import named_tools
+from mmserve.rpc.tool_messages import named_tools, named_warnings
 from mmserve.rpc.violations import violations
 from mmserve.tools.answer import ToolAnswers
 from mmserve.tools.formats import FORMATS
@@ -159,6 +159,7 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
             watch.see(event)
             if isinstance(event, Finished):
                 logger.info("request %s finished: %s", request.id, _summary(event))
+                event = event if request.tools is None else named_warnings(event, request.tools)
             for sent in (event,) if tools is None else tools.of(event):
                 yield sent
     finally:

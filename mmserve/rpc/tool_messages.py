@@ -13,6 +13,7 @@ from mmserve.constraint.compile.references import subschemas
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import MAX_GRAMMAR_BYTES
 from mmserve.core.constraint import CallsOrJson, ConstraintMode, ConstraintSpec, JsonSchema, Lark
+from mmserve.core.events import Finished
 from mmserve.core.info import ModelInfo
 from mmserve.core.tools import NO_PARAMETERS, Tool, ToolCall, ToolChoice, ToolUse
 from mmserve.errors import FieldViolation, InvalidArgument, MMServeError
@@ -32,6 +33,8 @@ MAX_LEVELS = 256
 _AROUND_ALL, _AROUND = 1 << 10, 250
 #: Matches the field of a violation in a line of a grammar, and the location in the schema there.
 _IN_GRAMMAR = re.compile(r"constraint\.(?:lark|json_schema)#/([0-9]{1,9})(|/.*)", re.DOTALL)
+#: Matches the line of a grammar at the beginning of a warning; the location in the schema there follows.
+_WARNING = re.compile(r"/([0-9]{1,9})(?=/|: )")
 #: Keywords without effect on a grammar.
 _TEXTS = ("$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly")
 LEVELS = f", with at most {MAX_LEVELS} levels and without halves of surrogate pairs"
@@ -195,6 +198,19 @@ def tool_constraint(use: ToolUse, info: ModelInfo, text: ConstraintSpec | None =
     calls = tool_grammar(replace(use, choice=ToolChoice.REQUIRED), form, beside_json=True)
     kind = CallsOrJson(calls, openings(use, form), text.kind.text, text.kind.options, lenient=not strict)
     return replace(text, kind=kind)
+
+
+def named_warnings(finished: Finished, use: ToolUse) -> Finished:
+    """``finished`` of a request under ``use``, with the tool's name in each warning about a line of the grammar of
+    calls."""
+    return replace(finished, warnings=tuple(_warning(each, use) for each in finished.warnings))
+
+
+def _warning(text: str, use: ToolUse) -> str:
+    found = _WARNING.match(text)
+    if found is None or not 0 < int(found[1]) <= len(use.callable):
+        return text
+    return f"tool {use.callable[int(found[1]) - 1].name!r}: {text[found.end() :].removeprefix(': ')}"
 
 
 def named_tools(error: MMServeError, use: ToolUse) -> MMServeError:

@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ from mmserve.rpc.tool_messages import (
     MAX_TOOLS,
     asked_tools,
     named_tools,
+    named_warnings,
     tool_constraint,
     wrong_tools,
 )
@@ -293,6 +295,11 @@ def test_arguments_of_a_tool_that_is_not_strict_are_enforced_in_part(part: Any) 
     text = Lark(tool_grammar(use, HERMES))
     made = grammar(text, ConstraintMode.LENIENT)
     assert made.warnings and "/properties/a" in made.warnings[0]
+    both = replace(use, tools=(Tool("other"), *use.tools), allowed=("f",))
+    [named, *others] = named_warnings(
+        replace(finished(""), warnings=(made.warnings[0], "/1: a", "slow: /1/2")), both
+    ).warnings
+    assert named.startswith("tool 'f': /properties/a") and others == ["tool 'f': a", "slow: /1/2"]
     at = matcher(text, ConstraintMode.LENIENT)
     assert accepts(at, written(HERMES, [("f", '{"a": 1, "b": 2}')]))
     assert not accepts(at, written(HERMES, [("f", '{"a": 1, "b": "x"}')]))

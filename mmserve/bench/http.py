@@ -106,10 +106,10 @@ class _Client:
         kept: HTTPConnection | None = None,
         first: Callable[[], object] = lambda: None,
     ) -> Streamed:
-        """Ask for a stream, and read it to its end.
+        """Request a stream, and read it to its end.
 
-        plain: one token a step, in one block. large: with large drafts. buffer: as of ``connected``. kept: a connection
-        to use and leave open, in place of a new one. first: called before anything is read.
+        plain: one token a step, in one block. large: with large drafts. buffer: as in ``connected``. kept: a
+        connection to use and leave open, in place of a new one. first: called before anything is read.
         """
         connection = kept or self.connected(buffer)
         headers = _HEADERS if kept else {**_HEADERS, "connection": "close"}

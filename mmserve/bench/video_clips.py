@@ -39,7 +39,7 @@ class Shown:
         return [replace(q, answer=_MOMENT.sub(self._labelled, q.answer)) for q in asked if q is not None]
 
     def named(self, rng: random.Random, others: list[Shown]) -> list[Question]:
-        """Those of ``questions`` about a shape that no clip of ``others`` contains."""
+        """The ``questions`` about a shape that no clip of ``others`` contains."""
         own = shapes(self.clip) - {name for other in others for name in shapes(other.clip)}
         return [q for q in self.questions(rng) if any(name in q.text for name in own)]
 

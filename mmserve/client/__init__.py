@@ -9,9 +9,8 @@
 
 Streaming video has sessions: ``with client.video_session() as session``, see ``VideoSession``.
 
-Every call has a deadline, and fails only with the errors exported here. What the server has not begun to answer is
-tried again until the deadline: where it is full and reports when it will not be, and where it restarts or cannot be
-reached.
+Every call has a deadline, and fails only with the errors exported here. Calls that the server has not begun to answer
+are retried until the deadline if it is full and sends a time to retry after, or if it is restarting or unreachable.
 """
 
 from mmserve.client.asynchronous import AsyncClient

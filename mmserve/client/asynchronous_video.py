@@ -47,7 +47,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
         self._running = asyncio.create_task(self._run())
         try:
             await self._until(self._opened, self._timeout, "the session was not opened")
-        except (asyncio.CancelledError, DeadlineExceeded):  # nobody else can close the session
+        except (asyncio.CancelledError, DeadlineExceeded):  # the caller has no session to close
             await self._leave()
             raise
         self._check_opened()
@@ -197,7 +197,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
     async def _until(self, so: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait until ``so()``, which is still true when the caller continues: no other task runs in between."""
         try:
-            async with asyncio.timeout(seconds):  # ``wait_for`` of Python 3.11 waits in a task of its own
+            async with asyncio.timeout(seconds):  # ``wait_for`` of Python 3.11 waits in a separate task
                 await self._changes.until(so)
         except TimeoutError:
             raise DeadlineExceeded(f"{what} in time") from None

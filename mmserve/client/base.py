@@ -141,19 +141,19 @@ class Stubs:
 
 
 class Base:
-    """What a client knows before its first call.
+    """The settings of a client, before its first call.
 
     target: HOST:PORT, grpc://HOST:PORT, or grpcs://HOST:PORT for TLS; default ``MMSERVE_SERVER`` of the environment,
         else localhost:50051.
     token: bearer token, printable ASCII; default ``MMSERVE_TOKEN`` of the environment, else none.
     tls: True or ``TLS(…)`` for an encrypted connection; default not encrypted, unless the address is grpcs://.
-    timeout: seconds until a call fails that is given no timeout of its own; default 60.
-    reconnect_seconds: how long a call tries to reach a server that cannot be reached; default until its deadline.
-    retries: whether calls that the server did not begin to answer are tried again, and sessions of video that lost
-        their connection resumed; default True.
+    timeout: deadline in seconds of calls without a ``timeout`` argument; default 60.
+    reconnect_seconds: seconds for which a call retries an unreachable server; default until its deadline.
+    retries: whether calls are retried if the server did not begin to answer, and video sessions are resumed after a
+        lost connection; default True.
     allow_plaintext_token: whether the token may be sent unencrypted to another machine; default False.
 
-    Raises ``ConfigError``, a ``ValueError``, for what cannot be used.
+    Raises ``ConfigError``, a ``ValueError``, for invalid or contradictory settings.
     """
 
     def __init__(

@@ -153,13 +153,13 @@ class Client(Base):
     ) -> Decisions:
         """Answer typed questions about a context, with probabilities, without generating text.
 
-        prompt: the context: a text, or a chat as of ``generate``; may be empty.
-        questions: ``YesNo``, ``Choice`` and ``Score``, as a sequence, or by names of your own.
-        images, videos, video_sampling: shown before the context's last text, as of ``generate``.
+        prompt: the context: a text, or a chat as in ``generate``; may be empty.
+        questions: ``YesNo``, ``Choice`` and ``Score``, as a sequence, or as a mapping of names to them.
+        images, videos, video_sampling: inserted before the context's last text, as in ``generate``.
         model: name of a model the server has; default its first.
         timeout: seconds until the call fails; default the client's.
 
-        Raises ``InvalidArgument`` for what cannot be asked, and every error of the server.
+        Raises ``InvalidArgument`` for invalid questions, and every error of the server.
         """
         message = build_decision(prompt, questions, images, videos, video_sampling, model)
         return to_decisions(self._call("decisions", "Decide", message, timeout))
@@ -181,38 +181,40 @@ class Client(Base):
         return from_model_info(reply.model)
 
     def load_model(self, path: str, name: str = "", *, dtype: str = "", timeout: float | None = None) -> ModelInfo:
-        """Have the server load the checkpoint ``path`` of its ``model_folder``, and serve it as ``name``.
+        """Load the checkpoint ``path`` of the server's ``model_folder``, and serve it as ``name``; returns its info.
 
-        ``dtype`` is as under ``[[models]]``. It goes on where ``timeout`` passes. Raises ``ResourceExhausted`` saying
-        how much memory is missing, ``FailedPrecondition`` where the name is taken, ``InvalidArgument`` for wrong files.
+        ``dtype`` is as under ``[[models]]``. Loading continues after ``timeout``. Raises ``ResourceExhausted`` with the
+        amount of missing memory, ``FailedPrecondition`` if the name is taken, ``InvalidArgument`` for invalid files.
         """
         message = model_pb2.LoadModelRequest(path=path, name=name, dtype=dtype)
         return from_model_info(self._call("models", "LoadModel", message, timeout).model)
 
     def unload_model(self, name: str, *, drain_seconds: float | None = None, timeout: float | None = None) -> bool:
-        """Have the server stop serving a model; its requests go on for ``drain_seconds`` at most (default the
-        server's). Returns once its memory is free, whether all of them ended by themselves."""
+        """Unload a model; its requests may continue for up to ``drain_seconds`` (default the server's).
+
+        Returns, once its memory is free, whether all of them finished within that time.
+        """
         message = model_pb2.UnloadModelRequest(model=name, drain_seconds=drain_seconds)
         return bool(self._call("models", "UnloadModel", message, timeout).ended)
 
     def adapters(self, model: str = "", *, timeout: float | None = None) -> list[AdapterInfo]:
-        """The adapters of a model that are loaded; of the server's default for an empty name."""
+        """The loaded adapters of a model, by default of the server's default model."""
         reply = self._call("models", "ListAdapters", model_pb2.ListAdaptersRequest(model=model), timeout)
         return [from_message(AdapterInfo, adapter) for adapter in reply.adapters]
 
     def load_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> AdapterInfo:
-        """Have the server read the adapter ``name`` from its ``adapter_folder``, in place of one of that name."""
+        """Load the adapter ``name`` from the server's ``adapter_folder``, replacing a loaded one of that name."""
         message = model_pb2.LoadAdapterRequest(model=model, adapter=name)
         return from_message(AdapterInfo, self._call("models", "LoadAdapter", message, timeout).adapter)
 
     def drop_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> None:
-        """Have the server stop serving the adapter ``name``; requests that decode with it go on."""
+        """Unload the adapter ``name``; requests in progress with it continue."""
         message = model_pb2.DropAdapterRequest(model=model, adapter=name)
         self._call("models", "DropAdapter", message, timeout)
 
     @property
     def cache(self) -> Cache:
-        """What the server keeps for later requests."""
+        """The server's caches of prompts and media."""
         return Cache(partial(self._call, "caches"))
 
     def wait_ready(self, timeout: float = 30.0) -> None:

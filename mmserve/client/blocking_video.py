@@ -35,8 +35,8 @@ _T = TypeVar("_T")
 class VideoSession(SessionView["Question", "Alerts"]):
     """One session of video; made by ``Client.video_session``. All methods may be called from several threads.
 
-    Frames are taken in the order of the calls that push them, each once, over any number of connections: after a lost
-    connection the session is resumed by itself. A question sees every frame that was pushed before it.
+    Frames are processed once each, in the order of the calls that push them, over any number of connections: after a
+    lost connection the session is resumed automatically. A question is about all frames pushed before it.
     """
 
     def __init__(self, client: Base, config: pb.ConfigureSession, timeout: float | None) -> None:
@@ -50,7 +50,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
         try:
             with self._changed:
                 self._until(self._opened, self._timeout, "the session was not opened")
-        except BaseException as error:  # also Ctrl+C: nobody else can close the session
+        except BaseException as error:  # also Ctrl+C: the caller has no session to close
             self._leave(error if isinstance(error, DeadlineExceeded) else Cancelled("the session was not waited for"))
             raise
         self._check_opened()
@@ -80,12 +80,12 @@ class VideoSession(SessionView["Question", "Alerts"]):
         """Push one image, which is one frame.
 
         image: the bytes of its file, its path, a picture, or a URL that the server may fetch.
-        seconds: when it was taken, on the session's clock, after every frame before it; default the time since the
+        seconds: its time on the session's clock, later than that of all previous frames; default the time since the
             session was opened.
-        wait: whether to wait where the server has no room now; False raises ``ResourceExhausted`` instead.
-        timeout: seconds to wait at most; default the session's. Raises ``DeadlineExceeded`` after them.
+        wait: whether to wait if the server cannot accept a frame now; False raises ``ResourceExhausted`` instead.
+        timeout: maximum seconds to wait, then ``DeadlineExceeded`` is raised; default the session's.
 
-        Returns its index: a push that the server cannot take is reported in ``push_failures`` under it.
+        Returns its index, by which ``push_failures`` reports a push that failed on the server.
         """
         with self._pushing() as turn:
             data = image if isinstance(image, str) else file_bytes(image, "image")
@@ -103,8 +103,8 @@ class VideoSession(SessionView["Question", "Alerts"]):
         """Push a piece of encoded video that begins with a keyframe (MP4, MPEG-TS, WebM, Matroska, H.264, H.265).
 
         data: its bytes, or a URL that the server may fetch.
-        start: when its first frame was taken, on the session's clock; default right after the segment before.
-        init: what fragmented MP4 or WebM has in front of its segments; it counts for later segments, too.
+        start: time of its first frame on the session's clock; default the end of the previous segment.
+        init: initialisation segment of fragmented MP4 or WebM; also used for later segments.
         wait, timeout: as ``push``.
         """
         with self._pushing() as turn:
@@ -119,14 +119,14 @@ class VideoSession(SessionView["Question", "Alerts"]):
         segment_seconds: float = SEGMENT_SECONDS,
         timeout: float | None = None,
     ) -> float:
-        """Push a video file, cut at keyframes and not encoded again; returns where it ends on the session's clock.
+        """Push a video file in segments that are not re-encoded; returns the time of its end on the session's clock.
 
-        realtime: whether to push it as fast as it plays, as a camera would; default as fast as the server takes it.
-        start: where it begins on the session's clock (seconds).
-        segment_seconds: least length of a segment.
-        timeout: seconds that each push may wait; default the session's.
+        realtime: whether to push it at playback speed, like a camera; default as fast as the server accepts it.
+        start: time of its start on the session's clock (seconds).
+        segment_seconds: minimum length of a segment.
+        timeout: maximum seconds that each push waits; default the session's.
 
-        Needs PyAV (``pip install av``); raises ``ConfigError`` without it.
+        Requires PyAV (``pip install av``); raises ``ConfigError`` without it.
         """
         begun, end = time.monotonic(), start
         for segment in file_segments(path, segment_seconds):
@@ -161,9 +161,9 @@ class VideoSession(SessionView["Question", "Alerts"]):
         """The whole answer to a question about the frames pushed so far.
 
         text: the question, or a chat that ends with it.
-        scope: "now" (what the session's memory keeps), "all", or (begin, end) in seconds, either of them None.
+        scope: "now" (the frames in the session's memory), "all", or (begin, end) in seconds, either of them None.
         schema: JSON schema, or Python type, of the answer; default none.
-        timeout: seconds that it may take; default the client's.
+        timeout: deadline in seconds; default the client's.
         options: those of ``Client.generate`` that are about the answer (``max_new_tokens``, ``regex`` …).
         """
         question = self.stream(text, scope=scope, schema=schema, timeout=timeout, **options)
@@ -197,7 +197,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
         return self._decided(pending)
 
     def statistics(self, timeout: float | None = None) -> Statistics:
-        """Counters of the session, once everything asked for and pushed before has begun."""
+        """Counters of the session, once the server has started on all earlier pushes and questions."""
         with self._changed:
             found = self._act(self._state.ask_statistics)
             self._until(lambda: self._came(found), self._limit(timeout), "the statistics did not come")
@@ -206,7 +206,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
     # --- the end ---
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait until everything is taken and answered, and end the session; nothing happens a second time."""
+        """Wait until all frames and questions are processed, and end the session; later calls have no effect."""
         try:
             with self._changed:
                 self._begin_closing()
@@ -336,7 +336,7 @@ class Question(QuestionView):
 
 
 class Alerts(AlertsView):
-    """The alerts of a standing question as they come; iterating waits for the next one, until ``close``."""
+    """The alerts of a standing question as they arrive; iteration waits for the next one, until ``close``."""
 
     def __init__(self, session: VideoSession, watching: Watching) -> None:
         super().__init__(session, watching)
@@ -347,7 +347,7 @@ class Alerts(AlertsView):
             yield alert
 
     def next(self, timeout: float | None = None) -> Alert | None:
-        """The next alert; None after ``timeout`` seconds, or where none will come. Raises why it is not asked."""
+        """The next alert; None after ``timeout`` seconds, or if none can follow. Raises the error of the question."""
         with self._session._changed:
             self._session._changed.wait_for(self._ready, None if timeout is None else min(timeout, LONGEST))
             return self._popped()

@@ -177,7 +177,7 @@ def _formatted(node: Schema) -> Schema:
 
 
 def _pattern_of(name: str) -> str:
-    """The pattern of a format that the server knows, for keys and JSON in strings."""
+    """The pattern of a format supported by the server, for keys and JSON in strings."""
     found = {
         "date": f"^{DAY}$",
         "date-time": f"^{DAY}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]Z$",

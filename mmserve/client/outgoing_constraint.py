@@ -11,7 +11,7 @@ from mmserve.errors import InvalidArgument
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import CONSTRAINT_MODES, CONSTRAINT_SAMPLINGS, SCHEMA_OPTIONS, number_of
 
-#: How to treat parts of a constraint that no grammar can express.
+#: The treatment of parts of a constraint that no grammar can express.
 ConstraintMode = Literal["strict", "validate", "lenient"]
 
 #: Options for reading a JSON schema, and for writing its documents.

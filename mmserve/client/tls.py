@@ -41,11 +41,11 @@ _WRONG_IDENTITY = (
 
 @dataclass(frozen=True, kw_only=True)
 class TLS:
-    """How to trust the server, and who the client is; PEM bytes or files.
+    """TLS settings of a client: trusted authorities and its own certificate, as PEM bytes or files.
 
-    ca: certificates of the authorities that may have signed the server's; None = those that come with gRPC.
-    certificate, key: the client's certificate and its private key, for servers that ask for one (mTLS).
-    server_name: name in the server's certificate, where it is not the host of the address.
+    ca: certificates of the authorities trusted to sign the server's; None = gRPC's built-in ones.
+    certificate, key: the client's certificate and its private key, for servers that require one (mTLS).
+    server_name: name in the server's certificate, if it differs from the host of the address.
     """
 
     ca: bytes | Path | None = None

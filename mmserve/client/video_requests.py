@@ -89,7 +89,7 @@ def question_message(
     snapshots: bool,
     options: Mapping[str, Any],
 ) -> pb.Ask:
-    """The message of a question; ``scope``: "now", "all", or (begin, end) in seconds, each of which may be None."""
+    """The message of a question; ``scope``: "now", "all", or (begin, end) in seconds, either of them None."""
     for name in _OF_FRAMES:
         if options.get(name):
             raise InvalidArgument.of(name, "is not an option of a question about a session")

@@ -310,7 +310,7 @@ class SessionState:
         self._credit_bytes = acknowledged.credit.bytes
         while self._requests and self._requests[0].index <= self._acknowledged:
             self._requests.popleft()
-        if not self._may_send:  # the first of its connection: go on from there
+        if not self._may_send:  # the first of its connection: continue from there
             self._may_send = True
             self._next = self._acknowledged + 1
 
@@ -367,7 +367,7 @@ class SessionState:
 
 
 def _call(callback: Callable[[Alert], None], alert: Alert) -> None:
-    """Give an alert to its callback; an exception of it is logged, and the session goes on."""
+    """Give an alert to its callback; its exceptions are logged, and the session continues."""
     try:
         callback(alert)
     except Exception:
@@ -375,7 +375,7 @@ def _call(callback: Callable[[Alert], None], alert: Alert) -> None:
 
 
 def lost(state: SessionState, error: MMServeError, *, from_server: bool) -> MMServeError:
-    """What a connection that ended with ``error`` means for another attempt (``Retries.delay``).
+    """The error to retry after for a connection that ended with ``error``, see ``Retries.delay``.
 
     An error that the server sends for an open session ends it and is raised, unless it names a time to retry after.
     """

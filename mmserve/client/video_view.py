@@ -66,7 +66,7 @@ class SessionView(Generic[QuestionT, AlertsT]):
         timeout: float | None = None,
         **options: Any,
     ) -> QuestionT:
-        """Ask without waiting: the question is iterated for its events. Several may be in progress at once.
+        """Ask without waiting; iterating the result yields the events. Several questions may be in progress at once.
 
         Arguments as ``ask``; snapshots: whether ``Snapshot`` events with the whole canvas are sent. Not to be awaited.
         """
@@ -91,11 +91,11 @@ class SessionView(Generic[QuestionT, AlertsT]):
         """Ask a standing question of every frame from now on; iterate the result for its alerts. Not to be awaited.
 
         text: a question with the answer yes or no, or with one of ``choices``.
-        choices, wanted: the allowed answers, and the one that makes it true; default the first of them.
-        on, off: it turns true at this probability or more (default 0.7), and false at this or less (default 0.3).
-        min_interval: seconds between two alerts that it turned true, at least; default 0.
-        frames: frames in a row that must be at ``on``; default 1.
-        min_mass: frames are ignored where the model gives less to all allowed answers together; default 0.5.
+        choices, wanted: the allowed answers, and the one that counts as true; default the first of them.
+        on, off: becomes true at a probability of at least ``on`` (default 0.7), false at most ``off`` (default 0.3).
+        min_interval: minimum seconds between two alerts for becoming true; default 0.
+        frames: number of consecutive frames that must reach ``on``; default 1.
+        min_mass: frames are ignored if all allowed answers together have a lower probability; default 0.5.
         callback: called with each alert instead; it must return quickly.
         """
         numbers: dict[str, float | None] = {

@@ -228,7 +228,7 @@ class Fleet:
         self._gone(member, actor)
 
     def _gone(self, member: Member, actor: ray_actors.Actor | None) -> None:
-        """``member`` is no longer served by ``actor``; may be called again. Returns once coordinators know."""
+        """``member`` is no longer served by ``actor``; may be repeated. Returns once the coordinators are notified."""
         with member.changing:
             with self._lock:
                 if member.actor is not actor:

@@ -48,7 +48,7 @@ class Parcels:
         return PAYLOADS.decode(self.regions().read(parcel) if isinstance(parcel, Region) else fetched(parcel))
 
     def reuse(self, number: int) -> None:
-        """Allow reuse of a parcel's memory, which nobody reads any more."""
+        """Allow reuse of a parcel's memory, which has no readers any more."""
         made = self._written.pop(number, None)
         if isinstance(made, Ticket):
             self.arena.drop(made)

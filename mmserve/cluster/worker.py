@@ -176,14 +176,14 @@ class Worker:
         self._end_traces()
 
     def reuse(self, numbers: list[int]) -> None:
-        """Allow reuse of the memory of these states, which nobody reads any more."""
+        """Allow reuse of the memory of these states, which have no readers any more."""
         for number in numbers:
             self.parcels.reuse(number)
 
     def events(self) -> Iterator[list[Item]]:
         """Yields reports endlessly, in batches of all available items; an empty batch is a heartbeat.
 
-        Yields nothing before ``serve``: nobody reads the reports of a spare.
+        Yields nothing before ``serve``: the reports of a spare have no reader.
         """
         self._serving.wait()
         due, last = 0.0, time.monotonic()

@@ -54,4 +54,4 @@ class PayloadStore(Protocol):
         """The parcel converted for ``worker``."""
 
     def drop(self, parcel: Parcel) -> None:
-        """Free a parcel that nobody reads any more."""
+        """Free a parcel that has no readers any more."""

@@ -12,7 +12,7 @@ from mmserve.errors import MMServeError
 
 
 class ConstraintMode(StrEnum):
-    """How to treat the parts of a constraint that a grammar cannot enforce exactly."""
+    """The treatment of parts of a constraint that a grammar cannot enforce exactly."""
 
     STRICT = "strict"  # reject the constraint
     VALIDATE = "validate"  # enforce a superset, and validate the finished answer

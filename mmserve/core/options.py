@@ -13,7 +13,7 @@ _PIXELS = Range("from 1 to 2**63 - 1", lambda pixels: 1 <= pixels < 1 << 63)
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much a pruner keeps of each image and each video; at most one of these is set."""
+    """The amount that a pruner keeps of each image and each video; at most one of these is set."""
 
     keep_ratio: float | None = value(
         None, SHARE_ABOVE_0, "share of the visual tokens of an image or video that the pruner keeps", shown="none"

@@ -192,7 +192,7 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class Amount:
-    """How much a pruner keeps of an image or clip.
+    """The amount that a pruner keeps of an image or clip.
 
     ``keep_ratio``: share of its patches, in (0, 1]; ``token_budget``: number of patches; ``attention_mass``: the
     patches that receive this share of the attention, in (0, 1].

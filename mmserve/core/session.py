@@ -13,7 +13,7 @@ from mmserve.errors import MMServeError
 
 @dataclass(frozen=True)
 class Memory:
-    """What a stream keeps, and how much of it. ``policy``: "window", "carrier", "similarity", "group" or "recall";
+    """The memory of a stream. ``policy``: "window", "carrier", "similarity", "group" or "recall";
     ``positions``: "renumber", "gaps" or "reanchor"."""
 
     policy: str = value("window", meaning="which rows of K/V are evicted when there are more than the budget")

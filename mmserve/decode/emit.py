@@ -34,7 +34,7 @@ def snapshot_of(d: Live, model: Model, shown: Canvas, edited: int = 0) -> Snapsh
 
 
 def step_of(d: Live, begun: int, committed: int, edited: int = 0) -> Step | None:
-    """What a step did to the block that begins at position ``begun``, for a traced request; None if not traced."""
+    """The effect of a step on the block that begins at position ``begun``; None if the request is not traced."""
     if not d.request.trace:
         return None
     canvas, length = d.canvas, d.canvas.block_length

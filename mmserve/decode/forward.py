@@ -148,8 +148,8 @@ def _prompts(model: LoadedModel, lengths: list[int]) -> list[int] | None:
 
 
 def _sights(spec: ModelSpec, batch: list[Pass], page_size: int) -> list[np.ndarray] | None:
-    """How many positions each sequence's rows attend to, if passes set that (``Pass.sight``), or for prompts with
-    bidirectional attention within images; else None."""
+    """The number of positions that each sequence's rows attend to, if passes set it (``Pass.sight``), or for prompts
+    with bidirectional attention within images; else None."""
     within = spec.whole_images and any(int(p.rows[0]) < p.canvas.prompt_length for p in batch)
     if not within and not any(p.sight for p in batch):
         return None
@@ -187,7 +187,7 @@ class Pass:
     wanted: np.ndarray  # int64 rows whose logits predict the targets: the same, or their left neighbours
     visible: int  # number of leading positions that have K/V after this pass
     deep: DeepStack | None = None
-    evicted: int = 0  # evicted positions among those; later ones are stored so many slots further left
+    evicted: int = 0  # evicted positions among those; later ones are stored that many slots further left
     observation: Observation | None = None  # receives the rows' queries
     adapter: Adapter | None = None
     sight: int = 0  # leading positions that each row attends to; 0 = set by the model's attention

@@ -249,7 +249,7 @@ class Kept:
         return len(visual) + len(pages)
 
     def unpin_in_memory(self) -> None:
-        """Unpin entries in memory: without their engine nobody could unpin them."""
+        """Unpin entries in memory: without their engine they could not be unpinned."""
         self._tokens.unpin_in_memory(self._model)
         self._prefixes.unpin_in_memory()
 

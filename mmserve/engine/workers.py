@@ -24,7 +24,7 @@ class Worker(Protocol):
     """Runs jobs; the engine gives it at most as many jobs as it runs concurrently."""
 
     def start(self, job: Job) -> None:
-        """Run ``job``, now or later; a job reports by itself and never raises."""
+        """Run ``job``, now or later; a job reports its own outcome and never raises."""
         ...
 
     def stop(self) -> None:

@@ -67,7 +67,7 @@ class EvictionState:
     visual_rows: int  # number of visual rows of the prompt
     visual: Tensor  # bool [prompt + answer]
     layers: list[LayerNotes]
-    evicted: int = 0  # positions dropped: later positions are stored so many slots further left
+    evicted: int = 0  # positions dropped: later positions are stored that many slots further left
     outputs: int = 0
 
     def absorb(self, seen: Observation) -> None:

@@ -36,7 +36,7 @@ class Anyres:
     """Tiling of images, and reassembly of their patches.
 
     ``pinpoints``: allowed heights and widths in pixels, multiples of ``tile``. ``max_tiles``: grids with more patches
-    than so many tiles are downscaled, None = never. ``rounded``: whether the unpadded size is rounded before it is
+    than this many tiles are downscaled, None = never. ``rounded``: whether the unpadded size is rounded before it is
     truncated to an integer, as in transformers, or only truncated, as in LLaVA-NeXT.
     """
 

@@ -46,7 +46,7 @@ class Renoising:
     bound: float  # nats; see the commit policy ``entropy_bound``
     t_max: float  # temperature of the first step; it decreases linearly
     t_min: float  # limit that the temperature decreases to
-    stable: int  # a canvas is final after so many steps in a row with unchanged predictions …
+    stable: int  # number of consecutive steps with unchanged predictions after which a canvas is final …
     confident: float  # … and if the mean entropy of a position (nats) is below this
 
 
@@ -88,7 +88,7 @@ class ModelSpec:
         return image_sight(ids, self.image_id) if self.whole_images and self.image_id is not None else None
 
     def block_length(self, asked: int = 0) -> int:
-        """The block length of a request that ``asked`` for so many positions (0 = the default)."""
+        """The block length of a request that ``asked`` for this many positions (0 = the default)."""
         if self.renoising is not None:
             return self.default_block_length
         if self.causal:

@@ -53,7 +53,7 @@ class _Control:
         return f"\U0010fffc{self.nonce}.{self.ids[token]}\U0010fffd"
 
     def aliased(self, tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-        """The copy of ``tokenizer`` that knows control tokens by their aliases."""
+        """A copy of ``tokenizer`` whose control tokens are spelled as their aliases."""
         plain: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
         for token in plain["added_tokens"]:
             if token["content"] in self.ids:

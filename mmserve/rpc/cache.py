@@ -37,7 +37,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     @handler
     async def ListEntries(self, message: pb.ListEntriesRequest, context: Any) -> pb.ListEntriesResponse:
-        """The caller's entries, or all where it is an admin; NOT_FOUND for an unknown model."""
+        """The caller's entries, or all for an admin; NOT_FOUND for an unknown model."""
         engines = [self._engines.find(message.model)] if message.model else self._engines.any_ready()
         blocks = await self._blocks(engines)
         kind = KINDS.get(message.kind)

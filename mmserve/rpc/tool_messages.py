@@ -226,7 +226,7 @@ def named_tools(error: MMServeError, use: ToolUse) -> MMServeError:
 def _of_tool(wrong: FieldViolation, use: ToolUse) -> FieldViolation:
     found = _IN_GRAMMAR.fullmatch(wrong.field)
     line = int(found[1]) if found else 0
-    if found is None or not 0 < line <= len(use.callable):  # which have the first lines, as of ``tool_grammar``
+    if found is None or not 0 < line <= len(use.callable):  # which have the first lines, see ``tool_grammar``
         return wrong
     field = f"tools[{use.tools.index(use.callable[line - 1])}].parameters_json_schema"
     why = wrong.description.replace(f"line {line}: %json: ", "", 1)

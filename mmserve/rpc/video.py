@@ -184,7 +184,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         return configured
 
     def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> SessionQuestions:
-        """What makes the engine's requests of the questions of ``session``."""
+        """The converter of questions of ``session`` to requests of the engine."""
         owner, config = session.owner.info, self._config
         return SessionQuestions(owner, config.media, session.tenant, configured.config, session.adapter, config.slo)
 
@@ -215,9 +215,9 @@ async def _read(
     connection: Connection,
     questions: SessionQuestions,
 ) -> None:
-    """Take in the requests of a connection; one that is not acceptable ends the session.
+    """Read the requests of a connection; an invalid one ends the session.
 
-    One that cannot be received now, but later, ends the connection: its client resumes the session.
+    A request that can be received only later ends the connection: its client resumes the session.
     """
     try:
         async for message in messages:
@@ -230,7 +230,7 @@ async def _read(
             except MMServeError as error:
                 session.end(error)
                 return
-            except Exception as error:  # noqa: BLE001 - else its client would wait for ever
+            except Exception as error:  # noqa: BLE001 - otherwise its client would wait forever
                 session.end(Internal.logged(error, "a session of video", logger))
                 return
             del message
@@ -244,9 +244,9 @@ async def _read(
 
 
 async def _write(context: Any, label: str, configured: pb.SessionConfigured, connection: Connection) -> None:
-    """Send all responses of a connection; raises why it is ended.
+    """Send all responses of a connection; raises the error that ended it.
 
-    A client that does not read blocks ``context.write``; it is given up then.
+    A client that does not read blocks ``context.write``; its connection is then abandoned.
     """
     sending = asyncio.create_task(_send(context, label, configured, connection))
     failing = asyncio.create_task(connection.failed())

@@ -27,25 +27,25 @@ from mmserve.wire.request_id import MAX_CHARACTERS, is_label
 
 #: Maximum characters of an error's texts, and maximum number of fields that it names.
 _MESSAGE_CHARACTERS, _WRONG_FIELDS = 2000, 16
-#: Characters of a configuration's ``open_id``, at least: nobody else can guess it.
+#: Minimum length of a configuration's ``open_id``, which must be unguessable.
 _OPEN_ID = 16
-#: Bytes of a request that pushes nothing.
+#: Maximum bytes of a request without a push.
 MAX_OTHER_BYTES = 1 << 20
 
 
 def asked_memory(memory: pb.StreamMemory) -> Memory:
-    """What a session is to keep; names are checked when the stream is opened."""
+    """The memory settings of a session; names are checked when the stream is opened."""
     texts = {name: getattr(memory, name) or getattr(Memory, name) for name in ("policy", "positions")}
     return from_message(Memory, memory, **texts)
 
 
 def asked_overload(config: pb.ConfigureSession) -> str:
-    """What happens to frames that come too fast."""
+    """The overload policy for frames that arrive too fast."""
     return OVERLOADS.get(config.overload, "block")
 
 
 def asked_sampler(sampler: pb.FrameSampler) -> Sampler:
-    """Which frames of segments are looked at; ``sampler`` is one in which ``wrong_config`` finds nothing."""
+    """The sampler for frames of segments; ``sampler`` must be valid by ``wrong_config``."""
     asked = from_message(FrameSampling, sampler)
     chosen: FixedRate | Scene = FixedRate(asked.rate)
     if asked.scene_similarity is not None:
@@ -54,7 +54,7 @@ def asked_sampler(sampler: pb.FrameSampler) -> Sampler:
 
 
 def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
-    """What is wrong with the numbers of a configuration, and with its size: a session keeps it."""
+    """The violations in the numbers of a configuration, and in its size, which is bounded as a session stores it."""
     if config.ByteSize() > MAX_OTHER_BYTES:
         yield FieldViolation("configure", f"must be at most {MAX_OTHER_BYTES} bytes")
     if config.open_id and not (is_label(config.open_id) and len(config.open_id) >= _OPEN_ID):
@@ -68,10 +68,10 @@ def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
 
 
 def to_session_request(message: pb.SessionRequest, questions: SessionQuestions) -> m.SessionRequest | None:
-    """The plain form of a request after the first; None for an empty one, and for one that this version does not know.
+    """The plain form of a request after the first; None for an empty one, and for a kind unknown to this version.
 
-    Raises ``InvalidArgument`` for a name that cannot be used, and for what is too large. What else is wrong with a
-    question is raised when its request is made.
+    Raises ``InvalidArgument`` for invalid names, and for messages that are too large. Other errors of a question are
+    raised when its engine request is created.
     """
     kind = message.WhichOneof("request")
     if kind is None:

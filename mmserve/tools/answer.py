@@ -20,7 +20,7 @@ class _Sample:
     calls: list[ToolCall] = field(default_factory=list)
 
     def take(self, pieces: list[Piece], sample: int) -> Iterator[Event]:
-        """The deltas of ``pieces``, which are also stored."""
+        """The deltas of ``pieces``; also stores the pieces."""
         for piece in pieces:
             if isinstance(piece, TextPiece):
                 self.text += piece.text

@@ -33,7 +33,7 @@ class Facts:
 
 
 def facts_of(model: Model, offered: Capabilities) -> Facts:
-    """The properties of ``model``, of which an engine offers ``offered``."""
+    """The properties of ``model`` in an engine that offers ``offered``."""
     vision = model.vision
     refusal = ""
     try:

@@ -232,7 +232,7 @@ def join_key(response: Numbered) -> Hashable | None:
 
 
 def ended_keys(response: Numbered, keys: Iterable[Hashable]) -> list[Hashable]:
-    """Those of ``keys`` that are complete after ``response``: the id of a question may be used again."""
+    """The keys of ``keys`` that are complete after ``response``: the id of a question may be used again."""
     match response:
         case Answer(question_id, Finished() as event):
             return [(kind, question_id, event.sample) for kind in (Delta, Draft, Snapshot)]

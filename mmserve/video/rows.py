@@ -77,7 +77,7 @@ class Table:
 
     @property
     def shape(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows are visual tokens, and their coordinates: the arguments of ``laid_out``."""
+        """A mask of the visual tokens, and their coordinates: the arguments of ``laid_out``."""
         return self.ids == VISUAL, self.coordinates
 
     @property

@@ -37,7 +37,7 @@ def to_response(event: events.Event, request_id: str) -> pb.GenerateResponse:
 
 
 def from_response(response: pb.GenerateResponse) -> events.Event:
-    """The event in ``response``; raises ``Internal`` if this version does not know it."""
+    """The event in ``response``; raises ``Internal`` if its kind is unknown to this version."""
     match response.WhichOneof("event"):
         case "admitted":
             return from_message(events.Admitted, response.admitted)

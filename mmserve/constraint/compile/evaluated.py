@@ -35,8 +35,8 @@ class Condition:
 
 
 class Token(NamedTuple):
-    """What is evaluated: a name of ``properties``, a pattern, an index of ``prefixItems``, the items of ``contains``,
-    or everything."""
+    """The evaluated members or items: a name of ``properties``, a pattern, an index of ``prefixItems``, the items of
+    ``contains``, or everything."""
 
     kind: str
     what: str | int = ""

@@ -59,7 +59,7 @@ class Compiler:
         self._closed = False
 
     def compile(self, spec: ConstraintSpec, budget: int | None = None) -> CompileReply:
-        """The grammar of ``spec`` or the refusal; with ``budget``, also the first answers of at most so many tokens.
+        """The grammar of ``spec`` or the refusal; with ``budget``, also the first answers of at most ``budget`` tokens.
 
         Slow constraints are compiled after fast ones. Raises ``Unavailable`` if no child can be started, if each is
         killed from outside, if one makes no progress, or after ``close``.

@@ -49,7 +49,7 @@ class _Writer:
         self.kept: dict[str, None] = {}
         self._lines: list[str] = []
         self._rules: dict[str, str] = {}  # by the schema that they are for
-        #: Definitions that need rules of their own.
+        #: Definitions that need separate rules.
         self._special = grown_to_all(self._definitions, self._becomes_special)
 
     def text(self) -> str:

@@ -60,7 +60,7 @@ class LookaheadBound:
         self._least = self._measured(root)
 
     def least(self, state: ParserState) -> int:
-        """The bound of ``state``: at least so many tokens are needed to its end."""
+        """The lower bound of the number of tokens from ``state`` to its end."""
         return 0 if state.accepting else self._least.get(self._representative_of(state).key, 1)
 
     def fits(self, state: ParserState, position: int) -> bool:

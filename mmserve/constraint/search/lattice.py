@@ -24,7 +24,7 @@ class TopK:
     log_probabilities: np.ndarray  # float32 [n, K]
 
     def rows(self, rows: Rows) -> TopK:
-        """Those in ``rows``."""
+        """The entries of ``rows``."""
         return TopK(self.positions[rows], self.tokens[rows], self.log_probabilities[rows])
 
 

@@ -309,7 +309,7 @@ class ConcatenationState:
     number: int  # of the current hole, -1 before the first
     tokens: int = 0  # consumed
     since: int = 0  # of these, tokens before the hole
-    hole: Matcher | None = None  # None where it is full
+    hole: Matcher | None = None  # None if it is full
     texts: tuple[tuple[int, int], ...] = ()  # see ``Concatenation.begun``, without a match that begins here
     spans: tuple[tuple[int, int], ...] = ()  # first token, and first after, of each hole that is filled
 

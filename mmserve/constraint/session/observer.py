@@ -96,7 +96,7 @@ class Ranked:
         return np.where(same.any(-1), listed, other).astype(np.float32)
 
     def rows(self, rows: Rows) -> Ranked:
-        """Those in ``rows``."""
+        """The entries of ``rows``."""
         return Ranked(self.top.rows(rows), self.plain[rows], self.own[rows], self.kept[rows])
 
     @classmethod

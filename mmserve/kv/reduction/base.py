@@ -19,7 +19,7 @@ from mmserve.core.values import Checked
 
 
 class Signal(Enum):
-    """What is recorded in a request's passes."""
+    """The evidence recorded in a request's passes."""
 
     ATTENTION = auto()  # attention to each position held, for each K/V head
     QUERIES = auto()  # mean and covariance of the queries

@@ -1,8 +1,9 @@
-"""K/V of images and clips alone: made once, and kept for later requests.
+"""K/V of images and clips computed separately, once, and cached for later requests.
 
-An image's K/V are those that it has at the beginning of a chat of its own, after what the model's chat format puts
-there; where attention looks right, nothing follows. Keys are kept before rotation, and turned to an image's place as
-fresh ones are: no rounding comes in by moving them, whatever the axes of position or their scaling.
+An image's K/V are computed at the beginning of a separate chat, after the model's chat format prefix; with
+bidirectional attention, no tokens follow. Keys are stored before rotation, and rotated to an image's
+positions like new ones, so that reuse adds no rounding error, for any number of position axes and any scaling.
+
 Shapes in names: N layers, L positions, G key/value heads, K head size.
 """
 

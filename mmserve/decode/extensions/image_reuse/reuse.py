@@ -36,7 +36,7 @@ from mmserve.tiers.memory import TensorCache
 
 @dataclass
 class ReusedKV:
-    """Which positions of a request have reused K/V: plain data."""
+    """The positions of a request with reused K/V, as plain data."""
 
     positions: np.ndarray  # bool [canvas]: positions whose reused K/V are kept; no policy runs them
     selective: SelectiveRecompute | None = None  # if some of them are recomputed during decode

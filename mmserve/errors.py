@@ -1,4 +1,4 @@
-"""The error tree: what can go wrong with a request, and the gRPC status each kind becomes.
+"""The error classes of requests, each with its gRPC status code.
 
 Raised anywhere in the server, carried over the wire by ``mmserve.rpc.status``, raised again by the client.
 """
@@ -19,7 +19,7 @@ class MMServeError(Exception):
 
     @property
     def message(self) -> str:
-        """What happened and what to do about it, in one sentence."""
+        """The cause and the remedy, in one sentence."""
         return str(self)
 
     def __reduce__(self) -> Any:
@@ -27,7 +27,7 @@ class MMServeError(Exception):
 
 
 def _rebuilt(kind: type[MMServeError], args: tuple[Any, ...], state: Mapping[str, Any]) -> MMServeError:
-    """An error that comes from another process."""
+    """Restore an error received from another process."""
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(state)
@@ -36,14 +36,14 @@ def _rebuilt(kind: type[MMServeError], args: tuple[Any, ...], state: Mapping[str
 
 @dataclass(frozen=True)
 class FieldViolation:
-    """One field of a request that is not acceptable, and why."""
+    """An invalid field of a request, and the reason."""
 
     field: str
     description: str
 
 
 class InvalidArgument(MMServeError):
-    """The request itself is wrong; sending it again unchanged cannot work."""
+    """The request is invalid; repeating it unchanged cannot succeed."""
 
     code = "INVALID_ARGUMENT"
 
@@ -76,7 +76,7 @@ class NotFound(MMServeError):
 
 
 class FailedPrecondition(MMServeError):
-    """The request is fine, but not for this model or this state of the server."""
+    """The request is valid, but not for this model or the present state of the server."""
 
     code = "FAILED_PRECONDITION"
 
@@ -98,17 +98,17 @@ class ResourceExhausted(MMServeError):
 
 
 class Unavailable(MMServeError):
-    """The server is draining or cannot be reached; another one may take the request."""
+    """The server is draining or unreachable; another one may accept the request."""
 
     code = "UNAVAILABLE"
 
 
 class TransferError(Unavailable):
-    """What one stage hands to another came damaged, cut short, or in a version that is not known."""
+    """A payload between stages is damaged, truncated, or of an unknown version."""
 
 
 class TLSError(Unavailable):
-    """Client and server do not agree about TLS; raised by the client, which does not try again."""
+    """The TLS settings of client and server do not match; raised by the client, without retries."""
 
 
 class DeadlineExceeded(MMServeError):
@@ -124,7 +124,7 @@ class Cancelled(MMServeError):
 
 
 class Internal(MMServeError):
-    """A bug; ``error_id`` is in the server's log beside the traceback."""
+    """A bug; ``error_id`` identifies the traceback in the server's log."""
 
     code = "INTERNAL"
 
@@ -136,7 +136,7 @@ class Internal(MMServeError):
     def logged(
         cls, error: BaseException, where: str, logger: logging.Logger, fields: Mapping[str, str] | None = None
     ) -> Internal:
-        """One with a fresh id, under which ``error`` and its traceback are in the log; ``fields`` go with them."""
+        """Log ``error`` with its traceback, a new id and ``fields``; returns an ``Internal`` with that id."""
         error_id = uuid.uuid4().hex
         more = {"fields": {"error_id": error_id, **(fields or {})}}
         logger.error("internal error, error id %s, in %s", error_id, where, exc_info=error, extra=more)
@@ -162,4 +162,4 @@ BY_CODE: dict[str, type[MMServeError]] = {
 
 
 class ConfigError(ValueError):
-    """A configuration file or a model directory is wrong; raised at start, never during a request."""
+    """A configuration file or a model directory is invalid; raised at start, never during a request."""

@@ -1,4 +1,4 @@
-"""List the models of a server with what they support and their limits; load and unload models."""
+"""List the models of a server with their capabilities and limits; load and unload models."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _check(arguments: argparse.Namespace) -> int:
     for finding in chain(_checked_cluster(arguments.cluster), check(*read_tables(arguments))):
         found.append(finding)
         if not arguments.json:
-            print(f"{finding.part}: {finding.problem or 'ok'}", flush=True)  # as they come: PyTorch takes seconds
+            print(f"{finding.part}: {finding.problem or 'ok'}", flush=True)  # at once: importing PyTorch takes seconds
     problems = any(finding.problem for finding in found)
     if arguments.json:
         print_json({"ok": not problems, "findings": [asdict(finding) for finding in found]})

@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def require_writable(out: Path, use: str) -> None:
-    """Raise ``ConfigError`` if ``out`` cannot be written, before measurements that take an hour. ``use``: what to do
-    with another file."""
+    """Raise ``ConfigError`` if ``out`` cannot be written, before measurements that take an hour. ``use``: advice
+    about another file, for the error."""
     beside = out if out.exists() else out.parent
     if not out.parent.is_dir() or not os.access(beside, os.W_OK):
         raise ConfigError(f"{out} cannot be written: choose another file with --out, and {use}")

@@ -42,7 +42,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
         self._running: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
-        """Connect; what ``async with`` does."""
+        """Connect; called by ``async with``."""
         self._client._open(grpc.aio)  # errors are raised to the caller
         self._running = asyncio.create_task(self._run())
         try:
@@ -264,7 +264,7 @@ class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
 
 
 class AsyncQuestion(QuestionView):
-    """A question in progress; iterating it gives its events (``Admitted``, ``Delta``, ``Snapshot``, ``Finished``)."""
+    """A question in progress; iterating it yields its events (``Admitted``, ``Delta``, ``Snapshot``, ``Finished``)."""
 
     def __init__(self, session: AsyncVideoSession, pending: Pending, timeout: float, read: Mapping[str, Any]) -> None:
         super().__init__(session, pending, timeout, read)
@@ -290,7 +290,7 @@ class AsyncQuestion(QuestionView):
 
 
 class AsyncAlerts(AlertsView):
-    """The alerts of a standing question as they come; iterating waits for the next one, until ``close``."""
+    """The alerts of a standing question as they arrive; iteration waits for the next one, until ``close``."""
 
     def __init__(self, session: AsyncVideoSession, watching: Watching) -> None:
         super().__init__(session, watching)

@@ -309,7 +309,7 @@ class VideoSession(SessionView["Question", "Alerts"]):
 
 
 class Question(QuestionView):
-    """A question in progress; iterating it gives its events (``Admitted``, ``Delta``, ``Snapshot``, ``Finished``)."""
+    """A question in progress; iterating it yields its events (``Admitted``, ``Delta``, ``Snapshot``, ``Finished``)."""
 
     def __init__(self, session: VideoSession, pending: Pending, timeout: float, read: Mapping[str, Any]) -> None:
         super().__init__(session, pending, timeout, read)
@@ -320,7 +320,7 @@ class Question(QuestionView):
             yield event
 
     def result(self) -> Result[Any]:
-        """The whole answer; raises what it failed with."""
+        """The whole answer; raises the error of the question."""
         for _ in self:
             pass
         return self._result()

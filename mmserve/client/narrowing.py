@@ -1,4 +1,4 @@
-"""Narrows pydantic's JSON schemas to what pydantic accepts: formats, keys, unions and JSON in strings."""
+"""Narrows pydantic's JSON schemas to the documents that pydantic accepts: formats, keys, unions, JSON in strings."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class SharedOptions(TypedDict, total=False):
 
 
 class Options(SharedOptions, total=False):
-    """Options of a request beside ``schema``; one that is left out or None has its default."""
+    """Options of a request besides ``schema``; omitted ones and None have their defaults."""
 
     frequency_penalty: float | None
     presence_penalty: float | None

@@ -52,7 +52,7 @@ def schema_of(adapter: TypeAdapter[Any]) -> Schema:
 
 
 class NarrowSchema(GenerateJsonSchema):
-    """pydantic's generator of JSON schemas, narrowed to what pydantic accepts."""
+    """pydantic's generator of JSON schemas, narrowed to the documents that pydantic accepts."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012 - as pydantic declares it
 

@@ -260,7 +260,7 @@ class SessionState:
     # --- responses ---
 
     def take(self, response: pb.SessionResponse) -> Callable[[], None] | None:
-        """Take a response in; what it returns is to be called without the lock."""
+        """Process a response; returns a callback to be called after releasing the lock, or None."""
         if response.index:
             if response.index <= self._received:
                 return None

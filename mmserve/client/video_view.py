@@ -107,7 +107,7 @@ class SessionView(Generic[QuestionT, AlertsT]):
         }
         return self._alerts(self._act(lambda: self._state.watch(text, choices, wanted, callback, **numbers)))
 
-    # --- what is known ---
+    # --- state ---
 
     @property
     def push_failures(self) -> tuple[PushFailed, ...]:

@@ -187,7 +187,7 @@ class Coordinator:
         with self._lock:
             return dict(self._stats)
 
-    # --- what the fleet reports ---
+    # --- reports of the fleet ---
 
     def equip(self, worker: Worker) -> None:
         """Prepare a worker before it joins (adapters); blocks."""

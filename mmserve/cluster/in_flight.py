@@ -310,7 +310,7 @@ class InFlight:
         self._go_on(part)
 
     def _go_on(self, part: Part) -> None:
-        """Queue ``part`` to continue from its point; a question without a point, where its stream is."""
+        """Queue ``part`` to continue from its checkpoint; a question without one, on the worker of its stream."""
         again = part.group.again
         if again is None or part.point.stage is not Stage.QUEUED:
             self.dispatch.wait(part)

@@ -69,7 +69,7 @@ def pixels(part: ImagePart | VideoPart) -> float:
         try:
             width, height = Image.open(BytesIO(part.data), formats=("PNG", "JPEG")).size
             return float(width * height)
-        except Exception:  # noqa: BLE001 - what is wrong with a file its decoder finds
+        except Exception:  # noqa: BLE001 - errors of a file are reported by its decoder
             pass
     return len(part.data) * _PIXELS_A_BYTE
 

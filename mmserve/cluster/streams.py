@@ -124,7 +124,7 @@ class ClusterStreams:
             self._openers.shutdown()
             self._closing()
 
-    # --- what workers report ---
+    # --- reports of workers ---
 
     def reported(self, item: Appended | StreamSaved) -> None:
         """The result of a frame, or a checkpoint of a stream; called with the coordinator's lock."""

@@ -1,4 +1,4 @@
-"""``[[models]]`` and ``[schedulers.NAME]``: what is served, and the schedulers that requests may name."""
+"""``[[models]]`` and ``[schedulers.NAME]``: the served models, and the schedulers available to requests."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def record_for(streaming: Streaming, positions: int) -> CanvasRecord | None:
 
 
 def draft_of(d: Live, model: EncoderModel, canvas: Canvas, candidates: Candidates) -> Draft | None:
-    """Record a step that made some of ``candidates`` final. Returns what it changed, if the request streams drafts."""
+    """Record a step that made some of ``candidates`` final. Returns the changes, if the request streams drafts."""
     kept = d.record
     if kept is None:
         return None

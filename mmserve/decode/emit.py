@@ -61,7 +61,7 @@ def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
 def answer_of(d: Live, model: Model) -> Answer:
     """The answer of a request that ended in decode."""
     held = d.held
-    if model.spec.causal:  # discard what a draft left after the answer's end
+    if model.spec.causal:  # discard drafted tokens after the answer's end
         evicted = sum(extension.evicted for extension in d.extensions)
         held = min(held, d.canvas.prompt_length + d.text.tokens - evicted)
     tokens = tokens_of(d, model) if d.request.streaming.tokens else ()

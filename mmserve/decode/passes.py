@@ -148,7 +148,7 @@ class Passes:
         commit: Commit,
         drafted: np.ndarray | None = None,
     ) -> Pass:
-        """The pass that gives candidates for the open positions of the block, or of the canvas
+        """The pass that computes candidates for the open positions of the block, or of the canvas
         (``commit.whole_canvas``).
 
         The rows that predict these positions are added to ``rows``. With causal or block-causal attention, rows to the

@@ -1,4 +1,4 @@
-"""Creates a request's policies from its options and from what the model offers."""
+"""Creates a request's policies from its options and the capabilities of the model."""
 
 from __future__ import annotations
 

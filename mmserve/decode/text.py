@@ -16,7 +16,7 @@ from mmserve.core.events import Alternative, CommittedToken
 from mmserve.core.payloads import TextState
 from mmserve.decode.token_texts import beginning, token_bytes
 
-#: Shown in a snapshot where a position is still masked.
+#: The placeholder of a masked position in a snapshot.
 MASK_GLYPH = "▒"
 
 

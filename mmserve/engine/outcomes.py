@@ -113,7 +113,7 @@ class StageOutcomes:
 
     def _begin_again(self, state: RequestState) -> None:
         if state.in_flight:
-            return  # in prefill, whose outcome comes here
+            return  # in prefill, whose outcome is processed here
         self._stages.prefilling.forget(state.request.id)
         self._pool.release(state.pages.ids)
         state.pages, state.keys, state.prefilled = PageTable(), (), None

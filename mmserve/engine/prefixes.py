@@ -80,7 +80,7 @@ class Prefixes:
             fetched = Fetched()
             try:
                 fetched = tier.fetch(state.keys[known:], labels[known:])
-            except Exception as error:  # noqa: BLE001 - what is not found is computed
+            except Exception as error:  # noqa: BLE001 - missing pages are computed
                 logger.warning("K/V pages of request %s could not be read: %s", state.request.id, error)
             self._post(lambda: took(fetched))
 

@@ -15,13 +15,13 @@ from mmserve.engine.request_state import MEDIA_WORKERS, WORKERS
 from mmserve.priority import lower_priority
 
 Job = Callable[[], None]
-#: How long a job that gives way waits for another one after each that it has let run (seconds): usually for the next
-#: step of the same request, which the engine plans in between.
+#: Seconds for which a yielding job waits for another job after each one that it has let run: usually for the next step
+#: of the same request, which the engine plans in between.
 _NEXT_SECONDS = 0.005
 
 
 class Worker(Protocol):
-    """Runs jobs; the engine gives it at most as many jobs as it runs concurrently."""
+    """Runs jobs; the engine submits at most as many jobs as it runs concurrently."""
 
     def start(self, job: Job) -> None:
         """Run ``job``, now or later; a job reports its own outcome and never raises."""

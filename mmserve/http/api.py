@@ -72,7 +72,7 @@ class Asked:
     message: pb.GenerateRequest
     stream: bool
     reply: Reply
-    #: Names in this body of fields of ``message``, where they differ from those of its API.
+    #: Names of fields of ``message`` in this body, if they differ from those of its API.
     names: Mapping[str, str] = field(default_factory=dict)
     #: The location of each message in the body, and of its parts that are elsewhere (``errors.renamed``).
     places: Mapping[str, str] = field(default_factory=dict)

@@ -81,8 +81,8 @@ class Bodies:
         return bytes(data)
 
 
-#: What a body has that may hold half of a surrogate pair, which no message can carry: an escape of one, its UTF-8 form,
-#: or another encoding than UTF-8.
+#: Byte sequences of bodies that may contain a lone surrogate, which messages cannot represent: its escape, its UTF-8
+#: form, or signs of another encoding than UTF-8.
 _MAYBE_SURROGATE = (b"\\ud", b"\\uD", b"\xed", b"\0")
 
 
@@ -139,7 +139,7 @@ def _too_deep(found: Any) -> bool:
 
 
 def _float(text: str) -> float:
-    """A number; what is beyond all of them could not be written again, as in a response that repeats a field."""
+    """``text`` as a float; raises ``ValueError`` on overflow, as responses that repeat a field cannot represent inf."""
     if math.isinf(value := float(text)):
         raise ValueError(f"{text[:40]} is too large a number")
     return value

@@ -311,7 +311,7 @@ def _logprob(token: CommittedToken | Alternative) -> dict[str, Any]:
 
 
 def shown(data: bytes) -> str:
-    r"""The text of a token with the bytes ``data``; where it has a part of a character, as ``bytes:\xe2\x80``."""
+    r"""The text of a token with the bytes ``data``; if it is not valid UTF-8, as ``bytes:\xe2\x80``."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -6,9 +6,9 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def completed(text: str) -> str:
-    """``text``, the beginning of a JSON object, as a whole one: without the member or item that was cut, and closed."""
-    opened: list[str] = []  # what closes each object and array that is open
-    kept, closing = 0, ["{", "}"]  # how much of the text is kept, and what comes after it
+    """``text``, the start of a JSON object, completed: without the truncated member or item, and with closing brackets."""
+    opened: list[str] = []  # closing brackets of the open objects and arrays
+    kept, closing = 0, ["{", "}"]  # length of the kept text, and the brackets to append
     quoted = escaped = False
     for i, char in enumerate(text):
         if quoted:

@@ -190,7 +190,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
 
 
 class _Question:
-    """One question as quotas and metrics see it (``session.Noted``)."""
+    """Records one question in quotas and metrics (``session.Noted``)."""
 
     def __init__(self, metrics: Metrics, quotas: Quotas, engine: EngineLike, tenant: Tenant) -> None:
         self._watch = Watch(metrics)

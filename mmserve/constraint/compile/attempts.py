@@ -27,7 +27,7 @@ _DEPTHS = (8, 5, 3, 2, 1)
 
 
 def widened(schema: Any) -> Iterator[tuple[Any, str]]:
-    """Supersets of ``schema``, the narrowest first, with a description of what each leaves out; any JSON is last."""
+    """Supersets of ``schema``, the narrowest first, each with a description of its omissions; any JSON is last."""
     single = _everywhere(schema, _first_of_all)
     yield single, "where several schemas apply together, only the first is enforced"
     plain = _everywhere(single, _without_text)
@@ -107,7 +107,7 @@ class Layout:
 
     @classmethod
     def of(cls, options: Iterable[SchemaOption]) -> Layout:
-        """The layout that ``options`` ask for."""
+        """The layout requested by ``options``."""
         asked = (SchemaOption.WHITE_SPACE, SchemaOption.EXPONENTS, SchemaOption.ANY_ORDER)
         return cls(*(option in options for option in asked))
 

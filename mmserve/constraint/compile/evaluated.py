@@ -67,7 +67,7 @@ class Way:
 
 
 class Unknown(Exception):
-    """The reason why it is not known what a schema evaluates."""
+    """The reason why the evaluated members or items of a schema are unknown."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ SPARE = 4
 #: States for which one search computes a representative. The maximum observed was 1,431; the limit is the same on every
 #: machine, whatever earlier searches have cached.
 _ASKED = 2_000
-#: Maximum wall time (seconds) of ``look_ahead``; searches compute what it leaves out.
+#: Maximum wall time (seconds) of ``look_ahead``; searches compute the rest.
 _SECONDS = 0.1
 
 

@@ -34,7 +34,7 @@ _STATE, _BYTE, _WAY = 8_000, 200, 500
 _NOTICED = 1 << 20
 #: Maximum size of a lexer with all the states that ``PARSER_LIMITS`` allow. Measured, and rounded up.
 _LEXER = 12 << 20
-#: A state takes over a matcher that has read so many bytes less than its own: the time of a fork grows with these.
+#: A state replaces its matcher by one that has read this many bytes less: the time of a fork grows with them.
 _DEEPER = 500
 #: States expanded to find an end that a walk did not find.
 _FAR = 24

@@ -71,7 +71,7 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
 
     @property
     def reads(self) -> frozenset[str]:
-        """The gap, and what ``base`` reads."""
+        """The gap, and the values read by ``base``."""
         return self.base.reads | {GAP}
 
     def regarded(self, canvas: Canvas) -> np.ndarray:

@@ -6,7 +6,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def completed(text: str) -> str:
-    """``text``, the start of a JSON object, completed: without the truncated member or item, and with closing brackets."""
+    """``text``, the start of a JSON object, completed: without a truncated member or item, with closing brackets."""
     opened: list[str] = []  # closing brackets of the open objects and arrays
     kept, closing = 0, ["{", "}"]  # length of the kept text, and the brackets to append
     quoted = escaped = False

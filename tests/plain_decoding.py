@@ -273,7 +273,7 @@ class PlainDecoder:
         for token in set(answer):
             row[token] -= sampling.presence_penalty + sampling.frequency_penalty * answer.count(token)
         penalty = sampling.repetition_penalty
-        known = {int(t) for p, t in enumerate(self.tokens) if self.committed_at[p] != MASKED}
+        known = {*(int(t) for t in self.tokens[: self.prompt]), *answer}
         for token in known if penalty != 1 else ():
             if token < len(row):
                 row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty

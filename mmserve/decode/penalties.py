@@ -21,7 +21,7 @@ class Penalties:
     """The biases and penalties of one request in one step; the same for all its rows."""
 
     added: tuple[Tensor, Tensor] | None  # tokens int64 ``[k]``, and their biases, fp32 ``[k]``
-    held: Tensor | None  # int64 ``[m]``: tokens of the prompt and the answer
+    held: Tensor | None  # int64 ``[m]``: tokens of the prompt and the answer, without the answer's end tokens
     repetition: float
 
     @classmethod
@@ -40,9 +40,9 @@ class Penalties:
         if not sampling.changes_logits:
             return None
         gains = dict(sampling.logit_bias)
+        answer = _answer(canvas, end_ids)
         if sampling.frequency_penalty or sampling.presence_penalty:
-            answer = _held(canvas, canvas.prompt_length)
-            tokens, counts = np.unique(answer[~among(answer, end_ids)], return_counts=True)
+            tokens, counts = np.unique(answer, return_counts=True)
             for token, count in zip(tokens.tolist(), counts.tolist(), strict=True):
                 lost = sampling.frequency_penalty * count + sampling.presence_penalty
                 gains[token] = gains.get(token, 0.0) - lost
@@ -52,7 +52,7 @@ class Penalties:
             added = torch.tensor(list(gains), device=device), torch.tensor(list(gains.values()), device=device)
         held = None
         if sampling.repetition_penalty != 1:
-            tokens = np.unique(_held(canvas, 0))
+            tokens = np.unique(np.concatenate([canvas.tokens[: canvas.prompt_length], answer]))
             held = torch.from_numpy(tokens[tokens < vocabulary]).to(device)
         return cls(added, held, sampling.repetition_penalty)
 
@@ -72,7 +72,8 @@ class Penalties:
             logits[:, self.held] = penalised.clamp(-_LARGEST, _LARGEST)
 
 
-def _held(canvas: Canvas, start: int) -> np.ndarray:
-    """Final tokens from position ``start`` on, without padding."""
-    read = slice(start, canvas.size - canvas.unread)
-    return canvas.tokens[read][~canvas.masked[read]]
+def _answer(canvas: Canvas, end_ids: Collection[int]) -> np.ndarray:
+    """Final tokens of the answer, without padding and end tokens."""
+    read = slice(canvas.prompt_length, canvas.size - canvas.unread)
+    tokens = canvas.tokens[read][~canvas.masked[read]]
+    return tokens[~among(tokens, end_ids)]

@@ -21,9 +21,11 @@ def rows(count: int, seed: int, spread: float = 2.0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(count, VOCAB)).astype(np.float32) * np.float32(spread)
 
 
-def draw(logits: np.ndarray, sampling: Sampling, canvas: Canvas | None = None) -> Candidates:
+def draw(
+    logits: np.ndarray, sampling: Sampling, canvas: Canvas | None = None, ends: frozenset[int] = frozenset()
+) -> Candidates:
     canvas = canvas or blank(3, len(logits), len(logits))
-    return candidates(torch.from_numpy(logits.copy()), canvas.block_masked(), canvas, sampling, ())
+    return candidates(torch.from_numpy(logits.copy()), canvas.block_masked(), canvas, sampling, (), end_ids=ends)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -185,6 +187,27 @@ def test_what_stands_right_of_the_block_counts_too() -> None:
     found = draw(values, Sampling(repetition_penalty=1e4), canvas)
     assert found.tokens.tolist() == penalised(values, {20, token}, 1e4).argmax(-1).tolist()
     assert found.tokens[0] != token
+
+
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_end_tokens_that_fill_a_canvas_are_not_penalised(penalty: str) -> None:
+    values = rows(5, 5)
+    end = int(values[0].argmax())
+    sampling = Sampling(**{penalty: 2.0})  # type: ignore[arg-type]
+    filled, padded = (speaking([20], {5: token}, 6, 6) for token in (end, VOCAB + 1))
+    expected = draw(values, sampling, padded).confidence
+    np.testing.assert_array_equal(draw(values, sampling, filled, frozenset({end})).confidence, expected)
+    assert draw(values, sampling, filled).tokens[0] != end
+
+
+def test_an_end_token_of_the_prompt_is_penalised() -> None:
+    values = rows(1, 5)
+    end = int(values[0].argmax())
+    found, other = (
+        draw(values, Sampling(repetition_penalty=2.0), speaking([token], {}, 1, 1), frozenset({end})).tokens[0]
+        for token in (end, VOCAB + 1)
+    )
+    assert found != end == other
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])

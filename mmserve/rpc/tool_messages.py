@@ -33,6 +33,8 @@ MAX_LEVELS = 256
 _AROUND_ALL, _AROUND = 1 << 10, 250
 #: Matches the field of a violation in a line of a grammar, and the location in the schema there.
 _IN_GRAMMAR = re.compile(r"constraint\.(?:lark|json_schema)#/([0-9]{1,9})(|/.*)", re.DOTALL)
+#: Matches the beginning of the description of a grammar that cannot be compiled: a place in its final form.
+_LARK = re.compile(r"^lark: (at [0-9]{1,9}\([0-9]{1,9}\): )?")
 #: Matches the line of a grammar at the beginning of a warning; the location in the schema there follows.
 _WARNING = re.compile(r"/([0-9]{1,9})(?=/|: )")
 #: Keywords without effect on a grammar.
@@ -224,10 +226,18 @@ def named_tools(error: MMServeError, use: ToolUse) -> MMServeError:
 
 
 def _of_tool(wrong: FieldViolation, use: ToolUse) -> FieldViolation:
+    if wrong.field == "constraint.lark":  # the grammar as a whole
+        one = _schema_of(use.callable[0], use) if len(use.callable) == 1 else "tools"
+        return FieldViolation(one, _LARK.sub("", wrong.description))
     found = _IN_GRAMMAR.fullmatch(wrong.field)
     line = int(found[1]) if found else 0
     if found is None or not 0 < line <= len(use.callable):  # which have the first lines, see ``tool_grammar``
         return wrong
-    field = f"tools[{use.tools.index(use.callable[line - 1])}].parameters_json_schema"
+    field = _schema_of(use.callable[line - 1], use)
     why = wrong.description.replace(f"line {line}: %json: ", "", 1)
     return FieldViolation(f"{field}#{found[2]}" if found[2] else field, why)
+
+
+def _schema_of(tool: Tool, use: ToolUse) -> str:
+    """The field of the schema of ``tool``."""
+    return f"tools[{use.tools.index(tool)}].parameters_json_schema"

@@ -316,6 +316,18 @@ def test_a_schema_of_arguments_that_takes_no_object_is_refused(kind: Any) -> Non
     assert field == "tools[0].parameters_json_schema" and "must have the type object" in why
 
 
+def test_a_schema_without_a_value_is_that_of_its_tool(admission: Admission) -> None:
+    nothing = Tool("f", json.dumps({"type": "object", "allOf": [{"type": "object"}, {"type": "string"}]}))
+    for use, field in (
+        (ToolUse(tools=(Tool("g"), nothing), named="f"), "tools[1].parameters_json_schema"),
+        (ToolUse(tools=(Tool("g"), nothing)), "tools"),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            admission.admit(ConstraintSpec(Lark(tool_grammar(use, HERMES))), 120)
+        [wrong] = named_tools(refused.value, use).violations  # type: ignore[attr-defined]
+        assert wrong.field == field and wrong.description.startswith("failed to compile JSON schema: Unsatisfiable")
+
+
 def test_the_shortest_answer_is_one_call(admission: Admission) -> None:
     use = ToolUse(tools=TOOLS, choice=ToolChoice.REQUIRED)
     with pytest.raises(InvalidArgument, match="must be at least") as refused:

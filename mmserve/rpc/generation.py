@@ -29,11 +29,8 @@ from mmserve.rpc.memory_budget import MemoryBudget, media_files, text_bytes
 from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.status import DEADLINE_SLACK, errors_to_status
 from mmserve.rpc.stream import Outbox
-from mmserve.rpc.tool_messages import named_tools, named_warnings
+from mmserve.rpc.tool_events import tool_events
 from mmserve.rpc.violations import violations
-from mmserve.tools.answer import ToolAnswers
-from mmserve.tools.formats import FORMATS
-from mmserve.tools.grammar import openings
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
 from mmserve.wire import request_id
@@ -147,20 +144,17 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
     Raises the error of a ``Failed``.
     """
     outbox = Outbox(request.sampling.n)
-    tools = None
-    if request.tools is not None:
-        form = FORMATS[engine.info.tool_format]
-        tools = ToolAnswers(form, openings(request.tools, form), streams=request.streaming.deltas)
+    converted = tool_events(request, engine.info)
     engine.submit(request, watch.sink(outbox.put))
     try:
         async for event in outbox:
-            if isinstance(event, Failed):
-                raise event.error if request.tools is None else named_tools(event.error, request.tools)
-            watch.see(event)
+            if not isinstance(event, Failed):
+                watch.see(event)
             if isinstance(event, Finished):
                 logger.info("request %s finished: %s", request.id, _summary(event))
-                event = event if request.tools is None else named_warnings(event, request.tools)
-            for sent in (event,) if tools is None else tools.of(event):
+            for sent in converted(event):
+                if isinstance(sent, Failed):
+                    raise sent.error
                 yield sent
     finally:
         if not outbox.ended:  # the client disconnected, or its deadline passed

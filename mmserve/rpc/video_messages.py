@@ -115,7 +115,7 @@ def _question(asked: pb.Ask | pb.Decide, path: str, questions: SessionQuestions)
 
         return m.Ask(name, refuse) if isinstance(asked, pb.Ask) else m.Decide(name, refuse)
     if isinstance(asked, pb.Ask):
-        return m.Ask(name, lambda: questions.free(asked), scope)
+        return m.Ask(name, lambda: questions.free(asked), scope, questions.converted)
     return m.Decide(name, lambda: questions.typed(asked), scope)
 
 

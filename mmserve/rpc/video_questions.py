@@ -17,6 +17,7 @@ from mmserve.core.tenant import Tenant
 from mmserve.errors import FieldViolation, InvalidArgument, NotFound
 from mmserve.rpc.decision_messages import asked_decisions, generation_of
 from mmserve.rpc.request_messages import to_request
+from mmserve.rpc.tool_events import tool_events
 from mmserve.v1 import decision_pb2
 from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
@@ -45,6 +46,10 @@ class SessionQuestions:
     def free(self, ask: pb.Ask) -> Request:
         """The request of a question; raises ``InvalidArgument``, or ``Unimplemented``."""
         return self._request(question_message(ask, self._config), ask, "ask")
+
+    def converted(self, request: Request) -> m.Converted:
+        """As ``video.messages.Ask.converted``."""
+        return tool_events(request, self._info)
 
     def typed(self, asked: pb.Decide) -> m.Typed:
         """The request of typed questions; raises as ``free`` does."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from mmserve.core.decisions import Decision
-from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, Snapshot
+from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, Snapshot, ToolCallDelta
 from mmserve.core.request import Request
 from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
 from mmserve.errors import MMServeError
@@ -39,13 +39,24 @@ class PushSegment:
     url: str = ""
 
 
+#: Converts an event of the engine to those that the client gets.
+Converted = Callable[[Event], Iterable[Event]]
+
+
+def unchanged(event: Event) -> Iterable[Event]:
+    """``event`` alone."""
+    return (event,)
+
+
 @dataclass(frozen=True)
 class Ask:
-    """A question; ``request`` creates the engine's request, and raises its validation errors."""
+    """A question; ``request`` creates the engine's request, and raises its validation errors. ``converted``: converts
+    the events of that request."""
 
     question_id: str
     request: Callable[[], Request] = field(repr=False)
     scope: Scope | None = None
+    converted: Callable[[Request], Converted] = field(default=lambda _request: unchanged, repr=False)
 
 
 @dataclass(frozen=True)
@@ -209,7 +220,10 @@ def response_bytes(response: Numbered) -> int:
         case Answer(_, Draft(rows)):
             return _OVERHEAD * (1 + sum(1 + len(alternatives) for *_own, alternatives in rows))
         case Answer(_, Finished() as event, moments):
-            return _OVERHEAD * (1 + len(moments)) + 4 * len(event.text) + sum(map(_token_bytes, event.tokens))
+            texts = len(event.text) + sum(len(call.arguments) for call in event.tool_calls)
+            return _OVERHEAD * (1 + len(moments)) + 4 * texts + sum(map(_token_bytes, event.tokens))
+        case Answer(_, ToolCallDelta() as event):
+            return _OVERHEAD + 4 * len(event.arguments)
         case Decided(_, typed):
             return _OVERHEAD * (1 + sum(1 + len(question.answers) for question in typed.questions))
         case Answer(_, MMServeError() as error) | PushFailed(_, error):

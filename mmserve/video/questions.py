@@ -35,6 +35,7 @@ class Question:
     request: Request
     noted: Noted
     left: int  # number of unfinished samples
+    converted: m.Converted
     typed: m.Typed | None = None  # set for typed questions
     submitted: bool = False
     late: asyncio.TimerHandle | None = None  # timer that ends it at its deadline, until it is asked
@@ -86,17 +87,19 @@ class Questions:
                 )
             noted.begin()
             typed: m.Typed | None = None
+            converted: m.Converted = m.unchanged
             if isinstance(ask, m.Decide):
                 typed = ask.typed()
                 request = typed.request
             else:
                 request = ask.request()
+                converted = ask.converted(request)
         except Exception as error:  # noqa: BLE001 - one question's failure is its own
             failure = reported(error)
             noted.end(failure)
             self._report(m.Answer(ask.question_id, failure))
             return None
-        question = Question(ask, request, noted, request.sampling.n, typed)
+        question = Question(ask, request, noted, request.sampling.n, converted, typed)
         self._questions[ask.question_id] = question
         if (deadline := request.deadline) is not None:
             loop = asyncio.get_running_loop()
@@ -155,12 +158,17 @@ class Questions:
             return
         if self._questions.get(question.ask.question_id) is not question:
             return
-        if isinstance(event, Failed):
+        if not isinstance(event, Failed):
+            question.noted.see(event)
+        if question.typed is None:
+            for sent in question.converted(event):
+                if isinstance(sent, Failed):
+                    self._end(question, reported(sent.error))
+                    return
+                self._report(m.Answer(question.ask.question_id, sent, self._moments(question, sent)))
+        elif isinstance(event, Failed):
             self._end(question, reported(event.error))
             return
-        question.noted.see(event)
-        if question.typed is None:
-            self._report(m.Answer(question.ask.question_id, event, self._moments(question, event)))
         elif isinstance(event, Finished):
             total = 1000 * (time.monotonic() - question.begun)
             self._report(m.Decided(question.ask.question_id, question.typed, event, total))

@@ -19,7 +19,7 @@ from PIL import Image
 
 from mmserve.assembly import BackgroundServer
 from mmserve.cli import main
-from mmserve.client import AsyncClient, Client, Moment
+from mmserve.client import AsyncClient, Client, InvalidArgument, Moment, ToolCallDelta
 from mmserve.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mmserve.reference.scenes import PICTURE, Shape, paint
 
@@ -160,3 +160,21 @@ def test_times_in_answers_by_asyncio(address: str) -> None:
             return (await question.result()).moments, question.moments
 
     assert asyncio.run(asked()) == ((Moment(0, 13, 103),),) * 2
+
+
+def test_calls_of_tools_in_answers_of_a_session(address: str, film: Path) -> None:
+    schema = {"type": "object", "properties": {"on": {"enum": [True, False]}}, "required": ["on"]}
+    odd = {"type": "object", "properties": {"on": {"type": "strange"}}}
+    options: Any = {"tool_choice": "required", "parallel_tool_calls": False, "max_new_tokens": 64}
+    with Client(address) as client, client.video_session(rate=2.0) as session:
+        session.push_file(film)
+        question = session.stream("Is it on?", tools=[{"name": "switch", "parameters": schema}], **options)
+        deltas = [event for event in question if isinstance(event, ToolCallDelta)]
+        found = question.result()
+        [call] = found.calls
+        assert (call.name, found.text, found.finish_reason) == ("switch", "", "tool_calls") and "on" in call.value
+        assert "".join(delta.arguments for delta in deltas) == call.arguments and deltas[0].id == call.id
+        [whole] = session.ask("Is it on?", tools=[{"name": "switch", "parameters": schema}], **options).calls
+        assert whole.arguments == call.arguments
+        with pytest.raises(InvalidArgument, match=r"tools\[0\]\.parameters_json_schema#/properties/on/type"):
+            session.ask("Is it on?", tools=[{"name": "switch", "parameters": odd}], **options)

@@ -45,12 +45,16 @@ def _wrong(seed: SeedCanvas, request: Request, spec: ModelSpec, vocab_size: int)
     if len(tokens) > new:
         found.append((f"{_PATH}.tokens", f"must be at most max_new_tokens, {new}, not {len(tokens)}"))
     for position, token in enumerate(tokens):
-        if position not in pinned and token != spec.mask_id:
+        if position in pinned and token == spec.mask_id:
+            why = f"must not be the mask token {token} at position {position}, which is pinned: an answer has no masks"
+        elif position not in pinned and token != spec.mask_id:
             why = (
                 f"must be the mask token {spec.mask_id} at position {position}, which is not pinned: the model masks it"
             )
-            found.append((f"{_PATH}.tokens", why))
-            break
+        else:
+            continue
+        found.append((f"{_PATH}.tokens", why))
+        break
     return found
 
 

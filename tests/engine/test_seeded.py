@@ -119,6 +119,7 @@ def test_what_is_no_canvas_is_refused(bench: Make, model: LoadedModel) -> None:
         (SeedCanvas((), ()), "tokens: must not be empty"),
         (SeedCanvas((40,), (1,)), "pinned: must be below 1"),
         (SeedCanvas((40, 41), (0,)), "tokens: must be the mask token"),
+        (SeedCanvas((model.spec.mask_id, 41), (0, 1)), "tokens: must not be the mask token 3 at position 0"),
         (SeedCanvas((1 << 40,), (0,)), "tokens: must be below"),
     ):
         request = ask("r", max_new_tokens=NEW)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from mmserve.core.events import Delta, Draft, Event, Finished, Prefilled, ToolCallDelta, Usage
-from mmserve.errors import InvalidArgument, MMServeError
+from mmserve.errors import FailedPrecondition, InvalidArgument, MMServeError
 from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.constraints import constrain, format_of
@@ -282,7 +282,11 @@ class _Reply:
 
 def _given(arguments: str) -> dict[str, Any]:
     """The object in a call's ``arguments`` (JSON text); numbers beyond the range of floats become the maximum."""
-    given: dict[str, Any] = json.loads(arguments, parse_float=_float, parse_int=_integer)
+    try:
+        given: dict[str, Any] = json.loads(arguments, parse_float=_float, parse_int=_integer)
+    except RecursionError:
+        why = "the arguments of a call are nested too deeply: limit them by the schema of the tool, or use stream"
+        raise FailedPrecondition(why) from None
     return given
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from mmserve.core.events import Delta, Event, Finished, StageTimes, ToolCallDelta, Usage
 from mmserve.core.tools import ToolCall
+from mmserve.errors import FailedPrecondition
 from mmserve.http.api import Api, Reply
 from mmserve.http.chat import Chat
 from mmserve.http.messages import Messages
@@ -71,6 +72,12 @@ def test_a_message_has_the_blocks_of_its_stream(text: str, calls: tuple[ToolCall
     assert names == [(block["type"], block.get("id")) for block in begun] and names[-1] == ("tool_use", CUT.id)
     assert message["content"][-1]["input"] == {"b": [{"c": "d, e"}, {}]}
     assert message["stop_reason"] == {"length": "max_tokens", "stop": "stop_sequence"}[reason]
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused() -> None:
+    deep = ToolCall("call_1", "f", '{"a":' * 9000 + "1" + "}" * 9000)
+    with pytest.raises(FailedPrecondition, match="nested too deeply"):
+        reply(Messages()).whole([finished("tool_calls", "", deep)])
 
 
 def test_what_can_be_read_of_an_object_that_was_cut() -> None:

@@ -118,7 +118,10 @@ def make_spec(
         raise ConfigError(f"{checkpoint.folder}: every end of text {sorted(ends)} is among the banned tokens")
     # A placeholder beyond the last embedding has no logit either.
     placeholders = {i for i in (sources.image_id, sources.video_id) if i is not None and i < config.vocab_size}
-    trained = None if checkpoint.stretch.positions else checkpoint.config.get("tokenizer_model_max_length")
+    trained = config.max_positions
+    if not checkpoint.stretch.positions:
+        keys = Keys(checkpoint.config, sources.keys.path)
+        trained = keys.integer("tokenizer_model_max_length", default=trained)
     return ModelSpec(
         name=sources.name,
         architecture=checkpoint.architecture,
@@ -129,7 +132,7 @@ def make_spec(
         banned_ids=tuple(sorted(banned | placeholders)),
         image_id=sources.image_id,
         video_id=sources.video_id,
-        max_tokens=min(config.max_positions, trained) if isinstance(trained, int) else config.max_positions,
+        max_tokens=min(config.max_positions, trained),
         default_block_length=block_length,
         logit_shift=logit_shift,
     )

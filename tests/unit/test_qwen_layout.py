@@ -99,6 +99,7 @@ def test_a_tokenizer_of_vocabulary_and_merges(tmp_path: Path) -> None:
         ({"layer_types": ["chunked_attention"] * 3}, r"layer_types \['chunked_attention'\] are not supported"),
         ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "rope_type = 'proportional' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"tokenizer_model_max_length": 0}, "tokenizer_model_max_length must be a positive number, not 0"),
         ({"num_hidden_layers": 4}, r"no tensor model\.layers\.3\.input_layernorm\.weight"),
     ],
 )

@@ -265,7 +265,7 @@ def test_entries_of_one_model_are_changed_where_another_has_them_too(server: Bac
         assert {entry.model: entry.pinned for entry in client.cache.list().entries} == {"base": False, "red": True}
         done = command_here("cache", "drop", name[:12], "--server", server.address, "--model", "red")
         assert (done.stdout, client.cache.list("red").entries) == (f"drop: {pages} blocks\n", ())
-        assert [entry.id for entry in client.cache.list().entries] == [name]
+        assert name in [entry.id for entry in client.cache.list("base").entries]
         with pytest.raises(NotFound, match="no model 'blue' here"):
             client.cache.drop([name], model="blue")
         client.unload_model("red")

@@ -35,7 +35,18 @@ def test_public_names() -> None:
     events = ["Admitted", "CommittedToken", "ConstraintStats", "Delta", "Event", "Finished", "Snapshot"]
     events += ["Alternative", "Draft", "DraftAlternative", "DraftPosition", "Prefilled"]
     events += ["Call", "StageTimes", "Tool", "ToolCall", "ToolCallDelta", "Usage"]
-    inputs = ["Hole", "ImagePart", "Message", "Options", "TLS", "Template", "TextPart", "VideoPart", "VideoSampling"]
+    inputs = [
+        "Hole",
+        "ImagePart",
+        "Message",
+        "Options",
+        "TLS",
+        "Template",
+        "TextPart",
+        "TokensPart",
+        "VideoPart",
+        "VideoSampling",
+    ]
     inputs += ["SeedCanvas"]
     recompute = ["Adaptive", "DkvDecode", "DkvGreedy"]
     commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Learned", "Ngram", "Threshold"]

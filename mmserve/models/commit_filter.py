@@ -49,8 +49,9 @@ class CommitFilter:
         ``confidence`` fp32 ``[L]``: of the block's candidates, 1 at final positions, and 0 at open ones without a
         candidate; ``still_open``: bool ``[L]``.
         """
-        hidden = features(confidence, still_open, self.radius) @ self.hidden_weight.T + self.hidden_bias
-        logits = np.maximum(hidden, 0) @ self.output_weight + self.output_bias
+        with np.errstate(invalid="ignore"):  # all values are finite, but BLAS has set the flag nevertheless
+            hidden = features(confidence, still_open, self.radius) @ self.hidden_weight.T + self.hidden_bias
+            logits = np.maximum(hidden, 0) @ self.output_weight + self.output_bias
         return (1 / (1 + np.exp(-np.clip(logits, -60, 60)))).astype(np.float32)
 
 

@@ -45,8 +45,8 @@ CHAT_TEMPLATE = (
 class MmadaVision(VisionEncoder):
     """Images to the embeddings of their codes, between begin and end tokens.
 
-    ``rows_VD``: the decoder's embeddings of the codes; ``side``: rows, and columns, of an image's codes; ``front`` and
-    ``behind``: ids before and after them.
+    ``rows_VD``: the decoder's embeddings of the codes; ``side``: rows, and columns, of an image's codes; ``before`` and
+    ``after``: ids before and after them.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class MmadaVision(VisionEncoder):
         rows_VD: Tensor,
         *,
         side: int,
-        front: tuple[int, ...],
-        behind: tuple[int, ...],
+        before: tuple[int, ...],
+        after: tuple[int, ...],
     ) -> None:
         super().__init__()
-        self.encoder, self.side, self.front, self.behind = encoder, side, front, behind
+        self.encoder, self.side, self.before, self.after = encoder, side, before, after
         self.rows_VD: Tensor
         self.register_buffer("rows_VD", rows_VD)
         self.tokens_per_image = side * side
@@ -73,7 +73,7 @@ class MmadaVision(VisionEncoder):
         return {
             "processor": {"class": "MMaDA", "resolution": self.resolution},
             "tower": asdict(self.encoder.config),
-            "frame": (self.front, self.behind),
+            "frame": (self.before, self.after),
         }
 
     def prepare(self, image: Image.Image) -> Prepared:
@@ -95,13 +95,13 @@ class MmadaVision(VisionEncoder):
         return self.encoder.codes((pixels.float() / 255 - 0.5) / 0.5)
 
     def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
-        return (self.front, self.tokens_per_image, self.behind)
+        return (self.before, self.tokens_per_image, self.after)
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         pixels = torch.cat([one["pixels"] for one in batch])
         patches, view = torch.arange(self.tokens_per_image), GridView(self.side, self.side, {})
         return [
-            joined([self.front, Tile(self.rows_VD[codes], patches, view), self.behind]) for codes in self.codes(pixels)
+            joined([self.before, Tile(self.rows_VD[codes], patches, view), self.after]) for codes in self.codes(pixels)
         ]
 
 
@@ -116,7 +116,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     first = len(tokenizer)  # the first code's id
     codes = range(first, first + keys.integer("codebook_size", default=8192))
     _adapt_template(tokenizer, checkpoint)
-    front, behind = frame_ids(tokenizer)
+    before, after = frame_ids(tokenizer)
 
     def spec(sources: Sources) -> ModelSpec:
         if codes.stop > sources.config.vocab_size:
@@ -131,7 +131,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
         if 2**encoder.config.bits != len(codes):
             raise ConfigError(f"{keys.path}: codebook_size = {len(codes)}, but {BESIDE} has {encoder.config.bits} bits")
         rows_VD = decoder.embed.weight.detach()[codes.start : codes.stop]
-        return MmadaVision(encoder, rows_VD, side=_side(keys), front=front, behind=behind)
+        return MmadaVision(encoder, rows_VD, side=_side(keys), before=before, after=after)
 
     return load_family(checkpoint, target, tokenizer, spec, vision)
 

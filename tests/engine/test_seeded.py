@@ -29,7 +29,7 @@ NEW, BLOCK = 13, 5
 def seeded(
     request: Request, model: LoadedModel, pins: dict[int, int] = PINS, bias: dict[int, float] | None = None
 ) -> Request:
-    """``request`` with ``pins`` on its canvas, and all its tokens told; ``bias``: by default against an end."""
+    """``request`` with ``pins`` on its canvas, returning all its tokens; ``bias``: by default against an end token."""
     tokens = tuple(pins.get(position, model.spec.mask_id) for position in range(NEW))
     diffusion = dataclasses.replace(request.diffusion, seed_canvas=SeedCanvas(tokens, tuple(pins)))
     streaming = dataclasses.replace(request.streaming, tokens=True)

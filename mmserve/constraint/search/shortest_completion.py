@@ -151,7 +151,7 @@ def _fewest(way: Walk, lexicon: Lexicon) -> list[int]:
 
 @dataclass
 class _Along:
-    """A cursor over the choices of a walk that skips choices with known surroundings; the walk may change behind it."""
+    """A cursor over the choices of a walk that skips choices with known surroundings; the walk may change after it."""
 
     at: Matcher  # before token ``done``
     work: Work

@@ -51,6 +51,8 @@ logger = logging.getLogger("mmserve.engine")
 _LONGEST_WAIT = 3600.0
 #: Seconds within which requests that a drain failed must have ended, and how many of those left are logged.
 _ENDING_SECONDS, _LISTED = 30.0, 16
+#: Seconds for which ``stop`` waits for passes that a drain has waited for already.
+_AGAIN_SECONDS = 1.0
 #: The running stage of a request in each worker.
 _RUNNING = {
     "constrain": Stage.CONSTRAINING,
@@ -252,14 +254,24 @@ class Engine:
         return in_time
 
     def stop(self) -> None:
-        """End all remaining requests, then the threads."""
+        """End all remaining requests, then the threads; those whose pass does not return in time are left."""
         if self._thread.is_alive():
             self.drain(0.0)
             self._inbox.put(lambda: setattr(self, "_stopping", True))
-            self._thread.join()
+            self._thread.join(self._patience)
         self.stages.encoding.close()
-        self._workers.stop()
-        self._prefixes.flush()
+        left = self._workers.stop(self._patience)
+        if self._thread.is_alive():  # it runs passes itself, and owns the page pool
+            left.append("engine")
+        else:
+            self._prefixes.flush()
+        if left:
+            logger.error(
+                "stopped while a pass of %s did not return (threads: %s): they are left, and the model's memory is not "
+                "freed before the process ends",
+                self.info.name,
+                ", ".join(left),
+            )
         self.kept.unpin_in_memory()
         self.stages.decoders.close()
 
@@ -285,6 +297,11 @@ class Engine:
             stages=self._live.by_stage(),
             expected_wait=self._queue.expected_wait(),
         )
+
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for a thread when the engine stops."""
+        return _AGAIN_SECONDS if self._abandoned else _ENDING_SECONDS
 
     # --- the loop: the engine's thread only ---
 

@@ -96,6 +96,9 @@ class StageOutcomes:
         state.final = rows
         if prompt is not None:
             state.usage, state.keys = prompt.usage, prompt.keys
+            if (refusal := state.too_large(self._config)) is not None:
+                self._live.fail(state, refusal)
+                return
             for stage in (Stage.LOADED, Stage.ENCODING, Stage.ENCODED):
                 self._live.advance(state, stage)
 

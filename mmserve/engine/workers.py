@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -27,8 +28,9 @@ class Worker(Protocol):
         """Run ``job``, now or later; a job reports its own outcome and never raises."""
         ...
 
-    def stop(self) -> None:
-        """Stop the worker after its current jobs."""
+    def stop(self, until: float) -> bool:
+        """Stop the worker after its current jobs. Returns whether it has stopped by ``until`` (monotonic clock,
+        seconds)."""
         ...
 
     def give_way(self) -> None:
@@ -42,8 +44,8 @@ class InlineWorker:
     def start(self, job: Job) -> None:
         job()
 
-    def stop(self) -> None:
-        return
+    def stop(self, until: float) -> bool:
+        return True
 
     def give_way(self) -> None:
         return  # no job ever waits
@@ -68,11 +70,12 @@ class ThreadWorker:
             self._threads.append(thread)
         self._jobs.put(job)
 
-    def stop(self) -> None:
+    def stop(self, until: float) -> bool:
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def give_way(self) -> None:
         more = False
@@ -118,10 +121,11 @@ class Workers:
                 InlineWorker() if inline else ThreadWorker(name, threads, width, low=name in MEDIA_WORKERS)
             )
 
-    def stop(self) -> None:
-        """Stop the workers after their current jobs."""
-        for worker in self._workers.values():
-            worker.stop()
+    def stop(self, seconds: float) -> list[str]:
+        """Stop the workers after their current jobs. Returns the stages of those that did not stop within
+        ``seconds``."""
+        until = time.monotonic() + seconds
+        return [name for name, worker in self._workers.items() if not worker.stop(until)]
 
     def give_way(self, name: str) -> Callable[[], None]:
         """The callback that a long pass of the stage ``name`` calls between its layers, on the worker's thread."""

@@ -1047,6 +1047,24 @@ def test_stop_ends_every_live_request_and_every_thread(bench: Make, stages: str)
     b.engine.stop()
 
 
+@pytest.mark.parametrize(("stages", "thread"), [("threads", "decode"), ("inline", "engine")])
+def test_stop_returns_though_a_pass_does_not(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stages: str, thread: str
+) -> None:
+    for name in ("_ENDING_SECONDS", "_AGAIN_SECONDS"):
+        monkeypatch.setattr(mmserve.engine.engine, name, 0.05)
+    b = Bench(model, stages=stages)
+    gate = b.gate("decode")
+    [call] = b.submit(ask("stuck"))
+    gate.wait()
+    b.engine.stop()
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(lines) == 2 and f"a pass of tiny did not return (threads: {thread})" in lines[1]
+    gate.open()
+    if stages == "inline":
+        assert isinstance(call.error(), Unavailable), "once its pass has returned"
+
+
 def test_stop_while_idle_and_before_start_returns(bench: Make) -> None:
     idle, unstarted = bench(), bench(started=False)
     idle.engine.stop()

@@ -161,4 +161,4 @@ def test_nothing_runs_within_a_pass_that_has_ended() -> None:
         workers.ended("decode", own=False)
         assert workers.within() == {} and "decode" in workers.idle()
     finally:
-        workers.stop()
+        assert workers.stop(PATIENCE) == []

@@ -15,6 +15,7 @@ from harness import PATIENCE, Bench, eventually
 from helpers import ask, picture
 
 from mmserve.config import MediaConfig
+from mmserve.core.decisions import YES_NO, Decision
 from mmserve.core.events import Finished
 from mmserve.core.request import Amount, Message, Policy, Request, Stage, TextPart, VideoPart, VideoSampling, Vision
 from mmserve.encode import video
@@ -240,6 +241,24 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_clip_is_decoded(
         ].error()
         assert isinstance(error, InvalidArgument) and "exceed the limit" in str(error)
         assert not seen.reached.is_set(), "no frame was seen"
+    finally:
+        b.close()
+
+
+def test_more_questions_about_a_clip_than_there_are_pages_for_are_refused_before_it_is_read(
+    causal: LoadedModel, hold: Hold
+) -> None:
+    """Others would wait until it gets its pages, which it never does."""
+    b = bench_of(causal, pages=128)
+    try:
+        questions = (Decision(kind=YES_NO, text="Is there a red circle?"),)
+        [call] = b.submit(watching("many", decisions=questions * 128))
+        error = call.error()
+        assert isinstance(error, InvalidArgument) and "128 questions need" in str(error)
+        hold.go_on()
+        assert b.ask(ask("other")).usage.completion_tokens > 0
+        assert len(b.ask(watching("few", decisions=questions)).decisions) == 1
+        b.await_nothing_left()
     finally:
         b.close()
 

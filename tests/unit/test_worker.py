@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
+from harness import PATIENCE
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,7 +83,7 @@ def test_the_inline_worker_has_done_its_job_when_start_returns() -> None:
     done: list[int] = []
     worker = InlineWorker()
     worker.start(lambda: done.append(threading.get_ident()))
-    worker.stop()
+    assert worker.stop(time.monotonic())
     assert done == [threading.get_ident()]
 
 
@@ -93,8 +95,9 @@ def test_the_thread_worker_runs_jobs_in_order_on_one_thread_of_its_own_and_ends_
     for number in range(1, 20):
         worker.start(lambda n=number: seen.append((n, threading.get_ident())))
     assert seen == []
+    assert not worker.stop(time.monotonic()), "its first job has not ended"
     gate.set()
-    worker.stop()
+    assert worker.stop(time.monotonic() + PATIENCE)
     assert [number for number, _thread in seen] == list(range(20))
     assert len({thread for _number, thread in seen}) == 1
     assert seen[0][1] != threading.get_ident()
@@ -107,7 +110,7 @@ def test_a_wide_thread_worker_runs_as_many_jobs_at_once_and_ends_after_the_last(
     worker = ThreadWorker("test", 1, 2)
     for _ in range(4):
         worker.start(lambda: (both.wait(30), seen.append(threading.get_ident())))
-    worker.stop()
+    assert worker.stop(time.monotonic() + PATIENCE)
     assert len(seen) == 4 and len(set(seen)) == 2
     assert not any(t.name == "mmserve-test" for t in threading.enumerate())
 
@@ -117,5 +120,5 @@ def test_the_thread_worker_takes_its_share_of_cores() -> None:
     worker = ThreadWorker("test", 2)
     worker.start(lambda: seen.append(torch.get_num_threads()))
     worker.start(lambda: torch.set_num_threads(1))  # the number is the process's, and other tests want one
-    worker.stop()
+    assert worker.stop(time.monotonic() + PATIENCE)
     assert seen == [2]

@@ -270,13 +270,13 @@ class PlainDecoder:
             row[token] += bias
         answer = [int(t) for p, t in enumerate(self.tokens) if p >= self.prompt and self.committed_at[p] != MASKED]
         answer = [token for token in answer if token not in self.spec.end_ids]
-        for token in set(answer):
-            row[token] -= sampling.presence_penalty + sampling.frequency_penalty * answer.count(token)
         penalty = sampling.repetition_penalty
         known = {*(int(t) for t in self.tokens[: self.prompt]), *answer}
         for token in known if penalty != 1 else ():
             if token < len(row):
                 row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+        for token in set(answer):
+            row[token] -= sampling.presence_penalty + sampling.frequency_penalty * answer.count(token)
         return row
 
     # which positions a step runs: METHODS 1, "one view of all caches"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +16,18 @@ from mmserve.core.request import Sampling
 _LARGEST = 1e30
 
 
+#: Tokens (int64 ``[k]``), and the numbers that are added to their logits (fp32 ``[k]``).
+Added = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class Penalties:
     """The biases and penalties of one request in one step; the same for all its rows."""
 
-    added: tuple[Tensor, Tensor] | None  # tokens int64 ``[k]``, and their biases, fp32 ``[k]``
+    biases: Added | None
     held: Tensor | None  # int64 ``[m]``: tokens of the prompt and the answer, without the answer's end tokens
     repetition: float
+    lost: Added | None  # frequency and presence penalties, negated
 
     @classmethod
     def of(
@@ -39,37 +44,43 @@ class Penalties:
         """
         if not sampling.changes_logits:
             return None
-        gains = dict(sampling.logit_bias)
-        answer = _answer(canvas, end_ids)
+        answer, lost = _answer(canvas, end_ids), dict[int, float]()
         if sampling.frequency_penalty or sampling.presence_penalty:
             tokens, counts = np.unique(answer, return_counts=True)
             for token, count in zip(tokens.tolist(), counts.tolist(), strict=True):
-                lost = sampling.frequency_penalty * count + sampling.presence_penalty
-                gains[token] = gains.get(token, 0.0) - lost
-        gains = {token: gain for token, gain in gains.items() if token < vocabulary}
-        added = None
-        if gains:
-            added = torch.tensor(list(gains), device=device), torch.tensor(list(gains.values()), device=device)
+                lost[token] = -(sampling.frequency_penalty * count + sampling.presence_penalty)
         held = None
         if sampling.repetition_penalty != 1:
             tokens = np.unique(np.concatenate([canvas.tokens[: canvas.prompt_length], answer]))
             held = torch.from_numpy(tokens[tokens < vocabulary]).to(device)
-        return cls(added, held, sampling.repetition_penalty)
+        biases = _added(sampling.logit_bias, vocabulary, device)
+        return cls(biases, held, sampling.repetition_penalty, _added(lost, vocabulary, device))
 
     def apply(self, logits: Tensor) -> None:
-        """Change ``logits`` (fp32 ``[n, V]``) in place.
+        """Change ``logits`` (fp32 ``[n, V]``) in place, in vLLM's order.
 
-        Biases are added; the presence penalty and, once for each occurrence in the answer, the frequency penalty are
-        subtracted (OpenAI's API). Then logits of tokens in the prompt or answer are divided by the repetition penalty
-        if positive, else multiplied (CTRL, arXiv 1909.05858).
+        First, biases are added. Then logits of tokens in the prompt or answer are divided by the repetition penalty if
+        positive, else multiplied (CTRL, arXiv 1909.05858). Last, the presence penalty and, once for each occurrence in
+        the answer, the frequency penalty are subtracted (OpenAI's API).
         """
-        if self.added is not None:
-            tokens, gains = self.added
+        if self.biases is not None:
+            tokens, gains = self.biases
             logits[:, tokens] += gains
         if self.held is not None:
             scores = logits[:, self.held]
             penalised = torch.where(scores > 0, scores / self.repetition, scores * self.repetition)
             logits[:, self.held] = penalised.clamp(-_LARGEST, _LARGEST)
+        if self.lost is not None:
+            tokens, gains = self.lost
+            logits[:, tokens] += gains
+
+
+def _added(gains: Mapping[int, float], vocabulary: int, device: torch.device) -> Added | None:
+    """``gains`` of the tokens in the vocabulary; None if there are none."""
+    known = {token: gain for token, gain in gains.items() if token < vocabulary}
+    if not known:
+        return None
+    return torch.tensor(list(known), device=device), torch.tensor(list(known.values()), device=device)
 
 
 def _answer(canvas: Canvas, end_ids: Collection[int]) -> np.ndarray:

@@ -119,7 +119,7 @@ def test_a_draft_is_what_followed_the_last_tokens_before(
     for size in range(min(shortest + more, len(prompt) - 1), shortest - 1, -1):
         starts = [s for s in range(len(prompt) - size) if prompt[s : s + size] == prompt[-size:]]
         if starts:
-            expected = prompt[starts[-1] + size :][: min(length, 5)]
+            expected = prompt[starts[0] + size :][: min(length, 5)]
             break
     assert drafted == expected
     candidates = proposal(canvas, tokens=np.array([*drafted, 9]), positions=canvas.all_masked()[: len(drafted) + 1])

@@ -158,6 +158,17 @@ def test_the_rule_on_positive_and_negative_logits() -> None:
     np.testing.assert_allclose(found.confidence, softmax(expected[None]).max(), rtol=1e-6)
 
 
+def test_penalties_are_in_vllms_order() -> None:
+    """Biases, the repetition penalty, then what occurrences cost (vllm/v1/sample/sampler.py, ``apply_penalties``)."""
+    values = np.array([[4.0, 1.0, -1.0, 0.5, 2.0]], np.float32)
+    sampling = Sampling(repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=0.5, logit_bias={1: 1.0})
+    canvas = speaking([1, 4], {1: 0, 2: 0, 3: 2}, 4, 1)
+    found = candidates(torch.from_numpy(values.copy()), canvas.block_masked(), canvas, sampling, ())
+    expected = np.array([4.0 / 2 - 2 * 1.0 - 0.5, (1.0 + 1.0) / 2, -1.0 * 2 - 1.0 - 0.5, 0.5, 2.0 / 2])
+    assert found.tokens.tolist() == [1]
+    np.testing.assert_allclose(found.confidence, softmax(expected[None])[:, 1], rtol=1e-6)
+
+
 @given(st.integers(0, 200), st.sampled_from([0.0, 0.8]))
 def test_a_penalty_of_one_changes_nothing(seed: int, temperature: float) -> None:
     values = rows(6, seed)

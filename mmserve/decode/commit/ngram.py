@@ -1,7 +1,8 @@
 """Prompt-lookup speculation for next-token models (apoorvumang/prompt-lookup-decoding; vLLM's ``ngram``).
 
-The last tokens are searched in the preceding text; the tokens that followed there are the draft. One pass runs the
-whole draft, and the tokens that the model would have chosen itself are kept. If greedy, the answer equals the one
+The last tokens are searched in the preceding text; the tokens that followed their first occurrence are the draft. As in
+vLLM, as many of the last tokens as possible are matched, and a draft ends where the text ends. One pass runs the whole
+draft, and the tokens that the model would have chosen itself are kept. If greedy, the answer equals the one
 without a draft, except for ties: a row that runs with a draft is summed in another order than alone, so of two tokens
 whose logits differ only in the last bits, the other may be chosen. If sampled, the answer is another draw from the same
 distribution.
@@ -39,7 +40,7 @@ class Ngram(numbers.Ngram, Undrafted):
             windows = np.lib.stride_tricks.sliding_window_view(known[:-1], size)
             found = np.flatnonzero((windows == known[-size:]).all(1))
             if len(found):
-                start = int(found[-1]) + size  # the latest match: recent text predicts best
+                start = int(found[0]) + size
                 return known[start : start + max(0, most)]
         return known[:0]
 

@@ -52,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
     screen.clear()
     _print(sorted(done, key=lambda event: event.sample), as_json=arguments.json)
     for event in done if not arguments.json else ():
-        if not event.text and not event.tool_calls:
+        if not _shown(event):
             which = f"sample {event.sample}: " if len(done) > 1 else ""
             print(f"{which}{empty_note(event.reason)}", file=sys.stderr)
     if any(event.reason == "length" for event in done) and not arguments.json:
@@ -80,6 +80,7 @@ def _print(done: list[Finished], *, as_json: bool) -> None:
 
 
 def _shown(event: Finished) -> str:
-    """The text of an answer, followed by one line for each tool call."""
-    calls = (f"{call.name}({call.arguments})" for call in event.tool_calls)
-    return "\n".join(filter(None, [event.text, *calls]))
+    """The text of an answer, followed by one line for each tool call; one that was cut ends with ``…``."""
+    calls = [f"{call.name}({call.arguments})" for call in event.tool_calls]
+    cut = [] if event.cut_call is None else [f"{event.cut_call.name}({event.cut_call.arguments}…"]
+    return "\n".join(filter(None, [event.text, *calls, *cut]))

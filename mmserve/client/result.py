@@ -50,8 +50,9 @@ class Result(events.Finished, Generic[T]):
 
     @property
     def message(self) -> Message:
-        """The answer as a message, for the next turn of the chat."""
-        return Message("assistant", (TextPart(self.text),) if self.text else (), self.tool_calls)
+        """The answer as a message, for the next turn of the chat; with ``cut_call``, which has no result."""
+        calls = self.tool_calls if self.cut_call is None else (*self.tool_calls, self.cut_call)
+        return Message("assistant", (TextPart(self.text),) if self.text else (), calls)
 
     @property
     def samples(self) -> tuple[Result[T], ...]:
@@ -63,7 +64,7 @@ class Result(events.Finished, Generic[T]):
         """The answer to a request with ``schema``: a value, or an instance of its class. None without a schema, if a
         stop string truncated the answer, or if it calls tools. Raises the validation errors of a class that is stricter
         than its schema."""
-        other = self.finish_reason == "stop" or self.tool_calls
+        other = self.finish_reason == "stop" or self.tool_calls or self.cut_call is not None
         return cast(T, None) if self.read is None or other else self.read(self.text)
 
 

@@ -62,9 +62,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Lark:
-    """The answer is a sentence of the context-free grammar ``text`` in llguidance's Lark dialect."""
+    """The answer is a sentence of the context-free grammar ``text`` in llguidance's Lark dialect.
+
+    ``strict``: the lines of ``text`` whose schemas are enforced completely, or refused, in the mode ``lenient`` too.
+    """
 
     text: str
+    strict: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,15 +82,15 @@ class Gbnf:
 class CallsOrJson:
     """The answer is either tool calls, which match the Lark grammar ``calls``, or a document as in ``JsonSchema``.
 
-    ``openings``: prefixes of texts that are calls. ``lenient``: whether schemas in ``calls`` may be enforced in part;
-    the mode of the constraint applies to the document.
+    ``openings``: prefixes of texts that are calls. ``strict``: the lines of ``calls`` whose schemas are enforced
+    completely, or refused; others are enforced in part. The mode of the constraint applies to the document.
     """
 
     calls: str
     openings: tuple[str, ...]
     schema: str
     options: tuple[SchemaOption, ...] = ()
-    lenient: bool = False
+    strict: tuple[int, ...] = ()
 
     @property
     def document(self) -> JsonSchema:

@@ -162,11 +162,24 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class PromptText:
+    """A prompt as its token ids, with placeholders for visual tokens, and as text with special tokens."""
+
+    ids: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Prefilled:
-    """The prompt has been run: ``usage`` has its tokens, and none of the answer."""
+    """The prompt has been run: ``usage`` has its tokens, and none of the answer.
+
+    ``prompt_ids`` and ``prompt_text``: see ``PromptText``; empty unless requested.
+    """
 
     usage: Usage
     sample: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    prompt_text: str = ""
 
 
 @dataclass(frozen=True)

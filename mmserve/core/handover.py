@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmserve.core.events import Usage
+from mmserve.core.events import PromptText, Usage
 from mmserve.core.payloads import CanvasPayload, EncodedPayload, KVChunk, PrefilledPayload, VisualPayload
 from mmserve.core.progress import Milestone
 from mmserve.core.request import Request, Stage
@@ -36,6 +36,7 @@ class Handover:
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     keys: tuple[bytes, ...] = ()  # of the prompt's pages that can be shared
     unpruned: bool = False  # the decoder must prune its prompt before pages are allocated
+    prompt: PromptText | None = None  # if requested; known once encoded
     sent: int = 0  # characters of the answer already sent
     age: float = 0.0
     run: Mapping[str, float] = field(default_factory=dict)

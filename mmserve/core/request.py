@@ -226,6 +226,7 @@ class Streaming:
 
     deltas: bool = True
     prefilled: bool = False  # usage of the prompt, before the answer
+    prompt: bool = False  # the same, with the prompt's token ids and text
     snapshots: bool = False
     tokens: bool = False  # the answer's tokens with log-probabilities, in the last event
     drafts: bool = False  # each position of the canvas, after each step

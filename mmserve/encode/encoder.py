@@ -41,7 +41,7 @@ from mmserve.encode.visual_tokens import Visual
 from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import EncoderModel
-from mmserve.models.chat import prompt_ids, text_ids
+from mmserve.models.chat import call_arguments, prompt_ids, text_ids
 from mmserve.models.decisions import shared_prompt
 from mmserve.models.picture import VisionEncoder
 from mmserve.prune import pruner_of
@@ -391,7 +391,7 @@ def _chat_message(message: Message) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": [_content(part) for part in message.parts]}
     if message.tool_calls:
         found["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": call_arguments(c.arguments)}}
             for c in message.tool_calls
         ]
     if message.tool_call_id:

@@ -213,6 +213,7 @@ class Migration:
             state.usage,
             state.keys,
             state.unpruned,
+            state.prompt,
             payload.text.sent if isinstance(payload, CanvasPayload) else 0,
             time.monotonic() - arrived,
             dict(state.run),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mmserve.config import EngineConfig
-from mmserve.core.events import Delta, Prefilled
+from mmserve.core.events import Delta, Prefilled, PromptText
 from mmserve.core.handover import Handover
 from mmserve.core.request import TERMINAL, Stage
 from mmserve.engine.live import LiveRequests, typed
@@ -65,6 +65,7 @@ class StageOutcomes:
     def _encoded(self, state: RequestState, prompt: EncodedPrompt) -> None:
         """A prompt is complete; if the decoder prunes it first (``unpruned``), prefill returns it once more."""
         state.usage, state.keys, state.unpruned = prompt.usage, prompt.keys, prompt.unpruned
+        state.prompt = prompt.text
         if (refusal := state.too_large(self._config)) is not None:
             self._live.fail(state, refusal)
             return
@@ -95,7 +96,7 @@ class StageOutcomes:
             return
         state.final = rows
         if prompt is not None:
-            state.usage, state.keys = prompt.usage, prompt.keys
+            state.usage, state.keys, state.prompt = prompt.usage, prompt.keys, prompt.text
             if (refusal := state.too_large(self._config)) is not None:
                 self._live.fail(state, refusal)
                 return
@@ -142,8 +143,10 @@ class StageOutcomes:
         if state.again:
             self._begin_again(state)
             return
-        if run is None and state.request.streaming.prefilled:
-            state.group.sink(Prefilled(state.usage, state.sample))
+        wanted = state.request.streaming
+        if run is None and (wanted.prefilled or wanted.prompt):
+            prompt, state.prompt = state.prompt or PromptText(), None
+            state.group.sink(Prefilled(state.usage, state.sample, prompt.ids, prompt.text))
         self._leave_if_due(state)
 
     def _leave_if_due(self, state: RequestState) -> None:

@@ -10,7 +10,7 @@ from mmserve.config import EngineConfig
 from mmserve.constraint.limits import WAITING
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling
-from mmserve.core.events import Event, Finished, StageTimes, Usage
+from mmserve.core.events import Event, Finished, PromptText, StageTimes, Usage
 from mmserve.core.handover import Ahead, Handover, Left, Saved
 from mmserve.core.payloads import CanvasPayload, EncodedPayload, PrefilledPayload
 from mmserve.core.plan import Entry
@@ -62,6 +62,7 @@ class RequestState:
     stage: Stage = Stage.QUEUED
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     keys: tuple[bytes, ...] = ()  # of prompt pages that can be shared; known once encoded
+    prompt: PromptText | None = None  # if requested; known once encoded
     pages: PageTable = field(default_factory=PageTable)
     unpruned: bool = False  # the decoder must prune its prompt before pages are allocated
     turn: float = 0.0  # virtual time of its next decode step
@@ -172,13 +173,16 @@ class RequestState:
     def know(self, handover: Handover) -> None:
         """Take over the usage, times and keys of ``handover``."""
         self.usage, self.keys, self.unpruned = handover.usage, handover.keys, handover.unpruned
+        self.prompt = handover.prompt
         self.run.update(handover.run)
         self.reached.update({name: self.group.arrived + after for name, after in handover.reached.items()})
 
     def split(self) -> list[RequestState]:
         """A state for each sample, at the stage of this one, which is then obsolete."""
         self.group.members = [
-            RequestState(one, self.group, i, self.stage, self.usage, self.keys, turn=self.turn, run=dict(self.run))
+            RequestState(
+                one, self.group, i, self.stage, self.usage, self.keys, self.prompt, turn=self.turn, run=dict(self.run)
+            )
             for i, one in enumerate(samples(self.request))
         ]
         return self.group.members

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mmserve.core.events import Draft, Event, Finished
+from mmserve.core.events import Draft, Event, Finished, Prefilled
 from mmserve.core.request import TextPart, TokensPart
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http.fields import Fields
@@ -42,7 +42,6 @@ VLLM: Neutral = {
     "spaces_between_special_tokens": ((True, False), "must be true or false"),
     "use_beam_search": ((False,), "is not supported"),
     "length_penalty": ((1.0,), "is not supported"),
-    "return_token_ids": ((False,), "is not supported"),
     "return_tokens_as_token_ids": ((False,), "is not supported"),
     "priority": ((0,), "is not supported: the priority is that of the tenant"),
 }
@@ -51,8 +50,9 @@ VLLM: Neutral = {
 class Reply(Protocol):
     """Formats the response to one request."""
 
-    def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        """The JSON object of a response with the samples ``finished``, in order."""
+    def whole(self, finished: Sequence[Finished], prompts: Sequence[Prefilled] = ()) -> dict[str, Any]:
+        """The JSON object of a response with the samples ``finished``, in order; ``prompts``: those of its samples, if
+        requested."""
         ...
 
     def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:

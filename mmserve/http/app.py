@@ -246,7 +246,8 @@ class App:
                     events = self._events(message, tenant, held, fields_of(urls_in(message.messages), body))
                     held.enter_context(Present(request.receive))
                     async with aclosing(events):
-                        count = (await _finished(events))[0].usage.prompt_tokens
+                        [finished], _prompts = await _ended(events)
+                        count = finished.usage.prompt_tokens
             return JSONResponse({"input_tokens": count})
 
     def _generates(self, api: Api) -> Handler:
@@ -270,8 +271,8 @@ class App:
                     held.enter_context(Present(request.receive))
                     if not asked.stream:
                         async with aclosing(events):
-                            finished = await _finished(events)
-                        return JSONResponse(asked.reply.whole(finished))
+                            finished, prompts = await _ended(events)
+                        return JSONResponse(asked.reply.whole(finished, prompts))
                     begun = [await anext(events)]  # refusals have their own status until the response begins
                     while isinstance(begun[-1], Prefilled):
                         begun.append(await anext(events))
@@ -361,9 +362,16 @@ def _token(request: Request) -> str | None:
     return request.headers.get("x-api-key")
 
 
-async def _finished(events: AsyncIterator[Event]) -> list[Finished]:
-    found = [event async for event in events if isinstance(event, Finished)]
-    return sorted(found, key=lambda event: event.sample)
+async def _ended(events: AsyncIterator[Event]) -> tuple[list[Finished], list[Prefilled]]:
+    """The samples of an answer in order, and the prompts that were requested with them."""
+    finished: list[Finished] = []
+    prompts: list[Prefilled] = []
+    async for event in events:
+        if isinstance(event, Finished):
+            finished.append(event)
+        elif isinstance(event, Prefilled):
+            prompts.append(event)
+    return sorted(finished, key=lambda event: event.sample), prompts
 
 
 async def _after(begun: Sequence[Event], events: AsyncIterator[Event]) -> AsyncIterator[Event]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mmserve.core.events import Alternative, CommittedToken, Delta, Draft, Event, Finished, ToolCallDelta
+from mmserve.core.events import Alternative, CommittedToken, Delta, Draft, Event, Finished, Prefilled, ToolCallDelta
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
@@ -85,7 +86,7 @@ class Chat(OpenAI):
         found.sampling.stop.extend(stops(fields, "stop"))
         take_bias(fields, found)
         stream, usage_chunk = take_stream(fields, body, found)
-        take_logprobs(fields, found)
+        logprobs, ids = take_logprobs(fields, found), take_ids(fields, found)
         names = constrain(fields, found)
         take_chat_tools(fields, found)
         take_template_options(fields, found)
@@ -96,9 +97,8 @@ class Chat(OpenAI):
         fields.take("metadata", dict)
         fields.take("prediction", dict)  # predicted output: would only affect speed
         fields.end()
-        return Asked(
-            found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", usage_chunk=usage_chunk), names, places
-        )
+        shown = Shown(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
+        return Asked(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", shown), names, places)
 
 
 def take_continuation(fields: Fields, found: pb.GenerateRequest) -> None:
@@ -120,15 +120,24 @@ def take_stream(fields: Fields, body: dict[str, Any], found: pb.GenerateRequest)
     return stream, usage_chunk
 
 
-def take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
-    """Read ``logprobs``, and ``top_logprobs``, the number of alternatives of each token."""
-    found.stream.tokens = fields.take("logprobs", bool, False)
+def take_logprobs(fields: Fields, found: pb.GenerateRequest) -> bool:
+    """Read ``logprobs``, which is returned, and ``top_logprobs``, the number of alternatives of each token."""
+    asked: bool = fields.take("logprobs", bool, False)
+    found.stream.tokens |= asked
     others = fields.any("top_logprobs")
-    if others is None:
-        return
-    if typed(others, int, "top_logprobs") and not found.stream.tokens:
-        raise InvalidArgument.of("top_logprobs", "is only for logprobs = true")
-    copy_fields(Fields({"top_logprobs": others}), found, {"top_logprobs": "stream.alternatives"})
+    if others is not None:
+        if typed(others, int, "top_logprobs") and not asked:
+            raise InvalidArgument.of("top_logprobs", "is only for logprobs = true")
+        copy_fields(Fields({"top_logprobs": others}), found, {"top_logprobs": "stream.alternatives"})
+    return asked
+
+
+def take_ids(fields: Fields, found: pb.GenerateRequest) -> bool:
+    """Read vLLM's ``return_token_ids``, which is returned: whether a response has the ids of prompt and answer."""
+    asked: bool = fields.take("return_token_ids", bool, False)
+    found.stream.tokens |= asked
+    found.stream.prompt |= asked
+    return asked
 
 
 def take_bias(fields: Fields, found: pb.GenerateRequest) -> None:
@@ -181,30 +190,41 @@ def _video(fields: Fields) -> pb.ContentPart:
         return media.video(source.take("url", str, ""), source.path("url"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Optional parts of a response: a last chunk with the usage, log-probabilities, and ids of prompt and answer."""
+
+    usage_chunk: bool
+    logprobs: bool
+    ids: bool
+
+
 class Chunks:
     """The common part of OpenAI's completion responses: their fields, and chunks of ``kind`` with their end.
 
     ``prompts``: number of prompts, each with as many samples as in ``asked``.
     """
 
-    def __init__(
-        self, asked: pb.GenerateRequest, prefix: str, kind: str, *, usage_chunk: bool, prompts: int = 1
-    ) -> None:
+    def __init__(self, asked: pb.GenerateRequest, prefix: str, kind: str, shown: Shown, *, prompts: int = 1) -> None:
         self._each = asked.sampling.n or 1  # samples per prompt
-        self._samples, self._logprobs = self._each * prompts, asked.stream.tokens
-        self._kind, self._usage_chunk = kind, usage_chunk
+        self._samples, self._logprobs, self._ids = self._each * prompts, shown.logprobs, shown.ids
+        self._kind, self._usage_chunk = kind, shown.usage_chunk
         self._common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
     def failed(self, body: dict[str, Any]) -> str:
         """See ``Reply.failed``."""
         return sse(body)
 
-    def _chunk_of(self, choice: dict[str, Any], own: dict[str, Any]) -> str:
+    def _chunk_of(self, choice: dict[str, Any], own: Mapping[str, Any]) -> str:
         usage_field = {"usage": None} if self._usage_chunk else {}
         return sse({**self._common, "object": self._kind, "choices": [choice], **usage_field, **own})
 
     def _usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
         return usage(finished, self._each)
+
+    def _token_ids(self, tokens: Sequence[CommittedToken]) -> dict[str, list[int]]:
+        """The ids of ``tokens`` as a field of a choice, if requested."""
+        return {"token_ids": [token.id for token in tokens]} if self._ids else {}
 
     def _end(self, finished: Sequence[Finished]) -> str:
         """The lines after the end of the last sample."""
@@ -215,41 +235,43 @@ class Chunks:
 class _Reply(Chunks):
     """The response of one chat completion."""
 
-    def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
+    def whole(self, finished: Sequence[Finished], prompts: Sequence[Prefilled] = ()) -> dict[str, Any]:
         choices: list[dict[str, Any]] = [
             {
                 "index": one.sample,
                 "message": _answer(one),
                 "logprobs": content_logprobs(one.tokens) if self._logprobs else None,
                 "finish_reason": _REASONS[one.reason],
+                **self._token_ids(one.tokens),
             }
             for one in finished
         ]
-        own = {"usage": self._usage(finished), "mmserve": own_fields(finished)}
+        own = {"usage": self._usage(finished), "mmserve": own_fields(finished), **_prompt(next(iter(prompts), None))}
         return {**self._common, "object": "chat.completion", "choices": choices, **own}
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """Chunks: roles, text as it becomes final, the end of each sample, and the usage if requested."""
         finished: list[Finished] = []
-        role = {"role": "assistant", "content": "", "refusal": None}
-        begun = "".join(self._chunk(sample, role, None) for sample in range(self._samples))
+        role, begun = {"role": "assistant", "content": "", "refusal": None}, False
         async for event in events:
             line = ""
+            if not begun:
+                line = "".join(self._chunk(sample, role, None, **_prompt(event)) for sample in range(self._samples))
+                begun = True
             if isinstance(event, Draft):
-                line = draft_line(event)
+                line += draft_line(event)
             elif isinstance(event, Delta):
-                line = self._chunk(event.sample, {"content": event.text}, None)
+                line += self._chunk(event.sample, {"content": event.text}, None)
             elif isinstance(event, ToolCallDelta):
-                line = self._chunk(event.sample, {"tool_calls": [_call_delta(event)]}, None)
+                line += self._chunk(event.sample, {"tool_calls": [_call_delta(event)]}, None)
             elif isinstance(event, Finished):
                 finished.append(event)
                 last = len(finished) == self._samples
-                tokens = event.tokens if self._logprobs else None
                 own = {"mmserve": own_fields(finished)} if last else {}
-                line = self._chunk(event.sample, {}, _REASONS[event.reason], tokens, **own)
+                line += self._chunk(event.sample, {}, _REASONS[event.reason], event.tokens, **own)
                 line += self._end(finished) if last else ""
-            yield begun + line
-            begun = ""
+            if line:
+                yield line
 
     def _chunk(
         self,
@@ -259,9 +281,15 @@ class _Reply(Chunks):
         tokens: tuple[CommittedToken, ...] | None = None,
         **own: Any,
     ) -> str:
-        logprobs = None if tokens is None else content_logprobs(tokens)
-        choice = {"index": sample, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        logprobs = None if tokens is None or not self._logprobs else content_logprobs(tokens)
+        ids = {} if tokens is None else self._token_ids(tokens)
+        choice = {"index": sample, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}
         return self._chunk_of(choice, own)
+
+
+def _prompt(event: Event | None) -> dict[str, Any]:
+    """The ids of the prompt in a response, if ``event`` has them."""
+    return {"prompt_token_ids": list(event.prompt_ids)} if isinstance(event, Prefilled) else {}
 
 
 def _answer(one: Finished) -> dict[str, Any]:

@@ -7,17 +7,18 @@ to end with it. ``max_tokens`` limits the text before it.
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished
+from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, Prefilled
 from mmserve.core.request import TextPart, TokensPart
 from mmserve.errors import InvalidArgument
 from mmserve.http import api
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, take_neutral
 from mmserve.http.chat import NAMES as CHAT_NAMES
 from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
-from mmserve.http.chat import Chunks, OpenAI, content_logprobs, shown, take_bias, take_stream
+from mmserve.http.chat import Chunks, OpenAI, Shown, content_logprobs, shown, take_bias, take_ids, take_stream
 from mmserve.http.constraints import constrain
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.vllm import take_xargs
@@ -33,9 +34,10 @@ NAMES = {
 }
 NEUTRAL: Neutral = {
     **api.VLLM,
-    "echo": ((False,), "is not supported"),
     "best_of": ((1,), "is not supported; use n"),
 }
+#: The same for fill-in-the-middle only.
+FIM_NEUTRAL: Neutral = dict.fromkeys(("echo", "return_token_ids"), ((False,), "is not supported"))
 LABELS = ("user",)
 #: OpenAI's default.
 DEFAULT_TOKENS = 16
@@ -66,8 +68,11 @@ class Completions(OpenAI):
         found.sampling.stop.extend(stops(fields, "stop"))
         take_bias(fields, found)
         stream, usage_chunk = take_stream(fields, body, found)
-        found.stream.tokens = body.get("logprobs") is not None
+        logprobs = found.stream.tokens = body.get("logprobs") is not None
         copy_fields(fields, found, {"logprobs": "stream.alternatives"})
+        if self._fim:
+            take_neutral(fields, FIM_NEUTRAL, ())
+        ids, echo = take_ids(fields, found), _take_echo(fields, found, body)
         names = constrain(fields, found)
         suffix = fields.take("suffix", str, "")
         if suffix:
@@ -76,8 +81,21 @@ class Completions(OpenAI):
         names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.end()
-        reply = _Reply(found, suffix, usage_chunk=usage_chunk, fim=self._fim, prompts=1 + len(others))
+        shown = Shown(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
+        reply = _Reply(found, suffix, shown, fim=self._fim, prompts=[first, *others], echo=echo and not ids)
         return Asked(found, stream, reply, names, prompts=others)
+
+
+def _take_echo(fields: Fields, found: pb.GenerateRequest, body: dict[str, Any]) -> bool:
+    """Read ``echo``, which is returned: whether the text of a choice begins with its prompt."""
+    echo: bool = fields.take("echo", bool, False)
+    if echo and body.get("logprobs") is not None:
+        why = "cannot be combined with logprobs: log-probabilities of a prompt's tokens are not computed"
+        raise InvalidArgument.of("echo", why)
+    if echo and body.get("suffix"):
+        raise InvalidArgument.of("echo", "cannot be combined with suffix")
+    found.stream.prompt |= echo
+    return echo
 
 
 def _prompts(fields: Fields, *, one: bool) -> list[TextPart | TokensPart]:
@@ -117,13 +135,24 @@ def _pin(found: pb.GenerateRequest, suffix: str) -> None:
 class _Reply(Chunks):
     """The response to one body, with the samples of all its prompts."""
 
-    def __init__(self, asked: pb.GenerateRequest, suffix: str, *, usage_chunk: bool, fim: bool, prompts: int) -> None:
+    def __init__(
+        self,
+        asked: pb.GenerateRequest,
+        suffix: str,
+        shown: Shown,
+        *,
+        fim: bool,
+        prompts: Sequence[TextPart | TokensPart],
+        echo: bool,
+    ) -> None:
         kind = "chat.completion.chunk" if fim else "text_completion"
-        super().__init__(asked, "cmpl", kind, usage_chunk=usage_chunk, prompts=prompts)
+        super().__init__(asked, "cmpl", kind, shown, prompts=len(prompts))
         self._suffix, self._fim = suffix, fim
+        self._echoed = [part.text if isinstance(part, TextPart) else None for part in prompts] if echo else []
 
-    def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        choices = [self._choice(one, self._text(one), _REASONS[one.reason]) for one in finished]
+    def whole(self, finished: Sequence[Finished], prompts: Sequence[Prefilled] = ()) -> dict[str, Any]:
+        of_sample = {prompt.sample: prompt for prompt in prompts}
+        choices = [self._choice(one, of_sample.get(one.sample)) for one in finished]
         own = {"usage": self._usage(finished), "mmserve": own_fields(finished)}
         kind = "chat.completion" if self._fim else "text_completion"
         return {**self._common, "object": kind, "choices": choices, **own}
@@ -134,6 +163,8 @@ class _Reply(Chunks):
         async for event in events:
             if isinstance(event, Draft):
                 yield draft_line(event)
+            elif isinstance(event, Prefilled):
+                yield self._chunk(event.sample, self._echo(event), None, **self._prompt_ids(event))
             elif isinstance(event, Delta) and not self._suffix:
                 yield self._chunk(event.sample, event.text, None)
             elif isinstance(event, Finished):
@@ -141,7 +172,7 @@ class _Reply(Chunks):
                 text = self._text(event) if self._suffix else ""
                 last = len(finished) == self._samples
                 own = {"mmserve": own_fields(finished)} if last else {}
-                line = self._chunk(event.sample, text, _REASONS[event.reason], self._tokens(event), **own)
+                line = self._chunk(event.sample, text, _REASONS[event.reason], own, **self._of_tokens(event))
                 yield line + (self._end(finished) if last else "")
 
     def _text(self, one: Finished) -> str:
@@ -149,8 +180,8 @@ class _Reply(Chunks):
         return one.holes[0] if one.holes else one.text.removesuffix(self._suffix)
 
     def _tokens(self, one: Finished) -> Sequence[CommittedToken]:
-        """The tokens of the text before the suffix, if log-probabilities are requested."""
-        if not self._suffix or not self._logprobs:
+        """The tokens of the text before the suffix."""
+        if not self._suffix:
             return one.tokens
         left, own = len(self._text(one).encode()), []
         for token in one.tokens:
@@ -160,21 +191,35 @@ class _Reply(Chunks):
             left -= len(token.text_bytes)
         return own
 
-    def _choice(self, one: Finished, text: str, reason: str) -> dict[str, Any]:
+    def _echo(self, prompt: Prefilled) -> str:
+        """The text of the ``prompt`` of a sample, if it is part of the response."""
+        if not self._echoed:
+            return ""
+        given = self._echoed[prompt.sample // self._each]
+        return prompt.prompt_text if given is None else given
+
+    def _prompt_ids(self, prompt: Prefilled) -> dict[str, Any]:
+        return {"prompt_token_ids": list(prompt.prompt_ids)} if self._ids else {}
+
+    def _of_tokens(self, one: Finished) -> dict[str, Any]:
+        """The fields of a choice with the tokens of its text, if requested."""
+        tokens = self._tokens(one) if self._logprobs or self._ids else ()
+        given = content_logprobs(tokens) if self._fim else _logprobs(tokens)
+        return {"logprobs": given if self._logprobs else None, **self._token_ids(tokens)}
+
+    def _choice(self, one: Finished, prompt: Prefilled | None) -> dict[str, Any]:
+        before, ids = ("", {}) if prompt is None else (self._echo(prompt), self._prompt_ids(prompt))
+        text = before + self._text(one)
         content = {"message": {"role": "assistant", "content": text}} if self._fim else {"text": text}
-        logprobs = self._given(self._tokens(one)) if self._logprobs else None
-        return {"index": one.sample, **content, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": one.sample, **content, **self._of_tokens(one), **ids, "finish_reason": _REASONS[one.reason]}
 
     def _chunk(
-        self, sample: int, text: str, reason: str | None, tokens: Sequence[CommittedToken] = (), **own: Any
+        self, sample: int, text: str, reason: str | None, own: Mapping[str, Any] = MappingProxyType({}), **more: Any
     ) -> str:
+        """A chunk of a sample; ``own``: fields of the chunk besides the choice, ``more``: those of the choice."""
         content = {"delta": {"role": "assistant", "content": text}} if self._fim else {"text": text}
-        logprobs = self._given(tokens) if self._logprobs and tokens else None
-        return self._chunk_of({"index": sample, **content, "logprobs": logprobs, "finish_reason": reason}, own)
-
-    def _given(self, tokens: Sequence[CommittedToken]) -> dict[str, Any]:
-        """``tokens`` in the API's format of log-probabilities: that of chats for fill-in-the-middle."""
-        return content_logprobs(tokens) if self._fim else _logprobs(tokens)
+        choice = {"index": sample, **content, "logprobs": None, "finish_reason": reason, **more}
+        return self._chunk_of(choice, own)
 
 
 def _logprobs(tokens: Sequence[CommittedToken]) -> dict[str, Any]:

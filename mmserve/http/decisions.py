@@ -6,6 +6,7 @@ ids. An option or level with a description is shown to the model with it, and is
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -226,15 +227,16 @@ def _image(given: Any, path: str) -> generation_pb2.ContentPart:
 def _decision(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestion) -> Named:
     """Copy the fields of ``/v1/decisions`` besides the question's text to ``asked``."""
     if kind == CHOICE:
-        names = dict[str, None]()  # in their order
+        names, meanings = dict[str, None](), list[str]()  # in their order
         for i, option in enumerate(required(fields, "options", list)):
             with Fields.of(option, fields.path(f"options[{i}]")) as own:
                 option_name = required(own, "name", str)
                 if option_name in names:
                     raise InvalidArgument.of(own.path("name"), f"{option_name!r} is that of another option")
                 names[option_name] = None
-                asked.choice.options.append(_described(option_name, _text(own, "description")))
+                meanings.append(_text(own, "description"))
         asked.choice.SetInParent()
+        asked.choice.options.extend(_described([*names], meanings))
         return Named(name, kind, tuple(names))
     if kind == SCORE:
         return _levels(required(fields, "levels", list), fields.path("levels"), name, asked)
@@ -256,7 +258,7 @@ def _by_criteria(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestio
     if kind == CHOICE:
         criteria = required(fields, "criteria", dict)
         asked.choice.SetInParent()
-        asked.choice.options.extend(_described(option, _as_text(meaning)) for option, meaning in criteria.items())
+        asked.choice.options.extend(_described([*criteria], [_as_text(meaning) for meaning in criteria.values()]))
         asked.text = asked.text or "Which is it?"
         return Named(name, kind, tuple(criteria))
     if kind == SCORE:
@@ -276,8 +278,17 @@ def _levels(levels: Sequence[Any], path: str, name: str, asked: pb.DecisionQuest
     return Named(name, SCORE, tuple(str(level) for level in range(len(levels))), tuple(levels))
 
 
-def _described(name: str, meaning: str) -> str:
-    return f"{name} ({meaning})" if meaning else name
+def _described(names: Sequence[str], meanings: Sequence[str]) -> list[str]:
+    """The text of each option: its name, and its meaning in parentheses. Texts of different options differ: more
+    parentheses are used if a name is the text of another option."""
+    for depth in itertools.count(1):
+        texts = [
+            f"{name} {'(' * depth}{meaning}{')' * depth}" if meaning else name
+            for name, meaning in zip(names, meanings, strict=True)
+        ]
+        if len(set(texts)) == len(set(names)):
+            return texts
+    raise AssertionError("unreachable: texts of finitely many options differ from some depth on")
 
 
 def _text(fields: Fields, name: str) -> str:

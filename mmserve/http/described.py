@@ -193,6 +193,12 @@ _CHAT_FIELDS = {
         True,
     ),
     "top_logprobs": Field({"type": "integer", "minimum": 0, "maximum": 20}, f"{_ALTERNATIVES}, with `logprobs`", 0),
+    "return_token_ids": Field(
+        {"type": "boolean"},
+        "vLLM's: the response, or the first chunk of each choice, has `prompt_token_ids`, and each choice, in a stream "
+        "its last chunk, `token_ids`: those of its text and calls, without an end token",
+        True,
+    ),
     **_tools(_NESTED),
     **neutral(chat.NEUTRAL),
     "reasoning_effort": hint(EFFORTS, _REASONING),
@@ -225,6 +231,18 @@ _COMPLETION_FIELDS = {
     "logit_bias": _BIAS,
     "stream_options": _OPTIONS,
     **numbers({"logprobs": "stream.alternatives"}, _EXAMPLES),
+    "echo": Field(
+        {"type": "boolean"},
+        "the text begins with that of the prompt, unless `return_token_ids` asks for its ids (as in vLLM); not with "
+        "`logprobs` or `suffix`",
+        True,
+    ),
+    "return_token_ids": Field(
+        {"type": "boolean"},
+        "vLLM's: each choice, in a stream its first chunk, has `prompt_token_ids`, and, in a stream its last chunk, "
+        "`token_ids`: those of its text, without an end token",
+        True,
+    ),
     **neutral(completions.NEUTRAL),
     **labels(completions.LABELS),
 }
@@ -340,6 +358,7 @@ BODIES: dict[str, dict[str, Field]] = {
             required=True,
         ),
         **numbers({"random_seed": "sampling.seed"}, _EXAMPLES),
+        **neutral(completions.FIM_NEUTRAL),
     },
     "/v1/responses": _RESPONSE_FIELDS,
     "/v1/messages": _MESSAGE_FIELDS,

@@ -16,10 +16,10 @@ from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import Placed, add_messages, message, part_of, role_of, text_part
 from mmserve.http.errors import openai_error, status_of
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
-from mmserve.http.partial_json import completed
 from mmserve.http.tools import take_message_tools
 from mmserve.http.vllm import take_template_options, take_xargs
 from mmserve.observe import calls
+from mmserve.tools.partial_json import completed
 from mmserve.v1 import generation_pb2 as pb
 
 SAMPLING = {**api.SAMPLING, "max_tokens": "sampling.max_new_tokens"}
@@ -222,7 +222,7 @@ class _Reply:
     def __init__(self, model: str) -> None:
         self._common = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
 
-    def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
+    def whole(self, finished: Sequence[Finished], prompts: Sequence[Prefilled] = ()) -> dict[str, Any]:
         (one,) = finished
         calls = [_tool_use(call.id, call.name, _given(call.arguments)) for call in one.tool_calls]
         if (cut := one.cut_call) is not None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmserve.core.events import Delta, Draft, Event, Finished, ToolCallDelta
+from mmserve.core.events import Delta, Draft, Event, Finished, Prefilled, ToolCallDelta
 from mmserve.core.tools import ToolCall
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
@@ -234,7 +234,7 @@ class _Reply:
             **fields,
         }
 
-    def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
+    def whole(self, finished: Sequence[Finished], prompts: Sequence[Prefilled] = ()) -> dict[str, Any]:
         (one,) = finished
         status = "incomplete" if one.reason == "length" else "completed"
         usage = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -79,6 +81,11 @@ _JOINED_MESSAGES = (
     "{% set joined.messages = joined.messages + [dict(message, content=text.value)] %}{% endfor %}"
     "{% set messages = joined.messages %}"
 )
+#: Name of the only member of the arguments of a call that was cut, whose value is their text: it is written unchanged.
+#: Callers cannot guess it.
+_CUT = secrets.token_hex(16)
+_CUT_MEMBER = re.compile(rf'\{{\s*"{_CUT}"\s*:\s*')
+_DECODER = json.JSONDecoder()
 _QWEN_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
 _HEADERS = frozenset({"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"})
 
@@ -122,6 +129,9 @@ def prompt_ids(
     """
 
     def written(messages: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+        return _with_cut_calls(templated(messages, others))
+
+    def templated(messages: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
         *tools, options = others
         begins = {"add_generation_prompt": not continues}
         given: dict[str, Any] = {"tools": tools or None, "tokenize": False, **begins, **options}
@@ -144,6 +154,30 @@ def prompt_ids(
         return encoded(tokenizer, chat, [*tools, dict(options)], render, special_tokens=special_tokens)
     except (TemplateError, TypeError) as error:  # a template that adds strings to a message's list of parts
         raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
+
+
+def call_arguments(text: str) -> Any:
+    """The ``arguments`` of a call in a chat, from their JSON text or the beginning of it, which ``prompt_ids`` writes
+    unchanged."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {_CUT: text}
+
+
+def _with_cut_calls(text: str) -> str:
+    """``text`` of a chat template with the arguments of calls that were cut. Raises ``InvalidArgument`` if the template
+    does not write arguments as JSON."""
+    parts, at = list[str](), 0
+    while (found := _CUT_MEMBER.search(text, at)) is not None:
+        given, end = _DECODER.raw_decode(text, found.end())
+        parts += text[at : found.start()], given
+        at = text.index("}", end) + 1
+    whole = "".join([*parts, text[at:]])
+    if _CUT in whole:
+        why = "has a call whose arguments are no whole JSON, which the model's chat template cannot write"
+        raise InvalidArgument.of("messages", why)
+    return whole
 
 
 def _one_text(text: str) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ from mmserve.core.tools import NO_PARAMETERS, Tool, ToolCall, ToolChoice, ToolUs
 from mmserve.errors import FieldViolation, InvalidArgument, MMServeError
 from mmserve.tools.formats import FORMATS
 from mmserve.tools.grammar import openings, tool_grammar
+from mmserve.tools.partial_json import cut_object
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import TOOL_CHOICES
 
@@ -27,6 +28,8 @@ MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 #: Maximum total bytes of descriptions and schemas, which the chat template writes.
 MAX_TOOL_BYTES = 256 << 10
+#: Maximum characters of the arguments of all calls in a chat that were cut.
+MAX_CUT_CHARACTERS = 256 << 10
 #: Maximum levels of objects and arrays in a schema and in arguments, which chat templates write recursively.
 MAX_LEVELS = 256
 #: Maximum bytes that a grammar adds for all tools, and for each schema without its name.
@@ -40,6 +43,10 @@ _WARNING = re.compile(r"/([0-9]{1,9})(?=/|: )")
 #: Keywords without effect on a grammar.
 _TEXTS = ("$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly")
 LEVELS = f", with at most {MAX_LEVELS} levels and without halves of surrogate pairs"
+_ARGUMENTS = (
+    f"must be the JSON text of an object{LEVELS}, or the beginning of one, with at most {MAX_CUT_CHARACTERS} "
+    "characters in all calls that were cut"
+)
 _NAMED = "must be 1 to 128 letters, digits, '_', '.' and '-'"
 
 
@@ -48,6 +55,7 @@ def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
     description."""
     for i, chat in enumerate(message.messages):
         yield from _wrong_calls(chat, f"messages[{i}]")
+    yield from _wrong_arguments(message)
     asked = message.WhichOneof("tool_use")
     if not message.tools:
         if asked is not None and message.tool_choice != pb.TOOL_CHOICE_NONE:
@@ -102,8 +110,16 @@ def _wrong_calls(chat: pb.ChatMessage, path: str) -> Iterator[tuple[str, str]]:
     for i, call in enumerate(chat.tool_calls):
         if not _NAME.fullmatch(call.name):
             yield f"{path}.tool_calls[{i}].name", _NAMED
-        if not is_object(call.arguments):
-            yield f"{path}.tool_calls[{i}].arguments", f"must be the JSON text of an object{LEVELS}"
+
+
+def _wrong_arguments(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
+    room = MAX_CUT_CHARACTERS
+    for i, chat in enumerate(message.messages):
+        for j, call in enumerate(chat.tool_calls):
+            if not is_object(call.arguments):
+                room -= len(call.arguments)
+                if room < 0 or not is_object(cut_object(call.arguments) or ""):
+                    yield f"messages[{i}].tool_calls[{j}].arguments", _ARGUMENTS
 
 
 def is_object(text: str) -> bool:
@@ -192,13 +208,13 @@ def tool_constraint(use: ToolUse, info: ModelInfo, text: ConstraintSpec | None =
     ``text``: the constraint of answers without calls, a JSON schema; ignored if a tool must be called.
     """
     use = replace(use, tools=tuple(replace(tool, parameters=_bare(tool.parameters)) for tool in use.callable))
-    strict, form = all(tool.strict for tool in use.tools), FORMATS[info.tool_format]
+    form = FORMATS[info.tool_format]
+    strict = tuple(line for line, tool in enumerate(use.tools, 1) if tool.strict)
     if text is None or use.must_call:
-        mode = ConstraintMode.STRICT if strict else ConstraintMode.LENIENT
-        return ConstraintSpec(Lark(tool_grammar(use, form)), mode)
+        return ConstraintSpec(Lark(tool_grammar(use, form), strict), ConstraintMode.LENIENT)
     assert isinstance(text.kind, JsonSchema)
     calls = tool_grammar(replace(use, choice=ToolChoice.REQUIRED), form, beside_json=True)
-    kind = CallsOrJson(calls, openings(use, form), text.kind.text, text.kind.options, lenient=not strict)
+    kind = CallsOrJson(calls, openings(use, form), text.kind.text, text.kind.options, strict)
     return replace(text, kind=kind)
 
 

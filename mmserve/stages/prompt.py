@@ -11,7 +11,7 @@ from mmserve.config import EngineConfig
 from mmserve.constraint.restored import session_state
 from mmserve.constraint.session.session import Session
 from mmserve.core.encoded import Encoded
-from mmserve.core.events import Usage
+from mmserve.core.events import PromptText, Usage
 from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Request
 from mmserve.decode.extensions.image_reuse.checks import reused
@@ -27,11 +27,13 @@ class EncodedPrompt:
     """Summary of a prompt for the engine: its token counts, and the keys of its shareable pages.
 
     ``unpruned``: the decoder must prune it before pages are allocated; its final length is known only then.
+    ``text``: only if requested.
     """
 
     usage: Usage
     keys: tuple[bytes, ...]
     unpruned: bool = False
+    text: PromptText | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Summaries:
 
     def __init__(self, model: EncoderModel, engine: EngineConfig) -> None:
         spec = model.spec
-        self._spec, self._page_size = spec, engine.page_size
+        self._spec, self._page_size, self._tokenizer = spec, engine.page_size, model.tokenizer
         self.shared_pages = pages_a_unit(engine.page_size, spec.attention_block or 1)  # pages that are shared together
         # Chunks that begin within a page would make its last bits depend on the first position that a request runs.
         whole_pages = not spec.causal or not 0 < engine.prefill_tokens < engine.page_size
@@ -81,12 +83,16 @@ class Summaries:
             keys = keys[: encoded.spans[0].start // self._page_size]
         rows, visual = len(encoded.ids), len(encoded.image_rows)
         usage = Usage(rows, visual, 0, visual_tokens_before=visual + encoded.pruned, reused_tokens=taken)
-        return EncodedPrompt(usage, keys, unpruned=bool(encoded.grids))
+        text = self._text(encoded.ids.tolist()) if request.streaming.prompt else None
+        return EncodedPrompt(usage, keys, unpruned=bool(encoded.grids), text=text)
 
     def begun(self, request: Request, encoded: Encoded) -> EncodedPrompt:
         """The summary of a prompt whose visual tokens are still to come: only the text before them has keys."""
         prompt = self.of(request, encoded)
         return replace(prompt, keys=prompt.keys[: int(encoded.image_rows[0]) // self._page_size])
+
+    def _text(self, ids: list[int]) -> PromptText:
+        return PromptText(tuple(ids), str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
 
     def _may_share(self, request: Request) -> bool:
         keeps = request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None

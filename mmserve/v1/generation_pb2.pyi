@@ -729,20 +729,22 @@ class KvShare(_message.Message):
     def __init__(self, recompute: _Optional[float] = ..., layers: _Optional[int] = ..., each_step: _Optional[int] = ...) -> None: ...
 
 class StreamOptions(_message.Message):
-    __slots__ = ("deltas", "snapshots", "tokens", "drafts", "alternatives", "prefilled")
+    __slots__ = ("deltas", "snapshots", "tokens", "drafts", "alternatives", "prefilled", "prompt")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     deltas: bool
     snapshots: bool
     tokens: bool
     drafts: bool
     alternatives: int
     prefilled: bool
-    def __init__(self, deltas: bool = ..., snapshots: bool = ..., tokens: bool = ..., drafts: bool = ..., alternatives: _Optional[int] = ..., prefilled: bool = ...) -> None: ...
+    prompt: bool
+    def __init__(self, deltas: bool = ..., snapshots: bool = ..., tokens: bool = ..., drafts: bool = ..., alternatives: _Optional[int] = ..., prefilled: bool = ..., prompt: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("admitted", "snapshot", "delta", "finished", "tool_call_delta", "draft", "prefilled", "sample")
@@ -773,10 +775,14 @@ class Admitted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., queued_ahead: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("usage",)
+    __slots__ = ("usage", "prompt_ids", "prompt_text")
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     usage: Usage
-    def __init__(self, usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_text: str
+    def __init__(self, usage: _Optional[_Union[Usage, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prompt_text: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("text", "committed", "total", "forwards", "edited")
@@ -859,7 +865,7 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "log_weight", "constraint", "companion_forwards", "holes", "tool_calls")
+    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "log_weight", "constraint", "companion_forwards", "holes", "tool_calls", "cut_call", "stop")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -876,6 +882,8 @@ class Finished(_message.Message):
     COMPANION_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     HOLES_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    CUT_CALL_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -892,7 +900,9 @@ class Finished(_message.Message):
     companion_forwards: int
     holes: _containers.RepeatedScalarFieldContainer[str]
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., log_weight: _Optional[float] = ..., constraint: _Optional[_Union[ConstraintStats, _Mapping]] = ..., companion_forwards: _Optional[int] = ..., holes: _Optional[_Iterable[str]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...) -> None: ...
+    cut_call: ToolCall
+    stop: str
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., log_weight: _Optional[float] = ..., constraint: _Optional[_Union[ConstraintStats, _Mapping]] = ..., companion_forwards: _Optional[int] = ..., holes: _Optional[_Iterable[str]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., cut_call: _Optional[_Union[ToolCall, _Mapping]] = ..., stop: _Optional[str] = ...) -> None: ...
 
 class ConstraintStats(_message.Message):
     __slots__ = ("steps", "fallbacks", "search_seconds", "late", "forward_seconds", "step_ms")

@@ -18,7 +18,7 @@ from e2e_helpers import PATIENCE, Running, running, settings
 from mmserve.client import Hole, InvalidArgument, Message, TextPart, TokensPart
 from mmserve.config import ModelConfig
 from mmserve.http import completions
-from mmserve.models.chat import load_tokenizer, text_ids
+from mmserve.models.chat import load_tokenizer, prompt_ids, text_ids
 from mmserve.models.registry import model_folder
 
 MODELS = ("bundled", "bundled-causal")
@@ -70,6 +70,65 @@ def test_a_prompt_may_be_token_ids(served: Running, client: openai.OpenAI, model
         found = client.completions.create(model=model, prompt=prompt, max_tokens=8)  # type: ignore[arg-type]
         assert [choice.text for choice in found.choices] == [expected.text] * count
         assert found.usage is not None and found.usage.prompt_tokens == count * len(ids)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_token_ids_and_the_prompt_are_returned_on_request(client: openai.OpenAI, model: str) -> None:
+    """vLLM's ``return_token_ids``, and ``echo``: of completions and chats, whole and streamed."""
+    tokenizer = load_tokenizer(Path(model_folder(model)))
+    ids = text_ids(tokenizer, TEXT)
+    prompts: Any = [TEXT, text_ids(tokenizer, SUFFIX)]
+    asked: dict[str, Any] = {"model": model, "prompt": prompts, "max_tokens": 4, "n": 2, "temperature": 1.0}
+    asked["extra_body"] = {**ENDLESS, "return_token_ids": True}
+    plain = client.completions.create(**{**asked, "extra_body": ENDLESS})
+    texts = [choice.text for choice in plain.choices]
+    assert not any("ids" in name for name in plain.choices[0].to_dict())
+    whole = [choice.to_dict() for choice in client.completions.create(**asked, echo=True).choices]
+    assert [choice["text"] for choice in whole] == texts, "vLLM returns the ids of the prompt alone"
+    assert [choice["prompt_token_ids"] for choice in whole] == [ids, ids, prompts[1], prompts[1]]
+    assert [tokenizer.decode(choice["token_ids"]) for choice in whole] == texts and len(set(texts)) > 1
+    chunks = [choice.to_dict() for each in client.completions.create(**asked, stream=True) for choice in each.choices]
+    for index in range(4):
+        first, *others = (chunk for chunk in chunks if chunk["index"] == index)
+        assert first["prompt_token_ids"] == whole[index]["prompt_token_ids"]
+        assert not any("prompt_token_ids" in chunk for chunk in others)
+        assert others[-1]["token_ids"] == whole[index]["token_ids"] and "token_ids" not in first
+    begun = [TEXT, TEXT, *[tokenizer.decode(prompts[1])] * 2]
+    echoed: dict[str, Any] = {**asked, "extra_body": ENDLESS, "echo": True}
+    found = client.completions.create(**echoed)
+    expected = [before + text for before, text in zip(begun, texts, strict=True)]
+    assert [choice.text for choice in found.choices] == expected and found.usage == plain.usage
+    joined = [""] * 4
+    for chunk in client.completions.create(**echoed, stream=True):
+        for choice in chunk.choices:
+            joined[choice.index] += choice.text
+    assert joined == expected
+    for field, value in (("logprobs", 1), ("suffix", SUFFIX)):
+        with pytest.raises(openai.BadRequestError, match=f"cannot be combined with {field}") as refused:
+            client.completions.create(model=model, prompt=TEXT, echo=True, **{field: value})
+        assert refused.value.param == "echo"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_chat_returns_token_ids_on_request(client: openai.OpenAI, model: str) -> None:
+    chat: Any = [{"role": "user", "content": TEXT}]
+    asked: dict[str, Any] = {"model": model, "messages": chat, "max_tokens": 4, "n": 2, "temperature": 1.0}
+    asked["extra_body"] = {**ENDLESS, "return_token_ids": True}
+    tokenizer = load_tokenizer(Path(model_folder(model)))
+    whole = client.chat.completions.create(**asked).to_dict()
+    assert whole["prompt_token_ids"] == prompt_ids(tokenizer, chat) and "logprobs" not in asked
+    for choice in whole["choices"]:
+        assert choice["logprobs"] is None and tokenizer.decode(choice["token_ids"]) == choice["message"]["content"]
+    chunks = [chunk.to_dict() for chunk in client.chat.completions.create(**asked, stream=True)]
+    for index in range(2):
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert own[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+        assert not any("prompt_token_ids" in chunk for chunk in own[1:])
+        ids = [chunk["choices"][0].get("token_ids") for chunk in own]
+        assert ids[-1] == whole["choices"][index]["token_ids"] and not any(ids[:-1])
+    refused = {**asked, "extra_body": {"return_token_ids": 1}}
+    with pytest.raises(openai.BadRequestError, match="return_token_ids: must be true or false"):
+        client.chat.completions.create(**refused)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -149,7 +208,6 @@ def test_what_cannot_be_continued_is_refused(served: Running, client: openai.Ope
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt: must hold at least one"),
         ({"logprobs": 200}, "logprobs"),
-        ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "b", "extra_body": {"guided_regex": "a"}}, "suffix"),
         ({"n": 1000}, "n"),

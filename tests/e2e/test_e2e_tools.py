@@ -93,6 +93,35 @@ def test_a_chat_goes_on_with_the_results_of_tools(served: Running) -> None:
     assert again.text == text.text and again.usage.prompt_tokens == text.usage.prompt_tokens
 
 
+def test_a_call_that_was_cut_is_part_of_the_answer_and_of_the_next_turn(served: Running, url: str) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "tools": [FORECAST], **OPTIONS, "stop": ['"days']}
+    found = served.client.generate(QUESTION, **asked)
+    *events, done = served.client.stream(QUESTION, **asked)
+    deltas = [event for event in events if isinstance(event, ToolCallDelta)]
+    assert found.finish_reason == "stop" and found.calls == () and isinstance(done, Finished)
+    for one in (found, done):
+        assert one.cut_call is not None and one.cut_call.name == "forecast"
+        assert one.cut_call.arguments == "".join(delta.arguments for delta in deltas) and one.tool_calls == ()
+        assert one.cut_call.arguments.startswith('{"unit"') and one.stop == '"days'
+    assert done.cut_call is not None and done.cut_call.id == deltas[0].id
+    assert [call.arguments for call in found.message.tool_calls] == [done.cut_call.arguments]
+    chat: Any = [{"role": "user", "content": QUESTION}]
+    again = served.client.generate(
+        [*chat, found.message, {"role": "user", "content": "Go on."}],
+        model=MODEL,
+        tools=[FORECAST],
+        tool_choice="none",
+        max_new_tokens=2,
+    )
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
+        tools: Any = [{"type": "function", "function": FORECAST}]
+        common: Any = {"model": MODEL, "tools": tools}
+        first = client.chat.completions.create(messages=chat, tool_choice="required", stop=['"days'], **common)
+        chat += [first.choices[0].message, {"role": "user", "content": "Go on."}]
+        second = client.chat.completions.create(messages=chat, tool_choice="none", max_tokens=2, **common)
+        assert second.usage is not None and second.usage.prompt_tokens == again.usage.prompt_tokens
+
+
 @pytest.mark.parametrize(
     "options",
     [{"model": "bundled", "commit": "low_confidence", "recompute": "dual", "steps": 8}, {"model": MODEL}],

@@ -39,6 +39,7 @@ from mmserve.core.request import (
     VideoPart,
     Vision,
 )
+from mmserve.core.tools import ToolCall
 from mmserve.decode.commit import DIFFUSION_COMMIT
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute import FULL_ATTENTION
@@ -121,7 +122,7 @@ def test_everything_set() -> None:
         ],
         sampling={"temperature": 1.5, "top_p": 1.0, "top_k": 4, "seed": 9, "max_new_tokens": 1024, "stop": ["x"] * 16},
         diffusion={"steps": 1, "block_length": 1, "dkv_decode": {"refresh": 1}, "threshold": {"confidence": 1.0}},
-        stream={"deltas": False, "snapshots": True, "prefilled": True},
+        stream={"deltas": False, "snapshots": True, "prefilled": True, "prompt": True},
     )
     assert [m.role for m in request.messages] == ["system", "assistant", "user"]
     assert request.messages[2].parts == (ImagePart(b"inline"), TextPart("u"), ImagePart(b"uploaded"))
@@ -134,7 +135,7 @@ def test_everything_set() -> None:
         recompute=Policy(name="dkv_decode", options={"refresh": 1}),
         commit=Policy(name="threshold", options={"confidence": 1.0}),
     )
-    assert request.streaming == Streaming(deltas=False, snapshots=True, prefilled=True)
+    assert request.streaming == Streaming(deltas=False, snapshots=True, prefilled=True, prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -445,8 +446,19 @@ EVENTS = [
     Snapshot("a▒", 1, 2, 1),
     Delta("é"),
     Prefilled(Usage(5, 2, 0, 3, 9, 8, 6)),
-    Finished("stop", "é", Usage(5, 2, 4, 3, 9, 8, 6), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
+    Prefilled(Usage(2, 0, 0), prompt_ids=(1, 2**32 - 1), prompt_text="é"),
+    Finished("stop", "é", Usage(5, 2, 4, 3, 9, 8, 6), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v"), stop="."),
     Finished("length", "", Usage(1, 0, 0), 0, 0, StageTimes()),
+    Finished(
+        "length",
+        "",
+        Usage(1, 0, 4),
+        2,
+        9,
+        StageTimes(),
+        tool_calls=(ToolCall("call_1", "f", '{"a": 1}'),),
+        cut_call=ToolCall("call_2", "g", '{"b": "c'),
+    ),
     Finished(
         "end",
         "aé",
@@ -469,7 +481,7 @@ def test_events_there_and_back(event: Any) -> None:
 
 def test_odd_events() -> None:
     assert to_response(Admitted(0), "r").admitted.request_id == "r"
-    assert to_response(EVENTS[4], "r").finished.tokens_per_forward == 2.0
+    assert to_response(EVENTS[5], "r").finished.tokens_per_forward == 2.0
     with pytest.raises(TypeError):
         to_response(Failed(Cancelled("x")), "r")
     with pytest.raises(Internal, match="does not know"):

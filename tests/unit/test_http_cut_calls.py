@@ -15,7 +15,7 @@ from mmserve.errors import FailedPrecondition
 from mmserve.http.api import Api, Reply
 from mmserve.http.chat import Chat
 from mmserve.http.messages import Messages
-from mmserve.http.partial_json import completed
+from mmserve.tools.partial_json import completed
 
 CALL = ToolCall("call_1", "f", '{"a": 1}')
 CUT = ToolCall("call_2", "g", '{"b": [{"c": "d, e"}, {"c": "f')

@@ -26,6 +26,25 @@ def test_options_have_names_of_their_own() -> None:
     assert why == "questions[0].options[2].name: 'a' is that of another option"
 
 
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"a (b)": "", "a": "b"}, ["a (b)", "a ((b))"]),
+        ({"a": "b", "a (b)": "", "a ((b))": "", "d": ""}, ["a (((b)))", "a (b)", "a ((b))", "d"]),
+        ({"a": "b", "c": "b"}, ["a (b)", "c (b)"]),
+    ],
+)
+def test_options_with_other_names_have_other_texts(options: dict[str, str], texts: list[str]) -> None:
+    """Answers are read by the texts of options, which would otherwise be refused as equal."""
+    given = [{"name": name, "description": meaning} for name, meaning in options.items()]
+    question = {"id": "q", "type": "choice", "question": "Which?", "options": given}
+    first = DECISION_APIS["/v1/decisions"].read({"model": "m", "input": "A circle.", "questions": [question]})
+    named = {"q": {"type": "choice", "criteria": options}}
+    second = DECISION_APIS["/v1/systemone"].read({"model": "m", "state": "A circle.", "questions": named})
+    for asked in (first, second):
+        assert list(asked.message.questions[0].choice.options) == texts and asked.questions[0].names == tuple(options)
+
+
 def test_questions_have_ids() -> None:
     """Those without one would all be answered under the same name."""
     questions = [{"id": "", **YES_NO}, {"id": "", **YES_NO}]

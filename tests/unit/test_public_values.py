@@ -169,6 +169,7 @@ ELSEWHERE = {
     "stream.snapshots": "",  # shown on a terminal
     "stream.drafts": "",  # for viewers: the playground shows them
     "stream.prefilled": "",  # the usage of the whole answer has the same
+    "stream.prompt": "",  # for programs: the HTTP APIs return its ids
 }
 #: Messages that one option reads as a whole, and what each of its fields is there.
 WHOLE = {

@@ -27,10 +27,11 @@ from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, 
 from mmserve.core.events import Delta, Event, Finished, StageTimes, ToolCallDelta, Usage
 from mmserve.core.tools import Tool, ToolChoice, ToolUse
 from mmserve.errors import InvalidArgument
-from mmserve.models.chat import load_tokenizer, prompt_ids
+from mmserve.models.chat import call_arguments, load_tokenizer, prompt_ids
 from mmserve.models.registry import load_model, model_folder
 from mmserve.reference.calls import CALLS, NO_TOOL
 from mmserve.rpc.tool_messages import (
+    MAX_CUT_CHARACTERS,
     MAX_LEVELS,
     MAX_TOOL_BYTES,
     MAX_TOOLS,
@@ -250,7 +251,7 @@ def test_the_grammar_is_of_the_tools_that_can_be_called_alone_and_counted_in_byt
     assert not list(wrong_tools(message))
 
 
-@pytest.mark.parametrize("text", ['{"a": NaN}', r'{"a": "\ud800"}', r'{"\udc00": 1}', "[1]", "{", ""])
+@pytest.mark.parametrize("text", ['{"a": NaN}', r'{"a": "\ud800"}', r'{"\udc00": 1}', "[1]", "{]", ""])
 def test_what_a_template_writes_is_json(text: str) -> None:
     message = pb.GenerateRequest()
     message.messages.add(role=pb.ROLE_ASSISTANT).tool_calls.add(name="f", arguments=text)
@@ -260,6 +261,54 @@ def test_what_a_template_writes_is_json(text: str) -> None:
     assert not text or [*_wrong_template_options(text)]
     message.messages[0].tool_calls[0].arguments = r'{"a": "\ud83d\ude42"}'
     assert [field for field, _ in wrong_tools(message)] == fields[1:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        ('{"city": "Pa', True),
+        (' {"a": [1, {"b', True),
+        ("{", True),
+        ("[1", False),
+        ("cut", False),
+        ('{"a" 1, "b', False),
+        ("{} {", False),
+        ("{}}", False),
+        (r'{"a": "\ud83d", "b', False),
+        ('{"a":' * 300, False),
+        ('{"a": "' + "x" * MAX_CUT_CHARACTERS, False),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_call_that_was_cut_may_be_sent_back(tokenizer: PreTrainedTokenizerFast, arguments: str, right: bool) -> None:
+    """As the model wrote it: the beginning of an object. Everything else that is no object is refused."""
+    message = pb.GenerateRequest()
+    message.messages.add(role=pb.ROLE_ASSISTANT).tool_calls.add(name="f", arguments=arguments)
+    field = "messages[0].tool_calls[0].arguments"
+    assert [name for name, _ in wrong_tools(message)] == ([] if right else [field])
+    if right:
+        whole = {"id": "0", "type": "function", "function": {"name": "g", "arguments": call_arguments('{"a": 1}')}}
+        cut = {"id": "1", "type": "function", "function": {"name": "f", "arguments": call_arguments(arguments)}}
+        chat = [{"role": "assistant", "content": "<|eot_id|>", "tool_calls": [whole, cut]}]
+        text = tokenizer.decode(prompt_ids(tokenizer, chat))
+        for call in (("g", '{"a": 1}'), ("f", arguments)):
+            assert written(HERMES, [call]) in text
+
+
+def test_a_template_that_does_not_write_json_refuses_a_call_that_was_cut() -> None:
+    kept = load_tokenizer(Path(model_folder("bundled")))
+    kept.chat_template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{% for k, v in c.function.arguments.items() %}"
+        "<arg_key>{{ k }}</arg_key>{{ v }}{% endfor %}{% endfor %}{% endfor %}"
+    )
+
+    def ids(arguments: str) -> list[int]:
+        call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": call_arguments(arguments)}}
+        return prompt_ids(kept, [{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+    assert ids('{"a": "b"}')
+    with pytest.raises(InvalidArgument, match="no whole JSON"):
+        ids('{"a": "b')
 
 
 def test_tools_are_bounded() -> None:
@@ -306,6 +355,24 @@ def test_arguments_of_a_tool_that_is_not_strict_are_enforced_in_part(part: Any) 
     for mode in (ConstraintMode.STRICT, ConstraintMode.VALIDATE):
         with pytest.raises(Refused, match="/properties/a"):
             grammar(text, mode)
+
+
+def test_a_strict_tool_is_enforced_completely_beside_one_that_is_not() -> None:
+    """Each tool has its own ``strict``; a schema that cannot be enforced is refused by the name of the strict tool."""
+    odd, plain = ({"type": "object", "properties": {"a": part}} for part in ({"$ref": "#/gone"}, {"type": "integer"}))
+    message = pb.GenerateRequest()
+    for name, schema, strict in (("loose", odd, False), ("plain", plain, True), ("strict", odd, True)):
+        message.tools.add(name=name, parameters_json_schema=json.dumps(schema), strict=strict)
+    use, info = asked_tools(message), SimpleNamespace(tool_format="hermes")
+    assert use is not None
+    spec = tool_constraint(use, info)  # type: ignore[arg-type]
+    with pytest.raises(Refused) as refused:
+        grammar(spec.kind, spec.mode)
+    error = named_tools(as_error("lark", refused.value.findings), use)
+    assert isinstance(error, InvalidArgument)
+    assert [each.field for each in error.violations] == ["tools[2].parameters_json_schema#/properties/a/$ref"]
+    fewer = tool_constraint(replace(use, tools=use.tools[:2]), info)  # type: ignore[arg-type]
+    assert [each.startswith("/1/properties/a") for each in grammar(fewer.kind, fewer.mode).warnings] == [True]
 
 
 @pytest.mark.parametrize("kind", ["string", ["array", "null"]])

@@ -79,8 +79,8 @@ def grammars_of(spec: ConstraintSpec, failed: int = 0) -> Iterator[Grammar]:
         match spec.kind:
             case JsonSchema():
                 yield from _documents(spec.kind, spec.mode, failed)
-            case CallsOrJson(calls, openings, lenient=lenient):
-                found = _of(ConstraintSpec(Lark(calls), ConstraintMode.LENIENT if lenient else ConstraintMode.STRICT))
+            case CallsOrJson(calls, openings, strict=strict):
+                found = _of(ConstraintSpec(Lark(calls, strict), ConstraintMode.LENIENT))
                 for document in _documents(spec.kind.document, spec.mode, failed):
                     yield _either(found, openings, document)
             case _:
@@ -121,8 +121,12 @@ def _of(spec: ConstraintSpec) -> Grammar:
             shortest = min(sizes, key=sizes.__getitem__)
             text = f"(?:{'|'.join(map(literal, sizes))})"
             return Grammar(_of_word(text), True, (), max(sizes.values()), sizes[shortest], Sketch((shortest,)))
-        case Lark(text):
-            return _of_text(text, "lark", lambda text: LarkReader(text, lambda schema: _inline(schema, spec.mode)))
+        case Lark(text, strict):
+
+            def inline(schema: str, line: int) -> tuple[Json, tuple[Finding, ...]]:
+                return _inline(schema, strict=spec.mode is not ConstraintMode.LENIENT or line in strict)
+
+            return _of_text(text, "lark", lambda text: LarkReader(text, inline))
         case Gbnf(text):
             return _of_text(text, "gbnf", GbnfReader)
     raise Refused.at("", "template", "is no grammar: each of its holes has one")
@@ -141,10 +145,11 @@ def kind_of(spec: ConstraintSpec) -> str:
     return names.get(type(spec.kind), "template")
 
 
-def _inline(text: str, mode: ConstraintMode) -> tuple[Json, tuple[Finding, ...]]:
-    """A schema within a grammar. It is only a part of the answer, so nothing of it can be validated afterwards."""
-    rewritten = rewrite(read_schema(text), strict=mode is not ConstraintMode.LENIENT)
-    if rewritten.loose and mode is not ConstraintMode.LENIENT:
+def _inline(text: str, *, strict: bool) -> tuple[Json, tuple[Finding, ...]]:
+    """A schema within a grammar; ``strict``: whether it is refused if a part of it cannot be enforced. It is only a
+    part of the answer, so nothing of it can be validated afterwards."""
+    rewritten = rewrite(read_schema(text), strict=strict)
+    if rewritten.loose and strict:
         raise Refused(*rewritten.loose)
     schema = {} if rewritten.schema is True else rewritten.schema
     laid_out = json.dumps({**schema, "x-guidance": JSON_LAYOUT}, ensure_ascii=False)

@@ -38,7 +38,7 @@ from mmserve.constraint.limits import MAX_DEPTH, MAX_REPEAT
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 
 #: Compiles the JSON text of a schema in a grammar to its node. Raises ``Refused``.
-Schemas = Callable[[str], tuple[Json, tuple[Finding, ...]]]
+Schemas = Callable[[str, int], tuple[Json, tuple[Finding, ...]]]
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ class LarkReader(Reader):
     def _schema(self, word: Word) -> Node:
         line = self._line(word.at)
         try:
-            node, warnings = self.schemas(word.text)
+            node, warnings = self.schemas(word.text, line)
         except Refused as refused:
             raise Refused(
                 *(

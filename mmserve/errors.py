@@ -69,6 +69,12 @@ class Unauthenticated(MMServeError):
     code = "UNAUTHENTICATED"
 
 
+class PermissionDenied(Unauthenticated):
+    """The call's bearer token is accepted, but its tenant may not do this."""
+
+    code = "PERMISSION_DENIED"
+
+
 class NotFound(MMServeError):
     """A model or media id that the server does not have."""
 
@@ -149,6 +155,7 @@ BY_CODE: dict[str, type[MMServeError]] = {
     for kind in (
         InvalidArgument,
         Unauthenticated,
+        PermissionDenied,
         NotFound,
         FailedPrecondition,
         Unimplemented,

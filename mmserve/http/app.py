@@ -218,12 +218,13 @@ class App:
         with self._server.quotas.taken(tenant):
             message, answer, names = checks.read(await self._bodies.read(request))
             engine = self._server.engines.find(self._server.engines.split(message.model)[0])
-            try:
-                asked = self._server.generations.read(uuid.uuid4().hex, message, tenant, engine)
-                loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._checker, engine.check_constraint, asked, answer)
-            except MMServeError as error:
-                return JSONResponse(checks.verdict(error, names))
+            with Present(request.receive):  # a check that waits for others is dropped if its client disconnects
+                try:
+                    asked = self._server.generations.read(uuid.uuid4().hex, message, tenant, engine)
+                    loop = asyncio.get_running_loop()
+                    found = await loop.run_in_executor(self._checker, engine.check_constraint, asked, answer)
+                except MMServeError as error:
+                    return JSONResponse(checks.verdict(error, names))
         if found is None:
             return JSONResponse(checks.UNCHECKED)
         judged = {} if answer is None else {"answer": checks.verdict(found.wrong, names)}
@@ -237,6 +238,7 @@ class App:
             body = await self._bodies.read(request)
             message, places = read_counted(body)
             count = None
+            held.enter_context(Present(request.receive))
             with renamed(APIS["/v1/messages"].names, places):
                 if all(part.HasField("text") for chat in message.messages for part in chat.parts):
                     engine = self._server.engines.find(self._server.engines.split(message.model)[0])
@@ -244,7 +246,6 @@ class App:
                     count = await asyncio.get_running_loop().run_in_executor(None, engine.prompt_tokens, asked)
                 if count is None:
                     events = self._events(message, tenant, held, fields_of(urls_in(message.messages), body))
-                    held.enter_context(Present(request.receive))
                     async with aclosing(events):
                         [finished], _prompts = await _ended(events)
                         count = finished.usage.prompt_tokens

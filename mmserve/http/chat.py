@@ -335,7 +335,12 @@ def token_logprobs(tokens: Sequence[CommittedToken]) -> list[dict[str, Any]]:
 
 def _logprob(token: CommittedToken | Alternative) -> dict[str, Any]:
     data = token.text_bytes
-    return {"token": shown(data), "logprob": token.log_probability, "bytes": list(data)}
+    return {"token": shown(data), "logprob": finite(token.log_probability), "bytes": list(data)}
+
+
+def finite(log_probability: float) -> float:
+    """``log_probability``, or -9999 for less, as in OpenAI's API: JSON has no infinities."""
+    return max(log_probability, -9999.0)
 
 
 def shown(data: bytes) -> str:

@@ -18,7 +18,7 @@ from mmserve.http import api
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, take_neutral
 from mmserve.http.chat import NAMES as CHAT_NAMES
 from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
-from mmserve.http.chat import Chunks, OpenAI, Shown, content_logprobs, shown, take_bias, take_ids, take_stream
+from mmserve.http.chat import Chunks, OpenAI, Shown, content_logprobs, finite, shown, take_bias, take_ids, take_stream
 from mmserve.http.constraints import constrain
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.vllm import take_xargs
@@ -231,9 +231,13 @@ def _logprobs(tokens: Sequence[CommittedToken]) -> dict[str, Any]:
         at += len(whole.decode(token.text_bytes))
     return {
         "tokens": [shown(token.text_bytes) for token in tokens],
-        "token_logprobs": [token.log_probability for token in tokens],
-        "top_logprobs": [
-            {shown(other.text_bytes): other.log_probability for other in token.alternatives} for token in tokens
-        ],
+        "token_logprobs": [finite(token.log_probability) for token in tokens],
+        "top_logprobs": [_most_probable(token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _most_probable(token: CommittedToken) -> dict[str, float]:
+    """Log-probabilities of the alternatives of ``token``, and of itself, as in OpenAI's API."""
+    found = {shown(other.text_bytes): finite(other.log_probability) for other in token.alternatives}
+    return {shown(token.text_bytes): finite(token.log_probability), **found}

@@ -45,7 +45,6 @@ _EXAMPLES: dict[str, Any] = {
     "max_tokens": 4,
     "max_completion_tokens": 4,
     "max_output_tokens": 4,
-    "logprobs": 2,
     "ignore_eos": True,
 }
 _URL = {"type": "string", "description": "a data: URL, an http(s) URL of a host in [media] url_hosts, or a media id"}
@@ -230,7 +229,12 @@ _COMPLETION_FIELDS = {
     "stop": _STOPS,
     "logit_bias": _BIAS,
     "stream_options": _OPTIONS,
-    **numbers({"logprobs": "stream.alternatives"}, _EXAMPLES),
+    "logprobs": Field(
+        {"type": "integer", "minimum": 0, "maximum": 20},
+        "log-probabilities of the chosen tokens, before temperature, and of this many most probable tokens of each "
+        "position, at most 20, besides the chosen one; in a stream with the last chunk of a choice",
+        2,
+    ),
     "echo": Field(
         {"type": "boolean"},
         "the text begins with that of the prompt, unless `return_token_ids` asks for its ids (as in vLLM); not with "

@@ -19,6 +19,7 @@ STATUS = {
     "FAILED_PRECONDITION": HTTPStatus.BAD_REQUEST,
     "UNIMPLEMENTED": HTTPStatus.BAD_REQUEST,
     "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
+    "PERMISSION_DENIED": HTTPStatus.FORBIDDEN,
     "NOT_FOUND": HTTPStatus.NOT_FOUND,
     "RESOURCE_EXHAUSTED": HTTPStatus.TOO_MANY_REQUESTS,
     "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
@@ -30,6 +31,7 @@ STATUS = {
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",

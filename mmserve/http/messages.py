@@ -43,6 +43,7 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 #: The ``type`` of an error, by HTTP status.
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

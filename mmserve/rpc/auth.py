@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from mmserve.core.tenant import ANONYMOUS, Tenant
-from mmserve.errors import Unauthenticated
+from mmserve.errors import PermissionDenied, Unauthenticated
 from mmserve.observe import calls
 from mmserve.rpc.status import abort
 from mmserve.tenants import Accepted, is_plain, token_digest
@@ -35,13 +35,13 @@ def current_tenant() -> Tenant:
 
 
 def check_admin(what: str, tenant: Tenant | None = None) -> None:
-    """Raises ``Unauthenticated`` if ``tenant`` (default: the call's) is not an admin and may not do ``what``."""
+    """Raises ``PermissionDenied`` if ``tenant`` (default: the call's) is not an admin and may not do ``what``."""
     tenant = tenant or current_tenant()
     if not tenant.admin:
         how = "it needs admin = true in [[tenants]]"
         if is_plain(tenant.name):
             how += ", which a token of [server] auth_tokens has not: add an entry with token_file or token_env"
-        raise Unauthenticated(f"the tenant {tenant.name!r} may not {what}: {how}")
+        raise PermissionDenied(f"the tenant {tenant.name!r} may not {what}: {how}")
 
 
 class BearerAuth(grpc.aio.ServerInterceptor):

@@ -24,7 +24,6 @@ from mmserve.errors import (
     InvalidArgument,
     MMServeError,
     ResourceExhausted,
-    Unauthenticated,
     Unavailable,
 )
 
@@ -118,7 +117,7 @@ def _details(status: status_pb2.Status) -> dict[type, Any]:
 
 
 #: Codes that this server never sends, but that a proxy may send, with their meaning here.
-_NEAREST = {"PERMISSION_DENIED": Unauthenticated.code, "ABORTED": Unavailable.code}
+_NEAREST = {"ABORTED": Unavailable.code}
 
 
 def _code_name(code: int) -> str:

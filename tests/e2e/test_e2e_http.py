@@ -440,7 +440,7 @@ def test_tokens_and_tenants(tmp_path: Path) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         for token, expected, text in (
             ("wrong", 401, b"needs an accepted bearer token"),
-            ("secret", 401, b"'a' may not read metrics, which are of all tenants"),
+            ("secret", 403, b"'a' may not read metrics, which are of all tenants"),
             ("secret of b", 200, b'mmserve:tenant_requests_total{code="OK",tenant="a"} 1.0'),
         ):
             connection.request("GET", "/metrics", headers={"authorization": f"Bearer {token}"})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from echo_server import PATIENCE
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from test_http_connections import CHAT, PARSERS, Served, ask, using, wait_for
@@ -84,6 +86,36 @@ def test_a_client_that_leaves_in_the_middle_counts_as_over_grpc(served: Served, 
         served.engine.go.clear()
     wait_for("the call's end", lambda: calls(served))
     assert calls(served) == {"CANCELLED": 1} == failures(served)
+
+
+@pytest.mark.parametrize(
+    ("path", "slow", "body"),
+    [
+        ("/v1/constraints", "check_constraint", {"guided_regex": "a"}),
+        ("/v1/messages/count_tokens", "prompt_tokens", {"messages": [{"role": "user", "content": "one"}]}),
+    ],
+)
+def test_a_client_that_leaves_while_a_thread_works_for_it_is_not_waited_for(
+    served: Served, path: str, slow: str, body: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise clients that leave could have any number of checks wait for the one thread that runs them."""
+    begun, go = threading.Event(), threading.Event()
+
+    def work(*_: object) -> None:
+        begun.set()
+        go.wait()
+
+    monkeypatch.setattr(served.engine, slow, work, raising=False)
+    try:
+        with served.connect() as connection:
+            connection.sendall(
+                ask("", body=json.dumps({"model": "echo", **body}).encode()).replace(CHAT.encode(), path.encode(), 1)
+            )
+            assert begun.wait(PATIENCE)
+        wait_for("the call's end", lambda: calls(served))
+        assert calls(served) == {"CANCELLED": 1}
+    finally:
+        go.set()
 
 
 @pytest.mark.parametrize("decoded", [True, False])

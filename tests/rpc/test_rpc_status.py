@@ -19,6 +19,7 @@ from mmserve.errors import (
     InvalidArgument,
     MMServeError,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     Unauthenticated,
     Unavailable,
@@ -31,6 +32,7 @@ from mmserve.wire.status import from_rpc_error, from_status, to_status
 ERRORS = [
     InvalidArgument(FieldViolation("a.b", "is wrong"), FieldViolation("c[0]", "ist ungültig")),
     Unauthenticated("who?"),
+    PermissionDenied("not you"),
     NotFound("no such thing"),
     FailedPrecondition("not now"),
     Unimplemented("no images"),
@@ -78,9 +80,9 @@ def test_details_are_the_fitting_messages_of_google_rpc() -> None:
         return to_status(error).details[0].TypeName()
 
     assert detail(ERRORS[0]) == "google.rpc.BadRequest"
-    assert detail(ERRORS[5]) == "google.rpc.RetryInfo"
+    assert detail(ERRORS[6]) == "google.rpc.RetryInfo"
     assert detail(ERRORS[-1]) == "google.rpc.RequestInfo"
-    assert not to_status(ERRORS[6]).details
+    assert not to_status(ERRORS[7]).details
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,6 @@ def test_details_are_the_fitting_messages_of_google_rpc() -> None:
     [
         ("UNKNOWN", Internal),
         ("DATA_LOSS", Internal),
-        ("PERMISSION_DENIED", Unauthenticated),
         ("ABORTED", Unavailable),
         ("INVALID_ARGUMENT", InvalidArgument),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmserve.core.candidates import Alternatives
-from mmserve.core.events import CommittedToken, Finished, StageTimes, Usage
+from mmserve.core.events import Alternative, CommittedToken, Finished, StageTimes, Usage
 from mmserve.decode.text import committed_tokens
 from mmserve.decode.token_texts import token_texts
 from mmserve.http.chat import Chat
@@ -114,4 +116,14 @@ def test_offsets_of_completions_count_characters() -> None:
     found = answered(Completions(), {"prompt": "a", "logprobs": 2}, tokens, "a€b👍c")["logprobs"]
     assert found["text_offset"] == [0, 1, 1, 1, 2, 3, 3, 3, 3, 4]
     assert found["tokens"][1:3] == [r"bytes:\xe2", r"bytes:\x82"]
-    assert list(found["top_logprobs"][0]) == [r"bytes:\xe2", r"bytes:\x82"]
+    assert list(found["top_logprobs"][0]) == ["a", r"bytes:\xe2", r"bytes:\x82"]
+    assert list(found["top_logprobs"][1]) == [r"bytes:\xe2", r"bytes:\x82"], "the chosen one is one of them"
+
+
+@pytest.mark.parametrize(("api", "prompt"), [(Chat(), "messages"), (Completions(), "prompt")])
+def test_log_probabilities_are_numbers_of_json(api: Any, prompt: str) -> None:
+    least = CommittedToken(1, "a", -math.inf, 1, (Alternative(2, "b", -math.inf, b"b"),), b"a")
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True} if prompt == "messages" else None
+    choice = answered(api, body or {"prompt": "a", "logprobs": 0}, (least,), "a")
+    text = json.dumps(choice["logprobs"], allow_nan=False)
+    assert text.count("-9999.0") == (2 if body else 3)

@@ -106,6 +106,13 @@ class Lavida:
             tokens.append(self.newline)
         return torch.stack(tokens)
 
+    def padded_tokens(self, image: Image.Image) -> Tensor:
+        """``[n, D]`` of one of several pictures: ``process_images`` of LLaVA-NeXT with the ratio ``pad``."""
+        side = max(image.size)
+        square = Image.new("RGB", (side, side), (127, 127, 127))
+        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+        return self.visual_tokens(square, tiles=False)
+
     def _pooled(self, tile: Image.Image) -> Tensor:
         """``[POOLED, POOLED, D]`` of a tile."""
         pixels = torch.from_numpy(np.asarray(tile, dtype=np.float32)).permute(2, 0, 1) / 255

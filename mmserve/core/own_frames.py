@@ -11,10 +11,11 @@ import numpy as np
 class OwnFrames:
     """The frames that transformers' video processors (release 5.23) sample from a whole file by default.
 
-    ``rule``: ``sample_frames`` of ``SmolVLMVideoProcessor`` (``skip_ends``), ``Qwen2VLVideoProcessor`` (``starts``) or
-    ``Qwen3VLVideoProcessor`` (``ends``). ``rate``: frames per second; ``frames``: number of frames, for ``skip_ends``
-    the maximum (0 = not given; at least one of the two is required, for ``skip_ends`` both). ``least``, ``most``:
-    bounds of the number that ``rate`` gives; ``multiple``: for ``starts``, the number is a multiple of it.
+    ``rule``: ``sample_frames`` of ``SmolVLMVideoProcessor`` (``skip_ends``), ``Qwen2VLVideoProcessor`` (``starts``;
+    with the defaults below that of classes without one) or ``Qwen3VLVideoProcessor`` (``ends``). ``rate``: frames per
+    second; ``frames``: number of frames, for ``skip_ends`` the maximum (0 = not given; at least one of the two is
+    required, for ``skip_ends`` both). ``least``, ``most``: bounds of the number that ``rate`` gives; ``multiple``: for
+    ``starts``, the number is a multiple of it.
     """
 
     rule: str
@@ -56,7 +57,7 @@ class OwnFrames:
             most = min(self.most, count) // whole * whole
             number = int(min(max(seconds * self.rate, self.least), most)) // whole * whole
         number = min(number, count) or min(whole, count)
-        return np.arange(number) * (count / number)
+        return np.arange(number) * count // number
 
     def _ends(self, count: int, seconds: float) -> np.ndarray:
         """Evenly spaced from first to last frame."""

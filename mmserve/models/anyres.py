@@ -29,6 +29,8 @@ from mmserve.prune.base import Evidence, GridView, Part
 
 #: Patches are downscaled if their grid exceeds the limit by this factor along a side.
 _SLACK = 1.1
+#: Maximum tiles along a side of a range such as ``(1x1),...,(6x6)``.
+_MOST_TILES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,10 +208,12 @@ def _pinpoints(keys: Keys, tile: int) -> list[tuple[int, int]]:
     value = keys.values.get("image_grid_pinpoints")
     if isinstance(value, str) and (ends := re.findall(r"\((\d+)x(\d+)\)", value)):
         (x, y), (to_x, to_y) = (tuple(map(int, end)) for end in (ends[0], ends[-1]))
+        if max(to_x, to_y) > _MOST_TILES:
+            raise ConfigError(f"{keys.path}: image_grid_pinpoints = {value!r} has more than {_MOST_TILES} tiles a side")
         value = [[i * tile, j * tile] for i in range(x, to_x + 1) for j in range(y, to_y + 1)]
     elif isinstance(value, str):
         try:
             value = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
             value = None
     return check_pinpoints(value, tile, keys)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmserve.errors import ConfigError
+from mmserve.models.counts import check_counts
 from mmserve.models.formats import Made, read_quantised
 from mmserve.models.stretch import Stretch
 from mmserve.models.tensor_parts import Part, Slab, Whole
@@ -68,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path.parent} has no {path.name}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, not {type(value).__name__}")
@@ -299,7 +300,9 @@ class Checkpoint:
                 "merge_and_unload, then save_pretrained with the tokenizer) and serve the merged folder"
             )
         config = read_json(folder / CONFIG)
-        return cls(folder, config, Weights(folder, config=config), stretch)
+        weights = Weights(folder, config=config)
+        check_counts(config, folder / CONFIG, len(list(weights.stored_names)))
+        return cls(folder, config, weights, stretch)
 
     def with_config(self, config: dict[str, Any]) -> Self:
         """The same directory, with another ``config``."""

@@ -48,6 +48,7 @@ def load(checkpoint: Checkpoint, target: Target) -> CanvasModel:
         )
     if checkpoint.weights.form:
         raise ConfigError(f"{checkpoint.folder}: quantised weights of {checkpoint.architecture!r} are not read")
+    bound = _bound(checkpoint)  # before transformers reads it, without names in its errors
     tokenizer = load_tokenizer(checkpoint.folder)
     try:
         network, report = DiffusionGemmaForBlockDiffusion.from_pretrained(
@@ -76,7 +77,7 @@ def load(checkpoint: Checkpoint, target: Target) -> CanvasModel:
     adapt_chat_template(
         tokenizer, checkpoint.folder, images=vision is not None, videos=False, vicuna=False, image=image
     )
-    spec = _spec(checkpoint, config, target.name, images=vision is not None)
+    spec = _spec(checkpoint, config, target.name, bound, images=vision is not None)
     return CanvasModel(spec, module, tokenizer, target.dtype, target.device, vision)
 
 
@@ -196,14 +197,13 @@ class GemmaCanvas(nn.Module):
         return torch.tanh(logits / cap) * cap
 
 
-def _spec(checkpoint: Checkpoint, config: Any, name: str, *, images: bool) -> ModelSpec:
+def _spec(checkpoint: Checkpoint, config: Any, name: str, bound: float, *, images: bool) -> ModelSpec:
     text, given = config.text_config, Keys(checkpoint.generation, checkpoint.folder / GENERATION)
     ends: set[int] = set()
     for value in (checkpoint.generation.get("eos_token_id"), text.eos_token_id):
         ends |= set(value) if isinstance(value, list) else set() if value is None else {value}
     if not ends:
         raise ConfigError(f"{checkpoint.folder}: neither configuration names an eos_token_id")
-    sampler = checkpoint.generation.get("sampler_config") or {}
     return ModelSpec(
         name=name,
         architecture=checkpoint.architecture,
@@ -216,10 +216,20 @@ def _spec(checkpoint: Checkpoint, config: Any, name: str, *, images: bool) -> Mo
         default_block_length=config.canvas_length,
         renoising=Renoising(
             steps=given.integer("max_denoising_steps", default=_STEPS),
-            bound=float(sampler.get("entropy_bound", _BOUND)),
+            bound=bound,
             t_max=given.number("t_max", default=_T_MAX),
             t_min=given.number("t_min", default=_T_MIN),
             stable=given.integer("stability_threshold", default=_STABLE),
             confident=given.number("confidence_threshold", default=_CONFIDENT),
         ),
     )
+
+
+def _bound(checkpoint: Checkpoint) -> float:
+    """The bound of the sampler in the generation settings; raises ``ConfigError``."""
+    path, values = checkpoint.folder / GENERATION, checkpoint.generation.get("sampler_config") or {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path}: sampler_config must be an object, not {values!r}")
+    sampler = Keys(values, path)
+    sampler.check({"_cls_name": ("EntropyBoundSamplerConfig", None)})
+    return sampler.number("entropy_bound", default=_BOUND)

@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import Gemma4ImageProcessorPil
 
 from mmserve.errors import ConfigError
+from mmserve.models.nested import read_processor
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, blank, joined
+from mmserve.models.processors import check_resizes
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence, GridView
 
@@ -83,10 +85,8 @@ def load_gemma_vision(folder: Path, encoder: Any) -> GemmaVision | None:
     ones."""
     if not any((folder / name).is_file() for name in _SETTINGS):
         return None
-    try:
-        processor = Gemma4ImageProcessorPil.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{folder}: the image processor's settings cannot be read: {error}") from error
+    processor = read_processor(Gemma4ImageProcessorPil, folder)
+    check_resizes(processor, folder)
     config = encoder.config.vision_config
     for name in ("patch_size", "pooling_kernel_size"):
         if getattr(processor, name) != getattr(config, name):

@@ -22,7 +22,7 @@ from mmserve.models.anyres import Anyres, check_pinpoints
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
 from mmserve.models.keys import Keys
 from mmserve.models.nested import UNREADABLE, read_processor
-from mmserve.models.processors import of_frames, video_settings
+from mmserve.models.processors import of_frames, own_frames, video_settings
 from mmserve.models.projectors import NewlineProjector, mlp_projector
 from mmserve.models.towers import KINDS, load_tower
 from mmserve.models.unfilled import unfilled
@@ -34,8 +34,8 @@ _PROCESSORS = {
     "LlavaImageProcessor": LlavaImageProcessorPil,
     "SiglipImageProcessor": SiglipImageProcessorPil,
 }
-#: Layouts with videos, and the default number of frames (without ``mm_video_frames``): as LLaVA-OneVision was trained
-#: with, and as in LLaVA-NeXT-Video's model card.
+#: Layouts with videos, and the number of frames if neither ``mm_video_frames`` nor the video processor's settings have
+#: it: as LLaVA-OneVision was trained with, and as in LLaVA-NeXT-Video's model card.
 CLIPS = {"llava_onevision": 32, "llava_next_video": 8}
 
 
@@ -111,6 +111,9 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
     )
     if anyres is None and kind.has_cls and not cut:
         vision.tokens_per_image = whole + 1
+    if config.model_type in CLIPS and "mm_video_frames" not in checkpoint.config:
+        path, clips = video_settings(folder)
+        vision.own_frames = own_frames("plain", clips, path)
     return vision
 
 

@@ -36,6 +36,8 @@ _OF_FRAMES = (
 )
 #: Defaults of ``min_frames`` and ``max_frames`` of Qwen's video processors.
 _LEAST_FRAMES, _MOST_FRAMES = 4, 768
+#: Default of ``fps`` of Qwen3-VL's video processor: the published files do not have the key.
+_RATE = 2
 
 
 def pixels_of(made: Mapping[str, Any]) -> Tensor:
@@ -67,21 +69,27 @@ def of_frames(settings: Mapping[str, Any] | None, *, without: tuple[str, ...] = 
 
 
 def own_frames(rule: str, settings: Mapping[str, Any] | None, path: Path) -> OwnFrames | None:
-    """The frame sampling of a video processor; None if its ``settings`` have neither number nor rate.
+    """The frame sampling of a video processor; None if it has neither number nor rate.
 
-    ``rule``: ``starts`` or ``ends`` of ``OwnFrames``; with ``ends`` the number is ignored. Raises ``ConfigError``
-    naming the key.
+    ``rule``: ``starts`` or ``ends`` of ``OwnFrames``, for Qwen2-VL's and Qwen3-VL's, or ``plain``, for other classes
+    (``default_sample_indices_fn`` of transformers). With ``ends`` the number is ignored, and the rate has a default.
+    Raises ``ConfigError`` naming the key.
     """
-    keys = Keys(settings or {}, path)
+    defaults = {"fps": _RATE} if rule == "ends" else {}
+    keys = Keys({**defaults, **(settings or {})}, path)
     read = ("fps",) if rule == "ends" else ("num_frames", "fps")
     given = [name for name in read if keys.values.get(name) is not None]
     if not given:
         return None
+    rate = keys.number("fps") if "fps" in given else 0.0
+    frames = keys.integer("num_frames") if "num_frames" in given else 0
+    if rule == "plain":
+        return OwnFrames("starts", rate=rate, frames=frames)
     try:
         return OwnFrames(
             rule,
-            rate=keys.number("fps") if "fps" in given else 0.0,
-            frames=keys.integer("num_frames") if "num_frames" in given else 0,
+            rate=rate,
+            frames=frames,
             least=keys.integer("min_frames", default=_LEAST_FRAMES),
             most=keys.integer("max_frames", default=_MOST_FRAMES),
             multiple=keys.integer("temporal_patch_size", default=2) if rule == "starts" else 1,

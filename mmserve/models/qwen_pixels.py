@@ -202,12 +202,16 @@ def load_pixels(folder: Path, tower: Any, *, together: bool) -> QwenPixels:
 def _clip_limits(folder: Path, factor: int, *, together: bool) -> Limits:
     path, settings = video_settings(folder)
     least, most = (tokens * factor**2 for tokens in FRAME_TOKENS)
-    given = Keys({**(settings or {}), **((settings or {}).get("size") or {})}, path)
+    size = (settings or {}).get("size") or {}
+    if not isinstance(size, Mapping):
+        raise ConfigError(f"{path}: size must be an object, not {size!r}")
+    given = Keys({**(settings or {}), **size}, path)
     usual = CAPPED_TOKENS[0 if together else 1]
     capped = given.integer("max_video_tokens", default=usual) if given.flag("cap_pixels_per_frame") else 0
+    old = () if together else ("min_pixels", "max_pixels")  # Qwen3-VL's class does not read these
     return Limits(
-        least=given.integer("min_pixels", "shortest_edge", default=least),
-        most=given.integer("max_pixels", "longest_edge", default=most),
+        least=given.integer(*old[:1], "shortest_edge", default=least),
+        most=given.integer(*old[1:], "longest_edge", default=most),
         together=together,
         capped=capped,
     )

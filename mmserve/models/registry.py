@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
@@ -21,6 +24,8 @@ from mmserve.models.policy_file import NO_FILE, PolicyFile, load_policies
 from mmserve.models.quantized import MADE, quantize, why_not
 from mmserve.models.stretch import Stretch
 from mmserve.models.switches import TEXT, check_class
+
+_log = logging.getLogger(__name__)
 
 #: Loader modules, with ``load(checkpoint, target)``, by the ``model_type`` of ``config.json``.
 LOADERS = {
@@ -65,6 +70,18 @@ CLASSES = {
 }
 
 
+#: Errors for values of a wrong type or range.
+_WRONG = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+
+
 def load_model(config: ModelConfig) -> Model:
     """Load the model of ``config``, and its companion, in eval mode with frozen weights.
 
@@ -94,7 +111,9 @@ def _load(config: ModelConfig, device: torch.device, intended: torch.device | No
         device=device,
         hub=config.path.startswith(HUB),
     )
-    model = replace(load(checkpoint, target), policies=_policies(config, folder))
+    with _readable(folder):
+        loaded = load(checkpoint, target)
+    model = replace(loaded, policies=_policies(config, folder))
     if config.dtype in MADE:
         _quantize(model, config.dtype)
     if isinstance(model, LoadedModel):
@@ -109,6 +128,20 @@ def _load(config: ModelConfig, device: torch.device, intended: torch.device | No
     if not config.companion:
         return model
     return accompany(model, _load(ModelConfig(path=config.companion, dtype=config.dtype), device, intended))
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Errors of transformers and PyTorch for values in the files of ``folder`` that they cannot use, as
+    ``ConfigError``s."""
+    try:
+        yield
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except _WRONG as error:
+        _log.debug("%s cannot be loaded", folder, exc_info=True)
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{folder} cannot be loaded, a value in its files may be wrong: {why}") from error
 
 
 def _quantize(model: Model, kind: str) -> None:

@@ -18,6 +18,8 @@ KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "su", "yarn", Non
 #: Kinds of positions with several axes (M-RoPE).
 AXES_KINDS = ("default", "mrope", None)
 _ORIGINAL = "original_max_position_embeddings"
+#: Maximum frequencies of a head with several axes.
+_MOST_FREQUENCIES = 4096
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ def _axes(rope: Keys, *, interleaved: bool) -> tuple[int, ...]:
     if sections is None:
         return ()
     whole = isinstance(sections, list) and all(type(count) is int and count > 0 for count in sections)
-    if not whole or len(sections) != 3:
-        raise ConfigError(f"{rope.path}: mrope_section must be three positive numbers, not {sections!r}")
+    if not whole or len(sections) != 3 or sum(sections) > _MOST_FREQUENCIES:
+        most = f", together at most {_MOST_FREQUENCIES}"
+        raise ConfigError(f"{rope.path}: mrope_section must be three positive numbers{most}, not {sections!r}")
     return frequency_axes(sections, interleaved=interleaved)

@@ -29,6 +29,7 @@ from mmserve.errors import ConfigError
 from mmserve.models.anyres import LlavaTiles, anyres_of
 from mmserve.models.checkpoint import Checkpoint, Target, Weights, read_json
 from mmserve.models.clip_tower import CLIP, SIGLIP, ClipTower, TowerConfig, read_tower
+from mmserve.models.counts import check_counts
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, projector_tensor
 from mmserve.models.processors import IMAGES, image_settings
@@ -41,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 #: The subfolder of a checkpoint with its tower's files, if ``mm_vision_tower`` is a hub id.
 BESIDE = "vision_tower"
+#: Architectures (LLaDA-V, LaViDa) that, as LLaVA-OneVision, were trained on several images as one padded tile each.
+_PAD_SEVERAL = ("llava_llada", "llava_dream")
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ def load_vision(
     (``llava/model/multimodal_encoder``), SigLIP features are always those of the second last layer and its images are
     resized bicubically, whatever the files state. ``mm_video_frames``, a key of this project, is the number of frames
     sampled from a video; without it, videos are not supported. ``pool``: stride and mode of image pooling, for which
-    there is no key. Raises ``ConfigError``.
+    there is no key. With tiles, images of a request with several are padded to one tile each (``_PAD_SEVERAL``), as in
+    the training and evaluation code of these models. Raises ``ConfigError``.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
     _check_merging(keys)
@@ -153,6 +157,7 @@ def load_vision(
     processor, anyres = _processor(kind, folder, keys, int(config.image_size)), anyres_of(keys, int(config.image_size))
     if anyres is not None and kind.has_cls and feature == "cls_patch":
         raise ConfigError(f"{keys.path}: tiles need mm_vision_select_feature = 'patch', not 'cls_patch'")
+    pads = checkpoint.architecture in _PAD_SEVERAL
     vision = LlavaVision(
         tower,
         projector,
@@ -162,6 +167,7 @@ def load_vision(
         video=video,
         anyres=anyres,
         frames=processor,
+        several=PaddedProcessor(processor) if anyres is not None and pads else None,
         pool=pool,
         later=later,
     )
@@ -268,6 +274,7 @@ def load_tower(
     LLaVA drops SigLIP's last layer and pooling head before training. Versions of transformers up to 4 prefix all names
     with ``vision_model.``, later ones do not: both are read.
     """
+    check_counts({"num_hidden_layers": config.num_hidden_layers}, weights.source, len(list(weights.names)))
     if any(name.startswith(f"{prefix}vision_model.") for name in weights.names):
         prefix += "vision_model."
     cut = max(0, min(-1 - select, config.num_hidden_layers - 1))  # one is kept to show attention, if of embeddings only

@@ -17,12 +17,15 @@ def layer_windows(
 ) -> DecoderConfig:
     """``config`` with the windows of its layers from ``sliding_window`` and ``layer_types``; none without a size.
 
-    ``switch``: the key that must be set for ``sliding_window`` to have an effect. If ``layer_types`` is not set, all
-    layers have the window (``everywhere``), all except for every ``pattern``-th, or, as in Qwen2, those from
-    ``max_window_layers`` on. Raises ``ConfigError``.
+    ``switch``: the key that must be set for ``sliding_window`` to have an effect; without it, transformers cannot run
+    layers that ``layer_types`` gives a window. If ``layer_types`` is not set, all layers have the window
+    (``everywhere``), all except for every ``pattern``-th, or, as in Qwen2, those from ``max_window_layers`` on. Raises
+    ``ConfigError``.
     """
     kinds = _kinds(keys, config.num_layers)
-    if switch and not keys.flag(switch) and kinds is None:
+    if switch and not keys.flag(switch):
+        if SLIDING in (kinds or ()):
+            raise ConfigError(f"{keys.path}: layer_types has {SLIDING!r}, but {switch} is not set: set it to true")
         return config
     if keys.values.get("sliding_window") is None and not config.local_theta:  # else windowed layers have another base
         return config

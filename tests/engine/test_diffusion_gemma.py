@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +236,25 @@ def test_a_checkpoint_without_a_tensor_is_refused(folder: Path, tmp_path: Path) 
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"self_conditioning\.pre_norm\.weight"):
         load_model(ModelConfig(path=str(broken), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        ([0.1], r"generation_config\.json: sampler_config must be an object, not \[0\.1\]"),
+        ({"entropy_bound": "low"}, "entropy_bound must be a positive number, not 'low'"),
+        ({"_cls_name": "OtherConfig"}, "_cls_name = 'OtherConfig' is not supported"),
+    ],
+)
+def test_samplers_that_are_not_supported(folder: Path, tmp_path: Path, sampler: Any, message: str) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    path = tmp_path / "generation_config.json"
+    settings = json.loads(path.read_text())
+    path.unlink()
+    path.write_text(json.dumps({**settings, "sampler_config": sampler}))
+    with pytest.raises(ConfigError, match=message):
+        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
 def test_between_steps_logits_take_the_models_dtype(bench: Make, folder: Path) -> None:

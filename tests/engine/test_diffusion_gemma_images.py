@@ -178,6 +178,11 @@ def test_settings_that_do_not_fit_the_tower_are_refused(folder: Path, tmp_path: 
     path = tmp_path / "preprocessor_config.json"
     settings = json.loads(path.read_text())
     path.unlink()
-    path.write_text(json.dumps({**settings, "patch_size": 14}))
-    with pytest.raises(ConfigError, match="patch_size must be the tower's 16"):
-        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+    for changes, message in (
+        ({"patch_size": 14}, "patch_size must be the tower's 16"),
+        ({"do_resize": False}, "do_resize = False of the image processor is not supported"),
+        ({"max_soft_tokens": 3}, "the image processor's settings cannot be read"),
+    ):
+        path.write_text(json.dumps({**settings, **changes}))
+        with pytest.raises(ConfigError, match=message):
+            load_model(ModelConfig(path=str(tmp_path), device="cpu"))

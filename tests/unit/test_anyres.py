@@ -167,6 +167,28 @@ def test_shapes_as_text(tmp_path: Path, value: str) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_one_of_several_pictures_is_one_padded_tile(tmp_path: Path, kind: str) -> None:
+    """As in the training and evaluation code of LLaDA-V; that of LLaVA-1.6 makes tiles of each."""
+    made = Sighted(tmp_path / "llada", kind, image_aspect_ratio="anyres_max_4", **TILES)
+    vision = vision_of(tmp_path / "llada")
+    settings = {**processor_json(kind), "resample": 3}
+    processor = (CLIPImageProcessorPil if kind == "clip" else SiglipImageProcessorPil)(**settings)
+    square = Image.new("RGB", (90, 90), tuple(int(255 * mean) for mean in processor.image_mean))
+    square.paste(image(40, 90), (25, 0))
+    pixels = processor(square, return_tensors="pt")["pixel_values"]
+    expected = torch.cat([made.visual_tokens(pixels, first=1 if kind == "clip" else 0)[0], made.newline[None]])
+    one = vision.prepare_among(image(40, 90))
+    with torch.inference_mode():
+        [found] = vision.see([one], frozenset(), clip=False)
+    assert vision.tells_several and vision.pieces(one, clip=False) == found.pieces == (len(expected),)
+    assert torch.allclose(found.tokens, expected, atol=1e-5)
+    newline = torch.zeros(llama_checkpoints.HIDDEN)
+    llama_checkpoints.Sighted(tmp_path / "llama", newline=newline, image_aspect_ratio="anyres", **TILES)
+    other = llama_checkpoints.load(tmp_path / "llama").vision
+    assert other is not None and not other.tells_several
+
+
 def test_frames_of_a_clip_are_one_tile(tmp_path: Path) -> None:
     Sighted(tmp_path, "siglip", image_aspect_ratio="anyres_max_4", mm_video_frames=2, **TILES)
     vision = vision_of(tmp_path)
@@ -320,6 +342,8 @@ def test_as_many_tokens_as_transformers_counts_at_real_sizes(kind: str) -> None:
         ({"image_grid_pinpoints": ...}, "image_grid_pinpoints must be a list of pairs of multiples of 24 pixels"),
         ({"image_grid_pinpoints": [[24, 25]]}, "image_grid_pinpoints must be a list of pairs"),
         ({"image_grid_pinpoints": "many"}, "image_grid_pinpoints must be a list of pairs"),
+        ({"image_grid_pinpoints": "(1x1),(99999x99999)"}, "has more than 100 tiles a side"),
+        ({"image_grid_pinpoints": "[" * 9999}, "image_grid_pinpoints must be a list of pairs"),
         ({"image_grid_pinpoints": []}, "image_grid_pinpoints must be a list of pairs"),
         ({"mm_vision_select_feature": "cls_patch"}, "tiles need mm_vision_select_feature = 'patch'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,9 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         Checkpoint.open(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+        Checkpoint.open(tmp_path)
     (tmp_path / "config.json").write_bytes(b'"\xff"')
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         Checkpoint.open(tmp_path)
@@ -121,6 +125,22 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"quantization_config": {"bits": 4}}, TENSORS)
     with pytest.raises(ConfigError, match="quantization_config has quant_method None, which is not read"):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 10**30}, f"num_hidden_layers = {10**30}, but the model's files have only 5 tensors"),
+        ({"vision_config": {"depth": 6}}, "depth = 6, but the model's files have only 5 tensors"),
+        ({"text_config": {"num_experts": 10**30}}, f"num_experts = {10**30} is not supported; it can be up to 4096"),
+    ],
+)
+def test_counts_of_which_nothing_is_created(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    write_checkpoint(tmp_path, config, TENSORS)
+    with pytest.raises(ConfigError, match=message):
+        Checkpoint.open(tmp_path)
+    write_checkpoint(tmp_path, {"num_hidden_layers": 5, "num_experts": None}, TENSORS)
+    assert Checkpoint.open(tmp_path).config
 
 
 def test_broken_shards(tmp_path: Path) -> None:

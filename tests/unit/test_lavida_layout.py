@@ -101,7 +101,7 @@ def test_logits_of_a_prompt(tmp_path: Path, kind: str, images: int) -> None:
         ids = torch.tensor(model.tokenizer.encode(text + last, add_special_tokens=False))
         pieces.append(made.oracle.get_input_embeddings()(ids))
         if size is not None:
-            pieces.append(made.visual_tokens(image(*size)))
+            pieces.append((made.visual_tokens if images == 1 else made.padded_tokens)(image(*size)))
     prompt = torch.cat(pieces)
     assert len(encoded.ids) == len(prompt)
     ours, rows = served_logits(model, request, encoded)

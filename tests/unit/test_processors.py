@@ -21,6 +21,7 @@ from PIL import Image
 from qwen_vl_checkpoints import PROCESSOR, TOGETHER, installed
 from shuffled_checkpoints import SIDE, internvl, saved_by_transformers_5, smolvlm
 from transformers.models.smolvlm import processing_smolvlm
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from mmserve.config import MediaConfig
 from mmserve.core.own_frames import OwnFrames
@@ -109,6 +110,17 @@ def test_frames_are_those_of_transformers(own: OwnFrames) -> None:
             compared += 1
         assert ours and ours == sorted(set(ours)) and ours[-1] < frames
     assert compared > 20
+
+
+@pytest.mark.parametrize("settings", [{"num_frames": 7}, {"fps": 2, "num_frames": None}, {"fps": 0.5}])
+def test_frames_of_classes_without_a_rule_of_their_own(tmp_path: Path, settings: dict[str, Any]) -> None:
+    own = own_frames("plain", settings, tmp_path)
+    assert own is not None
+    for frames, rate in VIDEOS:
+        metadata = VideoMetadata(total_num_frames=frames, fps=rate)
+        if frames >= own.frames:
+            theirs_ = default_sample_indices_fn(metadata, settings.get("num_frames"), settings.get("fps"))
+            assert own.chosen(frames, frames / rate) == theirs_.tolist(), (frames, rate)
 
 
 def test_the_frames_of_a_file_are_chosen_by_their_times() -> None:
@@ -237,7 +249,7 @@ def test_frames_of_internvl_that_are_not_implemented_are_refused(tmp_path: Path,
 @pytest.mark.parametrize("nested", [True, False])
 def test_frames_of_llava_onevision_have_the_video_processor_s_mean(tmp_path: Path, nested: bool) -> None:
     made = llava_onevision(tmp_path)
-    video = {"image_mean": MEAN, "image_std": STD, "size": {"height": SIDE, "width": SIDE}}
+    video = {"image_mean": MEAN, "image_std": STD, "size": {"height": SIDE, "width": SIDE}, "num_frames": 5}
     if nested:
         write_json(tmp_path / "processor_config.json", {"video_processor": video})
     else:
@@ -246,7 +258,9 @@ def test_frames_of_llava_onevision_have_the_video_processor_s_mean(tmp_path: Pat
     images = made.processor.image_processor
     scaled = np.asarray(frame.resize((SIDE, SIDE), images.resample), np.float32) / 255
     expected = torch.from_numpy((scaled - np.float32(MEAN)) / np.float32(STD)).permute(2, 0, 1)
-    assert (prepared(load(tmp_path), [frame], [0], None)["pixels"][0] - expected).abs().max() < 1e-5
+    model = load(tmp_path)
+    assert (prepared(model, [frame], [0], None)["pixels"][0] - expected).abs().max() < 1e-5
+    assert model.vision is not None and model.vision.own_frames == OwnFrames("starts", frames=5)
 
 
 def test_frames_of_qwen_have_the_video_processor_s_mean(tmp_path: Path) -> None:
@@ -269,8 +283,8 @@ def test_frames_of_qwen_have_the_video_processor_s_mean(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (None, None),
-        ({"min_pixels": 4}, None),
+        (None, OwnFrames("ends", rate=2, least=4, most=768)),
+        ({"size": {"shortest_edge": 4096}, "max_frames": 9}, OwnFrames("ends", rate=2, least=4, most=9)),
         ({"fps": 2, "min_frames": 4, "max_frames": 768}, OwnFrames("ends", rate=2, least=4, most=768)),
         ({"fps": 2, "num_frames": 8}, OwnFrames("ends", rate=2, least=4, most=768)),
         ({"fps": 2, "min_frames": 1, "temporal_patch_size": 2}, OwnFrames("ends", rate=2, least=1, most=768)),
@@ -293,9 +307,10 @@ def test_what_settings_of_qwen2_vl_say_of_frames(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rule", "file"), [("starts", "qwen2_vl"), ("ends", "qwen3_vl")])
 def test_bounds_that_settings_leave_out_are_those_of_the_class(tmp_path: Path, rule: str, file: str) -> None:
     source = Path(transformers.__file__).parent / "models" / file / f"video_processing_{file}.py"
-    usual = dict(re.findall(r"^    (min_frames|max_frames|temporal_patch_size) = (\d+)$", source.read_text(), re.M))
-    named = {name: int(value) for name, value in usual.items()}
+    names = "min_frames|max_frames|temporal_patch_size|fps"
+    named = {name: int(value) for name, value in re.findall(rf"^    ({names}) = (\d+)$", source.read_text(), re.M)}
     assert own_frames(rule, {"fps": 2}, tmp_path) == own_frames(rule, {"fps": 2, **named}, tmp_path)
+    assert own_frames(rule, {}, tmp_path) == (own_frames(rule, named, tmp_path) if "fps" in named else None)
 
 
 def test_one_file_for_all_comes_first(tmp_path: Path) -> None:

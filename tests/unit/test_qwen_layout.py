@@ -96,6 +96,7 @@ def test_a_tokenizer_of_vocabulary_and_merges(tmp_path: Path) -> None:
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types names 2 layers, and num_hidden_layers is",
         ),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 8}, "but use_sliding_window is not set"),
         ({"layer_types": ["chunked_attention"] * 3}, r"layer_types \['chunked_attention'\] are not supported"),
         ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "rope_type = 'proportional' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),

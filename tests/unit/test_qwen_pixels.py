@@ -126,6 +126,11 @@ def test_settings_come_from_the_checkpoint_s_files(tmp_path: Path) -> None:
     assert (made.clips.least, made.clips.most) == (64, 5 * 6 * 64)
     assert made.processor.size["longest_edge"] == PROCESSOR["max_pixels"]
     assert made.settings() != alone.settings()
+    both["video_processor"] = {**TOGETHER, "min_pixels": 9, "max_pixels": 99}  # of Qwen2-VL's class
+    assert pixels(tmp_path, together=True, processor_config=both).clips == made.clips
+    both["video_processor"] = {"size": 3}
+    with pytest.raises(ConfigError, match=r"processor_config\.json: size must be an object, not 3"):
+        pixels(tmp_path, together=True, processor_config=both)
 
 
 def test_a_cap_a_frame_comes_from_the_video_processor_s_settings(tmp_path: Path) -> None:

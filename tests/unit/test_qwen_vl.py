@@ -173,6 +173,11 @@ ROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}
         ),
         (
             "qwen2_vl",
+            {"rope_scaling": {**ROPE, "mrope_section": [10**30, 3, 3]}},
+            "mrope_section must be three positive numbers, together at most 4096",
+        ),
+        (
+            "qwen2_vl",
             {"rope_scaling": {**ROPE, "mrope_section": [2, 3, 4]}},
             "axes of 9 frequencies do not fit heads of 16",
         ),
@@ -199,6 +204,9 @@ def test_configurations_that_cannot_be_served(tmp_path: Path, kind: str, changes
         ("qwen2_5_vl", {"out_hidden_size": 48}, "vision_config.out_hidden_size = 48, but embeddings are 32 wide"),
         ("qwen3_vl", {"deepstack_visual_indexes": [0, 1, 2, 3]}, "for 4 layers, but there are only 3"),
         ("qwen3_vl", {"num_position_embeddings": 25}, "expected \\[25, 24\\]"),
+        ("qwen3_vl", {"hidden_act": "relu9"}, "a value in its files may be wrong: KeyError: 'relu9'"),
+        ("qwen3_vl", {"hidden_size": -1}, "a value in its files may be wrong: RuntimeError: .*negative dimension"),
+        ("qwen3_vl", {"intermediate_size": 10**30}, "a value in its files may be wrong: TypeError: "),
     ],
 )
 def test_towers_that_cannot_be_served(tmp_path: Path, kind: str, changes: dict[str, Any], message: str) -> None:

@@ -241,7 +241,7 @@ class _Reply(Chunks):
                 "index": one.sample,
                 "message": _answer(one),
                 "logprobs": content_logprobs(one.tokens) if self._logprobs else None,
-                "finish_reason": _REASONS[one.reason],
+                **ended(one, _REASONS),
                 **self._token_ids(one.tokens),
             }
             for one in finished
@@ -256,35 +256,37 @@ class _Reply(Chunks):
         async for event in events:
             line = ""
             if not begun:
-                line = "".join(self._chunk(sample, role, None, **_prompt(event)) for sample in range(self._samples))
+                line = "".join(self._chunk(sample, role, **_prompt(event)) for sample in range(self._samples))
                 begun = True
             if isinstance(event, Draft):
                 line += draft_line(event)
             elif isinstance(event, Delta):
-                line += self._chunk(event.sample, {"content": event.text}, None)
+                line += self._chunk(event.sample, {"content": event.text})
             elif isinstance(event, ToolCallDelta):
-                line += self._chunk(event.sample, {"tool_calls": [_call_delta(event)]}, None)
+                line += self._chunk(event.sample, {"tool_calls": [_call_delta(event)]})
             elif isinstance(event, Finished):
                 finished.append(event)
                 last = len(finished) == self._samples
                 own = {"mmserve": own_fields(finished)} if last else {}
-                line += self._chunk(event.sample, {}, _REASONS[event.reason], event.tokens, **own)
+                line += self._chunk(event.sample, {}, event, **own)
                 line += self._end(finished) if last else ""
             if line:
                 yield line
 
-    def _chunk(
-        self,
-        sample: int,
-        delta: dict[str, Any],
-        reason: str | None,
-        tokens: tuple[CommittedToken, ...] | None = None,
-        **own: Any,
-    ) -> str:
-        logprobs = None if tokens is None or not self._logprobs else content_logprobs(tokens)
-        ids = {} if tokens is None else self._token_ids(tokens)
-        choice = {"index": sample, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}
-        return self._chunk_of(choice, own)
+    def _chunk(self, sample: int, delta: dict[str, Any], last: Finished | None = None, **own: Any) -> str:
+        """A chunk of a sample, the last one if it has the end ``last``; ``own``: fields besides the choice."""
+        logprobs = None if last is None or not self._logprobs else content_logprobs(last.tokens)
+        ids = {} if last is None else self._token_ids(last.tokens)
+        return self._chunk_of(
+            {"index": sample, "delta": delta, "logprobs": logprobs, **ended(last, _REASONS), **ids}, own
+        )
+
+
+def ended(last: Finished | None, reasons: Mapping[str, str]) -> dict[str, Any]:
+    """The end of a choice, with vLLM's ``stop_reason``, the stop string; None before the end."""
+    if last is None:
+        return {"finish_reason": None}
+    return {"finish_reason": reasons[last.reason], "stop_reason": last.stop or None}
 
 
 def _prompt(event: Event | None) -> dict[str, Any]:

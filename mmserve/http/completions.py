@@ -18,7 +18,18 @@ from mmserve.http import api
 from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, take_neutral
 from mmserve.http.chat import NAMES as CHAT_NAMES
 from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
-from mmserve.http.chat import Chunks, OpenAI, Shown, content_logprobs, finite, shown, take_bias, take_ids, take_stream
+from mmserve.http.chat import (
+    Chunks,
+    OpenAI,
+    Shown,
+    content_logprobs,
+    ended,
+    finite,
+    shown,
+    take_bias,
+    take_ids,
+    take_stream,
+)
 from mmserve.http.constraints import constrain
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.vllm import take_xargs
@@ -164,15 +175,15 @@ class _Reply(Chunks):
             if isinstance(event, Draft):
                 yield draft_line(event)
             elif isinstance(event, Prefilled):
-                yield self._chunk(event.sample, self._echo(event), None, **self._prompt_ids(event))
+                yield self._chunk(event.sample, self._echo(event), **self._prompt_ids(event))
             elif isinstance(event, Delta) and not self._suffix:
-                yield self._chunk(event.sample, event.text, None)
+                yield self._chunk(event.sample, event.text)
             elif isinstance(event, Finished):
                 finished.append(event)
                 text = self._text(event) if self._suffix else ""
                 last = len(finished) == self._samples
                 own = {"mmserve": own_fields(finished)} if last else {}
-                line = self._chunk(event.sample, text, _REASONS[event.reason], own, **self._of_tokens(event))
+                line = self._chunk(event.sample, text, own, **ended(event, _REASONS), **self._of_tokens(event))
                 yield line + (self._end(finished) if last else "")
 
     def _text(self, one: Finished) -> str:
@@ -211,15 +222,12 @@ class _Reply(Chunks):
         before, ids = ("", {}) if prompt is None else (self._echo(prompt), self._prompt_ids(prompt))
         text = before + self._text(one)
         content = {"message": {"role": "assistant", "content": text}} if self._fim else {"text": text}
-        return {"index": one.sample, **content, **self._of_tokens(one), **ids, "finish_reason": _REASONS[one.reason]}
+        return {"index": one.sample, **content, **self._of_tokens(one), **ids, **ended(one, _REASONS)}
 
-    def _chunk(
-        self, sample: int, text: str, reason: str | None, own: Mapping[str, Any] = MappingProxyType({}), **more: Any
-    ) -> str:
+    def _chunk(self, sample: int, text: str, own: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> str:
         """A chunk of a sample; ``own``: fields of the chunk besides the choice, ``more``: those of the choice."""
         content = {"delta": {"role": "assistant", "content": text}} if self._fim else {"text": text}
-        choice = {"index": sample, **content, "logprobs": None, "finish_reason": reason, **more}
-        return self._chunk_of(choice, own)
+        return self._chunk_of({"index": sample, **content, "logprobs": None, **ended(None, _REASONS), **more}, own)
 
 
 def _logprobs(tokens: Sequence[CommittedToken]) -> dict[str, Any]:

@@ -314,8 +314,11 @@ def test_pictures_and_clips_come_from_the_webcam(served: Running, page: Page, mo
     page.wait("the clip", lambda: page.all("#attached video"))
     ask(page, "What moves?", max_tokens=8)
     assert [type(part) for part in requests[-1].messages[0].parts[:-1]] == [VideoPart]
+    page.click("record")
     page.click("webcam")
     assert not page["camera"].is_displayed()
+    page.wait("the end of the clip", lambda: not page["record"].get_property("disabled"))
+    assert len(page.all("#attached video")) == 1 and page["media-status"].text == "", "a clip that was cut is dropped"
 
 
 def test_two_policies_side_by_side(page: Page) -> None:
@@ -637,6 +640,18 @@ def test_typed_questions_are_decided_about_the_prompt_and_its_picture(served: Ru
         values = page.run("return [...arguments[0].querySelectorAll('meter')].map((one) => one.value)", group)
         assert len(values) == count and sum(values) == pytest.approx(1, abs=1e-3)
     assert page.unnamed() == [] and "forward" in page["decisions"].text
+    page.choose("kind-2", "score")
+    page.fill("names-2", "none, some, many")
+    page.run(
+        """document.querySelector('.chances').remove(); document.getElementById('decide').click();
+        document.getElementById('names-2').value = 'few'; document.getElementById('add-question').click()"""
+    )
+    page.wait("the answers", lambda: len(page.all(".chances")) == 2 or page.one("#decisions .bad").text)
+    names = page.run(
+        "return [...arguments[0].querySelectorAll('meter')].map((one) => one.ariaLabel)", page.all(".chances")[1]
+    )
+    assert (page.one("#decisions .bad").text, names) == ("", ["none", "some", "many"]), "as they were asked"
+    page.named("Remove question 3").click()
     page.named("Remove question 2").click()
     assert len(page.all(".questions > li")) == 1
     page.shot("decisions")

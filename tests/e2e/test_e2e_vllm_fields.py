@@ -145,6 +145,18 @@ def test_most_steps_that_cannot_be_kept_are_refused_by_name(port: int) -> None:
         refused(port, model, field, "QUALITY_EXACT", vllm_xargs=one, mmserve={"diffusion": {"quality": "QUALITY_FAST"}})
 
 
+@pytest.mark.parametrize("model", KINDS)
+def test_token_ids_of_prompt_and_answer_and_the_stop_string(port: int, model: str) -> None:
+    status, answer = post(port, model, return_token_ids=True)
+    [choice] = answer["choices"]
+    assert status == 200 and len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+    text = tokenizer().decode(choice["token_ids"], skip_special_tokens=True)
+    assert text.lstrip() == text_of(answer).lstrip() and choice["stop_reason"] is None
+    for char in re.findall("[!-~]", text)[:1]:
+        _, answer = post(port, model, stop=[char])
+        assert [(one["finish_reason"], one["stop_reason"]) for one in answer["choices"]] == [("stop", char)]
+
+
 def ids_of(text: str) -> list[int]:
     return list(tokenizer().encode(text, add_special_tokens=False))
 

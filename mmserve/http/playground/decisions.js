@@ -30,8 +30,9 @@ class Question {
     return { id: this.id, type, question: this.text.value, ...own };
   }
 
-  show({ probabilities, label_mass }) {
-    const names = this.kind.value === "score" ? this.body.levels : Object.keys(probabilities);
+  /** Show the answer to what was asked, which may differ from the form by now. */
+  show(asked, { probabilities, label_mass }) {
+    const names = asked.type === "score" ? asked.levels : Object.keys(probabilities);
     this.answer.replaceChildren(element("ul", { class: "chances", "aria-label": "Probabilities" }, ...Object.values(probabilities).map((share, i) =>
       element("li", {}, element("span", {}, names[i]), element("meter", { value: share, min: 0, max: 1, "aria-label": names[i] }), element("span", {}, percent(share))))),
     element("p", {}, `The answers have ${percent(label_mass)} of the model's probability.`));
@@ -52,10 +53,11 @@ export function mountDecisions(root, apis, context) {
   const decide = async () => {
     problem.textContent = "";
     const { model, input, images } = context();
+    const asked = questions.map((one) => [one, one.body]);
     try {
-      const found = await post(PATH, { model, input, images, questions: questions.map((one) => one.body) });
-      for (const one of questions) one.show(found.answers[one.id]);
-      status.textContent = `${questions.length} in ${found.mmserve.forwards} forward ${found.mmserve.forwards === 1 ? "pass" : "passes"}.`;
+      const found = await post(PATH, { model, input, images, questions: asked.map(([, body]) => body) });
+      for (const [one, body] of asked) one.show(body, found.answers[body.id]);
+      status.textContent = `${asked.length} in ${found.mmserve.forwards} forward ${found.mmserve.forwards === 1 ? "pass" : "passes"}.`;
     } catch (error) { problem.textContent = error.message; }
   };
   root.append(element("h2", { id: "decisions-title" }, "Decisions"),

@@ -85,17 +85,20 @@ export class Media {
   }
 
   async record() {
-    const recorder = new MediaRecorder(this.stream, { mimeType: "video/webm" }), chunks = [];
+    const stream = this.stream, recorder = new MediaRecorder(stream, { mimeType: "video/webm" }), chunks = [];
     recorder.ondataavailable = (event) => chunks.push(event.data);
     const ended = new Promise((resolve) => recorder.onstop = resolve);
     this.buttons.forEach((button) => button.disabled = true);
     this.status.textContent = "Recording…";
-    recorder.start();
-    await new Promise((resolve) => setTimeout(resolve, 2000));
-    recorder.stop();
-    await ended;
-    this.buttons.forEach((button) => button.disabled = false);
-    this.add("video", await dataUrl(new Blob(chunks, { type: "video/webm" })), "clip of the webcam");
-    this.status.textContent = "";
+    try {
+      recorder.start();
+      await Promise.race([ended, new Promise((resolve) => setTimeout(resolve, 2000))]);
+      if (recorder.state !== "inactive") recorder.stop(); // it is inactive if the webcam was closed meanwhile
+      await ended;
+      if (this.stream === stream) this.add("video", await dataUrl(new Blob(chunks, { type: "video/webm" })), "clip of the webcam");
+    } finally {
+      this.buttons.forEach((button) => button.disabled = false);
+      this.status.textContent = "";
+    }
   }
 }

@@ -219,8 +219,8 @@ class TensorCache:
 
     def stats(self) -> CacheStats:
         """Counters, and the present size."""
+        disk = self._disk.used if self._disk is not None else 0  # may scan the folder, or wait for another process
         with self._lock:
-            disk = self._disk.used if self._disk is not None else 0
             return CacheStats(**self._count, entries=len(self._kept), used_bytes=self._bytes, disk_bytes=disk)
 
     def _find(

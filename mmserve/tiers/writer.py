@@ -26,6 +26,7 @@ class Writer:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[bytes, Mapping[str, Tensor], Label | None, int]] = deque()
         self._bytes = 0  # queued or being written
+        self._queued = self._ended = 0  # numbers of entries so far
         self._running = False
 
     def put(self, key: bytes, entry: Mapping[str, Tensor], label: Label | None) -> bool:
@@ -36,15 +37,17 @@ class Writer:
                 return False
             self._waiting.append((key, entry, label, size))
             self._bytes += size
+            self._queued += 1
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="mmserve-cache-writer", daemon=True).start()
         return True
 
     def flush(self) -> None:
-        """Wait until all queued entries are written, or could not be."""
+        """Wait until all entries that are queued now are written, or could not be."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._bytes)
+            last = self._queued
+            self._changed.wait_for(lambda: self._ended >= last)
 
     def _run(self) -> None:
         while True:
@@ -60,4 +63,5 @@ class Writer:
                 logger.warning("a cache entry could not be written to disk: %s", error)
             with self._changed:
                 self._bytes -= size
+                self._ended += 1
                 self._changed.notify_all()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import resource
@@ -27,8 +28,12 @@ from mmserve.errors import TransferError
 from mmserve.transfer.codec import Packed
 from mmserve.transfer.spare import Spare, capacity_for
 
+logger = logging.getLogger("mmserve.cluster")
+
 #: Timeout in seconds of a response from a process of the same host, which copies nothing: a slower one is suspended.
 _PATIENCE = 5.0
+#: Seconds until a failed ``accept`` is repeated.
+_AGAIN = 0.1
 _ASK, _ANSWER = struct.Struct("=Q"), struct.Struct("=qq")
 #: Maximum bytes of memory that a reader keeps mapped.
 _MOST_MAPPED = 64 << 20
@@ -121,6 +126,7 @@ class Arena:
         self._kept: dict[int, Memory] = {}
         self._next = 0
         self._spare = Spare[Memory](spare)
+        self._closed = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(128)
@@ -164,6 +170,7 @@ class Arena:
 
     def close(self) -> None:
         """Drop all memory, and stop serving requests."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -173,11 +180,17 @@ class Arena:
             memory.close()
 
     def _accept(self) -> None:
-        while True:
+        failing = False
+        while not self._closed.is_set():
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if not failing and not self._closed.is_set():
+                    logger.warning("no process can connect to read payloads from this one: %s", error)
+                failing = True  # for lack of free descriptors: connections wait until there are some
+                self._closed.wait(_AGAIN)
+                continue
+            failing = False
             threading.Thread(target=self._serve, args=(connection,), name="mmserve-arena-peer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

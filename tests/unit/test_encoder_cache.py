@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from harness import eventually
+from harness import PATIENCE, eventually
 
 from mmserve.config import EncoderCacheConfig
+from mmserve.core.cached import Label
 from mmserve.errors import ConfigError
 from mmserve.tiers import disk
 from mmserve.tiers.caches import Caches
@@ -431,6 +433,40 @@ def test_an_entry_that_cannot_be_looked_for_on_disk_keeps_no_other_from_it(
     assert writer.put(key(2), value(2), None)
     writer.flush()
     assert key(2) in tier
+
+
+def test_flush_waits_only_for_what_was_queued_before(tmp_path: Path) -> None:
+    """Under load, something is always queued."""
+    flushed, waited = threading.Event(), list[bool]()
+
+    class Busy(DiskCache):
+        def put(self, key: bytes, entry: Any, label: Label | None = None) -> None:
+            if waited or key == late:
+                waited.append(flushed.wait(PATIENCE))
+            super().put(key, entry, label)
+            writer.put(late, value(2), None)
+
+    late, writer = key(2), Writer(Busy(tmp_path, 1 << 20))
+    writer.put(key(1), value(1), None)
+    writer.flush()
+    flushed.set()
+    writer.flush()
+    assert waited == [True]
+
+
+def test_statistics_are_read_without_the_lock_of_lookups(tmp_path: Path) -> None:
+    """To find the size of the folder, it may have to be scanned, or another process waited for."""
+    seen: list[bool] = []
+
+    class Watched(DiskCache):
+        @property
+        def used(self) -> int:
+            seen.append(cache._lock.locked())
+            return super().used
+
+    cache = TensorCache(1 << 20, Watched(tmp_path, 1 << 20))
+    cache.stats()
+    assert seen == [False]
 
 
 # --- keys ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -215,6 +216,22 @@ def test_a_reader_that_goes_in_the_middle_leaves_nothing(arena: Arena) -> None:
     with pytest.raises(TransferError, match="reads no more payloads"):
         own.take(ticket)
     eventually(lambda: descriptors() <= before, "a closed reader opens no connection")
+
+
+def test_a_process_without_free_descriptors_can_be_read_from_once_it_has_some(
+    arena: Arena, reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticket = arena.write(PAYLOADS.pack(payload(1)))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as early:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            early.connect(f"\0{arena.address}")
+            eventually(lambda: "no process can connect" in caplog.text, "the connection was not accepted")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert torch.equal(taken(reader, ticket).embeddings, payload(1).embeddings)
+    assert caplog.text.count("no process can connect") == 1
 
 
 def test_other_users_get_nothing(arena: Arena, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:

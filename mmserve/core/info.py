@@ -16,6 +16,7 @@ class AdapterInfo:
     digest: str  # of its files
     rank: int  # maximum over its layers
     bytes: int  # size of its weights
+    block_length: int = 0  # default of requests with it; 0 = the model's
 
 
 @dataclass(frozen=True, kw_only=True)

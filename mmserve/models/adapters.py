@@ -226,4 +226,10 @@ def no_folder() -> Unimplemented:
 
 
 def _info(adapter: Adapter) -> AdapterInfo:
-    return AdapterInfo(name=adapter.name, digest=adapter.key.rpartition(":")[2], rank=adapter.rank, bytes=adapter.bytes)
+    return AdapterInfo(
+        name=adapter.name,
+        digest=adapter.key.rpartition(":")[2],
+        rank=adapter.rank,
+        bytes=adapter.bytes,
+        block_length=adapter.block_length,
+    )

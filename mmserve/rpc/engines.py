@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import replace
 from typing import Protocol
 
 from mmserve.core.cached import Block
@@ -97,6 +98,16 @@ def own_adapter(engine: EngineLike, name: str) -> str:
     """``name`` if the engine's model has an adapter of that name, else empty."""
     adapters = adapters_of(engine)
     return name if adapters is not None and any(adapter.name == name for adapter in adapters.listed()) else ""
+
+
+def info_with(engine: EngineLike, adapter: str) -> ModelInfo:
+    """The description of an engine's model for requests with ``adapter`` (empty = none), which may have a block length
+    of its own."""
+    info, adapters = engine.info, adapters_of(engine)
+    if not adapter or adapters is None or not info.diffusion:
+        return info
+    own = next((each.block_length for each in adapters.listed() if each.name == adapter), 0)
+    return replace(info, block_length=own) if own else info
 
 
 class Engines(Mapping[str, EngineLike]):

@@ -13,6 +13,7 @@ from typing import Any
 
 from mmserve.config import MediaConfig
 from mmserve.core.events import Event, Failed, Finished
+from mmserve.core.info import ModelInfo
 from mmserve.core.request import Request, TextPart, TokensPart
 from mmserve.core.slo import SLO
 from mmserve.core.tenant import Tenant
@@ -23,7 +24,7 @@ from mmserve.observe import calls, traces
 from mmserve.observe.metrics import Metrics
 from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
-from mmserve.rpc.engines import EngineLike, Engines, own_adapter
+from mmserve.rpc.engines import EngineLike, Engines, info_with, own_adapter
 from mmserve.rpc.fetching import Fetcher, urls_in
 from mmserve.rpc.memory_budget import MemoryBudget, media_files, text_bytes
 from mmserve.rpc.request_messages import to_request
@@ -78,7 +79,7 @@ class Generations:
         wanted = urls_in(message.messages)
         if not wanted:
             return {}
-        info = self._engines.find(self._engines.split(message.model)[0]).info
+        _adapter, info = self._asked_of(self._engines.find(self._engines.split(message.model)[0]), message)
         if wrong := tuple(violations(message, info, self._limits)):
             raise InvalidArgument(*wrong)
         return await self._fetcher.fetch({**wanted, **fields})
@@ -122,20 +123,25 @@ class Generations:
         fetched: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Request:
         """The request of ``message`` for ``engine``; arguments and errors as in ``accepted``."""
-        request = to_request(
+        adapter, info = self._asked_of(engine, message)
+        return to_request(
             message,
             request_id=own,
-            info=engine.info,
-            adapter=self._engines.split(message.model)[1],
+            info=info,
+            adapter=adapter,
             limits=self._limits,
             media=lambda name: fetched[name] if name in fetched else self._media.get(name, tenant.cache),
             deadline=deadline,
             tenant=tenant,
             slo=self._slo,
         )
-        if request.tools is not None and not request.adapter:
-            request = replace(request, adapter=own_adapter(engine, TOOLS))
-        return request
+
+    def _asked_of(self, engine: EngineLike, message: pb.GenerateRequest) -> tuple[str, ModelInfo]:
+        """The adapter of a request to ``engine``, and the description of the model with it."""
+        adapter = message.adapter or self._engines.split(message.model)[1]
+        if not adapter and message.tools and message.tool_choice != pb.TOOL_CHOICE_NONE:
+            adapter = own_adapter(engine, TOOLS)
+        return adapter, info_with(engine, adapter)
 
 
 async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncGenerator[Event]:

@@ -25,7 +25,7 @@ from mmserve.observe import calls
 from mmserve.observe.metrics import Metrics
 from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
-from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.engines import EngineLike, Engines, info_with
 from mmserve.rpc.fetching import Fetcher
 from mmserve.rpc.quotas import Quotas
 from mmserve.rpc.status import errors_to_status
@@ -185,8 +185,8 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
 
     def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> SessionQuestions:
         """The converter of questions of ``session`` to requests of the engine."""
-        owner, config = session.owner.info, self._config
-        return SessionQuestions(owner, config.media, session.tenant, configured.config, session.adapter, config.slo)
+        info, config = info_with(session.owner, session.adapter), self._config
+        return SessionQuestions(info, config.media, session.tenant, configured.config, session.adapter, config.slo)
 
 
 class _Question:

@@ -76,16 +76,18 @@ class DropAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AdapterInfo(_message.Message):
-    __slots__ = ("name", "digest", "rank", "bytes")
+    __slots__ = ("name", "digest", "rank", "bytes", "block_length")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     rank: int
     bytes: int
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    block_length: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., bytes: _Optional[int] = ..., block_length: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

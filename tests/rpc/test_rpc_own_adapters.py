@@ -11,10 +11,11 @@ import pytest
 import torch
 from video_client import picture, sdk, video_server
 
-from mmserve.client import Tool, YesNo
+from mmserve.client import Threshold, Tool, YesNo
 from mmserve.config import ModelConfig
 from mmserve.errors import InvalidArgument, NotFound
 from mmserve.models.base import LoadedModel
+from mmserve.models.checkpoint import GENERATION
 from mmserve.models.registry import load_model
 from mmserve.reference.low_rank import add_low_rank, write_adapter
 from mmserve.reference.model import ReferenceModel
@@ -23,7 +24,7 @@ QUESTIONS = ("what is it?", "How many shapes are there?", "Is there a red circle
 
 
 def bundled(folder: Path, path: str) -> LoadedModel:
-    """A bundled model with four random adapters in its checkpoint."""
+    """A bundled model with four random adapters in its checkpoint; ``other`` has blocks of 4 tokens."""
     model = load_model(ModelConfig(path=path))
     assert isinstance(model, LoadedModel)
     for seed, name in enumerate(("decisions", "other", "streams", "tools")):
@@ -34,6 +35,7 @@ def bundled(folder: Path, path: str) -> LoadedModel:
             if parameter_name.endswith(".0.b"):
                 torch.nn.init.normal_(parameter, std=0.4)
         write_adapter(made, folder / name)
+    (folder / "other" / GENERATION).write_text('{"block_length": 4}')
     return replace(model, adapters=folder)
 
 
@@ -75,6 +77,22 @@ def test_typed_questions_use_the_adapter_for_decisions_or_the_one_they_name(tmp_
         assert default == probability("bundled:decisions") != other
         client.drop_adapter("decisions")
         assert probability("") not in (default, other)
+
+
+def test_the_most_steps_of_a_block_are_those_of_the_adapters_block(tmp_path: Path) -> None:
+    with video_server(model=bundled(tmp_path, "bundled")) as (address, _), sdk(address) as client:
+        lengths = {adapter.name: adapter.block_length for adapter in client.adapters()}
+        assert lengths == {"decisions": 0, "other": 4, "streams": 0, "tools": 0}
+
+        def forwards(model: str, **options: Any) -> int:
+            return client.generate("A red circle.", model=model, max_new_tokens=16, ignore_end=True, **options).forwards
+
+        assert forwards("bundled:other", max_steps=2) == 8 and forwards("bundled", max_steps=2) == 2
+        assert forwards("bundled:other", max_steps=2, block_length=16) == 2, "which the request sets"
+        quick: dict[str, Any] = {"commit": Threshold(0.01), "max_steps": 4}
+        assert forwards("bundled:other", **quick) <= 16, "a block of 4 never takes more steps"
+        with pytest.raises(InvalidArgument, match="must not be set with a commit policy"):
+            forwards("bundled", **quick)
 
 
 def test_requests_with_tools_use_the_adapter_for_tools_or_the_one_they_name(tmp_path: Path) -> None:

@@ -169,6 +169,14 @@ def own_fields(finished: Sequence[Finished]) -> dict[str, Any]:
     }
 
 
+def model_in(fields: Fields) -> str:
+    """The name of the model, which must not be empty: a response repeats it."""
+    name: str = fields.take("model", str, "")
+    if not name:
+        raise InvalidArgument.of("model", "is required; GET /v1/models lists the names")
+    return name
+
+
 def required(fields: Fields, name: str, kind: type, why: str = "is required") -> Any:
     """The value of ``name``; raises ``InvalidArgument`` if it is absent."""
     value = fields.take(name, kind)

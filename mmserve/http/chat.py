@@ -11,7 +11,7 @@ from typing import Any
 from mmserve.core.events import Alternative, CommittedToken, Delta, Draft, Event, Finished, Prefilled, ToolCallDelta
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
-from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
+from mmserve.http.api import Asked, Neutral, draft_line, model_in, own_fields, sse, take_neutral
 from mmserve.http.constraints import constrain
 from mmserve.http.content import Placed, add_messages, message, refusal_part, role_of, text_part
 from mmserve.http.errors import openai_error
@@ -76,7 +76,7 @@ class Chat(OpenAI):
 
     def read(self, body: dict[str, Any]) -> Asked:
         fields, found = Fields(body), pb.GenerateRequest()
-        found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
+        found.model = model_in(fields)
         places = add_messages(found, (_message(each) for each in fields.each("messages")))
         take_continuation(fields, found)
         older, newer = body.get("max_tokens"), body.get("max_completion_tokens")

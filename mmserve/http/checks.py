@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmserve.errors import InvalidArgument, MMServeError
-from mmserve.http.api import required
+from mmserve.http.api import model_in
 from mmserve.http.constraints import constrain
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields
@@ -21,7 +21,7 @@ def read(body: dict[str, Any]) -> tuple[pb.GenerateRequest, str | None, dict[str
     """A request with the constraint of ``body``, the answer to be checked, if any, and the names of the request's
     fields in errors."""
     fields, found = Fields(body), pb.GenerateRequest()
-    found.model = required(fields, "model", str)
+    found.model = model_in(fields)
     found.messages.add(role=pb.ROLE_USER).parts.add(text=" ")
     if (most := fields.take("max_tokens", int)) is not None:
         if not 0 < most < 1 << 32:

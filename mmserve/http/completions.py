@@ -15,7 +15,7 @@ from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, P
 from mmserve.core.request import TextPart, TokensPart
 from mmserve.errors import InvalidArgument
 from mmserve.http import api
-from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, take_neutral
+from mmserve.http.api import Asked, Neutral, draft_line, model_in, own_fields, take_neutral
 from mmserve.http.chat import NAMES as CHAT_NAMES
 from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
 from mmserve.http.chat import (
@@ -66,7 +66,7 @@ class Completions(OpenAI):
 
     def read(self, body: dict[str, Any]) -> Asked:
         fields, found = Fields(body), pb.GenerateRequest(raw=True)
-        found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
+        found.model = model_in(fields)
         first, *others = _prompts(fields, one=self._fim)
         part = found.messages.add(role=pb.ROLE_USER).parts.add()
         if isinstance(first, TextPart):

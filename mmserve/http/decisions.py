@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from mmserve.core.decisions import CHOICE, SCORE, YES_NO
 from mmserve.errors import InvalidArgument, MMServeError
-from mmserve.http.api import required
+from mmserve.http.api import model_in, required
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields
 from mmserve.http.media import image
@@ -200,7 +200,7 @@ DECISION_APIS: dict[str, DecisionApi] = {"/v1/decisions": DecisionsApi(), "/v1/s
 
 def _message(fields: Fields, context: str) -> pb.DecideRequest:
     """A request for the body's model, with its images and ``context``."""
-    message = pb.DecideRequest(model=required(fields, "model", str, "is required; GET /v1/models lists the names"))
+    message = pb.DecideRequest(model=model_in(fields))
     images = [_image(each, f"images[{i}]") for i, each in enumerate(fields.take("images", list, []))]
     if images or context:
         chat = message.messages.add(role=generation_pb2.ROLE_USER, parts=images)

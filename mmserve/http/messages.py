@@ -11,7 +11,7 @@ from typing import Any
 from mmserve.core.events import Delta, Draft, Event, Finished, Prefilled, ToolCallDelta, Usage
 from mmserve.errors import FailedPrecondition, InvalidArgument, MMServeError
 from mmserve.http import api, media
-from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
+from mmserve.http.api import Asked, Neutral, draft_line, model_in, own_fields, sse, take_neutral
 from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import Placed, add_messages, message, part_of, role_of, text_part
 from mmserve.http.errors import openai_error, status_of
@@ -104,7 +104,7 @@ def read_counted(body: dict[str, Any]) -> tuple[pb.GenerateRequest, dict[str, st
 def _prompt(body: dict[str, Any]) -> tuple[Fields, pb.GenerateRequest, dict[str, str]]:
     """A request with the prompt of ``body``, the remaining fields, and the locations of the messages."""
     fields, found = Fields(body), pb.GenerateRequest()
-    found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
+    found.model = model_in(fields)
     system = fields.any("system")
     if system is not None and system != []:
         found.messages.append(message("system", system, "system", {"text": _text}))

@@ -16,7 +16,7 @@ from mmserve.core.events import Delta, Draft, Event, Finished, Prefilled, ToolCa
 from mmserve.core.tools import ToolCall
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
-from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
+from mmserve.http.api import Asked, Neutral, draft_line, model_in, own_fields, sse, take_neutral
 from mmserve.http.chat import token_logprobs
 from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import Placed, add_messages, message, refusal_part, role_of, text_part
@@ -93,7 +93,7 @@ class Responses:
 
     def read(self, body: dict[str, Any]) -> Asked:
         fields, found = Fields(body), pb.GenerateRequest()
-        found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
+        found.model = model_in(fields)
         if (instructions := fields.take("instructions", str)) is not None:
             found.messages.append(message("system", instructions, "instructions", {}))
         found.continue_final_message = fields.take("continue_final_message", bool, _unfinished(body.get("input")))

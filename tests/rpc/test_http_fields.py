@@ -28,6 +28,17 @@ def served() -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", [None, ""])
+def test_a_body_names_its_model(served: Served, path: str, name: str | None) -> None:
+    """A response repeats the name, which may not be empty."""
+    with closing(http.client.HTTPConnection("127.0.0.1", served.front.port, timeout=PATIENCE)) as connection:
+        body = json.dumps({**body_with(path, "model"), "model": name})
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        assert (response.status, b"model: is required" in response.read()) == (400, True)
+
+
+@pytest.mark.parametrize("path", BODIES)
 def test_values_that_are_not_described_are_refused_by_name(served: Served, path: str) -> None:
     with closing(http.client.HTTPConnection("127.0.0.1", served.front.port, timeout=PATIENCE)) as connection:
         for name, field in BODIES[path].items():

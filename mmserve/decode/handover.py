@@ -15,7 +15,7 @@ from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import Verdict
 from mmserve.decode.drafts import record_for
-from mmserve.decode.extensions.base import RequestExtension
+from mmserve.decode.extensions.base import RequestExtension, extension_of
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.extensions.decisions import SlotState
 from mmserve.decode.extensions.draft_model import DraftModel, DraftState
@@ -25,7 +25,7 @@ from mmserve.decode.extensions.own_blocks import FilledBlock
 from mmserve.decode.extensions.self_draft import OwnDraft
 from mmserve.decode.parts import Parts
 from mmserve.decode.policies import commit_policy, recompute_policy
-from mmserve.decode.state import Decoding, Guidance, Prefilled, extension_of
+from mmserve.decode.state import Decoding, Guidance, Prefilled
 from mmserve.decode.text import TextStream
 from mmserve.errors import TransferError
 from mmserve.kv.evictor import EvictionState, LayerNotes
@@ -111,7 +111,7 @@ def _received(
     parts.runner.took(ids[: pages_for(held, parts.store.page_size)], held)
     extensions = [_restored(parts, request, payload, plain) for plain in payload.extensions]
     if payload.draft_kv is not None:
-        draft_model = parts.extension(DraftModel)
+        draft_model = extension_of(parts.extensions, DraftModel)
         if draft_model is None:
             raise TransferError("a canvas came with the K/V of a draft model, and this server has none")
         _fill(draft_model.store, ids, payload.draft_kv)
@@ -139,7 +139,7 @@ def _prefilled(parts: Parts, state: Prefilled, candidates: Candidates | None, ah
     snapshots = [each.snapshot() for each in state.extensions if each is not constraint]
     store = parts.store
     kv = KVState(state.held, store.page_size, {}, ahead) if ahead else _kv(store, state.pages, state.held)
-    draft, draft_model = next((s for s in snapshots if isinstance(s, DraftState)), None), parts.extension(DraftModel)
+    draft, draft_model = extension_of(snapshots, DraftState), extension_of(parts.extensions, DraftModel)
     return PrefilledPayload(
         canvas=state.canvas,
         kv=kv,

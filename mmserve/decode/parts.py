@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from mmserve.decode.extensions.base import Extension
 from mmserve.decode.graphs import Graphs
@@ -17,8 +16,6 @@ from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.models.adapters import Adapters
 from mmserve.models.base import LoadedModel
-
-E = TypeVar("E", bound=Extension)
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,3 @@ class Parts:
         runner = Runner(model, store, sparse=sparse, graphs=graphs, stacks=adapters.stacks)
         proposer = Proposer(model.spec, scores_for(model, store))
         return cls(model, store, tuple(extensions), offered or Offered.by(model), passes, runner, proposer, adapters)
-
-    def extension(self, kind: type[E]) -> E | None:
-        """The extension of this class; None if the decoder has none."""
-        return next((each for each in self.extensions if isinstance(each, kind)), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -21,8 +21,6 @@ from mmserve.decode.recompute import Recompute
 from mmserve.decode.text import TextStream
 from mmserve.kv.ahead import Outgoing
 from mmserve.models.lora import Adapter
-
-E = TypeVar("E", bound=RequestExtension)
 
 
 @dataclass(frozen=True)
@@ -104,11 +102,6 @@ class Live(Protocol):
         ...
 
 
-def extension_of(extensions: tuple[RequestExtension, ...], kind: type[E]) -> E | None:
-    """The extension of this class; None if the request has none."""
-    return next((each for each in extensions if isinstance(each, kind)), None)
-
-
 @dataclass(frozen=True)
 class Guidance:
     """The second sequence of a guided request, whose prompt is masks (``decode/guidance.py``): its pages and
@@ -146,10 +139,6 @@ class Prefilling:
     def rewrites_prompt(self) -> bool:
         """Whether K/V that a pass has written may change before decode."""
         return self.guidance is not None or any(each.rewrites_prompt for each in self.extensions)
-
-    def extension(self, kind: type[E]) -> E | None:
-        """Its extension of this class; None if it has none."""
-        return extension_of(self.extensions, kind)
 
 
 @dataclass
@@ -208,10 +197,6 @@ class Decoding:
     def waits(self) -> int:
         """Number of rows that its extensions run before its next pass can run; 0 = it can run."""
         return sum(extension.waits for extension in self.extensions)
-
-    def extension(self, kind: type[E]) -> E | None:
-        """Its extension of this class; None if it has none."""
-        return extension_of(self.extensions, kind)
 
     def count_pass(self, rows: int, held: int) -> None:
         """Record a pass that ran ``rows`` rows, after which ``held`` positions have K/V."""

@@ -12,8 +12,9 @@ from mmserve.constraint.restored import Restorer
 from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import CanvasPayload, KVState, PrefilledPayload
 from mmserve.core.request import Request, RequestId
+from mmserve.decode.extensions.base import extension_of
 from mmserve.decode.extensions.constraint import Constraint
-from mmserve.decode.state import Answer, Stepped, extension_of
+from mmserve.decode.state import Answer, Stepped
 from mmserve.decode.step import step
 from mmserve.kv.ahead import Incoming
 from mmserve.kv.pool import pages_for

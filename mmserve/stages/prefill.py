@@ -16,6 +16,7 @@ from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Request, RequestId
 from mmserve.core.samples import samples
 from mmserve.decode.decoder_pruning import DecoderPruning
+from mmserve.decode.extensions.base import extension_of
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
 from mmserve.decode.state import Prefilling
@@ -197,7 +198,7 @@ class PrefillStage:
         """``encoded`` with the keys of images whose K/V are reused."""
         if not reused(reuse_of(request), encoded):
             return encoded
-        reuse: ImageKVReuse | None = self._decoder.parts.extension(ImageKVReuse)
+        reuse = extension_of(self._decoder.parts.extensions, ImageKVReuse)
         return encoded if reuse is None else replace(encoded, span_keys=reuse.keys(encoded, request.tenant.cache))
 
     @torch.inference_mode()

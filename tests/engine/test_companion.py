@@ -16,6 +16,7 @@ from helpers import ask, picture, tiny_model
 from mmserve.core.request import Policy, Request, Stage
 from mmserve.decode import runner
 from mmserve.decode.extensions import draft_model
+from mmserve.decode.extensions.base import extension_of
 from mmserve.decode.extensions.draft_model import DraftModel
 from mmserve.decode.recompute import FULL_ATTENTION
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, Unimplemented
@@ -139,7 +140,7 @@ class Plain:
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_do_not_change_the_plain_greedy_tokens(bench: Make, target: LoadedModel, kind: str) -> None:
     b = bench(accompanied(target, kind), stages="inline")
-    companion, passes = b.engine.stages.decoder.parts.extension(DraftModel), list[int]()
+    companion, passes = extension_of(b.engine.stages.decoder.parts.extensions, DraftModel), list[int]()
     saved = dict.fromkeys((1, 3, 7), 0)
     run = companion._forward
     companion._forward = lambda parts: passes.append(len(parts)) or run(parts)
@@ -474,15 +475,15 @@ def test_a_blind_companion_judges_text_only(bench: Make, diffusion: LoadedModel)
 def poison(bench: Bench) -> None:
     """K/V that nobody has written is no number."""
     stages = bench.engine.stages
-    assert stages.decoder.parts.extension(DraftModel) is not None
-    for store in (stages.store, stages.decoder.parts.extension(DraftModel).store):
+    assert extension_of(stages.decoder.parts.extensions, DraftModel) is not None
+    for store in (stages.store, extension_of(stages.decoder.parts.extensions, DraftModel).store):
         for tensor in (*store.keys, *store.values):
             tensor.fill_(torch.nan)
 
 
 def companion_rows(bench: Bench) -> list[int]:
     """Rows of each pass that the companion makes from now on."""
-    beside = bench.engine.stages.decoder.parts.extension(DraftModel)
+    beside = extension_of(bench.engine.stages.decoder.parts.extensions, DraftModel)
     assert beside is not None
     made, original = list[int](), beside._forward
 

@@ -20,6 +20,7 @@ from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Finished
 from mmserve.core.request import ImagePart, Policy, Stage, TextPart
 from mmserve.decode import runner
+from mmserve.decode.extensions.base import extension_of
 from mmserve.decode.extensions.image_reuse import image_kv, reuse
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, Unimplemented
@@ -250,7 +251,7 @@ def test_an_image_whose_kv_cannot_be_made_fails_its_own_request(
     bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b = bench(causal)
-    images = b.engine.stages.decoder.parts.extension(ImageKVReuse).images
+    images = extension_of(b.engine.stages.decoder.parts.extensions, ImageKVReuse).images
     make = images._make
     monkeypatch.setattr(images, "_make", lambda encoded, span: 1 / 0 if len(encoded.spans) > 1 else make(encoded, span))
     calls: list[Call] = b.submit(*(say(f"{i}", PARTS[i], rule("blend", 0.3)) for i in (0, 1)))

@@ -14,6 +14,7 @@ from plain_reduction import Plain, Rule, expected_attention, heavy_hitters, sink
 from mmserve.config import MediaConfig
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Policy, Request
+from mmserve.decode.extensions.base import extension_of
 from mmserve.decode.extensions.eviction import Eviction, KVEviction
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.parts import Parts
@@ -114,7 +115,7 @@ def test_each_head_holds_what_the_rule_says(
         if step == NEW - 1:
             break
         plain.reduce()
-        eviction = d.extension(Eviction)
+        eviction = extension_of(d.extensions, Eviction)
         assert eviction is not None
         assert [notes.positions(d.held).tolist() for notes in eviction.state.layers] == plain.kept, f"step {step}"
         assert stepped.pages in (None, len(d.prefilled.pages))
@@ -133,7 +134,7 @@ def test_heads_and_layers_choose_for_themselves(model: LoadedModel, asked: tuple
     policy = Policy(name="heavy_hitters", options={"budget": 9, "recent": 0.0})
     d = served(decoder, dataclasses.replace(request, kv_reduction=policy), encoded)
     decoder.commit(d)
-    eviction = d.extension(Eviction)
+    eviction = extension_of(d.extensions, Eviction)
     assert eviction is not None
     kept = [tuple(head) for notes in eviction.state.layers for head in notes.positions(d.held).tolist()]
     assert len(set(kept)) == 4

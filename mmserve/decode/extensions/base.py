@@ -10,9 +10,9 @@ Every hook before ``choose`` may be called again for the same pass, because a fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +27,8 @@ from mmserve.decode.forward import Pass
 
 if TYPE_CHECKING:
     from mmserve.decode.state import Answer, Decoding, Live, Prefilling
+
+E = TypeVar("E")
 
 
 class RequestExtension:
@@ -161,6 +163,11 @@ class Extension:
 
     def after_candidates(self, batch: Sequence[Decoding]) -> None:
         """Called when all requests of a step have candidates."""
+
+
+def extension_of(extensions: Iterable[object], kind: type[E]) -> E | None:
+    """The extension of this class among those of a request or decoder, or its snapshot; None if there is none."""
+    return next((each for each in extensions if isinstance(each, kind)), None)
 
 
 def watched(p: Pass, extensions: Sequence[RequestExtension], *, first: bool = False) -> Pass:

@@ -23,7 +23,7 @@ from mmserve.core.request import Request
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Drafted, Judged, Verdict, leading
-from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
+from mmserve.decode.extensions.base import Extension, Opening, RequestExtension, extension_of
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
@@ -238,5 +238,5 @@ def _after_known(d: Decoding, state: DraftState, drafted: np.ndarray, asked: np.
 
 
 def _state_of(d: Prefilling | Decoding) -> DraftState | None:
-    found = d.extension(Speculation)
+    found = extension_of(d.extensions, Speculation)
     return None if found is None else found.state

@@ -19,7 +19,7 @@ from mmserve.core.candidates import Chosen
 from mmserve.core.canvas import MASKED, Canvas, among
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
-from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
+from mmserve.decode.extensions.base import Extension, Opening, RequestExtension, extension_of
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
@@ -146,7 +146,8 @@ class OwnBlocks(Extension):
     @torch.inference_mode()
     def before_rows(self, batch: Sequence[Decoding]) -> None:
         """Run one pass over the unfinished block of each request. Requests whose block it does not complete wait."""
-        found = [(own, each) for d in batch if (own := d.extension(BlockByBlock)) and (each := self._block(d, own))]
+        asked = [(d, own) for d in batch if (own := extension_of(d.extensions, BlockByBlock))]
+        found = [(own, each) for d, own in asked if (each := self._block(d, own))]
         if not found:
             return
         passes = [self._pass(each) for _own, each in found]

@@ -19,7 +19,7 @@ from mmserve.core.canvas import Canvas, among
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Drafted
-from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
+from mmserve.decode.extensions.base import Extension, Opening, RequestExtension, extension_of
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
@@ -87,7 +87,7 @@ class SelfDraft(Extension):
         """
         waiting: list[tuple[Decoding, OwnDraft, Pass]] = []
         for d in batch:
-            found = d.extension(SelfSpeculation)
+            found = extension_of(d.extensions, SelfSpeculation)
             if found is None or found.state.drafted is not None or not isinstance(d.commit, Drafted):
                 continue
             count = d.commit.wanted(d.canvas)

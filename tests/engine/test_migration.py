@@ -14,7 +14,7 @@ from harness import Bench, eventually
 from helpers import ask, picture
 
 from mmserve.core.constraint import ConstraintSampling
-from mmserve.core.events import Delta, Event, Failed, Finished
+from mmserve.core.events import Delta, Event, Failed, Finished, Prefilled
 from mmserve.core.handover import Handover, Left, Saved
 from mmserve.core.progress import Progress
 from mmserve.core.request import Request, Stage
@@ -40,6 +40,7 @@ class Trip:
         self.saved: list[Handover] = []
         self.finished: dict[str, Finished] = {}
         self.text: dict[str, str] = {}
+        self.prompts: list[Prefilled] = []
         self.failed: Failed | None = None
         self._lock = threading.Lock()
 
@@ -55,6 +56,8 @@ class Trip:
                     case Delta(text):
                         key = each(name, event.sample)
                         self.text[key] = self.text.get(key, "") + text
+                    case Prefilled():
+                        self.prompts.append(event)
                     case Finished():
                         self.finished[each(name, event.sample)] = event
                     case Failed():
@@ -154,10 +157,12 @@ def test_three_engines_answer_as_one(fleets: Callable[[str], Fleet], name: str) 
     fleet = fleets(name)
     for request in CASES[name]:
         done = fleet.answer(request)
-        trip = Trip(fleet.route)
-        fleet.encode.engine.submit(request, trip.sink(request.id))
+        trip, streaming = Trip(fleet.route), dataclasses.replace(request.streaming, prompt=True)
+        fleet.encode.engine.submit(dataclasses.replace(request, streaming=streaming), trip.sink(request.id))
         trip.wait()
         assert [each.stage for each in trip.handovers] == [Stage.ENCODED, Stage.PREFILLED]
+        [prompt] = trip.prompts
+        assert len(prompt.prompt_ids) == prompt.usage.prompt_tokens > 0 and prompt.prompt_text
         same(done, trip.finished[request.id])
         assert trip.text.get(request.id, "") == ("" if request.decisions else done.text)
 

@@ -155,7 +155,7 @@ def merge_own(fields: Fields, message: pb.GenerateRequest) -> dict[str, str]:
             raise InvalidArgument.of(f"mmserve.{name}"[:200], f"must be one of {', '.join(OWN)}")
     try:
         given = json_format.ParseDict(own, pb.GenerateRequest(), max_recursion_depth=30)
-    except json_format.ParseError as error:
+    except (json_format.ParseError, OverflowError) as error:  # the latter: of integers beyond all floats
         raise InvalidArgument.of("mmserve", str(error)[:400]) from None
     for field, _value in given.stream.ListFields():
         if field.name not in OWN_STREAM:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Collection
 from typing import Any
 
@@ -63,9 +62,9 @@ def _data(url: str, kind: str, path: str) -> bytes:
     if scheme.lower() != "data" or not comma:
         raise InvalidArgument.of(path, f"must be a data:, http: or https: URL, or a media id, not {scheme[:20]!r}")
     mime, *parameters = rest.split(";")
-    if "base64" not in parameters or not mime.lower().startswith(kind):
+    if "base64" not in map(str.lower, parameters) or not mime.lower().startswith(kind):
         raise InvalidArgument.of(path, f"must begin with data:{kind}…;base64,")
     try:
         return base64.b64decode(payload, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # also of text that is not ASCII
         raise InvalidArgument.of(path, f"is not valid base64: {error}") from None

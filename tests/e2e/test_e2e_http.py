@@ -169,15 +169,14 @@ CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
         "messages[0].content[0].image_url.url",
         "[media] url_hosts",
     ),
-    (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,@"}}]}
-            ]
-        },
-        400,
-        "messages[0].content[0].image_url.url",
-        "base64",
+    *(
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{url},{data}"}}]}]},
+            400,
+            "messages[0].content[0].image_url.url",
+            "is not valid base64",
+        )
+        for url, data in (("data:image/png;base64", "@"), ("data:image/png;BASE64", "é"))
     ),
     ({"temperature": -1}, 400, "temperature", "at least 0"),
     ({"temperature": "hot"}, 400, "temperature", "a number"),
@@ -213,6 +212,7 @@ CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"mmserve": {"tenant": 1}}, 400, "mmserve.tenant", "must be one of"),
     ({"mmserve": {"diffusion": {"steps": 0}}}, 400, "mmserve.diffusion.steps", "at least 1"),
     ({"mmserve": {"diffusion": {"steps": "many"}}}, 400, "mmserve", "steps"),
+    ({"mmserve": {"diffusion": {"threshold": {"confidence": 10**400}}}}, 400, "mmserve", "too large"),
     ({"mmserve": {"kv_reduction": {"heavy_hitters": {"budget": 8}}}}, 400, None, ""),
     ({"colour": "red"}, 400, "colour", "not a field"),
 ]

@@ -27,6 +27,8 @@ _BEGIN, _END = "<img>", "</img>"
 CLIP_BEGIN = "Frame"
 #: Default number of frames of a video, as in InternVL's own examples.
 FRAMES = 8
+#: Maximum tiles of an image.
+_MOST_TILES = 1024
 
 
 class InternVision(ShuffledVision):
@@ -86,6 +88,12 @@ def check_fit(folder: Path, config: Any, processor: Any) -> None:
     """Raises ``ConfigError`` if ``config`` (``InternVLConfig``) is not supported, or does not match the tiles of
     ``processor``."""
     check_resizes(processor, folder)
+    least, most = processor.min_patches, processor.max_patches
+    if type(least) is not int or type(most) is not int or not 0 < least <= most <= _MOST_TILES:
+        raise ConfigError(
+            f"{folder}: min_patches = {least!r} and max_patches = {most!r} of the image processor must be 1 to "
+            f"{_MOST_TILES}, in this order"
+        )
     keys, vision = Keys(config.to_dict(), folder / "config.json"), config.vision_config
     keys.check({"vision_feature_select_strategy": ("default",), "downsample_ratio": (0.5, 0.25, 1.0)})
     keys.layer("vision_feature_layer", config.vision_feature_layer, vision.num_hidden_layers)

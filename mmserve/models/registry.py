@@ -75,6 +75,7 @@ _WRONG = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
     RuntimeError,
     StrictDataclassError,
     TypeError,
@@ -113,6 +114,10 @@ def _load(config: ModelConfig, device: torch.device, intended: torch.device | No
     )
     with _readable(folder):
         loaded = load(checkpoint, target)
+        if loaded.vision is not None:
+            from mmserve.models.trial import try_image  # pillow
+
+            try_image(loaded.vision, folder)
     model = replace(loaded, policies=_policies(config, folder))
     if config.dtype in MADE:
         _quantize(model, config.dtype)

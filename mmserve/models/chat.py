@@ -58,7 +58,7 @@ TOOLS_TEMPLATE = (
     "{% for message in messages %}"
     "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
     f"{JOIN_PARTS}{{{{ text.value | trim }}}}"
-    "{% for call in message['tool_calls'] or [] %}{% if text.value or not loop.first %}\n{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}{% if text.value or not loop.first %}{{ '\n' }}{% endif %}"
     "<tool_call>\n{\"name\": \"{{ call['function']['name'] }}\", "
     "\"arguments\": {{ call['function']['arguments'] | tojson }}}\n</tool_call>{% endfor %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"

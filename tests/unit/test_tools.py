@@ -494,6 +494,9 @@ def test_a_template_shows_tools_calls_and_results(tokenizer: PreTrainedTokenizer
     call = question.turns[0]["tool_calls"][0]["function"]
     assert written(HERMES, [(call["name"], json.dumps(call["arguments"]))]) in text
     assert question.turns[1]["content"] in text
+    both = [{"type": "function", "function": {"name": name, "arguments": json.loads(given)}} for name, given in CALLED]
+    chat = [{"role": "assistant", "content": [{"type": "text", "text": "Well."}], "tool_calls": both}]
+    assert f"Well.\n{written(HERMES, CALLED)}<|eot_id|>" in tokenizer.decode(prompt_ids(tokenizer, chat))
 
 
 @pytest.mark.parametrize(

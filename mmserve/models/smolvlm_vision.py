@@ -118,22 +118,21 @@ def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, kind: 
 
 def _video_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
     """The video processor's settings: from its own file, or ``video_sampling`` in the image processor's, as published
-    with SmolVLM2."""
+    with SmolVLM2. ``video_sampling`` has priority, except for the size, as in transformers' class."""
     path, video = video_settings(folder)
-    if video is not None:
+    if video is None:
+        path, images = image_settings(folder)
+        found = (images or {}).get("video_sampling")
+        video = None if found is None else {"video_sampling": found}
+    sampling = None if video is None else video.get("video_sampling")
+    if video is None or sampling is None:
         return path, video
-    path, images = image_settings(folder)
-    sampling = (images or {}).get("video_sampling")
-    if sampling is None:
-        return path, None
     try:
-        return path, {
-            "size": {"longest_edge": int(sampling["video_size"]["longest_edge"])},
-            "num_frames": int(sampling["max_frames"]),
-            "fps": float(sampling["fps"]),
-        }
+        size = video.get("size") or {"longest_edge": int(sampling["video_size"]["longest_edge"])}
+        number, rate = int(sampling["max_frames"]), float(sampling["fps"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: video_sampling = {sampling!r} names no video_size, max_frames and fps") from error
+    return path, {**video, "size": size, "num_frames": number, "fps": rate}
 
 
 def _own_frames(video: Mapping[str, Any], path: Path) -> OwnFrames:

@@ -316,7 +316,8 @@ class LlavaVision(VisionEncoder):
 
 def _check(processor: Any, image: Image.Image) -> None:
     """Raises ``CannotPrepare`` for a shape that would take too much memory before it becomes one tile."""
-    if getattr(processor, "pads", False):
+    own = hasattr(processor, "pad_to_square") and processor.do_pad  # transformers' LlavaImageProcessor
+    if own or getattr(processor, "pads", False):
         check_padded(image)
     elif not getattr(getattr(processor, "size", None), "height", None):  # or else the shape is lost at once
         check_shape(image)

@@ -33,6 +33,7 @@ from mmserve.models.checkpoint import read_json, write_json
 from mmserve.models.picture import Prepared
 from mmserve.models.processors import own_frames, video_settings
 from mmserve.models.qwen_pixels import load_pixels
+from mmserve.models.smolvlm_vision import SmolVision
 
 MEAN, STD = [0.1, 0.2, 0.3], [0.6, 0.7, 0.8]
 #: As ``SmolVLMVideoProcessor`` writes them.
@@ -181,6 +182,15 @@ def test_smolvlm_states_the_length_of_the_video(
     intro = processing_smolvlm.DEFAULT_VIDEO_INTRO.split(" {frame_count}")[0]
     assert intro + ours + processing_smolvlm.DEFAULT_MEDIA_OUTTRO == row
     assert f"from a {timedelta(seconds=int(2 if length is None else length))} [H:MM:SS] video" in row
+
+
+def test_sampling_of_smolvlm_in_the_video_processor_s_settings(tmp_path: Path) -> None:
+    """As transformers writes it for SmolVLM2: it has priority, except for the size."""
+    sampling = {"fps": 2, "max_frames": 6, "video_size": {"longest_edge": 999}}
+    saved_by_transformers_5(smolvlm(tmp_path), **SMOL_VIDEO, video_sampling=sampling)
+    vision = load(tmp_path).vision
+    assert isinstance(vision, SmolVision) and vision.own_frames == OwnFrames("skip_ends", rate=2, frames=6)
+    assert vision._frames is not None and vision._frames.size["longest_edge"] == 2 * SIDE
 
 
 @pytest.mark.parametrize(

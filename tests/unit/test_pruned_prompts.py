@@ -441,6 +441,15 @@ def test_a_picture_too_thin_to_be_padded_is_refused(monkeypatch: pytest.MonkeyPa
         vision.prepare(Image.new("RGB", (8193, 200)))
 
 
+def test_pictures_are_not_padded_beyond_measure_by_transformers_class(tmp_path: Path) -> None:
+    folder = tiled.llava(tmp_path).folder
+    llava.edit(folder / "preprocessor_config.json", image_processor_type="LlavaImageProcessor", do_pad=True)
+    vision = llava.load(folder).vision
+    assert vision is not None and vision.prepare(Image.new("RGB", (200, 64)))["pixels"].shape[0] == 1
+    with pytest.raises(CannotPrepare, match="pads pictures to a square"):
+        vision.prepare(Image.new("RGB", (8193, 200)))
+
+
 def test_one_of_several_pictures_is_not_padded_beyond_measure(tmp_path: Path) -> None:
     vision = llava.load(tiled.llava_onevision(tmp_path).folder).vision
     assert vision is not None

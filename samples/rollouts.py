@@ -10,7 +10,7 @@ import statistics
 import sys
 
 from mmserve.client import Client, ConfigError, MMServeError
-from mmserve.reference.evaluate import item
+from mmserve.reference.evaluate import canvas, item
 from mmserve.reference.tasks import correct
 
 PROMPTS, SAMPLES = 4, 8
@@ -23,7 +23,13 @@ def main(target: str) -> None:
         for i in range(PROMPTS):
             question = item("arithmetic", i, seed=5)[1]
             group = client.generate(
-                question.text, n=SAMPLES, temperature=1.0, seed=i, quality="exact", tokens=True, max_new_tokens=16
+                question.text,
+                n=SAMPLES,
+                temperature=1.0,
+                seed=i,
+                quality="exact",
+                tokens=True,
+                max_new_tokens=canvas("arithmetic"),
             ).samples
             earned = [float(correct(question, each.text)) for each in group]
             mean, deviation = statistics.fmean(earned), statistics.pstdev(earned)

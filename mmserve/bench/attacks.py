@@ -1,7 +1,8 @@
 """The effect of hostile requests on other clients: ``mmserve bench attacks``.
 
 For each attack: the latency of short text requests and of health checks while it runs and on an idle server, and the
-server's memory before it and some time after it. Server and attacker run in separate processes.
+server's memory before it and some time after it. Server and attacker run in separate processes. A request or a health
+check that fails has no latency: it misses a goal by itself, as does a server or an attacker that ends.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mmserve.bench.attackers import ATTACKS
-from mmserve.bench.measures import Figures, Progress, at_most, percentile
+from mmserve.bench.measures import Figures, Progress, at_most, figure, percentile
 from mmserve.bench.served import ServedProcess
 from mmserve.bench.settings import named_tasks
 from mmserve.client import Client, Options
@@ -78,25 +80,34 @@ def _attacked(served: ServedProcess, name: str, seed: int, progress: Progress) -
         assert attacker.stdout is not None
         attacker.stdout.readline()  # returns once it has begun, or has failed
         seen = _watch(served.address, asks, ATTACK_SECONDS, idle.answers)
-        most = served.resident_bytes()
+        during = served.resident_bytes()
         alive = attacker.poll() is None
     finally:
         attacker.kill()
         attacker.communicate()
     progress(f"{name}: {SETTLE_SECONDS:.0f} s after it")
     time.sleep(SETTLE_SECONDS)
-    after = served.resident_bytes()
+    memory = [before, during, served.resident_bytes()]
+    return {
+        **_row(name, idle, seen),
+        "memory_mib": [held >> 20 for held in memory],
+        "attack_went_on": alive,
+        "server_went_on": served.running,
+    }
+
+
+def _row(name: str, idle: Seen, seen: Seen) -> Figures:
+    """The latencies and failures of an ordinary client without and with the attack; None without a sample."""
+    p99 = partial(percentile, share=0.99)
     return {
         "measured": name,
-        "text_ms_p50": [round(statistics.median(_waits(each.texts)), 1) for each in (idle, seen)],
-        "text_ms_p99": [round(percentile(_waits(each.texts), 0.99), 1) for each in (idle, seen)],
-        "check_ms_max": [round(max(_waits(each.checks)), 1) for each in (idle, seen)],
-        "memory_mib": [before >> 20, most >> 20, after >> 20],
+        "text_ms_p50": [figure(each.texts, statistics.median, 1) for each in (idle, seen)],
+        "text_ms_p99": [figure(each.texts, p99, 1) for each in (idle, seen)],
+        "check_ms_max": [figure(each.checks, max, 1) for each in (idle, seen)],
         "texts": len(seen.texts),
         "changed": seen.changed,
         "failed": len(seen.failures),
         "failures": sorted(set(seen.failures)),
-        "attack_went_on": alive,
     }
 
 
@@ -121,8 +132,11 @@ def _watch(address: str, asks: Sequence[Question], seconds: float, answers: dict
         with Client(address, timeout=PATIENCE) as client:
             while not ended.is_set():
                 began = time.monotonic()
-                client.wait_ready(PATIENCE)
-                seen.checks.append(1000 * (time.monotonic() - began))
+                try:
+                    client.wait_ready(PATIENCE)
+                    seen.checks.append(1000 * (time.monotonic() - began))
+                except MMServeError as error:
+                    seen.failures.append(f"health check: {error.code}")
                 ended.wait(CHECK_EVERY)
 
     checking = threading.Thread(target=check)
@@ -145,17 +159,16 @@ def _watch(address: str, asks: Sequence[Question], seconds: float, answers: dict
     return seen
 
 
-def _waits(latencies: list[float]) -> list[float]:
-    """``latencies``; if there are none, the timeout as a lower bound."""
-    return latencies or [1000 * PATIENCE]
-
-
 def _measures(row: Figures) -> list[Figures]:
     """The measures of a row, with their goals."""
     name, (idle, attacked) = row["measured"], row["text_ms_p99"]
-    before, _most, after = row["memory_mib"]
+    before, _during, after = row["memory_mib"]
+    slower = None if idle is None or attacked is None else attacked / idle
+    ended = sum(not row[f"{which}_went_on"] for which in ("server", "attack"))
     return [
-        at_most(f"{name}: text p99 over idle", attacked / idle, "x", SLOWER),
+        at_most(f"{name}: text p99 over idle", slower, "x", SLOWER),
         at_most(f"{name}: slowest health check", row["check_ms_max"][1], "ms", CHECK_MS),
-        at_most(f"{name}: memory after over before", after / before, "x", GROWTH),
+        at_most(f"{name}: memory after over before", after / before if row["server_went_on"] else None, "x", GROWTH),
+        at_most(f"{name}: requests and health checks that failed", row["failed"], "", 0),
+        at_most(f"{name}: server or attacker that ended", ended, "processes", 0),
     ]

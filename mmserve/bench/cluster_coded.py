@@ -11,7 +11,7 @@ from statistics import mean
 from mmserve.assembly import build_engines
 from mmserve.bench.cluster_fleets import config, started
 from mmserve.bench.in_process import Answer
-from mmserve.bench.measures import Figures, at_least, stated
+from mmserve.bench.measures import Figures, at_least, figure, stated
 from mmserve.core.events import Event, Finished
 from mmserve.core.handover import Ahead, Handover, Left, Saved
 from mmserve.core.payloads import PrefilledPayload
@@ -67,8 +67,9 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figur
                     calls.append(_prefill(first, _request(f"{task}.{index}", parts, task, recompute)))
                 for (_thing, question), call in zip(questions, calls, strict=True):
                     left = call.handed_on()
-                    answers = {bits: _decode(other, left, bits, found[bits]) for bits in _BITS}
-                    exact = answers[0].answered()
+                    again = _decode(other, left, 0, _Of(), "again")
+                    answers = {bits: _decode(other, left, bits, found[bits], f"{bits}") for bits in _BITS}
+                    exact = again.answered()
                     for bits, answer in answers.items():
                         found[bits].right += correct(question, answer.answered().text)
                         _compare(exact, answer.answered(), found[bits])
@@ -91,7 +92,7 @@ def _measures(path: str, bits: int, of: _Of, exact: _Of, asked: int) -> list[Fig
         return [*made, at_least(f"{name}, same answers twice", 1 - of.changed / asked, "share", 1.0)]
     made += [
         stated(f"{name}, answers with another token", of.changed / asked, "share"),
-        stated(f"{name}, log-probability until then, mean change", mean(of.drift or [0.0]), "nats"),
+        stated(f"{name}, log-probability until then, mean change", figure(of.drift, mean), "nats"),
         stated(f"{name}, fewer bytes", exact.bytes / of.bytes, "x"),
         stated(f"{name}, coded and decoded, processor time a MB", 1e9 * of.seconds / exact.bytes, "ms"),
     ]
@@ -144,7 +145,7 @@ def _prefill(engine: Engine, request: Request) -> _Handed:
     return answer
 
 
-def _decode(engine: Engine, left: Handover, bits: int, of: _Of) -> _Handed:
+def _decode(engine: Engine, left: Handover, bits: int, of: _Of, name: str) -> _Handed:
     payload = left.payload
     assert isinstance(payload, PrefilledPayload)
     begun = time.thread_time()
@@ -157,7 +158,7 @@ def _decode(engine: Engine, left: Handover, bits: int, of: _Of) -> _Handed:
     came = decoded(came)
     of.seconds += time.thread_time() - begun
     answer = _Handed()
-    request = replace(left.request, id=f"{left.request.id}.{bits}")
+    request = replace(left.request, id=f"{left.request.id}.{name}")
     engine.adopt(replace(left, request=request, payload=came), answer.take)
     return answer
 

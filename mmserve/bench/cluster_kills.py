@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from mmserve.bench.cluster_fleets import fleet, one_process, request
@@ -40,12 +40,10 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
         over = threading.Event()
         killer = threading.Thread(target=_kill_workers, args=(made, over, kills, recoveries))
         killer.start()
-        answers = ask_all(coordinator, asked)
-        while len(kills) < 3 and all(answer.over.is_set() for answer in answers):
-            answers = ask_all(coordinator, asked)  # requests may end before the first kill
+        answers = _asked_until(lambda: len(kills) >= 3, lambda: ask_all(coordinator, asked))
         over.set()
         killer.join()
-        measures += _judged(f"a kill every {_EVERY:g} s", answers, right, made)
+        measures += _judged(f"a kill every {_EVERY:g} s", answers, right * (len(answers) // len(asked)), made)
         gaps = [gap for answer in answers for gap in _gaps(answer, kills)]
         measures.append(stated("kills", len(kills), "workers"))
         measures.append(stated("workers lost, as the coordinator counts", coordinator.losses, "workers"))
@@ -60,6 +58,17 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
         "measures": measures,
         "settings": {"requests": _REQUESTS, "images": _IMAGES, "tokens": _TOKENS, "workers": _ROLES},
     }
+
+
+def _asked_until(enough: Callable[[], bool], ask: Callable[[], list[Answer]]) -> list[Answer]:
+    """The answers of every call of ``ask``, which is repeated until ``enough``, or until a request does not end.
+
+    Requests may end before the first worker is killed; those of earlier calls count, too.
+    """
+    answers = ask()
+    while not enough() and all(answer.over.is_set() for answer in answers):
+        answers = [*answers, *ask()]
+    return answers
 
 
 def _judged(label: str, answers: Sequence[Answer], right: Sequence[str], made: Fleet) -> list[Figures]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mmserve.bench.in_process import ask_all, torch_threads
 from mmserve.bench.llama_cpp import LlamaCpp
-from mmserve.bench.measures import Figures, Progress, times_others
+from mmserve.bench.measures import Figures, Progress, rotated, times_others
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.request import Diffusion, Message, Request, Sampling, TextPart
 from mmserve.engine.engine import Engine
@@ -63,15 +63,16 @@ def generation_rows(
         runs: dict[str, Callable[[int], str]] = {"mmserve": ours}
         for kind, its in theirs.items():
             runs[f"llama.cpp {kind}"] = partial(_theirs, its, model, prompts)
-        ours(0)  # warm-up
+        for run in runs.values():  # warm-up
+            run(0)
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         right = dict.fromkeys(runs, 0)
         for index, question in enumerate(questions):
             if index % 10 == 0:
                 progress(f"whole answers: {index} of {limit}")
-            for name, run in runs.items():
+            for name in rotated(runs, index):
                 begun = time.perf_counter()
-                text = run(index)
+                text = runs[name](index)
                 seconds[name].append(time.perf_counter() - begun)
                 right[name] += correct(question, text)
     for name, taken in seconds.items():

@@ -13,9 +13,10 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from mmserve.bench.measures import Figures, Progress, percentile
+from mmserve.bench.measures import Figures, Progress, figure, percentile
 from mmserve.bench.served import ServedProcess
 from mmserve.client import AsyncClient, Finished, Options
 from mmserve.errors import ConfigError, MMServeError
@@ -68,7 +69,7 @@ def mix(limit: int, seed: int, policies: Options) -> list[Ask]:
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
-    """A row for each number of clients; latencies in milliseconds."""
+    """A row for each number of clients; latencies in milliseconds, None if no request was answered."""
     counts = _counts(arguments.clients)
     policies: Options = {}
     if arguments.recompute:
@@ -153,14 +154,14 @@ async def _ask(client: AsyncClient, ask: Ask) -> str:
 
 def _row(outcome: Outcome, count: int, total: int, seconds: float, used: float) -> Figures:
     answered = len(outcome.latencies)
-    ordered = sorted(1000 * latency for latency in outcome.latencies) or [0.0]
+    took = [1000 * latency for latency in outcome.latencies]
     return {
         "measured": f"{count} clients",
         "requests": total,
         "answers_per_second": round(answered / seconds, 2),
-        "latency_ms_p50": round(statistics.median(ordered), 1),
-        "latency_ms_p99": round(percentile(ordered, 0.99), 1),
-        "accuracy": round(outcome.right / max(1, answered), 4),
+        "latency_ms_p50": figure(took, statistics.median, 1),
+        "latency_ms_p99": figure(took, partial(percentile, share=0.99), 1),
+        "accuracy": round(outcome.right / answered, 4) if answered else None,
         "changed": outcome.changed,
         "failed": len(outcome.failures),
         "failures": sorted(set(outcome.failures)),

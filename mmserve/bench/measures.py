@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean, median, quantiles
 from typing import Any
@@ -12,31 +13,42 @@ Figures = dict[str, Any]
 Progress = Callable[[str], None]
 
 
-def at_most(name: str, value: float, unit: str, goal: float) -> Figures:
-    """A measure whose goal is met if ``value`` is at most ``goal``."""
-    return _measure(name, value, unit, f"<= {goal:g}", value <= goal)
+def at_most(name: str, value: float | None, unit: str, goal: float) -> Figures:
+    """A measure whose goal is met if ``value`` is at most ``goal``; missed if it is None (nothing was measured)."""
+    return _measure(name, value, unit, f"<= {goal:g}", value is not None and value <= goal)
 
 
-def at_least(name: str, value: float, unit: str, goal: float) -> Figures:
-    """A measure whose goal is met if ``value`` is at least ``goal``."""
-    return _measure(name, value, unit, f">= {goal:g}", value >= goal)
+def at_least(name: str, value: float | None, unit: str, goal: float) -> Figures:
+    """A measure whose goal is met if ``value`` is at least ``goal``; missed if it is None (nothing was measured)."""
+    return _measure(name, value, unit, f">= {goal:g}", value is not None and value >= goal)
 
 
-def stated(name: str, value: float, unit: str) -> Figures:
-    """A measure without a goal."""
+def stated(name: str, value: float | None, unit: str) -> Figures:
+    """A measure without a goal; a ``value`` of None = nothing was measured."""
     return _measure(name, value, unit, None, None)
 
 
 def as_text(measure: Figures) -> str:
     """A measure as one line of text."""
     goal = "" if measure["goal"] is None else f" (goal {measure['goal']}, {'met' if measure['met'] else 'missed'})"
-    return f"{measure['name']}: {measure['value']} {measure['unit']}{goal}"
+    value = "no sample" if measure["value"] is None else f"{measure['value']} {measure['unit']}"
+    return f"{measure['name']}: {value}{goal}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least ``share`` (0 to 1) of ``values`` do not exceed; ``values`` must not be empty."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    rank = math.ceil(round(share * len(ordered), 9))  # rounded: 0.07 * 100 is above 7
+    return ordered[max(1, rank) - 1]
+
+
+def figure(
+    values: Sequence[float], pick: Callable[[Sequence[float]], float], digits: int | None = None
+) -> float | None:
+    """``pick(values)``, rounded to ``digits``; None without values, which is no figure."""
+    if not values:
+        return None
+    return pick(values) if digits is None else round(pick(values), digits)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -66,9 +78,16 @@ def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
     """Pairs of a round and a name: every name once in each round, starting with a different one each time."""
     ordered = list(names)
     for turn in range(rounds):
-        first = turn % len(ordered)
-        yield from ((turn, name) for name in ordered[first:] + ordered[:first])
+        yield from ((turn, name) for name in rotated(ordered, turn))
 
 
-def _measure(name: str, value: float, unit: str, goal: str | None, met: bool | None) -> Figures:
-    return {"name": name, "value": round(value, 4), "unit": unit, "goal": goal, "met": met}
+def rotated(names: Iterable[str], turn: int) -> list[str]:
+    """``names`` in their order, starting with a different one in each turn."""
+    ordered = list(names)
+    first = turn % len(ordered)
+    return ordered[first:] + ordered[:first]
+
+
+def _measure(name: str, value: float | None, unit: str, goal: str | None, met: bool | None) -> Figures:
+    shown = None if value is None or not math.isfinite(value) else round(value, 4)
+    return {"name": name, "value": shown, "unit": unit, "goal": goal, "met": met}

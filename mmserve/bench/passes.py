@@ -22,7 +22,7 @@ import torch
 
 from mmserve.bench.in_process import torch_threads
 from mmserve.bench.llama_cpp import LlamaCpp, library
-from mmserve.bench.measures import Figures, Progress, times_others
+from mmserve.bench.measures import Figures, Progress, in_turns, times_others
 from mmserve.errors import ConfigError
 from mmserve.export.gguf import TYPES, form_of, write_gguf
 from mmserve.models.base import LoadedModel
@@ -109,13 +109,12 @@ def _measured(
         }
         seconds: dict[str, list[float]] = {name: [] for name in passes}
         least = dict.fromkeys(passes, float("inf"))
-        for repeat in range(repeats + 1):
-            for name, run in passes.items():
-                begun, spent = time.perf_counter(), time.process_time()
-                run()
-                if repeat:  # the first round is a warm-up
-                    seconds[name].append(time.perf_counter() - begun)
-                    least[name] = min(least[name], time.process_time() - spent)
+        for repeat, name in in_turns(passes, repeats + 1):
+            begun, spent = time.perf_counter(), time.process_time()
+            passes[name]()
+            if repeat:  # the first round is a warm-up
+                seconds[name].append(time.perf_counter() - begun)
+                least[name] = min(least[name], time.process_time() - spent)
     for name, taken in seconds.items():
         yield {
             "measured": f"{name}, {length} positions, {threads} threads",

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from mmserve.bench import vllm_peer
 from mmserve.bench.generation import generation_rows
 from mmserve.bench.in_process import ask_all
-from mmserve.bench.measures import Figures, Progress, quartiles, times_others
+from mmserve.bench.measures import Figures, Progress, in_turns, quartiles, times_others
 from mmserve.bench.passes import missing, pass_rows
 from mmserve.bench.settings import measured_config
 from mmserve.config import EngineConfig, MediaConfig, resolve
@@ -122,13 +122,12 @@ def _measured(engines: dict[str, Peer], size: int, repeats: int, progress: Progr
     times: dict[str, list[float]] = {name: [] for name in engines}
     tokens = {name: engine.tokens(size) for name, engine in engines.items()}
     answers = {name: engine.answer(size)[1] for name, engine in engines.items()}  # warm-up
-    for repeat in range(repeats):
-        progress(f"batch {size}: round {repeat + 1} of {repeats}")
-        for name, engine in engines.items():
-            seconds, again = engine.answer(size)
-            times[name].append(1000 * seconds / (size * NEW_TOKENS))
-            if again != answers[name]:
-                raise RuntimeError(f"{name} gave other answers to the same prompts")
+    for repeat, name in in_turns(engines, repeats):
+        progress(f"batch {size}: round {repeat + 1} of {repeats}, {name}")
+        seconds, again = engines[name].answer(size)
+        times[name].append(1000 * seconds / (size * NEW_TOKENS))
+        if again != answers[name]:
+            raise RuntimeError(f"{name} gave other answers to the same prompts")
     for name in engines:
         low, middle, high = quartiles(times[name])
         yield {

@@ -46,6 +46,11 @@ class ServedProcess:
     def __exit__(self, *_: object) -> None:
         self._end()
 
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
     def resident_bytes(self) -> int:
         """Resident memory of the server and of its child processes, in bytes; shared pages are counted once."""
         return sum(_resident(pid) for pid in _family(self._process.pid))

@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from mmserve.bench.measures import Figures, Progress, at_least, at_most, percentile
+from mmserve.bench.measures import Figures, Progress, at_least, at_most, figure, percentile
 from mmserve.bench.served import ServedProcess
 from mmserve.bench.video_clips import clips_of, question_at
 from mmserve.bench.video_served import PATIENCE, ReadyTimes, push, served
@@ -129,31 +130,34 @@ def _watch(server: ServedProcess, threads: Sequence[threading.Thread], kv: Seque
         time.sleep(READ_EVERY)
 
 
-def growth(held: Sequence[int], seconds: Sequence[float], warm: float) -> float:
-    """The largest change of memory after ``warm`` seconds, relative to its value then; 0 without enough samples.
+def growth(held: Sequence[int], seconds: Sequence[float], warm: float) -> float | None:
+    """The largest change of memory after ``warm`` seconds, relative to its value then.
 
-    Both are means over a sixth of the run, as a single sample includes requests in progress.
+    None if there are fewer than two samples, or if nothing was held then but something later. Both values are means
+    over a sixth of the run, as a single sample includes requests in progress.
     """
     later = [value for value, at in zip(held, seconds, strict=True) if at >= warm]
     if len(later) < 2:
-        return 0.0
+        return None
     width = max(1, len(later) // 6)
     means = [statistics.mean(later[i : i + width]) for i in range(0, len(later) - width + 1, width)]
-    return max(abs(mean / means[0] - 1) for mean in means) if means[0] else 0.0
+    if not means[0]:
+        return None if any(means) else 0.0
+    return max(abs(mean / means[0] - 1) for mean in means)
 
 
 def _report(seen: Seen, held: Bytes, ready: list[float], seconds: float) -> Figures:
     warm = min(WARM, seconds / 2)
-    first = [1000 * value for value in seen.first] or [1000 * PATIENCE]
-    ready = ready or [PATIENCE]
+    first = [1000 * value for value in seen.first]
+    p50, p99 = (partial(percentile, share=share) for share in (0.5, 0.99))
     row = {
         "measured": "sessions",
         "frames": sum(seen.frames),
         "questions": len(seen.asked),
         "answered": len(seen.first),
         "failures": sorted(set(seen.failures)),
-        "frame_to_ready_s": [round(percentile(ready, share), 3) for share in (0.5, 0.99)],
-        "question_to_first_token_ms": [round(percentile(first, share), 1) for share in (0.5, 0.99)],
+        "frame_to_ready_s": [figure(ready, share, 3) for share in (p50, p99)],
+        "question_to_first_token_ms": [figure(first, share, 1) for share in (p50, p99)],
         "at_seconds": held.seconds,
         "host_mib": [value >> 20 for value in held.host],
         "kv_kib": [value >> 10 for value in held.kv],
@@ -163,8 +167,8 @@ def _report(seen: Seen, held: Bytes, ready: list[float], seconds: float) -> Figu
         at_most("sessions that failed", len(seen.failures), "", 0),
         at_most(f"host memory after {warm:.0f} s, change", growth(held.host, held.seconds, warm), "share", FLAT),
         at_most(f"K/V memory after {warm:.0f} s, change", growth(held.kv, held.seconds, warm), "share", FLAT),
-        at_most("frame to ready p99", percentile(ready, 0.99), "s", READY_S),
-        at_most("question to first token p50", statistics.median(first), "ms", FIRST_MS),
+        at_most("frame to ready p99", figure(ready, p99), "s", READY_S),
+        at_most("question to first token p50", figure(first, statistics.median), "ms", FIRST_MS),
     ]
     settings = {"sessions": SESSIONS, "seconds": seconds, "frames_per_second": 1, "ask_every_seconds": ASK_EVERY}
     return {"rows": [row], "measures": measures, "settings": settings}

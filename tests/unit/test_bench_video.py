@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from mmserve.bench import video_accuracy, video_files
-from mmserve.bench.measures import at_least, at_most, in_turns, percentile, share_by_task, stated, times_others
+from mmserve.bench.measures import (
+    as_text,
+    at_least,
+    at_most,
+    figure,
+    in_turns,
+    percentile,
+    share_by_task,
+    stated,
+    times_others,
+)
 from mmserve.bench.video import plot, run
 from mmserve.bench.video_clips import clips_of, drawn_clip, frame_at
 from mmserve.bench.video_cuts import CutProxy
@@ -26,8 +36,18 @@ def test_measures_are_met_or_not_or_only_stated() -> None:
     assert at_most("a", 2.0, "ms", 3.0) == {"name": "a", "value": 2.0, "unit": "ms", "goal": "<= 3", "met": True}
     assert at_least("a", 2.0, "x", 3.0)["met"] is False
     assert stated("a", 2.0, "1/h")["met"] is None
-    assert percentile([float(i) for i in range(100)], 0.99) == 99.0
-    assert percentile([1.0], 0.5) == 1.0
+    for nothing in (None, float("inf")):
+        found = at_most("a", nothing, "ms", 3.0)
+        assert found["value"] is None and found["met"] is False
+        assert as_text(found) == "a: no sample (goal <= 3, missed)"
+    assert at_least("a", None, "x", 0.0)["met"] is False and stated("a", None, "x")["value"] is None
+
+
+def test_a_percentile_is_the_smallest_value_that_its_share_does_not_exceed() -> None:
+    hundred = [float(i) for i in range(1, 101)]
+    assert [percentile(hundred, share) for share in (0.07, 0.5, 0.99, 1.0)] == [7, 50, 99, 100]
+    assert percentile([1.0], 0.5) == percentile([1.0, 2.0], 0.5) == percentile([1.0, 2.0], 0.0) == 1.0
+    assert figure([], max) is None and figure([1.26], max, 1) == 1.3
 
 
 def test_calibration_error_is_the_gap_between_confidence_and_being_right() -> None:
@@ -43,7 +63,8 @@ def test_memory_that_grows_is_seen_after_the_warm_up_only() -> None:
     assert growth(early, seconds, 60) == 0
     assert growth(late, seconds, 60) > 0.2
     assert growth([200 - i for i in late], seconds, 60) > 0.2
-    assert growth([], [], 60) == 0
+    assert growth([], [], 60) is growth([0, 0, 5], [0.0, 60.0, 61.0], 60) is None
+    assert growth([0, 0, 0], [0.0, 60.0, 61.0], 60) == 0
 
 
 def test_clips_of_a_stream_follow_each_other_and_their_moments_are_labels() -> None:

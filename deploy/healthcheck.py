@@ -1,4 +1,4 @@
-"""Whether the server at HOST:PORT serves: exit code 0 or 1. For containers; Kubernetes asks by itself."""
+"""Whether the server at HOST:PORT serves: exit code 0 or 1. For containers; Kubernetes has its own gRPC probes."""
 
 import sys
 
@@ -7,7 +7,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 def problem(target: str, seconds: float = 4.0) -> str:
-    """Why the health service of ``target`` does not report SERVING within so many seconds; "" where it does."""
+    """Why the health service of ``target`` does not report SERVING within ``seconds``; "" if it does."""
     with grpc.insecure_channel(target) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=seconds)

@@ -1,7 +1,7 @@
-"""The front of a cluster as an application of Ray Serve, which is what KubeRay's RayService looks after.
+"""The front of a cluster as an application of Ray Serve, for KubeRay's RayService.
 
-Serve starts the front on a node, watches it and replaces it. It is a process of its own, `mmserve serve --cluster …`,
-with its own ports: no call and no token passes Serve.
+Serve starts the front on a node, checks its health and replaces it. The front is a separate process, `mmserve serve
+--cluster …`, with its own ports: no call and no token passes through Serve.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from healthcheck import problem
 class FrontProcess:
     """A process that serves on ``target``, from its start to its end.
 
-    Raises ``RuntimeError`` where it does not serve within ``start_seconds``.
+    Raises ``RuntimeError`` if it does not serve within ``start_seconds``.
     """
 
     def __init__(self, command: Sequence[str], target: str, start_seconds: float = 600.0) -> None:
@@ -30,12 +30,12 @@ class FrontProcess:
             time.sleep(0.5)
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` where it has ended or does not serve."""
+        """Raise ``RuntimeError`` if it has ended or does not serve."""
         if why := self._problem(4.0):
             raise RuntimeError(why)
 
     def stop(self, seconds: float = 90.0) -> None:
-        """Let it drain for so many seconds, then end it."""
+        """Let it drain for at most ``seconds``, then kill it."""
         self._process.terminate()
         try:
             self._process.wait(seconds)
@@ -52,7 +52,8 @@ class FrontProcess:
 
 
 def app(args: dict[str, str]):
-    """The application of ``import_path: mmserve_front:app``; ``args``: ``config`` and ``target``."""
+    """The application of ``import_path: mmserve_front:app``; ``args``: the files ``cluster`` and
+    ``config``, and ``target``, the address of the front."""
     from ray import serve
 
     @serve.deployment(
@@ -64,15 +65,16 @@ def app(args: dict[str, str]):
         graceful_shutdown_timeout_s=100,
     )
     class Front:
-        """Holds the process as long as Serve holds the replica."""
+        """Owns the process for the lifetime of the replica."""
 
         def __init__(self) -> None:
-            command = ["mmserve", "serve", "--cluster", args["config"], "--log-format", "json"]
-            # However this replica ends, its front ends with it, and leaves the port to the next one.
+            files = ["--cluster", args["cluster"], "--config", args["config"]]
+            command = ["mmserve", "serve", *files, "--log-format", "json"]
+            # the front ends with this replica, however that ends, so that its port is free for the next one
             self._front = FrontProcess(["setpriv", "--pdeathsig", "TERM", *command], args["target"])
 
         def check_health(self) -> None:
-            """Called by Serve; what it raises has the replica replaced."""
+            """Called by Serve, which replaces the replica if this raises."""
             self._front.check()
 
         def __del__(self) -> None:
@@ -81,7 +83,7 @@ def app(args: dict[str, str]):
                 front.stop()
 
         async def __call__(self, _request: object) -> str:
-            """What Serve's own HTTP port answers: where to go."""
+            """The answer of Serve's own HTTP port: the address of the front."""
             return f"mmserve serves gRPC on {args['target']}\n"
 
     return Front.bind()

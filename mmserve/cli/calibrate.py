@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask the questions, with progress on stderr, fit on one half, report the error on the other half, write the
     file."""
     from mmserve.assembly import BackgroundServer  # imports torch
-    from mmserve.calibrate.fit import calibration_error, fitted
+    from mmserve.calibrate.fit import FEWEST, calibration_error, fitted
     from mmserve.calibrate.items import bundled_items, judged, read_items
     from mmserve.core.decisions import Calibration, Scaling
     from mmserve.models.calibration import CALIBRATION_FILE, load_calibration, save_calibration
@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for row in rows:
         fit = f", temperature {row['temperature']:.3f}, bias {row['bias']:.3f}" if "temperature" in row else ""
+        if row["kind"] not in kinds and row["kind"] != "all":
+            fit = f", unchanged: at least {2 * FEWEST} questions of this kind are needed"
         print(
             f"{row['kind']}: {row['n']} questions, {row['accuracy']:.1%} right, expected calibration error "
             f"{row['before']:.4f} -> {row['after']:.4f}{fit}"

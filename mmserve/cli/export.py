@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 from mmserve.cli.options import show_progress
@@ -24,6 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Load the model in fp32, and write the GGUF file."""
     if not arguments.out.parent.is_dir():
         raise ConfigError(f"--out: there is no folder {arguments.out.parent}")
+    if find_spec("gguf") is None:  # before a large model is loaded
+        raise ConfigError("GGUF files need the package gguf: pip install 'mmserve[gguf]'")
     show_progress(f"Loading {arguments.model}")
     from mmserve.config import ModelConfig
     from mmserve.export.gguf import write_gguf
@@ -33,9 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_model(ModelConfig(path=arguments.model, dtype="float32", device="cpu"))
     if not isinstance(model, LoadedModel):
         raise ConfigError(f"{model.spec.architecture!r} is not written as GGUF")
-    try:
-        write_gguf(model, arguments.out, arguments.type)
-    except ModuleNotFoundError as error:
-        raise ConfigError("GGUF files need the package gguf: pip install 'mmserve[gguf]'") from error
+    write_gguf(model, arguments.out, arguments.type)
     print(f"{arguments.out}: {arguments.out.stat().st_size} bytes")
     return 0

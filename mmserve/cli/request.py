@@ -31,19 +31,35 @@ _DEFAULTS: dict[str, Any] = {"max_new_tokens": 64}
 #: Fields whose option has another name, as it reads a file or may be repeated.
 _FLAGS = {"videos": "video", "choices": "choice", "schema_options": "schema_option"}
 #: Options that are another name for a field of a message.
-_FIELDS = {"json_schema": "schema", "choice": "choices", "lark": "grammar", "gbnf": "grammar"}
+_FIELDS = {
+    "json_schema": "schema",
+    "choice": "choices",
+    "lark": "grammar",
+    "gbnf": "grammar",
+    "min_quality": "quality",
+    **{name: kind for kind in ("recompute", "commit") for name in policy_names(kind)},
+}
+#: Options for fields at certain paths only, the longer paths first.
+_PATHS = {
+    r"vision$": "pruner",
+    r"messages\[\d+\]\.parts\[\d+\]\.video\.sampling\b": "video_sampling",
+    r"messages\[\d+\]\.parts\[\d+\]\.video\b": "video",
+    r"messages\[\d+\]\.parts\[\d+\]\.image\b": "image",
+}
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
     """The options of a request except its prompt."""
     _add_messages(parser.add_argument_group("messages, images and videos"))
     _add_answer(parser.add_argument_group("the answer"))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the policies have a line each
     _add_policies(
         parser.add_argument_group(
             "policies",
-            "Parameters follow the name of a policy: threshold:confidence=0.8, early_commit:base=threshold,late=3, "
-            "early_commit:base=threshold(confidence=0.8). `mmserve models` lists the policies of a model. "
-            + _numbers(),
+            "Parameters follow the name of a policy: threshold:confidence=0.8,\n"
+            "early_commit:base=threshold,late=3, early_commit:base=threshold(confidence=0.8).\n"
+            "`mmserve models` lists the policies of a model. Parameters with their defaults:\n  "
+            + "\n  ".join(_numbers()),
         )
     )
     _add_constraint(parser.add_argument_group("constraint"))
@@ -88,9 +104,12 @@ def by_flags(error: InvalidArgument) -> InvalidArgument:
 
 def _flag_of(path: str) -> str:
     """The option that sets the request field at ``path``; ``path`` itself if there is none."""
+    for pattern, name in _PATHS.items():
+        if re.match(pattern, path):
+            return f"{_flag(name)} ({path})" if "." in path else _flag(name)
     *outer, last = path.split(".")
     for part in (*outer, last):
-        field = re.sub(r"\[.*", "", part)
+        field = re.sub(r"[\[#].*", "", part)
         name = _FIELDS.get(field, field)
         if name in REQUEST or name == "schema":
             return _flag(name) if field == last else f"{_flag(name)} ({path})"
@@ -169,13 +188,13 @@ def _add_policies(group: argparse._ArgumentGroup) -> None:
     _add(group, "image_reuse", type=partial(_policy, "image_reuse"), metavar=_POLICY)
 
 
-def _numbers() -> str:
+def _numbers() -> list[str]:
     """The policies with parameters, each in the option's syntax with its default values."""
     shown = []
     for name, kind in CLASSES.items():
         pairs = (f"{v.name}={v.default_words or v.name.upper()}" for v in values(kind).values() if v.default != "")
         shown.append(f"{name}:{','.join(pairs)}")
-    return f"Parameters with their defaults: {', '.join(shown)}."
+    return shown
 
 
 def _add_constraint(group: argparse._ArgumentGroup) -> None:

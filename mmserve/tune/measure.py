@@ -117,10 +117,12 @@ def agreement(tokens: Sequence[int], plain: Sequence[int]) -> float:
 
 
 def _quality(prompts: Sequence[Prompt], answers: Sequence[Answer], plain: Sequence[Answer], group: list[int]) -> float:
-    """The score of a ``group`` of prompts relative to that of plain decoding; 1 if the latter is 0."""
+    """The score of a ``group`` of prompts relative to that of plain decoding; if the latter is 0, the agreement."""
     scored = [(_score(prompts[i], answers[i], plain[i]), _score(prompts[i], plain[i], plain[i])) for i in group]
     whole = sum(of_plain for _mine, of_plain in scored)
-    return sum(mine for mine, _of_plain in scored) / whole if whole else 1.0
+    if not whole:
+        return statistics.mean(agreement(answers[i].tokens, plain[i].tokens) for i in group)
+    return sum(mine for mine, _of_plain in scored) / whole
 
 
 def _score(prompt: Prompt, answer: Answer, plain: Answer) -> float:

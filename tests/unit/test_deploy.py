@@ -15,6 +15,7 @@ import yaml
 from deployed import DEPLOY, ROOT, dashboard, panels
 from prometheus_client import CollectorRegistry
 
+from mmserve.cluster.config import load_cluster
 from mmserve.config import ServerConfig, load
 from mmserve.engine.engine import _ENDING_SECONDS
 from mmserve.http.app import APIS
@@ -141,6 +142,27 @@ def test_the_front_is_started_by_hand_in_the_one_and_by_serve_in_the_other() -> 
     assert all(f'args["{key}"]' in source for key in application["args"])
     [front] = [g for g in service["spec"]["rayClusterConfig"]["workerGroupSpecs"] if g["groupName"] == "front"]
     assert yaml.safe_load(yaml.safe_load(front["rayStartParams"]["resources"])) == {"mmserve-front": 1}
+
+
+@pytest.mark.parametrize(("name", "spec"), ray_clusters(), ids=[name for name, _ in ray_clusters()])
+def test_a_front_listens_where_its_service_and_probes_reach_it(name: str, spec: Any) -> None:
+    config, cluster = load(DEPLOY / "ray/mmserve.toml"), load_cluster(DEPLOY / "ray/cluster.toml")
+    assert cluster.cluster.address == "auto" and config.engine.max_tokens
+    assert config.server.host == config.server.metrics_host == "0.0.0.0"
+    [front] = [g["template"]["spec"]["containers"][0] for g in spec["workerGroupSpecs"] if g["groupName"] == "front"]
+    ports = {port["name"]: port["containerPort"] for port in front["ports"]}
+    assert ports == {"grpc": config.server.port, "metrics": config.server.metrics_port}
+    mounts = {mount["name"]: mount["mountPath"] for mount in front["volumeMounts"]}
+    assert [str(Path(tenant.token_file).parent) for tenant in config.tenants] == [mounts["tokens"]]
+    files = [f"{mounts['config']}/{file}.toml" for file in ("cluster", "mmserve")]
+    if name == "raycluster":
+        assert "mmserve serve --cluster {} --config {} ".format(*files) in front["args"][0]
+    else:
+        [service, _] = documents(DEPLOY / "ray/rayservice.yaml")
+        [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+        assert [application["args"][key] for key in ("cluster", "config")] == files
+        source = (DEPLOY / "ray/mmserve_front.py").read_text()
+        assert '"--cluster", args["cluster"], "--config", args["config"]' in source
 
 
 def instructions() -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,14 @@ def test_llama_cpp_computes_the_same(tmp_path: Path) -> None:
         assert np.abs(other.logits(IDS) - expected).max() < 5e-3
     finally:
         other.close()
+
+
+def test_a_missing_package_is_named_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert cli.main(["export", "gguf", "--model", str(tmp_path / "none"), "--out", str(tmp_path / "x.gguf")]) == 1
+    assert capsys.readouterr().err == "mmserve export: GGUF files need the package gguf: pip install 'mmserve[gguf]'\n"
 
 
 def test_the_command_line_writes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,6 +243,11 @@ def test_quality_is_that_of_the_worse_of_free_and_constrained_prompts() -> None:
     assert figures(PLAIN, prompts, plain, plain).quality == 1.0
 
 
+def test_where_plain_decoding_is_never_right_quality_is_the_agreement_with_it() -> None:
+    prompts = [Prompt(text="x", right=lambda _text: False)]
+    assert figures(DUAL, prompts, [answer("b", 1, 2, 3, 5)], [answer("a", 1, 2, 3, 4)]).quality == 0.75
+
+
 def test_every_pair_can_be_asked_for(model: LoadedModel) -> None:
     filtered = dataclasses.replace(model, commit_filter=sure_above(0.5))
     offered = Offered.by(filtered)

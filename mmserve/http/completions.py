@@ -187,8 +187,11 @@ class _Reply(Chunks):
                 yield line + (self._end(finished) if last else "")
 
     def _text(self, one: Finished) -> str:
-        """The text before the suffix, or before a stop string."""
-        return one.holes[0] if one.holes else one.text.removesuffix(self._suffix)
+        """The text before the suffix, or before a stop string, which may be a part of the suffix."""
+        if one.holes:
+            return one.holes[0]
+        size = self._suffix.find(one.stop) if one.reason == "stop" else len(self._suffix)
+        return one.text.removesuffix(self._suffix[:size] if size > 0 else "")
 
     def _tokens(self, one: Finished) -> Sequence[CommittedToken]:
         """The tokens of the text before the suffix."""

@@ -168,7 +168,8 @@ def test_a_gap_in_a_text_is_filled(served: Running, client: openai.OpenAI, model
     )
     assert expected.text.endswith(SUFFIX)
     asked: dict[str, Any] = {"model": model, "prompt": TEXT, "suffix": SUFFIX, "max_tokens": 6}
-    assert client.completions.create(**asked).choices[0].text == expected.holes[0]
+    for stop in ([], ["left"], ["?"]):  # parts of the suffix, whose beginning is no part of the text
+        assert client.completions.create(**asked, stop=stop).choices[0].text == expected.holes[0]
     chunks = client.completions.create(**asked, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.holes[0]
     body = json.dumps({**asked, "random_seed": 1}).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,3 +51,15 @@ def test_log_probabilities_are_of_the_text_before_the_suffix(fim: bool, gap: str
             assert found["tokens"] == list(gap) and len(found["token_logprobs"]) == len(gap)
     plain = Completions(fim=fim).read({"model": "m", "prompt": "a"}).reply.whole([one])
     assert plain["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "expected"), [("ab", "b", "ab"), ("ab", "bx", "a"), ("ab", "xb", "ab"), ("ab", "cx", "ab")]
+)
+def test_a_text_that_a_stop_string_ends_has_nothing_of_the_suffix(text: str, suffix: str, expected: str) -> None:
+    """Which does not follow it, or of which the stop string is a part."""
+    reply = Completions().read({"model": "m", "prompt": "a", "suffix": suffix, "stop": "x"}).reply
+    one = replace(finished(text, ()), reason="stop", stop="x")
+    [whole] = reply.whole([one])["choices"]
+    [last] = asyncio.run(choices_of(reply, one))
+    assert [(each["text"], each["stop_reason"]) for each in (whole, last)] == [(expected, "x")] * 2

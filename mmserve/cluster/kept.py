@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mmserve.cluster.asking import Answers, ask_all
 from mmserve.cluster.workers import Worker
 from mmserve.core.cached import Block, alone, named
 from mmserve.engine.prefixes import own
+
+
+class ClusterLeftover:
+    """As ``tiers.leftover.Leftover``, on all workers; ``ask`` calls them."""
+
+    def __init__(self, ask: Callable[..., Answers], served: tuple[str, ...], model: str) -> None:
+        self._ask, self._of = ask, (served, model)
+
+    def blocks(self) -> list[Block]:
+        """All blocks, with the worker of each."""
+        return _of_workers(self._ask("others.blocks", *self._of))
+
+    def pin(self, ids: Sequence[str], pinned: bool) -> int:
+        """See ``Leftover.pin``; the most blocks that any worker has."""
+        return max(self._ask("others.pin", *self._of, list(ids), pinned).returned.values())
+
+    def drop(self, ids: Sequence[str]) -> int:
+        """See ``Leftover.drop``; blocks in the memory of several workers count for each."""
+        return sum(self._ask("others.drop", *self._of, list(ids)).returned.values())
+
+
+def _of_workers(answers: Answers) -> list[Block]:
+    """The blocks that workers returned, with the worker of each."""
+    return [block for worker, blocks in answers.returned.items() for block in own(blocks, worker)]
 
 
 class ClusterKept:
@@ -24,8 +48,7 @@ class ClusterKept:
 
     def blocks(self) -> list[Block]:
         """All blocks, with the worker of each."""
-        found = self._ask("blocks").returned
-        return [block for worker, blocks in found.items() for block in own(blocks, worker)]
+        return _of_workers(self._ask("blocks"))
 
     def pin(self, ids: Sequence[str], pinned: bool) -> int:
         """Pin entries, or unpin them, on each worker that has them. Returns how many of their blocks are there, each
@@ -46,6 +69,10 @@ class ClusterKept:
         self._ask("drop", visual, pages)
         self._dropped([bytes.fromhex(name) for name in pages])
         return len(visual) + len(pages)
+
+    def others(self, served: Collection[str], model: str = "") -> ClusterLeftover:
+        """See ``Leftover``."""
+        return ClusterLeftover(self._ask, tuple(served), model)
 
     def prefix_of(self, request: str) -> str:
         """The id of the prompt prefix of a recently ended request; empty if none is cached."""

@@ -27,6 +27,9 @@ QUESTIONS: Mapping[str, Callable[..., Any]] = {
     "blocks": lambda of: of.engine.kept.blocks(),
     "pin": lambda of, ids, pinned: of.engine.kept.pin(ids, pinned),
     "drop": lambda of, visual, pages: of.engine.kept.forget(visual, pages),
+    "others.blocks": lambda of, served, model: of.engine.kept.others(served, model).blocks(),
+    "others.pin": lambda of, served, model, ids, pinned: of.engine.kept.others(served, model).pin(ids, pinned),
+    "others.drop": lambda of, served, model, ids: of.engine.kept.others(served, model).drop(ids),
     "prefix_of": lambda of, request: of.engine.kept.prefix_of(request),
     # sessions of video
     "stream.open": lambda of, *given: of.streams.open(*given),

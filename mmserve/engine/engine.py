@@ -119,7 +119,7 @@ class Engine:
     @property
     def kept(self) -> Kept:
         """The engine's caches for later requests."""
-        return Kept(self.info.name, self._prefixes, self.stages.encoder.cache.tokens)
+        return Kept(self.info.name, self._prefixes, self.stages.encoder.cache)
 
     @property
     def adapters(self) -> Adapters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -15,7 +15,8 @@ from mmserve.engine.request_state import RequestState
 from mmserve.errors import FailedPrecondition
 from mmserve.kv.pool import PagePool
 from mmserve.kv.prefix_tier import Fetched, PrefixTier
-from mmserve.tiers.memory import TensorCache
+from mmserve.tiers.caches import Caches
+from mmserve.tiers.leftover import Leftover
 
 logger = logging.getLogger("mmserve.engine")
 _T = TypeVar("_T")
@@ -151,6 +152,10 @@ class Prefixes:
             self._tier.save(there[-most:])
             self._tier.cache.flush()
 
+    def uses(self, key: bytes, block: Block) -> bool:
+        """Whether requests use the block under this key of the tier, whatever its label."""
+        return self._tier is not None and self._tier.uses(key, block.label)
+
     def unpin_in_memory(self) -> None:
         """Unpin the model's pages in memory, except those pinned on disk."""
         if self._tier is not None:
@@ -216,11 +221,11 @@ def own(blocks: Sequence[Block], worker: str) -> list[Block]:
 
 
 class Kept:
-    """The caches of one engine's ``model``; visual tokens are in ``tokens``, which engines share. Thread-safe, and
-    slow."""
+    """The caches of one engine's ``model``; those in ``caches`` are shared by engines. Thread-safe, and slow."""
 
-    def __init__(self, model: str, prefixes: Prefixes, tokens: TensorCache) -> None:
-        self._model, self._prefixes, self._tokens = model, prefixes, tokens
+    def __init__(self, model: str, prefixes: Prefixes, caches: Caches) -> None:
+        self._model, self._prefixes, self._tokens = model, prefixes, caches.tokens
+        self._shared = caches.prefix, caches.tokens
 
     def blocks(self) -> list[Block]:
         """All blocks, tier by tier."""
@@ -247,6 +252,10 @@ class Kept:
         self._tokens.drop([bytes.fromhex(each) for each in visual])
         self._prefixes.forget(pages)
         return len(visual) + len(pages)
+
+    def others(self, served: Collection[str], model: str = "") -> Leftover:
+        """See ``Leftover``."""
+        return Leftover(self._shared, served, model, self._prefixes.uses)
 
     def unpin_in_memory(self) -> None:
         """Unpin entries in memory: without their engine they could not be unpinned."""

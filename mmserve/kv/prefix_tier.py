@@ -134,9 +134,12 @@ class PrefixTier:
         found: list[Block] = []
         for key, block in self.cache.blocks():
             if block.label.kind == "prefix" and block.label.model == self._model:
-                current = key == self._key(bytes.fromhex(block.label.name))
-                found.append(block if current else replace(block, stale=key.hex()))
+                found.append(block if self.uses(key, block.label) else replace(block, stale=key.hex()))
         return found
+
+    def uses(self, key: bytes, label: Label) -> bool:
+        """Whether the page of ``label`` has this key with the present weights and settings."""
+        return key == self._key(bytes.fromhex(label.name))
 
     def pin(self, names: Sequence[str], pinned: bool) -> int:
         """See ``TensorCache.pin``; by names of blocks. Stale ones are only unpinned."""

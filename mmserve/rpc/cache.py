@@ -16,7 +16,7 @@ from mmserve.core.request import Streaming
 from mmserve.errors import InvalidArgument, MMServeError, Unimplemented
 from mmserve.observe import calls
 from mmserve.rpc.auth import check_admin, current_tenant
-from mmserve.rpc.engines import EngineLike, Engines, KeptLike, kept_of
+from mmserve.rpc.engines import EngineLike, Engines, EntriesLike, KeptLike, kept_of
 from mmserve.rpc.generation import Generations, answered, deadline_of, logged
 from mmserve.rpc.status import errors_to_status, handler
 from mmserve.v1 import cache_pb2 as pb
@@ -37,9 +37,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     @handler
     async def ListEntries(self, message: pb.ListEntriesRequest, context: Any) -> pb.ListEntriesResponse:
-        """The caller's entries, or all for an admin; NOT_FOUND for an unknown model."""
-        engines = [self._engines.find(message.model)] if message.model else self._engines.any_ready()
-        blocks = await self._blocks(engines)
+        """The caller's entries, or all for an admin; NOT_FOUND for an unknown model without entries."""
+        blocks = [block for each in await self._held(message.model) for block in await self._blocks(each)]
         kind = KINDS.get(message.kind)
         found = listing([block for block in blocks if kind in (None, block.label.kind)])
         sizes = {str(tier): size for tier, size in found.sizes.items()}
@@ -59,9 +58,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def DropEntries(self, message: pb.DropEntriesRequest, context: Any) -> pb.DropEntriesResponse:
         """Drop entries."""
         check_admin("pin or drop cache entries")
-        ids = list(message.ids)
-        dropped = [await asyncio.to_thread(_kept(each).drop, ids) for each in await self._of(ids, message.model)]
-        logger.info("dropped %d blocks of %d cache entries", sum(dropped), len(ids))
+        chosen = await self._chosen(message.ids, message.model)
+        dropped = [await asyncio.to_thread(each.drop, ids) for each, ids in chosen]
+        logger.info("dropped %d blocks of %d cache entries", sum(dropped), len(message.ids))
         return pb.DropEntriesResponse(blocks=sum(dropped))
 
     async def Warm(self, message: pb.WarmRequest, context: Any) -> pb.WarmResponse:
@@ -103,35 +102,85 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 )
         raise AssertionError("unreachable: an error ends the call")
 
-    async def _blocks(self, engines: Sequence[EngineLike]) -> list[Block]:
-        """The blocks of these engines' caches that the caller may see."""
-        tenant = current_tenant()
-        found = [block for each in engines for block in await asyncio.to_thread(_kept(each).blocks)]
+    async def _held(self, model: str) -> list[EntriesLike]:
+        """The entries of ``model`` or, if it is empty, of each model, with those of models that are not served at the
+        end.
+
+        Raises ``NotFound`` for a model that is not served and has no entries, ``Unavailable`` while all are loading.
+        """
+        served = self._engines.names
+        if model in served:
+            return [_kept(self._engines.find(model))]
+        engines = self._engines.any_ready()
+        others = _Others([_kept(each).others(served, model) for each in engines])
+        if not model:
+            return [*map(_kept, engines), others]
+        if not await self._blocks(others):
+            self._engines.find(model)
+        return [others]
+
+    async def _blocks(self, entries: EntriesLike) -> list[Block]:
+        """The blocks of these entries that the caller may see."""
+        tenant, found = current_tenant(), await asyncio.to_thread(entries.blocks)
         return found if tenant.admin else [block for block in found if block.label.tenant == tenant.cache]
 
     async def _pin(self, message: pb.PinEntriesRequest | pb.UnpinEntriesRequest, *, pinned: bool) -> int:
         check_admin("pin or drop cache entries")
-        ids = list(message.ids)
-        return sum(
-            [await asyncio.to_thread(_kept(each).pin, ids, pinned) for each in await self._of(ids, message.model)]
-        )
+        chosen = await self._chosen(message.ids, message.model)
+        return sum([await asyncio.to_thread(each.pin, ids, pinned) for each, ids in chosen])
 
-    async def _of(self, ids: Sequence[str], model: str) -> list[EngineLike]:
-        """The engines with the entries ``ids``: that of ``model``, or all if it is empty.
+    async def _chosen(self, ids: Sequence[str], model: str) -> list[tuple[EntriesLike, list[str]]]:
+        """Those of the entries ``ids`` to change in each of the caches with the entries of ``model``, or of all models
+        if it is empty: entries of models that are not served only if no other model has them.
 
         Raises ``InvalidArgument`` for an id that several models have: equal prompts have equal ids.
         """
-        if model:
-            return [self._engines.find(model)]
-        engines = self._engines.any_ready()
-        if len(engines) > 1:
-            models: dict[str, set[str]] = {}
-            for block in await self._blocks(engines):
-                models.setdefault(block.label.name, set()).add(block.label.model)
-            for i, each in enumerate(ids):
-                if len(found := models.get(each, ())) > 1:
-                    raise InvalidArgument.of(f"ids[{i}]", f"is an entry of {' and of '.join(sorted(found))}: set model")
-        return engines
+        held = await self._held(model)
+        if len(held) == 1:
+            return [(held[0], list(ids))]
+        owners = [_owners(await self._blocks(entries)) for entries in held]
+        left: list[str] = []
+        for i, name in enumerate(ids):
+            found = set[str]().union(*(owner.get(name, ()) for owner in owners[:-1]))
+            if not found:
+                left.append(name)
+                found = owners[-1].get(name, set())
+            if len(found) > 1:
+                raise InvalidArgument.of(f"ids[{i}]", f"is an entry of {' and of '.join(sorted(found))}: set model")
+        return [*((entries, list(ids)) for entries in held[:-1]), (held[-1], left)]
+
+
+class _Others:
+    """Entries of models that are not served, as each engine lists them; they are stale if they are for all engines."""
+
+    def __init__(self, each: Sequence[EntriesLike]) -> None:
+        self._each = each
+
+    def blocks(self) -> list[Block]:
+        """All blocks."""
+        found, *others = (entries.blocks() for entries in self._each)
+        used = {_place(block) for blocks in others for block in blocks if not block.stale}
+        return [replace(block, stale="") if _place(block) in used else block for block in found]
+
+    def pin(self, ids: Sequence[str], pinned: bool) -> int:
+        """See ``tiers.leftover.Leftover.pin``."""
+        return self._each[0].pin(ids, pinned)
+
+    def drop(self, ids: Sequence[str]) -> int:
+        """See ``tiers.leftover.Leftover.drop``."""
+        return self._each[0].drop(ids)
+
+
+def _place(block: Block) -> tuple[object, ...]:
+    return block.label, block.tier, block.worker
+
+
+def _owners(blocks: Sequence[Block]) -> dict[str, set[str]]:
+    """The models that have a block of each name."""
+    found: dict[str, set[str]] = {}
+    for block in blocks:
+        found.setdefault(block.label.name, set()).add(block.label.model)
+    return found
 
 
 def _kept(engine: EngineLike) -> KeptLike:

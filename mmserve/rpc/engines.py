@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import replace
 from typing import Protocol
 
@@ -76,14 +76,21 @@ def adapters_of(engine: EngineLike) -> AdaptersLike | None:
     return found
 
 
-class KeptLike(Protocol):
-    """The caches of an engine (see ``engine.prefixes.Kept``); thread-safe, and slow."""
+class EntriesLike(Protocol):
+    """Cache entries; thread-safe, and slow."""
 
     def blocks(self) -> list[Block]: ...
 
     def pin(self, ids: Sequence[str], pinned: bool) -> int: ...
 
     def drop(self, ids: Sequence[str]) -> int: ...
+
+
+class KeptLike(EntriesLike, Protocol):
+    """The caches of an engine (see ``engine.prefixes.Kept``); thread-safe, and slow."""
+
+    def others(self, served: Collection[str], model: str = "") -> EntriesLike:
+        """Entries of models that are not served (see ``tiers.leftover.Leftover``)."""
 
     def prefix_of(self, request: str) -> str: ...
 

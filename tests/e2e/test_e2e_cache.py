@@ -18,7 +18,7 @@ from PIL import Image
 from prometheus_client import generate_latest
 
 from mmserve.assembly import BackgroundServer
-from mmserve.client import AsyncClient, Client, FailedPrecondition, ResourceExhausted, Result, Unauthenticated
+from mmserve.client import AsyncClient, Client, FailedPrecondition, NotFound, ResourceExhausted, Result, Unauthenticated
 from mmserve.config import KVCacheConfig, ModelConfig, TenantConfig
 
 LONG = "what is left of the red circle, and what is right of it? " * 5
@@ -36,9 +36,10 @@ def served(
     kv: KVCacheConfig,
     tenants: tuple[TenantConfig, ...] = (),
     server: dict[str, object] | None = None,
+    name: str = "m",
     **engine: object,
 ) -> Iterator[BackgroundServer]:
-    models = (ModelConfig(path=str(folder), name="m"),)
+    models = (ModelConfig(path=str(folder), name=name),)
     config = settings(engine={"page_size": PAGE, **engine}, server=server)
     with BackgroundServer(replace(config, models=models, kv_cache=kv, tenants=tenants)) as running:
         yield running
@@ -63,6 +64,30 @@ def test_a_server_answers_from_what_an_earlier_one_left_on_disk(folder: Path, tm
     for before, after in zip(*answers, strict=True):
         assert run_positions(after) <= PAGE + 1 < run_positions(before)
     assert all(tiers >= {"disk", "pages"} for tiers in found.values()) and len(found) == 2
+    with served(folder, kv, name="other") as server, Client(server.address, timeout=60) as client:
+        left = client.cache.list().entries
+        assert {(entry.id, entry.model, entry.stale) for entry in left} == {(each, "m", False) for each in found}
+        assert client.generate(LONG, max_new_tokens=1).usage.cached_tokens, "it is the same model"
+    with (
+        served(folder, kv, name="third", prefill_tokens=64) as server,
+        Client(server.address, timeout=60) as client,
+    ):
+        left = client.cache.list().entries
+        assert {entry.id for entry in left} == {entry.id for entry in client.cache.list("m").entries} == set(found)
+        assert all(entry.model == "m" and entry.stale and set(entry.sizes) == {"disk"} for entry in left)
+        assert client.cache.list("third").entries == ()
+        with pytest.raises(NotFound, match="no model 'nobody' here"):
+            client.cache.list("nobody")
+        one, another = sorted(found)
+        client.generate(LONG, max_new_tokens=1)
+        [own] = client.cache.list("third").entries
+        assert own.id in found, "a prompt has the same id in every model"
+        first, second = (own.id, one if own.id == another else another)
+        assert client.cache.drop([first]) > 0 and not client.cache.list("third").entries
+        assert {entry.id for entry in client.cache.list().entries} == set(found), "those of the model that serves"
+        assert client.cache.pin([second]) == 0, "no request can use it"
+        assert client.cache.drop([first, second]) > 0 and not client.cache.list().entries
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_prompts_are_warmed_pinned_and_dropped(folder: Path, tmp_path: Path) -> None:

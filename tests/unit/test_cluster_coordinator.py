@@ -313,6 +313,20 @@ def test_what_workers_keep_is_listed_with_them_and_managed_as_one() -> None:
     assert made.kept.drop(["ee"]) == made.kept.pin(["ee"], True) == 0
 
 
+def test_what_is_left_of_models_that_are_not_served_is_managed_on_every_worker() -> None:
+    left = replace(page(A, tier="disk"), stale="ff")
+    answers = {"others.blocks": [left], "others.pin": 1}
+    one, other = (Worker(str(i), answers={**answers, "others.drop": 1 - i}) for i in range(2))
+    found = coordinator(one, other).kept.others([MODEL], "old")
+    assert [(block.worker, block.stale) for block in found.blocks()] == [("0", "ff"), ("1", "ff")]
+    assert found.pin([A], False) == found.drop([A]) == 1, "a file is there once"
+    served = (MODEL,), "old"
+    for worker in (one, other):
+        assert worker.asked[-3:] == [
+            ("others.blocks", served), ("others.pin", (*served, [A], False)), ("others.drop", (*served, [A]))
+        ]  # fmt: skip
+
+
 def test_an_error_of_one_worker_s_caches_names_it() -> None:
     full = ResourceExhausted("too much is pinned")
     one, other = (Worker(str(i), answers={"blocks": [page(A)], "pin": 1}) for i in range(2))

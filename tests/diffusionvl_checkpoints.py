@@ -26,7 +26,8 @@ KEYS: dict[str, Any] = {
     "image_aspect_ratio": "pad",
     "image_token_id": None,
     "mask_token_id": MASK_ID,
-    "max_pixels": 262_144,
+    "max_pixels": 15 * 64,
+    "min_pixels": 5 * 64,
     "mm_patch_merge_type": "spatial_unpad",
     "mm_projector_type": "qwen_merger",
     "mm_use_im_start_end": False,
@@ -66,7 +67,8 @@ class DiffusionVL:
         embed, seen, rows = self.oracle.get_input_embeddings(), iter(images), []
         for token in ids:
             if token == image_id:
-                made = Qwen2VLImageProcessorPil(**PROCESSOR)(next(seen), return_tensors="pt")
+                limits = {name: KEYS[name] for name in ("min_pixels", "max_pixels")}  # before the processor's own
+                made = Qwen2VLImageProcessorPil(**{**PROCESSOR, **limits})(next(seen), return_tensors="pt")
                 grid = made["image_grid_thw"]
                 rows.append(self.oracle.model.visual(made["pixel_values"], grid_thw=grid).pooler_output)
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mmserve.core.request import PixelRange
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.chat import IMAGE, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
@@ -68,7 +69,10 @@ def _vision(checkpoint: Checkpoint, target: Target, keys: Keys, config: DecoderC
     tower = tower_config(checkpoint, kind)
     check_width(keys, tower, kind, config)
     made = load_tower(checkpoint, kind, tower, _tensor, target)
-    return Qwen25Vision(made, load_pixels(checkpoint.folder, tower, together=False), frames=0)
+    pixels = load_pixels(checkpoint.folder, tower, together=False)
+    given = (keys.integer(n) if keys.values.get(n) is not None else None for n in ("min_pixels", "max_pixels"))
+    # as in the authors' tower, these keys have priority over the image processor's
+    return Qwen25Vision(made, pixels.within(PixelRange(*given), PixelRange()), frames=0)
 
 
 def _tensor(parameter: str) -> str:

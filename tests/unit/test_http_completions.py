@@ -63,3 +63,12 @@ def test_a_text_that_a_stop_string_ends_has_nothing_of_the_suffix(text: str, suf
     [whole] = reply.whole([one])["choices"]
     [last] = asyncio.run(choices_of(reply, one))
     assert [(each["text"], each["stop_reason"]) for each in (whole, last)] == [(expected, "x")] * 2
+
+
+def test_an_answer_that_was_shortened_to_end_within_its_budget_is_reported() -> None:
+    reply = Completions().read({"model": "m", "prompt": ["a", "b"], "guided_regex": "[ab]*"}).reply
+    whole, cut = finished("ab"), replace(finished("ab"), sample=1, closed_by_budget=True)
+    for done, closed in (([whole, replace(whole, sample=1)], False), ([whole, cut], True)):
+        found = reply.whole(done)
+        assert found["mmserve"]["closed_by_budget"] is closed
+        assert [choice["finish_reason"] for choice in found["choices"]] == ["stop", "stop"]

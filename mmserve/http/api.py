@@ -158,8 +158,8 @@ def one_of(accepted: Sequence[str]) -> tuple[tuple[str, ...], str]:
 
 
 def own_fields(finished: Sequence[Finished]) -> dict[str, Any]:
-    """Fields that other servers do not have: forward passes, times (ms, of the slowest sample), edited tokens, whether a
-    constrained answer was shortened to end within its budget, and warnings about constraints and policies."""
+    """Fields that other servers do not have: forward passes, times (ms, of the slowest sample), edited tokens, whether
+    a constrained answer was shortened to end within its budget, and warnings about constraints and policies."""
     times = max((one.times for one in finished), key=lambda each: each.total)
     return {
         "forwards": sum(one.forwards for one in finished),

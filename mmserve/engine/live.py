@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from mmserve.core.events import Failed
 from mmserve.core.request import TERMINAL, RequestId, Stage, advance
@@ -53,21 +54,27 @@ class LiveRequests:
         self.by_id.update((each.request.id, each) for each in state.split())
 
     def release(self, state: RequestState) -> None:
-        """Free all resources of a request, or sample, that has ended."""
+        """Free all resources of a request, or sample, that has ended: if one cannot be freed, all others, before the
+        exception is raised."""
         if state.stage not in TERMINAL:
             raise ValueError(f"released while {state.stage.name}")
-        for sample in samples(state.request):  # encoded, but not split yet: each sample may hold resources
-            self._stages.release(sample.id)
-        self._pool.release(state.pages.ids)
-        del self.by_id[state.request.id]
-        state.group.members.remove(state)
-        self._queue.end(state.samples)
+        with ExitStack() as ending:  # in reverse order
+            ending.callback(self._queue.end, state.samples)
+            ending.callback(state.group.members.remove, state)
+            ending.callback(self.by_id.pop, state.request.id)
+            ending.callback(self._pool.release, state.pages.ids)
+            for sample in samples(state.request):  # encoded, but not split yet: each sample may hold resources
+                self._stages.release(sample.id)
 
     def end_failed(self, state: RequestState) -> None:
-        """End a request whose client has its error; must not be held by a worker."""
-        if state.stage not in TERMINAL:
-            self.advance(state, Stage.FAILED)
-        self.release(state)
+        """End a request whose client has its error, or gets it; must not be held by a worker. Errors are logged: others
+        must end, too."""
+        try:
+            if state.stage not in TERMINAL:
+                self.advance(state, Stage.FAILED)
+            self.release(state)
+        except Exception:
+            logger.exception("request %s was not completely released", state.request.id)
 
     def fail(self, state: RequestState, error: MMServeError) -> None:
         """Send the client its error, once; free its samples now, or when the workers that hold them report."""

@@ -7,6 +7,7 @@ Payloads (visual tokens, pages, canvases) are passed by the transports and not b
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -132,10 +133,11 @@ class Stages:
 
     def release(self, request: RequestId) -> None:
         """Forget a request in every stage; the engine releases its pages. Not while a stage runs it."""
-        self.encoding.release(request)
-        self.prefilling.forget(request)
-        self.decoding.release(request)
-        self.adapters.let_go(request)
+        with ExitStack() as ending:  # all of it, whatever one of them raises
+            ending.callback(self.adapters.let_go, request)
+            ending.callback(self.decoding.release, request)
+            ending.callback(self.prefilling.forget, request)
+            self.encoding.release(request)
 
     @property
     def held(self) -> int:

@@ -865,6 +865,32 @@ def test_a_bug_at_the_end_of_a_request_fails_it_and_leaves_the_engine_running(
     assert b.ask(ask("next")).reason == "length"
 
 
+@pytest.mark.parametrize("how", ["finished", "cancelled"])
+def test_a_resource_that_cannot_be_freed_keeps_no_other_and_leaves_the_engine_running(
+    bench: Make, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    b = bench()
+    release = b.engine.stages.encoding.release
+
+    def broken(request: str) -> None:
+        release(request)
+        if request == "victim":
+            raise OSError("broken on purpose")
+
+    b.engine.stages.encoding.release = broken  # type: ignore[method-assign]
+    gate = b.gate("decode")
+    with caplog.at_level(logging.ERROR, logger="mmserve"):
+        first, victim, last = b.submit(ask("first"), ask("victim"), ask("last"))
+        gate.wait()
+        if how == "cancelled":
+            b.engine.cancel("victim")
+        gate.open()
+        assert isinstance(victim.error(), Cancelled if how == "cancelled" else Internal)
+        assert [call.finished().reason for call in (first, last)] == ["length"] * 2
+    b.await_nothing_left()
+    assert "broken on purpose" in caplog.text and b.ask(ask("next")).reason == "length"
+
+
 # --- pages and fairness ---
 
 

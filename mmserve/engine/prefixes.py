@@ -51,6 +51,7 @@ class Prefixes:
         #: The last page of recently prefilled prompts, by request.
         self.latest: OrderedDict[RequestId, str] = OrderedDict()
         self._labels: dict[bytes, Label] = {}  # of published pages, by key
+        self._read: set[Fetched] = set()  # that the engine's thread has not taken yet
         self._readers = None if tier is None else ThreadPoolExecutor(_READERS, "mmserve-pages")
         if tier is not None:
             pool.evicted = []
@@ -83,9 +84,11 @@ class Prefixes:
                 fetched = tier.fetch(state.keys[known:], labels[known:])
             except Exception as error:  # noqa: BLE001 - missing pages are computed
                 logger.warning("K/V pages of request %s could not be read: %s", state.request.id, error)
+            self._read.add(fetched)
             self._post(lambda: took(fetched))
 
         def took(fetched: Fetched) -> None:
+            self._read.discard(fetched)
             state.fetching = False
             if state.stage in TERMINAL or state.aborted:
                 fetched.close()
@@ -144,7 +147,7 @@ class Prefixes:
         if self._tier is None or self._readers is None:
             return
         self._readers.shutdown()
-        for fetched in list(self._fetched.values()):
+        for fetched in [*self._read, *self._fetched.values()]:
             fetched.close()
         if self._tier.cache.on_disk:
             there = [(page, self._labels[key]) for key, page in self._pool.published().items() if key in self._labels]

@@ -52,7 +52,7 @@ def _device(device: torch.device) -> str:
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Fetched:
     """Pages found outside the pool, by key; ``close`` releases them in the caches."""
 

@@ -289,9 +289,11 @@ def test_an_engine_that_answers_late_holds_no_pages_for_a_pin(monkeypatch: pytes
     assert pool.free == pool.total
 
 
+@pytest.mark.parametrize("stops", [False, True])
 def test_a_request_that_ends_while_its_pages_are_read_leaves_nothing(
-    bench: Make, causal: LoadedModel, tmp_path: Path
+    bench: Make, causal: LoadedModel, tmp_path: Path, stops: bool
 ) -> None:
+    """Alone, or with its engine."""
     [request, *_rest] = prompts()
     b = bench(causal, cache=caches(on_disk(tmp_path)))
     b.ask(request)
@@ -305,10 +307,13 @@ def test_a_request_that_ends_while_its_pages_are_read_leaves_nothing(
     def cancelled(*given: Any) -> Any:
         calls.append(b.engine.cancel("gone"))
         eventually(lambda: b.stage("gone") is None, "it has ended")
+        eventually(lambda: b.engine._thread.is_alive() is not stops, "its engine ends, or does not")
         return fetch(*given)
 
     tier.fetch = cancelled  # type: ignore[method-assign]
     [call] = b.submit(dataclasses.replace(request, id="gone"))
     assert isinstance(call.error(), Cancelled)
+    if stops:
+        b.engine.stop()
     b.await_nothing_left()
     eventually(lambda: all(not k.references for k in kept.prefix._kept.values()), "nothing is referenced")

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="*",
         metavar="ID",
-        help="with pin, unpin, drop: ids of entries, or their first characters; with warm: the prompt",
+        help="with pin, unpin, drop: ids of entries, or enough of their first characters; with warm: the prompt",
     )
     parser.add_argument(
         "--image",
@@ -35,9 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List, pin, unpin, drop or prefill, and print the result."""
-    if arguments.what != "list" and not (arguments.names or arguments.image):
-        needed = "a prompt" if arguments.what == "warm" else "ids of entries, which `mmserve cache list` lists"
-        raise ConfigError(f"{arguments.what} needs {needed}")
+    if arguments.what == "warm" and not (arguments.names or arguments.image):
+        raise ConfigError("warm needs a prompt")
+    if arguments.what not in ("list", "warm") and not (arguments.names and all(arguments.names)):  # "" begins every id
+        raise ConfigError(f"{arguments.what} needs ids of entries, which `mmserve cache list` lists")
     with connected(arguments) as client:
         if arguments.what == "list":
             return _list(arguments, client)
@@ -82,5 +83,11 @@ def _warm(arguments: argparse.Namespace, client: Client) -> int:
 
 
 def _chosen(entries: Sequence[CacheEntry], names: Sequence[str]) -> list[str]:
-    """The ids of the entries whose id begins with one of ``names``."""
-    return list(dict.fromkeys(entry.id for entry in entries if any(entry.id.startswith(name) for name in names)))
+    """The ids that begin with one of ``names``; raises ``ConfigError`` if several ids begin with the same name."""
+    chosen: dict[str, None] = {}
+    for name in names:
+        found = dict.fromkeys(entry.id for entry in entries if entry.id.startswith(name))
+        if len(found) > 1 and name not in found:
+            raise ConfigError(f"several entries begin with {name}: {', '.join(each[:16] for each in found)}")
+        chosen |= {name: None} if name in found else found
+    return list(chosen)

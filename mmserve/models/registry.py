@@ -199,7 +199,7 @@ def resolve_device(device: str) -> torch.device:
     if resolved.type == "cpu":
         return resolved
     if resolved.type != "cuda" or not available or (resolved.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {device!r} is not available here")
+        raise ConfigError(f'device {device!r} is not available here: set device = "auto" or "cpu"')
     return resolved
 
 

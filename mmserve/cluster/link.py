@@ -252,10 +252,10 @@ class Listener:
 
     def _accept(self, calls: Mapping[str, Callable[..., None]], events: Callable[[], Iterable[Any]]) -> None:
         connection, _ = self._socket.accept()
-        self._socket.close()
-        if not is_own_user(connection):
+        while not is_own_user(connection):  # every user can see the address
             connection.close()
-            return
+            connection, _ = self._socket.accept()
+        self._socket.close()
         link = Link(connection, self._offered)
 
         def report() -> None:

@@ -200,6 +200,20 @@ def test_threads_send_whole_messages() -> None:
     other.close()
 
 
+def test_a_process_of_another_user_does_not_take_the_place_of_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, own = Served(), links.is_own_user
+    others = iter([False])  # the first that is asked about
+    monkeypatch.setattr(links, "is_own_user", lambda connection: next(others, True) and own(connection))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(PATIENCE)
+        stranger.connect(f"\0{served.listener.address}")
+        assert stranger.recv(1) == b"", "it is sent nothing"
+        link = connected(served.listener.address)
+        link.send(("take", (1,)))
+        assert served.calls.get(timeout=PATIENCE) == (1,)
+        link.close()
+
+
 def test_a_listener_that_is_not_there_or_belongs_to_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match="takes no connection"):
         connected("mmserve-nobody")

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """What the server keeps for later requests: K/V of prompts' beginnings, and visual tokens. On a server with tokens a
-    tenant sees its own entries alone, but for one with `admin`; only that may pin, unpin and drop.
+    """The server's caches: K/V of prompt prefixes, and visual tokens. On a server with tokens, a tenant lists only its own
+    entries; a tenant with `admin` lists all, and only such a tenant can pin, unpin and drop.
     """
 
     def __init__(self, channel):
@@ -64,8 +64,8 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """What the server keeps for later requests: K/V of prompts' beginnings, and visual tokens. On a server with tokens a
-    tenant sees its own entries alone, but for one with `admin`; only that may pin, unpin and drop.
+    """The server's caches: K/V of prompt prefixes, and visual tokens. On a server with tokens, a tenant lists only its own
+    entries; a tenant with `admin` lists all, and only such a tenant can pin, unpin and drop.
     """
 
     def ListEntries(self, request, context):
@@ -75,8 +75,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PinEntries(self, request, context):
-        """PinEntries keeps entries whatever else comes, in memory beyond the page pool, and on disk: also over restarts.
-        RESOURCE_EXHAUSTED where more would be pinned than a tier holds.
+        """PinEntries keeps entries in host memory or on disk, there also over restarts, until they are unpinned.
+        RESOURCE_EXHAUSTED if the pinned bytes would exceed the size of a tier.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,14 +89,14 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DropEntries(self, request, context):
-        """DropEntries forgets entries in all tiers. Pages that another entry begins with, too, stay.
+        """DropEntries removes entries from all tiers, except pages that are also the beginning of another entry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Warm(self, request, context):
-        """Warm encodes and prefills a prompt now, so that a request that begins with it starts from there.
+        """Warm encodes and prefills a prompt in advance, for later requests that begin with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,8 +139,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """What the server keeps for later requests: K/V of prompts' beginnings, and visual tokens. On a server with tokens a
-    tenant sees its own entries alone, but for one with `admin`; only that may pin, unpin and drop.
+    """The server's caches: K/V of prompt prefixes, and visual tokens. On a server with tokens, a tenant lists only its own
+    entries; a tenant with `admin` lists all, and only such a tenant can pin, unpin and drop.
     """
 
     @staticmethod

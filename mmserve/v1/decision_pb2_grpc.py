@@ -47,7 +47,8 @@ class DecisionServiceServicer(object):
     """
 
     def Decide(self, request, context):
-        """Decide answers all questions of a request in one forward pass: they share the context, and none sees another.
+        """Decide answers all questions of a request in one forward pass: they share the context, and do not attend to each
+        other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub(object):
-    """Text, JSON and answers about media, from any model of the server.
+    """Generates text, JSON and answers about media with any model of the server.
     """
 
     def __init__(self, channel):
@@ -43,13 +43,13 @@ class GenerationServiceStub(object):
 
 
 class GenerationServiceServicer(object):
-    """Text, JSON and answers about media, from any model of the server.
+    """Generates text, JSON and answers about media with any model of the server.
     """
 
     def Generate(self, request, context):
-        """Generate answers one request. The stream holds one `admitted`, any number of `snapshot`, `draft` and `delta` as
-        asked for, and ends with `finished`, or with an error status. With several samples, their events come in any order,
-        each sample has a `finished`, the last of them ends the stream, and an error ends all of them.
+        """Generate answers one request. The stream has one `admitted`, then the requested `snapshot`, `draft` and `delta`
+        events, and ends with `finished` or an error status. The events of several samples come in any order. Each sample
+        has a `finished`; the last one ends the stream. An error ends all samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService(object):
-    """Text, JSON and answers about media, from any model of the server.
+    """Generates text, JSON and answers about media with any model of the server.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MediaServiceStub(object):
-    """Media sent once and used by many requests.
+    """Upload of media for use in several requests.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class MediaServiceStub(object):
 
 
 class MediaServiceServicer(object):
-    """Media sent once and used by many requests.
+    """Upload of media for use in several requests.
     """
 
     def UploadMedia(self, request_iterator, context):
@@ -70,7 +70,7 @@ def add_MediaServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MediaService(object):
-    """Media sent once and used by many requests.
+    """Upload of media for use in several requests.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub(object):
-    """What the server serves.
+    """Models and adapters of the server.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class ModelServiceStub(object):
 
 
 class ModelServiceServicer(object):
-    """What the server serves.
+    """Models and adapters of the server.
     """
 
     def ListModels(self, request, context):
@@ -89,24 +89,24 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadModel(self, request, context):
-        """LoadModel loads a checkpoint of the server's model_folder and serves it beside the other models. Only for tenants
-        with `admin`, as UnloadModel; on a server without tokens for everybody. It goes on where the caller leaves.
-        RESOURCE_EXHAUSTED reports how much memory is missing, before any is taken; FAILED_PRECONDITION: its name is taken.
+        """LoadModel loads a checkpoint from the server's model_folder in addition to the other models. On a server with
+        tokens, LoadModel and UnloadModel need a tenant with `admin`. Loading continues if the caller disconnects.
+        RESOURCE_EXHAUSTED has the number of bytes that are missing; FAILED_PRECONDITION: the name is in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadModel(self, request, context):
-        """UnloadModel serves a model no longer. It returns once the model's requests have ended and its memory is free.
+        """UnloadModel returns when the model's requests have ended and its memory is free.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter reads an adapter (LoRA, as peft saves it) from the server's adapter_folder, in place of one of that
-        name. Only for tenants with `admin`, as DropAdapter; on a server without tokens for everybody.
+        """LoadAdapter reads an adapter (LoRA, as saved by peft) from the server's adapter_folder; it replaces one of that
+        name. On a server with tokens, LoadAdapter and DropAdapter need a tenant with `admin`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +119,7 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DropAdapter(self, request, context):
-        """DropAdapter serves an adapter no longer; requests that decode with it go on.
+        """DropAdapter removes an adapter; requests that use it continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +172,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """What the server serves.
+    """Models and adapters of the server.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class VideoServiceStub(object):
-    """Video for as long as a client likes, and questions about it at any time.
+    """Video streams of any length, and questions about them at any time.
     """
 
     def __init__(self, channel):
@@ -43,17 +43,17 @@ class VideoServiceStub(object):
 
 
 class VideoServiceServicer(object):
-    """Video for as long as a client likes, and questions about it at any time.
+    """Video streams of any length, and questions about them at any time.
     """
 
     def Session(self, request_iterator, context):
         """Session is one connection of a session. Its first request is `configure`, which opens a session, or `resume`, which
-        goes on with one after its connection was lost; a session ends by `close`, by an error status, or some time after
+        continues one after its connection was lost. A session ends with `close`, with an error status, or some time after
         its last connection.
 
-        Indexes make both directions exact over any number of connections. Every request but `configure`, `resume` and one
-        that is empty has the next index, from 1; `acknowledged` reports up to which the session has taken them, each once, and
-        after a resume the client goes on with the one after that. Responses about what happened (`frames_taken`,
+        Indexes make both directions exact over any number of connections. Every request except `configure`, `resume` and
+        empty ones has the next index, from 1; `acknowledged` has the index up to which the session has taken them, each
+        once, and after a resume the client continues with the next one. Responses about events (`frames_taken`,
         `push_failed`, `answer`, `alert`, `watch_state`, `statistics`, `closed`) are numbered in the same way, kept until
         `SessionRequest.received` confirms them, and sent again after a resume; those about the connection (`configured`,
         `acknowledged`, `go_away`) have the index 0.
@@ -79,7 +79,7 @@ def add_VideoServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VideoService(object):
-    """Video for as long as a client likes, and questions about it at any time.
+    """Video streams of any length, and questions about them at any time.
     """
 
     @staticmethod

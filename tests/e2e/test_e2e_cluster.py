@@ -443,6 +443,10 @@ def test_caches_of_all_workers_are_managed_as_one_and_share_a_folder(three: Flee
         first.serve(first.settings.stages)
         other.serve(other.settings.stages)
     assert coordinator.stats().prefix_cache.disk_hits >= pages
+    renamed = coordinator.kept.others([each for each in three.coordinators if each != name])
+    [kept] = [entry for entry in listing(renamed.blocks()).entries if entry.id == found]
+    assert kept.pinned and not kept.stale and set(kept.sizes) == {"host", "disk"}
+    assert renamed.pin([found], False) == pages and not any(block.pinned for block in renamed.blocks())
     assert coordinator.kept.drop([*entries, "0" * 64]) >= pages + len(visual)
     assert coordinator.kept.blocks() == []
 

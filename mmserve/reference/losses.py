@@ -114,7 +114,6 @@ def staircase(
         share=twice(torch.zeros_like(batch.share), copy(batch.share) * copied),
         block=twice(batch.block, copy(batch.block)),
         left=twice(torch.where(prompt, first, batch.positions + 1), start),
-        sources=None if batch.sources is None else twice(batch.sources, copy(batch.sources)),
     )
     if guide is not None:
         first_of_piece = copied & starts
@@ -122,13 +121,6 @@ def staircase(
         guide.source = twice(torch.full_like(guide.source, NOWHERE), torch.where(copied, copy(guide.source), NOWHERE))
     ids = twice(batch.ids, torch.full_like(place, mask_id))
     return doubled, ids, doubled.share
-
-
-def weigh_values(batch: Batch, weight: Tensor, value_weight: float) -> Tensor:
-    """``weight [B, T]`` with that of the tokens that are written from the question times ``value_weight``."""
-    if batch.sources is None:
-        return weight
-    return torch.where(batch.sources != NOWHERE, value_weight * weight, weight)
 
 
 def _from_a_token(batch: Batch, cut: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:

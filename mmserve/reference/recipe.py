@@ -176,8 +176,6 @@ class Recipe:
     adapter_muon: bool = False  # whether Muon trains its matrices, by muon_lr, rather than AdamW
     #: weight of the loss on attention when a token is copied (``copying``); diffusion only, in rows of one question
     guide: float = 0.0
-    #: weight of answer tokens written from the question, arguments of calls, over that of the others
-    value_weight: float = 1.0
     output: bool = False  # whether the adapter changes the output layer, for tokens that the model has never given
 
 

@@ -28,15 +28,7 @@ from mmserve.reference.copying import Guide
 from mmserve.reference.data import collate, draw
 from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import quick_accuracy
-from mmserve.reference.losses import (
-    PADDING,
-    STAIRCASE,
-    causal_loss,
-    diffusion_loss,
-    mask_answers,
-    staircase,
-    weigh_values,
-)
+from mmserve.reference.losses import PADDING, STAIRCASE, causal_loss, diffusion_loss, mask_answers, staircase
 from mmserve.reference.low_rank import add_low_rank, read_adapter
 from mmserve.reference.model import ReferenceModel, mixed_precision
 from mmserve.reference.optimizers import Optimizers
@@ -182,7 +174,6 @@ class Run:
             trained, ids, weight = staircase(batch, self.mask_id, generator, guide)
         else:
             trained, (ids, weight) = batch, mask_answers(batch, self.mask_id, self.recipe.lowest_rate, generator)
-        weight = weigh_values(trained, weight, self.recipe.value_weight)
         loss, hidden = diffusion_loss(self.model, visual, trained, ids, weight, guide)
         if guide is not None:
             loss = loss + self.recipe.guide * guide.loss()

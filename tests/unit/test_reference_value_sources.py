@@ -4,16 +4,13 @@ import json
 import random
 
 import pytest
-import torch
 
 from mmserve.reference.batch import NOWHERE
 from mmserve.reference.calls import CALLS
 from mmserve.reference.copying import Guide
 from mmserve.reference.data import collate
 from mmserve.reference.items import Question
-from mmserve.reference.losses import mask_answers, staircase, weigh_values
-from mmserve.reference.tasks import SUBJECTS
-from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
+from mmserve.reference.tokenizer import train_tokenizer
 from mmserve.reference.value_sources import value_spans
 from mmserve.tools.formats import HERMES
 from mmserve.tools.parse import written
@@ -62,29 +59,3 @@ def test_columns_of_a_batch_have_the_characters_of_the_answer(task):
             own, copied = tokenizer.decode([int(ids[to])]).strip(), tokenizer.decode([int(ids[by])]).strip()
             assert own == copied or own.startswith(copied) or copied.startswith(own)
             assert share[to] > 0 == share[by] and source[to] == by
-
-
-@pytest.mark.parametrize("by_pieces", [False, True])
-def test_arguments_have_the_weight_that_is_asked_for(by_pieces):
-    tokenizer = train_tokenizer()
-    thing, question = CALLS.sample("call", random.Random(1))
-    batch = collate("calls", [(thing, [question])], 0, tokenizer)
-    mask = token_id(tokenizer, MASK)
-    generator = torch.Generator().manual_seed(0)
-    if by_pieces:
-        trained, _ids, weight = staircase(batch, mask, generator)
-    else:
-        trained, (_ids, weight) = batch, mask_answers(batch, mask, 0.9, generator)
-    weighed = weigh_values(trained, weight, 5.0)
-    arguments = trained.sources != NOWHERE
-    assert weight[arguments].any() and weight[~arguments].any()
-    assert torch.equal(weighed[arguments], 5 * weight[arguments])
-    assert torch.equal(weighed[~arguments], weight[~arguments])
-
-
-def test_questions_without_tools_have_no_arguments_to_weigh():
-    weight = torch.ones(1, 4)
-    tokenizer = train_tokenizer()
-    thing, question = SUBJECTS["text"].sample(next(iter(SUBJECTS["text"].tasks)), random.Random(1))
-    batch = collate("text", [(thing, [question])], 0, tokenizer)
-    assert weigh_values(batch, weight, 5.0) is weight

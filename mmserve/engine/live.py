@@ -70,9 +70,13 @@ class LiveRequests:
         """End a request whose client has its error, or gets it; must not be held by a worker. Errors are logged: others
         must end, too."""
         try:
-            if state.stage not in TERMINAL:
-                self.advance(state, Stage.FAILED)
-            self.release(state)
+            try:
+                if state.stage not in TERMINAL:
+                    self.advance(state, Stage.FAILED)
+            finally:
+                if state.stage not in TERMINAL:
+                    state.enter(Stage.FAILED)
+                self.release(state)
         except Exception:
             logger.exception("request %s was not completely released", state.request.id)
 

@@ -97,8 +97,8 @@ class Chat(OpenAI):
         fields.take("metadata", dict)
         fields.take("prediction", dict)  # predicted output: would only affect speed
         fields.end()
-        shown = Shown(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
-        return Asked(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", shown), names, places)
+        parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
+        return Asked(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", parts), names, places)
 
 
 def take_continuation(fields: Fields, found: pb.GenerateRequest) -> None:
@@ -191,7 +191,7 @@ def _video(fields: Fields) -> pb.ContentPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class ResponseParts:
     """Optional parts of a response: a last chunk with the usage, log-probabilities, and ids of prompt and answer."""
 
     usage_chunk: bool
@@ -205,10 +205,12 @@ class Chunks:
     ``prompts``: number of prompts, each with as many samples as in ``asked``.
     """
 
-    def __init__(self, asked: pb.GenerateRequest, prefix: str, kind: str, shown: Shown, *, prompts: int = 1) -> None:
+    def __init__(
+        self, asked: pb.GenerateRequest, prefix: str, kind: str, parts: ResponseParts, *, prompts: int = 1
+    ) -> None:
         self._each = asked.sampling.n or 1  # samples per prompt
-        self._samples, self._logprobs, self._ids = self._each * prompts, shown.logprobs, shown.ids
-        self._kind, self._usage_chunk = kind, shown.usage_chunk
+        self._samples, self._logprobs, self._ids = self._each * prompts, parts.logprobs, parts.ids
+        self._kind, self._usage_chunk = kind, parts.usage_chunk
         self._common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
     def failed(self, body: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
 from mmserve.http.chat import (
     Chunks,
     OpenAI,
-    Shown,
+    ResponseParts,
     content_logprobs,
     ended,
     finite,
@@ -92,8 +92,8 @@ class Completions(OpenAI):
         names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.end()
-        shown = Shown(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
-        reply = _Reply(found, suffix, shown, fim=self._fim, prompts=[first, *others], echo=echo and not ids)
+        parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
+        reply = _Reply(found, suffix, parts, fim=self._fim, prompts=[first, *others], echo=echo and not ids)
         return Asked(found, stream, reply, names, prompts=others)
 
 
@@ -150,14 +150,14 @@ class _Reply(Chunks):
         self,
         asked: pb.GenerateRequest,
         suffix: str,
-        shown: Shown,
+        parts: ResponseParts,
         *,
         fim: bool,
         prompts: Sequence[TextPart | TokensPart],
         echo: bool,
     ) -> None:
         kind = "chat.completion.chunk" if fim else "text_completion"
-        super().__init__(asked, "cmpl", kind, shown, prompts=len(prompts))
+        super().__init__(asked, "cmpl", kind, parts, prompts=len(prompts))
         self._suffix, self._fim = suffix, fim
         self._echoed = [part.text if isinstance(part, TextPart) else None for part in prompts] if echo else []
 

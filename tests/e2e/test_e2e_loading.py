@@ -248,11 +248,14 @@ def test_pins_of_a_model_that_is_unloaded_take_no_room_from_others(server: Backg
         pinned = client.cache.warm(prompt, model="red", pin=True)
         assert [entry.pinned for entry in client.cache.list("red").entries if entry.id == pinned.id] == [True]
         client.unload_model("red")
+        assert [entry.pinned for entry in client.cache.list("red").entries if entry.id == pinned.id] == [False]
         other = client.cache.warm(prompt, pin=True)
         [entry] = [entry for entry in client.cache.list("base").entries if entry.id == other.id]
         assert entry.pinned and entry.sizes["host"] == entry.sizes["pages"], "all of its pages"
         client.cache.drop([other.id])
+        assert {entry.model for entry in client.cache.list().entries if entry.id == other.id} == {"red"}
         client.cache.drop([other.id])  # those of the model that was unloaded, which no other has now
+        assert other.id not in [entry.id for entry in client.cache.list().entries]
 
 
 def test_entries_of_one_model_are_changed_where_another_has_them_too(server: BackgroundServer) -> None:

@@ -18,8 +18,8 @@ from mmserve.decode.parts import Parts
 from mmserve.decode.policies import Offered
 from mmserve.decode.uniform_state.decoder import UniformStateDecoder
 from mmserve.errors import ConfigError
+from mmserve.kv.capacity import check_capacity, free_bytes, pool_bytes
 from mmserve.kv.quantized import QuantizedStore
-from mmserve.kv.room import check_room, free_bytes, pool_bytes
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.models.adapters import Adapters
@@ -47,7 +47,7 @@ def decoder_for(
         if each is not None:
             pack(each.decoder)
     if model.device.type == "cuda":
-        _check_room([m for m in (model, beside) if m is not None], engine, kv.capacity)
+        _check_capacity([m for m in (model, beside) if m is not None], engine, kv.capacity)
     store, adapters = _store(model, engine), adapters or Adapters(model)
     extensions: list[Extension] = [KVEviction(model, store), ImageKVReuse(model, store, kv), Decisions(model)]
     if beside is not None:
@@ -72,13 +72,13 @@ def decoder_for(
     )
 
 
-def _check_room(models: list[LoadedModel], engine: EngineConfig, kv_bytes: int) -> None:
+def _check_capacity(models: list[LoadedModel], engine: EngineConfig, kv_bytes: int) -> None:
     """Raise ``ConfigError`` if a GPU's memory is too small for the models' pages and the cache for ``image_reuse``."""
     first = models[0]
     whole = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
     kept = 0 if no_reuse(first, reads_pages=whole) else kv_bytes
     pools = [pool_bytes(m.decoder.config, engine, m.dtype) for m in models]
-    check_room(pools, kept, free_bytes(first.device), first.device)
+    check_capacity(pools, kept, free_bytes(first.device), first.device)
 
 
 def _store(model: LoadedModel, engine: EngineConfig) -> KVStore:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mmserve.config import Config, EngineConfig, ModelConfig, resolve
-from mmserve.kv.room import free_bytes, pool_bytes
+from mmserve.kv.capacity import free_bytes, pool_bytes
 from mmserve.memory import available
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.quantized import stored_bytes

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.capabilities import Capabilities
 from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, resolve
-from mmserve.core.branches import branch_room
+from mmserve.core.branches import branch_capacity
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import (
     CallsOrJson,
@@ -269,7 +269,7 @@ class Home:
         new = request.sampling.max_new_tokens
         if request.decisions:
             lengths = questions_ids(self.tokenizer, request.decisions).lengths
-            new = branch_room(lengths, self.page_size, self.block)
+            new = branch_capacity(lengths, self.page_size, self.block)
         positions = prompt.usage.prompt_tokens + new
         count = request.sequences * pages_for(positions, self.page_size)
         self.pages[request.id] = PageTable.take(self.pool, count, ())

@@ -43,7 +43,7 @@ def decode_video(data: bytes, limits: MediaConfig, *, frames: int, rate: float =
 def frame_tokens(vision: LlavaVision, pixels: torch.Tensor) -> list[torch.Tensor]:
     """Visual tokens ``[n, D]`` of each of a clip's frames, ``pixels [frames, 3, height, width]``."""
     clip = {"pixels": pixels, "seconds": torch.zeros(len(pixels), dtype=torch.float64)}
-    [seen] = vision.see([clip], frozenset(), clip=True)
+    [seen] = vision.encode([clip], frozenset(), clip=True)
     return list(seen.tokens.split([piece for piece in seen.pieces if isinstance(piece, int)]))
 
 

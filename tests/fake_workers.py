@@ -12,13 +12,13 @@ from harness import Call
 
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.coordinator import Coordinator
-from mmserve.cluster.messages import Happened, Order
+from mmserve.cluster.messages import Order, RequestEvent
 from mmserve.config import EngineConfig
 from mmserve.core.events import Finished, StageTimes, Usage
 from mmserve.core.info import AdapterInfo
 from mmserve.core.request import Request
 from mmserve.errors import MMServeError
-from mmserve.video.facts import Facts
+from mmserve.video.support import SessionSupport
 
 MODEL, PATIENCE = "m", 60.0
 ALL = frozenset({"encode", "prefill", "decode"})
@@ -31,7 +31,7 @@ class PayloadStore:
         self.entered, self.go_on = threading.Event(), threading.Event()
         self.held: list[str] = []
 
-    def keep(self, parcel: Any) -> Any:
+    def persist(self, parcel: Any) -> Any:
         if parcel == "slow":
             self.entered.set()
             assert self.go_on.wait(PATIENCE)
@@ -40,7 +40,7 @@ class PayloadStore:
         return parcel
 
     def own(self, parcel: Any) -> Any:
-        return self.keep(parcel)
+        return self.persist(parcel)
 
     def sent(self, parcel: Any, worker: str) -> Any:
         return parcel
@@ -89,7 +89,7 @@ class Worker:
 def coordinator(
     *workers: Worker,
     payloads: PayloadStore | None = None,
-    facts: Facts | None = None,
+    facts: SessionSupport | None = None,
     settings: ClusterSettings | None = None,
     own: Sequence[AdapterInfo] = (),
     **engine: Any,
@@ -107,7 +107,7 @@ def coordinator(
 
 def join(made: Coordinator, worker: Worker) -> None:
     made.equip(worker)
-    made.joined(worker)
+    made.worker_ready(worker)
 
 
 def submit(made: Coordinator, request: Request) -> Call:
@@ -120,4 +120,4 @@ def finish(made: Coordinator, worker: Worker, name: str, sample: int | None = No
     usage, times = Usage(1, 0, 1), StageTimes(0.0, 0.0, 0.0, 0.0, 0.0)
     own = {} if sample is None else {"sample": sample}
     event = Finished(reason="stop", text="", usage=usage, times=times, forwards=1, recomputed_tokens=0, **own)
-    made.take(worker.name, [Happened(MODEL, name, sample, event)])
+    made.take(worker.name, [RequestEvent(MODEL, name, sample, event)])

@@ -23,6 +23,6 @@ def check_foreseen(model: Model) -> None:
         ones += [(vision.prepare_clip(frames[:n], [0.5 * i for i in range(n)]), True) for n in (1, 3)]
     for one, clip in ones:
         with torch.inference_mode():
-            [seen] = vision.see([{**one, "pixels": one["pixels"].to(model.dtype)}], frozenset(), clip=clip)
+            [seen] = vision.encode([{**one, "pixels": one["pixels"].to(model.dtype)}], frozenset(), clip=clip)
         assert vision.pieces(one, clip=clip) == seen.pieces
         assert sum(piece for piece in seen.pieces if isinstance(piece, int)) == len(seen.tokens)

@@ -40,7 +40,7 @@ class LocalWorker:
         coordinator.equip(self)
         self.serve(self.roles)
         self._reporting.start()
-        coordinator.joined(self)
+        coordinator.worker_ready(self)
 
     def take(self, orders: list[Order]) -> None:
         self._command(self.worker.take, orders)
@@ -63,7 +63,7 @@ class LocalWorker:
         """It ends now, and is noticed."""
         self.dead = True
         if self._coordinator is not None:
-            self._coordinator.left(self.name)
+            self._coordinator.worker_exited(self.name)
 
     def close(self) -> None:
         """Free what it has."""

@@ -18,7 +18,7 @@ from mmserve.core.request import Policy, Request
 from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import ANONYMOUS
 from mmserve.models.base import Attention, LoadedModel
-from mmserve.video.base import Frame, Scope, Seen
+from mmserve.video.base import EncodedFrame, Frame, Scope
 from mmserve.video.streams import EngineStream, EngineStreams
 
 LAST = Policy(name="last")
@@ -38,9 +38,9 @@ def frame(number: int, seconds: float | None = None, *, seed: int = 0, **given: 
     return Frame(float(number) if seconds is None else seconds, Image.fromarray(pixels), **given)
 
 
-def put(stream: EngineStream, *frames: Frame) -> list[Seen]:
+def put(stream: EngineStream, *frames: Frame) -> list[EncodedFrame]:
     """Append them, and wait until questions can see them."""
-    waiting: list[Future[Seen]] = [stream.append(each) for each in frames]
+    waiting: list[Future[EncodedFrame]] = [stream.append(each) for each in frames]
     return [each.result(PATIENCE) for each in waiting]
 
 

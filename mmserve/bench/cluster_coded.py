@@ -13,7 +13,7 @@ from mmserve.bench.cluster_fleets import config, started
 from mmserve.bench.in_process import Answer
 from mmserve.bench.measures import Figures, at_least, figure, stated
 from mmserve.core.events import Event, Finished
-from mmserve.core.handover import Ahead, Handover, Left, Saved
+from mmserve.core.handover import Ahead, HandedOver, Handover, Saved
 from mmserve.core.payloads import PrefilledPayload
 from mmserve.core.progress import Progress
 from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, Stage, Streaming, TextPart
@@ -118,9 +118,9 @@ class _Handed(Answer):
 
     left: Handover | None = None
 
-    def take(self, event: Event | Progress | Left | Saved | Ahead) -> None:
+    def take(self, event: Event | Progress | HandedOver | Saved | Ahead) -> None:
         """Record an event."""
-        if isinstance(event, Left):
+        if isinstance(event, HandedOver):
             self.left = event.handover
             self.over.set()
         elif not isinstance(event, Saved | Ahead):

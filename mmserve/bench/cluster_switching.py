@@ -12,9 +12,9 @@ from mmserve.bench.cluster_fleets import SIDE, config, fleet, one_process, reque
 from mmserve.bench.in_process import ask_all
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.config import resolve
-from mmserve.plan.beside import Beside
 from mmserve.plan.layout import Batching, Layout
 from mmserve.plan.measure import StageBench, measured
+from mmserve.plan.other_load import OtherLoad
 from mmserve.plan.served import GOAL, kind_of, predicted
 from mmserve.plan.switching import RoleSwitching
 
@@ -79,6 +79,6 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 def _others() -> float:
     """Average number of runnable threads of other processes while this fleet is idle."""
-    with Beside() as seen:
+    with OtherLoad() as seen:
         time.sleep(_MEASURE)
     return seen.threads

@@ -155,7 +155,7 @@ def _by_memory(
 ) -> float:
     """Seconds to write a state to shared memory, hold it in this process as a server does, and read it."""
     begun = time.perf_counter()
-    kept = store.keep(one.ask("write", size, _SHARED)[0])
+    kept = store.persist(one.ask("write", size, _SHARED)[0])
     other.ask("read", [store.sent(kept, "")], _SHARED)
     seconds = time.perf_counter() - begun
     store.drop(kept)

@@ -213,7 +213,7 @@ def decoder_shares(
     pixels = torch.randn(1, 3, config.image_size, config.image_size).to(model.device, model.dtype)
     if vision.anyres is not None:
         raise ConfigError("pruners by the decoder are measured on pictures of one tile, which this model has not")
-    [picture] = vision.see([{"pixels": pixels}], frozenset(), clip=False)
+    [picture] = vision.encode([{"pixels": pixels}], frozenset(), clip=False)
     attention = _Timed(model)
     pruning, rows = DecoderPruning(model, attention), len(picture.tokens)
     grids = (tuple(grid.patches.numpy() for grid in picture.grids),)
@@ -223,7 +223,7 @@ def decoder_shares(
     layers: dict[str, list[float]] = defaultdict(list)
     for _round in paced(rounds, progress):
         begun = time.thread_time()
-        vision.see([{"pixels": pixels}], frozenset(), clip=False)
+        vision.encode([{"pixels": pixels}], frozenset(), clip=False)
         towers.append(time.thread_time() - begun)
         for name in names:
             pruner = PRUNERS[name]()

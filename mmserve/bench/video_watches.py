@@ -31,8 +31,8 @@ from mmserve.reference.images import yes_no
 from mmserve.reference.items import TEST_SEEDS
 from mmserve.reference.scenes import COLORS, KINDS, draw_scene
 from mmserve.video.alerts import Rule, Watch
-from mmserve.video.base import Seen
-from mmserve.video.standing import Judged, Standing, StandingQuestion
+from mmserve.video.base import EncodedFrame
+from mmserve.video.standing import Standing, StandingQuestion, TypedAnswer
 
 #: Number of watches of a session.
 WATCHES = 32
@@ -113,16 +113,16 @@ def _measured(model: LoadedModel, standing: Standing, arguments: argparse.Namesp
 
 
 @torch.inference_mode()
-def see(model: LoadedModel, picture: Any) -> Seen:
+def encode_frame(model: LoadedModel, picture: Any) -> EncodedFrame:
     """Encode and prefill a picture as a separate image."""
     assert model.vision is not None
-    tokens = model.vision.see([model.vision.prepare(picture)], frozenset(), clip=False)[0].tokens
-    return Seen(0.0, tokens[:0], tokens)
+    tokens = model.vision.encode([model.vision.prepare(picture)], frozenset(), clip=False)[0].tokens
+    return EncodedFrame(0.0, tokens[:0], tokens)
 
 
 def _cost(model: LoadedModel, standing: Standing, rounds: int, seed: int, progress: Progress) -> Figures:
     progress(f"watches: cost, {rounds} rounds")
-    frame = see(model, draw_scene(random.Random(TEST_SEEDS[seed])).picture)
+    frame = encode_frame(model, draw_scene(random.Random(TEST_SEEDS[seed])).picture)
     asked = [each for _name, each in watches()]
     times: dict[str, list[float]] = {"together": [], "eight": [], "one": [], "one_by_one": []}
     ways: dict[str, list[list[StandingQuestion]]] = {
@@ -151,14 +151,16 @@ def _pictures(
     for _number in range(count):
         scene = draw_scene(random.Random(rng.choice(TEST_SEEDS)))
         text, answer = yes_no(scene, rng)
-        judged = standing.judge(see(model, scene.picture), [StandingQuestion(text)])[0]
+        judged = standing.judge(encode_frame(model, scene.picture), [StandingQuestion(text)])[0]
         alone.append(Judgement(judged.probability("yes"), judged.mass, answer.startswith("yes")))
         clip = draw_clip(random.Random(rng.choice(TEST_SEEDS)))
         moment = rng.uniform(0, clip.seconds - 0.01)
         wanted = rng.random() < 0.5
         named = [name for name in names() if holds(clip, moment, name) == wanted]
         if named:
-            judged = standing.judge(see(model, clip.frames([moment]).pictures[0]), [question(rng.choice(named))])[0]
+            judged = standing.judge(
+                encode_frame(model, clip.frames([moment]).pictures[0]), [question(rng.choice(named))]
+            )[0]
             frames.append(Judgement(judged.probability("yes"), judged.mass, wanted))
     rows, measures = [], []
     for what, judgements in (("pictures", alone), ("frames of a stream", frames)):
@@ -214,8 +216,8 @@ def _stream(
             clip, part, at = draw_clip(random.Random(rng.choice(TEST_SEEDS))), rng.random(), 0
         moment = at + part
         began = time.perf_counter()
-        answers: list[Judged] = standing.judge(
-            see(model, clip.frames([moment]).pictures[0]), [each for _name, each in asked]
+        answers: list[TypedAnswer] = standing.judge(
+            encode_frame(model, clip.frames([moment]).pictures[0]), [each for _name, each in asked]
         )
         taken = time.perf_counter() - began
         for i, ((name, _question), state, judged) in enumerate(zip(asked, states, answers, strict=True)):

@@ -20,7 +20,7 @@ FEWEST, TEMPERATURES, MOST_BIAS = 20, (0.05, 20.0), 10.0
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredQuestion:
     """One answered question: its kind, unnormalized log-probabilities of its answers, and the index of the correct
     one."""
 
@@ -29,7 +29,7 @@ class Judged:
     right: int
 
 
-def fitted(judged: Sequence[Judged]) -> dict[str, Scaling]:
+def fitted(judged: Sequence[ScoredQuestion]) -> dict[str, Scaling]:
     """The scaling of each kind that minimizes the log loss; only for kinds with at least ``FEWEST`` questions."""
     ordered = sorted(judged, key=lambda each: each.kind)
     kinds = {kind: list(group) for kind, group in groupby(ordered, key=lambda each: each.kind)}
@@ -56,7 +56,7 @@ def unscaled(probabilities: Sequence[float], scaling: Scaling) -> tuple[float, .
     return tuple(value * scaling.temperature for value in logs)
 
 
-def _scaling(judged: Sequence[Judged]) -> Scaling:
+def _scaling(judged: Sequence[ScoredQuestion]) -> Scaling:
     counts = torch.tensor([len(each.log_probabilities) for each in judged])
     most = int(counts.max())
     padded = [[*each.log_probabilities, *[0.0] * (most - len(each.log_probabilities))] for each in judged]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmserve.calibrate.fit import Judged, unscaled
+from mmserve.calibrate.fit import ScoredQuestion, unscaled
 from mmserve.client import Choice, Client, Decisions, Score, YesNo
 from mmserve.core.decisions import CHOICE, SCORE, YES_NO, Calibration, Decision
 from mmserve.lines import json_object, known_keys, read_files, read_lines
@@ -70,14 +70,14 @@ def ask(client: Client, item: Item, model: str, order: Sequence[int] | None = No
 
 def judged(
     client: Client, items: Sequence[Item], model: str, calibration: Calibration, report: Callable[[str], None]
-) -> Iterator[Judged]:
+) -> Iterator[ScoredQuestion]:
     """The model's decision on each question, with the ``calibration`` of its server undone."""
     for index, item in enumerate(items):
         if index % 20 == 0:
             report(f"{index} of {len(items)} prompts")
         for question, right, answer in zip(item.questions, item.right, ask(client, item, model), strict=True):
             scaling = calibration.of(question.kind)
-            yield Judged(question.kind, unscaled(tuple(answer.probabilities.values()), scaling), right)
+            yield ScoredQuestion(question.kind, unscaled(tuple(answer.probabilities.values()), scaling), right)
 
 
 def typed(question: Decision) -> YesNo | Choice | Score:

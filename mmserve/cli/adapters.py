@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from mmserve.cli.options import add_common, asked_model, connected, print_json
+from mmserve.cli.options import add_common, connected, print_json, requested_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Unload and load the given adapters, then print the adapters that are loaded."""
     with connected(arguments) as client:
-        model = asked_model(arguments)
+        model = requested_model(arguments)
         for name in arguments.drop:
             client.drop_adapter(name, model=model)
         for name in arguments.load:

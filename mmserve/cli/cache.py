@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mmserve.cli.options import add_common, asked_model, connected, print_json
+from mmserve.cli.options import add_common, connected, print_json, requested_model
 from mmserve.client import Client
 from mmserve.core.cached import KINDS, TIERS, CacheEntry
 from mmserve.errors import ConfigError, NotFound
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.what == "warm":
             return _warm(arguments, client)
         act = {"pin": client.cache.pin, "unpin": client.cache.unpin, "drop": client.cache.drop}[arguments.what]
-        model = asked_model(arguments)
+        model = requested_model(arguments)
         entries = client.cache.list(model).entries
         chosen = _chosen(entries, arguments.names)
         if not chosen:
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace, client: Client) -> int:
-    found = client.cache.list(asked_model(arguments), kind=arguments.kind)
+    found = client.cache.list(requested_model(arguments), kind=arguments.kind)
     if arguments.json:
         print_json(asdict(found))
         return 0
@@ -73,7 +73,7 @@ def _list(arguments: argparse.Namespace, client: Client) -> int:
 
 
 def _warm(arguments: argparse.Namespace, client: Client) -> int:
-    prompt, model = " ".join(arguments.names), asked_model(arguments)
+    prompt, model = " ".join(arguments.names), requested_model(arguments)
     done = client.cache.warm(prompt, arguments.image, pin=arguments.pin, model=model or None)
     if arguments.json:
         print_json(asdict(done))

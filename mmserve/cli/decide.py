@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from mmserve.cli.options import add_common, asked_model, connected, existing, print_json
+from mmserve.cli.options import add_common, connected, existing, print_json, requested_model
 from mmserve.client import Choice, Score, YesNo
 from mmserve.errors import InvalidArgument
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.questions,
             images,
             videos=videos,
-            model=asked_model(arguments),
+            model=requested_model(arguments),
             timeout=arguments.timeout,
         )
     if arguments.json:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mmserve.bench.measures import share_by_task
 from mmserve.cli import demo_video
-from mmserve.cli.options import add_common, asked_model, connected, print_json
+from mmserve.cli.options import add_common, connected, print_json, requested_model
 from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Client, Finished, Options, Snapshot
 from mmserve.errors import ConfigError, MMServeError
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         return demo_video.run(arguments)
     printer = _Printer(quiet=arguments.json)
     items: list[Item] = []
-    model = asked_model(arguments)
+    model = requested_model(arguments)
     with connected(arguments) as client:
         client.wait_ready(timeout=60)
         printer.line(f"Serving on {client.target}. {arguments.items} questions about newly drawn scenes:")

@@ -21,7 +21,7 @@ from functools import partial
 
 from mmserve.bench.video_clips import PART, Shown, clips_of, shapes, shown_at
 from mmserve.bench.video_served import ReadyTimes, file_of, push
-from mmserve.cli.options import asked_model, connected, print_json
+from mmserve.cli.options import connected, print_json, requested_model
 from mmserve.client import Alert, Delta
 from mmserve.client.blocking_video import VideoSession
 from mmserve.errors import ConfigError, MMServeError
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     with connected(arguments) as client:
         client.wait_ready(timeout=60)
         show.line(f"Serving on {client.target}. {arguments.seconds} s of newly drawn scenes, one frame a second:")
-        with client.video_session(model=asked_model(arguments)) as session:
+        with client.video_session(model=requested_model(arguments)) as session:
             played = _Played(session, arguments, show)
             played.play()
     return played.report(arguments)

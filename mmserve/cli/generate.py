@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from mmserve.cli.options import add_common, asked_model, connected, print_json
+from mmserve.cli.options import add_common, connected, print_json, requested_model
 from mmserve.cli.request import add_request, by_flags, request_images, request_options, request_prompt, request_schema
 from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Finished, Snapshot
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     options = request_options(arguments)
-    options["model"] = asked_model(arguments) or None
+    options["model"] = requested_model(arguments) or None
     schema = request_schema(arguments)
     messages = request_prompt(arguments, prompt)
     images = request_images(arguments)  # before a server is started

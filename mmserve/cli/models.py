@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from mmserve.cli.options import add_common, asked_model, connected, print_json
+from mmserve.cli.options import add_common, connected, print_json, requested_model
 from mmserve.client import Measured, ModelInfo
 from mmserve.core.tuning import QUALITIES
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         for path in arguments.load:
             folder, _, name = path.partition("=")
             client.load_model(folder, name)
-        name = asked_model(arguments)
+        name = requested_model(arguments)
         models = [client.describe(name)] if name else client.models()
     if arguments.json:
         print_json({"models": [asdict(m) for m in models]})

@@ -195,7 +195,7 @@ def reached(arguments: argparse.Namespace) -> Reached:
     _refuse_settings(arguments)
     if ":" not in arguments.server:
         raise ConfigError(f"--server takes HOST:PORT, such as localhost:50051, not {arguments.server!r}")
-    return Reached(arguments.server, _token(arguments), _tls(arguments), asked_model(arguments))
+    return Reached(arguments.server, _token(arguments), _tls(arguments), requested_model(arguments))
 
 
 @contextmanager
@@ -214,7 +214,7 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
         yield client
 
 
-def asked_model(arguments: argparse.Namespace) -> str:
+def requested_model(arguments: argparse.Namespace) -> str:
     """The model name of the requests: the value of ``--model`` with ``--server``, else "" (the default model).
 
     Raises ``ConfigError`` if ``--model`` is given several times.

@@ -53,7 +53,7 @@ class ClusterAdapters:
                 info = next(iter(answers.returned.values()))
                 with self._lock:
                     self._served[name] = info
-            self._forget_unused()
+            self._discard_unused()
         if error is not None:
             raise error
         return info
@@ -65,7 +65,7 @@ class ClusterAdapters:
                 if name not in self._served:
                     raise unknown(self._model, name, self._served)
                 del self._served[name]
-            self._forget_unused()
+            self._discard_unused()
 
     def listed(self) -> list[AdapterInfo]:
         """The loaded adapters, by name."""
@@ -101,7 +101,7 @@ class ClusterAdapters:
                 try:
                     key = key_of(worker.ask(self._model, "hold", (name,)))
                 except WorkerEnded:
-                    self.left(worker.name)
+                    self.worker_exited(worker.name)
                     return
                 except MMServeError as error:
                     logger.error("worker %s cannot read the adapter %s: %s", worker.name, name, error)
@@ -110,9 +110,9 @@ class ClusterAdapters:
                     logger.error("worker %s has other files of the adapter %s than were loaded", worker.name, name)
                 with self._lock:
                     self._held.get(worker.name, set()).add(key)
-            self._forget_unused()
+            self._discard_unused()
 
-    def left(self, worker: str) -> None:
+    def worker_exited(self, worker: str) -> None:
         """A worker has exited."""
         with self._lock:
             self._workers.pop(worker, None)
@@ -127,7 +127,7 @@ class ClusterAdapters:
         """Free adapters that are no longer needed; to be called regularly, without any lock. Does not block."""
         if self._changes.acquire(blocking=False):
             try:
-                self._forget_unused()
+                self._discard_unused()
             finally:
                 self._changes.release()
 
@@ -135,7 +135,7 @@ class ClusterAdapters:
         with self._lock:
             return list(self._workers.values())
 
-    def _forget_unused(self) -> None:
+    def _discard_unused(self) -> None:
         """Have workers free adapters that are neither served nor in use. Call with ``_changes``."""
         with self._lock:
             served = {key_of(info) for info in self._served.values()}

@@ -16,7 +16,7 @@ from mmserve.cluster.adapters import ClusterAdapters
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.in_flight import InFlight
 from mmserve.cluster.kept import ClusterKept
-from mmserve.cluster.messages import Appended, Chunk, Happened, Heartbeat, Item, Lost, Moved, Order, StreamSaved
+from mmserve.cluster.messages import Appended, Chunk, Heartbeat, Item, Lost, Moved, Order, RequestEvent, StreamSaved
 from mmserve.cluster.requests import Sink
 from mmserve.cluster.streams import ClusterStreams, lost_question
 from mmserve.cluster.switching import Switching
@@ -39,15 +39,15 @@ from mmserve.errors import (
     TransferError,
     Unavailable,
 )
-from mmserve.video.facts import Facts, adapter_of
 from mmserve.video.host import Parts
+from mmserve.video.support import SessionSupport, adapter_of
 
 logger = logging.getLogger("mmserve.cluster")
 
 #: Seconds after a request's deadline until the coordinator ends it: normally its worker does so, with an error that
 #: names the stage.
 _GRACE = 0.5
-_NO_SESSIONS = Facts(refusal="this model takes no video sessions")
+_NO_SESSIONS = SessionSupport(refusal="this model takes no video sessions")
 
 
 class Coordinator:
@@ -59,7 +59,7 @@ class Coordinator:
         engine: EngineConfig,
         settings: ClusterSettings,
         payloads: PayloadStore,
-        facts: Facts = _NO_SESSIONS,
+        facts: SessionSupport = _NO_SESSIONS,
         adapters: Sequence[AdapterInfo] = (),
     ) -> None:
         self.info, self._settings, self._payloads, self._facts = info, settings, payloads, facts
@@ -111,7 +111,7 @@ class Coordinator:
                 self._in_flight.withdraw(request.id)
             raise
         with self._lock:
-            self._in_flight.taken_in(request.id, worker)
+            self._in_flight.accepted(request.id, worker)
         return asked
 
     def session_adapter(self, asked: str) -> str:
@@ -193,24 +193,24 @@ class Coordinator:
         """Prepare a worker before it joins (adapters); blocks."""
         self.adapters.equip(worker)
 
-    def joined(self, worker: Worker) -> None:
+    def worker_ready(self, worker: Worker) -> None:
         """A worker is ready, after ``equip``; or has a role again."""
         with self._lock:
             self._dispatch.workers[worker.name] = worker
             self._in_flight.send()
 
-    def left(self, name: str) -> None:
+    def worker_exited(self, name: str) -> None:
         """A worker exited, or was given up: its requests continue on other workers."""
         with self._lock:
             self._dispatch.workers.pop(name, None)
-            self._dispatch.index.left(name)
-            self.adapters.left(name)
+            self._dispatch.index.worker_exited(name)
+            self.adapters.worker_exited(name)
             if (last := self._stats.pop(name, None)) is not None:
                 self._ended = total([self._ended, counted(last)])
             self.losses += 1
-            self._in_flight.left(name)
+            self._in_flight.worker_exited(name)
             if self._streams is not None:
-                self._streams.left(name)
+                self._streams.worker_exited(name)
             self._in_flight.send()
 
     def take(self, worker: str, items: Sequence[Item]) -> None:
@@ -244,7 +244,7 @@ class Coordinator:
         """Switch a worker's role if that is due; to be called about once a second."""
         with self._lock:
             demand, workers = self._dispatch.demand()
-            change = self._switching.look(now, demand, workers)
+            change = self._switching.due_change(now, demand, workers)
             if change is None:
                 return
             logger.info(
@@ -268,7 +268,7 @@ class Coordinator:
             return item
         why: MMServeError
         try:
-            return replace(item, parcel=self._payloads.keep(item.parcel))
+            return replace(item, parcel=self._payloads.persist(item.parcel))
         except TransferError as error:  # its worker has just exited
             why = error
         except Exception as error:  # noqa: BLE001 - a bug with one state leaves the other requests alone
@@ -300,4 +300,4 @@ class Coordinator:
 def _makes_room(item: Item | Lost) -> bool:
     """Whether the item can change which worker a request needs, so that waiting requests should be sent; not for text
     and steps, which are frequent."""
-    return not isinstance(item, Happened) or isinstance(item.event, Failed | Finished)
+    return not isinstance(item, RequestEvent) or isinstance(item.event, Failed | Finished)

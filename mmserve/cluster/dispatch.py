@@ -67,7 +67,7 @@ class Dispatch:
     def shards(self, whole: Part, least: int) -> list[Part]:
         """Split the media of a request into a part for each idle encode worker; empty if there are fewer than two such
         workers, fewer than ``least`` pixels (0 = never split), or if one of these workers has all of it cached."""
-        in_hand = self._in_hand()
+        in_hand = self._requests_by_worker()
         idle = [name for name, each in self.workers.items() if "encode" in each.roles and not in_hand[name].total()]
         free = 0 if self._waiting["encode"] else len(idle)
         found = sharded(whole.point.request, free, least) if free > 1 else []
@@ -89,7 +89,7 @@ class Dispatch:
         lost: list[tuple[Part, Exception]] = []
         if not any(self._waiting.values()):
             return sent, stuck, lost
-        in_hand, loads = self._in_hand(), self._loads()
+        in_hand, loads = self._requests_by_worker(), self._loads()
         orders: dict[str, list[Order]] = {}
         for role in reversed(ROLES):
             waiting, self._waiting[role] = self._waiting[role], []
@@ -134,16 +134,16 @@ class Dispatch:
             return None
         adapter = part.group.request.adapter  # roles change: the worker with it may decode by now
         names = [name for name in self._able("decode") if name != part.worker and self._holds(name, adapter)]
-        return self._chosen("decode", part, names, self._in_hand(), self._loads())
+        return self._chosen("decode", part, names, self._requests_by_worker(), self._loads())
 
-    def took(self, role: str, seconds: float) -> None:
+    def record_service_time(self, role: str, seconds: float) -> None:
         """Record the service time of a request in the stage of ``role``."""
         before = self._seconds[role]
         self._seconds[role] = before + _NEW * (seconds - before) if before else seconds
 
     def demand(self) -> tuple[dict[str, Demand], dict[str, tuple[frozenset[str], int]]]:
         """The demand of each stage, and for each worker its roles and its number of requests."""
-        in_hand = self._in_hand()
+        in_hand = self._requests_by_worker()
         busy: Counter[str] = Counter()
         for counts in in_hand.values():
             busy.update(counts)
@@ -190,7 +190,7 @@ class Dispatch:
                 loads[part.reserved, "decode"] += 1.0
         return loads
 
-    def _in_hand(self) -> dict[str, Counter[str]]:
+    def _requests_by_worker(self) -> dict[str, Counter[str]]:
         """The number of each worker's requests, by the stage for which they were sent."""
         found: dict[str, Counter[str]] = {name: Counter() for name in self.workers}
         for part in self._parts():

@@ -35,7 +35,7 @@ class Draining:
         self._factor = factor
         self._seen: dict[str, _Seen] = {}
 
-    def look(self, now: float, worker: str, slowness: float, *, spared: bool, replaceable: bool) -> Act | None:
+    def due_action(self, now: float, worker: str, slowness: float, *, spared: bool, replaceable: bool) -> Act | None:
         """The action that is due for ``worker``, whose passes take ``slowness`` times as long as usual; None if none.
 
         ``spared``: whether other workers have all its roles; ``replaceable``: whether a spare is ready.
@@ -62,6 +62,6 @@ class Draining:
             return Act.DRAIN
         return Act.REPLACE if spared or replaceable else None
 
-    def forget(self, worker: str) -> None:
+    def discard(self, worker: str) -> None:
         """The worker has exited."""
         self._seen.pop(worker, None)

@@ -136,14 +136,14 @@ class Fleet:
                 self._end(begun.actor, begun.described)
             if not self._stopping:
                 logger.warning("worker %s (process %d) has ended; it is replaced", member.name, begun.described.pid)
-            self._gone(member, begun.actor)
+            self._worker_exited(member, begun.actor)
 
     def _not_begun(self, member: Member, error: Exception) -> None:
         traceback = None if isinstance(error, MMServeError) else error
         logger.error("worker %s could not begin: %s", member.name, error, exc_info=traceback)
         actor = member.actor
         self._end(actor, None)
-        self._gone(member, actor)
+        self._worker_exited(member, actor)
         if not isinstance(error, Unavailable):
             with self._changed:
                 self._failed = error
@@ -197,7 +197,7 @@ class Fleet:
                 member.described = described
             logger.info("worker %s (process %d) serves %s", member.name, described.pid, ", ".join(sorted(member.roles)))
             for coordinator in self.coordinators.values():
-                coordinator.joined(member)
+                coordinator.worker_ready(member)
         with self._changed:
             self._changed.notify_all()
 
@@ -225,23 +225,23 @@ class Fleet:
             if member.actor is not actor:
                 return
         self._end(actor, described)
-        self._gone(member, actor)
+        self._worker_exited(member, actor)
 
-    def _gone(self, member: Member, actor: ray_actors.Actor | None) -> None:
+    def _worker_exited(self, member: Member, actor: ray_actors.Actor | None) -> None:
         """``member`` is no longer served by ``actor``; may be repeated. Returns once the coordinators are notified."""
         with member.changing:
             with self._lock:
                 if member.actor is not actor:
                     return
                 name, described, member.described, member.actor = member.name, member.described, None, None
-                self._pace.forget(name)
-                self._draining.forget(name)
+                self._pace.discard(name)
+                self._draining.discard(name)
             member.resume()
             if described is not None:
                 self.lost += not self._stopping
                 for model, coordinator in list(self.coordinators.items()):
                     with _going_on(f"the end of worker {name} at the coordinator of {model}"):
-                        coordinator.left(name)
+                        coordinator.worker_exited(name)
 
     def _close_members(self) -> None:
         """Close all workers gracefully, in parallel."""
@@ -293,10 +293,12 @@ class Fleet:
         spared = all(any(role in each.roles for each in others) for role in member.roles)
         with self._lock:
             slowness = self._pace.slowness(member.name)
-            act = self._draining.look(now, member.name, slowness, spared=spared, replaceable=self.spares_ready > 0)
+            act = self._draining.due_action(
+                now, member.name, slowness, spared=spared, replaceable=self.spares_ready > 0
+            )
             if act is None:
                 return
-            self._pace.rest(member.name)
+            self._pace.reset(member.name)
         logger.warning("worker %s %s: its passes take %.1f times as long as usual", member.name, act.value, slowness)
         if act is Act.REPLACE:
             self._give_up(member, actor)
@@ -309,7 +311,7 @@ class Fleet:
                 return
             member.resume()
             for coordinator in self.coordinators.values():
-                coordinator.joined(member)
+                coordinator.worker_ready(member)
 
     def _host_of(self, name: str) -> str:
         for member in self.members:

@@ -12,7 +12,7 @@ from functools import partial
 from mmserve.cluster.adapters import missing
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.dispatch import Dispatch, Holds
-from mmserve.cluster.messages import Chunk, Happened, Lost, Moved, Order, Refused, without_media
+from mmserve.cluster.messages import Chunk, Lost, Moved, Order, Refused, RequestEvent, without_media
 from mmserve.cluster.requests import Group, Part, Sink
 from mmserve.cluster.streams import lost_question
 from mmserve.cluster.workers import PayloadStore
@@ -28,7 +28,7 @@ from mmserve.observe.logs import about
 logger = logging.getLogger("mmserve.cluster")
 
 #: Reports of a worker about a request.
-Report = Happened | Moved | Chunk | Lost | Refused
+Report = RequestEvent | Moved | Chunk | Lost | Refused
 
 
 class InFlight:
@@ -51,7 +51,7 @@ class InFlight:
     def begin(self, request: Request, sink: Sink) -> None:
         """Admit a request and send it; raises as ``WaitingQueue.take``."""
         part = self._admitted(Group(request, sink, time.monotonic()), of_session=False)
-        if not self._share_out(part):
+        if not self._split_media(part):
             self.dispatch.wait(part)
         self.send()
 
@@ -77,7 +77,7 @@ class InFlight:
         group = self.groups.get(request)
         return group is not None and any(part.point.stage is Stage.QUEUED for part in group.parts.values())
 
-    def taken_in(self, request: RequestId, worker: str) -> None:
+    def accepted(self, request: RequestId, worker: str) -> None:
         """``worker`` has received a question; if that ended meanwhile, it is ended there, too."""
         if request not in self.groups and (there := self.dispatch.workers.get(worker)) is not None:
             there.cancel(self._model, [request], Cancelled("the request was cancelled"))
@@ -93,16 +93,16 @@ class InFlight:
         group = self.groups.get(item.key)
         part = None if group is None else group.part_of(item.sample)
         if group is None or part is None or part.worker != worker:
-            self._forget(item)
+            self._discard(item)
             return
         try:
-            self._took(group, part, item)
+            self._on_result(group, part, item)
         except Exception as error:  # noqa: BLE001 - a bug with one request ends that request only
             failure = Internal.logged(error, f"request {group.id}", logger, about(group.request))
             if group.id in self.groups:  # otherwise it has ended already
                 self.fail(group, failure)
 
-    def left(self, worker: str) -> None:
+    def worker_exited(self, worker: str) -> None:
         """``worker`` has exited: its requests continue from their last checkpoints."""
         for part in self.parts():
             if part.reserved == worker:
@@ -126,7 +126,7 @@ class InFlight:
                 self.fail(part.group, missing(part.group.request.adapter, part.stage))
         for part, error in lost:
             if part.group.id in self.groups:
-                self._begin_anew(part, f"its state cannot be handed on: {error!r}")
+                self._restart(part, f"its state cannot be handed on: {error!r}")
         if lost:
             self.send()
 
@@ -138,7 +138,7 @@ class InFlight:
                 worker.cancel(self._model, [part.id_there], Cancelled("the request was cancelled"))
             else:
                 self.dispatch.withdraw(part)
-            self._forget_payloads(part)
+            self._discard_payloads(part)
         group.parts = {}
         self._end(group)
         group.sink(Failed(error))
@@ -151,7 +151,7 @@ class InFlight:
         group.sink(Admitted(ahead))
         return part
 
-    def _share_out(self, whole: Part) -> bool:
+    def _split_media(self, whole: Part) -> bool:
         """Split a request's media among several idle encode workers, if possible. Returns whether it now waits for
         them."""
         found = self.dispatch.shards(whole, self._settings.shard_pixels)
@@ -173,18 +173,18 @@ class InFlight:
         if not any(part.shard for part in group.parts.values()):
             self.dispatch.wait(whole)
 
-    def _forget_payloads(self, part: Part) -> None:
+    def _discard_payloads(self, part: Part) -> None:
         """Drop all states of ``part``."""
         self._payloads.drop(part.parcel)
-        self._forget_seen(part)
-        self._forget_ahead(part)
+        self._discard_seen(part)
+        self._discard_ahead(part)
 
-    def _forget_seen(self, part: Part) -> None:
+    def _discard_seen(self, part: Part) -> None:
         for parcel in part.seen:
             self._payloads.drop(parcel)
         part.seen = []
 
-    def _forget_ahead(self, part: Part) -> None:
+    def _discard_ahead(self, part: Part) -> None:
         """Drop K/V sent ahead of a request that restarts, ends, or has reached a later stage."""
         for _number, parcel in part.ahead:
             self._payloads.drop(parcel)
@@ -192,7 +192,7 @@ class InFlight:
             worker.cancel(self._model, [part.id], None)
         part.ahead, part.reserved, part.given = [], None, 0
 
-    def _took(self, group: Group, part: Part, item: Report) -> None:
+    def _on_result(self, group: Group, part: Part, item: Report) -> None:
         if part.shard:
             self._shard_ended(group, part, item)
         elif isinstance(item, Lost):  # the previous checkpoint remains
@@ -202,11 +202,11 @@ class InFlight:
         elif isinstance(item, Moved):
             self._moved(group, self._split(group, part, item), item)
         elif isinstance(item, Chunk):
-            self._came_ahead(self._split(group, part, item), item)
+            self._on_early_kv(self._split(group, part, item), item)
         elif isinstance(item, Refused):
-            self._begin_anew(part, f"refused by worker {part.worker}: {item.error}")
-        elif isinstance(item, Happened):
-            self._happened(group, part, item.event)
+            self._restart(part, f"refused by worker {part.worker}: {item.error}")
+        elif isinstance(item, RequestEvent):
+            self._on_event(group, part, item.event)
 
     def _split(self, group: Group, part: Part, item: Moved | Chunk) -> Part:
         """The part that ``item`` is about; the first report about a single sample splits the request into samples."""
@@ -214,29 +214,29 @@ class InFlight:
         if not one or part.sample is not None or group.request.sampling.n == 1:
             return part
         self._payloads.drop(part.parcel)
-        self._forget_seen(part)
+        self._discard_seen(part)
         group.split(part)
         return group.parts[item.sample]
 
-    def _came_ahead(self, part: Part, item: Chunk) -> None:
+    def _on_early_kv(self, part: Part, item: Chunk) -> None:
         """K/V of a request that is still prefilled: forward them to its decode worker."""
         if part.point.stage in (Stage.PREFILLED, Stage.READY):  # its worker continues with it after all
             self._payloads.drop(item.parcel)
             return
         if item.number == 0:
-            self._forget_ahead(part)
+            self._discard_ahead(part)
         part.ahead.append((item.number, item.parcel))
         part.reserved = part.reserved or self.dispatch.reserve(part)
         if part.reserved is not None:
             worker = self.dispatch.workers[part.reserved]
             sent = partial(self._payloads.sent, worker=worker.name)
-            worker.take([part.lead(self._model, item.handover, sent)])
+            worker.take([part.chunk_order(self._model, item.handover, sent)])
 
     def _moved(self, group: Group, part: Part, item: Moved) -> None:
         if part.point.stage in (Stage.PREFILLED, Stage.READY) or item.handover.stage is not Stage.PREFILLED:
-            self._forget_ahead(part)
+            self._discard_ahead(part)
         self._payloads.drop(part.parcel)
-        self._forget_seen(part)
+        self._discard_seen(part)
         own = self._own(part)
         request = own if item.handover.stage is Stage.QUEUED else without_media(own)
         part.point, part.parcel = replace(item.handover, request=request), item.parcel
@@ -250,7 +250,7 @@ class InFlight:
         request = part.group.request
         return request if part.sample is None else samples(request)[part.sample]
 
-    def _happened(self, group: Group, part: Part, event: Event | Progress) -> None:
+    def _on_event(self, group: Group, part: Part, event: Event | Progress) -> None:
         sample = getattr(event, "sample", 0) if part.sample is None else part.sample
         match event:
             case Failed(error):
@@ -271,10 +271,10 @@ class InFlight:
     def _finished(self, group: Group, part: Part, event: Finished) -> None:
         group.done.add(event.sample)
         for role, ms in zip(ROLES, (event.times.encode, event.times.prefill, event.times.decode), strict=True):
-            self.dispatch.took(role, ms / 1000)
+            self.dispatch.record_service_time(role, ms / 1000)
         total = group.request.sampling.n
         if part.sample is not None or len(group.done) == total:
-            self._forget_payloads(part)
+            self._discard_payloads(part)
             group.parts = {sample: each for sample, each in group.parts.items() if each is not part}
         self._queue.served(group.work // total, event.times.total / 1000)
         if len(group.done) == total:
@@ -289,19 +289,19 @@ class InFlight:
     def _leave_queue(self, group: Group) -> None:
         if not group.begun:
             group.begun = True
-            self._queue.leave(group.request.tenant, group.request.sampling.n, group.work, group.due)
+            self._queue.remove(group.request.tenant, group.request.sampling.n, group.work, group.due)
 
-    def _begin_anew(self, part: Part, why: str) -> None:
+    def _restart(self, part: Part, why: str) -> None:
         """Restart ``part``: none of its states can be used."""
         logger.warning("request %s begins anew, %s", part.group.id, why)
-        self._forget_payloads(part)
+        self._discard_payloads(part)
         part.point, part.parcel = Handover(self._own(part), Stage.QUEUED, None), None
         self._lost(part)
 
     def _lost(self, part: Part) -> None:
         """Its worker exited, or never received it: continue from its last checkpoint."""
         if part.point.stage not in (Stage.PREFILLED, Stage.READY):
-            self._forget_ahead(part)
+            self._discard_ahead(part)
         part.losses += 1
         if part.losses > self._settings.max_losses:
             why = f"the request lost its worker or its state {part.losses} times; it may be the cause itself"
@@ -322,11 +322,13 @@ class InFlight:
     def _timed(self, role: str, run: Mapping[str, float]) -> None:
         """Record the service time of a stage for a request that left it."""
         if role == "encode":
-            self.dispatch.took(role, run.get("load", 0.0) + run.get("tokenize", 0.0) + run.get("encode", 0.0))
+            self.dispatch.record_service_time(
+                role, run.get("load", 0.0) + run.get("tokenize", 0.0) + run.get("encode", 0.0)
+            )
         elif role == "prefill":
-            self.dispatch.took(role, run.get("prefill", 0.0))
+            self.dispatch.record_service_time(role, run.get("prefill", 0.0))
 
-    def _forget(self, item: Report) -> None:
+    def _discard(self, item: Report) -> None:
         """Drop the state in a report about a request that has ended, or is elsewhere."""
         if isinstance(item, Moved | Chunk):
             self._payloads.drop(item.parcel)

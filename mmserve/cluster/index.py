@@ -40,7 +40,7 @@ class Index:
         for thing in things:
             self._holders.pop(thing, None)
 
-    def left(self, worker: str) -> None:
+    def worker_exited(self, worker: str) -> None:
         """``worker`` has exited: remove its entries."""
         for thing, holders in list(self._holders.items()):
             holders.discard(worker)

@@ -17,7 +17,7 @@ from mmserve.core.stats import Pass, Stats
 from mmserve.errors import MMServeError
 
 if TYPE_CHECKING:  # imports torch, which is slow
-    from mmserve.video.facts import Facts
+    from mmserve.video.support import SessionSupport
 
 #: Prefix of the names of questions about video streams, which run concurrently with others.
 STREAM = "stream."
@@ -51,7 +51,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Happened:
+class RequestEvent:
     """An event of a request, for its client or its trace; ``sample`` as in ``Order``."""
 
     model: str
@@ -135,7 +135,7 @@ class Heartbeat:
     passes: tuple[Pass, ...] = ()
 
 
-Item = Happened | Moved | Chunk | Refused | Appended | StreamSaved | Heartbeat
+Item = RequestEvent | Moved | Chunk | Refused | Appended | StreamSaved | Heartbeat
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Described:
     ``link.Listener``; empty = it is reached only by Ray."""
 
     models: Mapping[str, ModelInfo]
-    sessions: Mapping[str, Facts]
+    sessions: Mapping[str, SessionSupport]
     adapters: Mapping[str, tuple[AdapterInfo, ...]]
     host: str
     pid: int

@@ -64,12 +64,12 @@ class Pace:
         ratios = self._ratios.get(worker, {}).values()
         return max((ratio.value for ratio in ratios if ratio.judged >= _JUDGED), default=1.0)
 
-    def rest(self, worker: str) -> None:
+    def reset(self, worker: str) -> None:
         """Reset the worker's ratios."""
         self._ratios.pop(worker, None)
 
-    def forget(self, worker: str) -> None:
+    def discard(self, worker: str) -> None:
         """The worker has exited: remove its data."""
-        self.rest(worker)
+        self.reset(worker)
         for means in self._means.values():
             means.pop(worker, None)

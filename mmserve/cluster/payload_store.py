@@ -36,8 +36,9 @@ class SharedPayloadStore:
         self._beginning = threading.Lock()
         self._regions: Regions | None = None  # created on first use
 
-    def keep(self, parcel: Parcel) -> Parcel:
-        """See ``PayloadStore.keep``. States outside of this host's memory do not outlive the worker that wrote them."""
+    def persist(self, parcel: Parcel) -> Parcel:
+        """See ``PayloadStore.persist``. States outside of this host's memory do not outlive the worker that wrote
+        them."""
         if not isinstance(parcel, Ticket):
             return parcel
         return Kept(self._arena.put(self._reader.take(parcel)), parcel)
@@ -45,7 +46,7 @@ class SharedPayloadStore:
     def own(self, parcel: Parcel) -> Parcel:
         """See ``PayloadStore.own``; states in Ray's store, or in a region, are written again by this process."""
         if isinstance(parcel, Ticket):
-            return self.keep(parcel)
+            return self.persist(parcel)
         if not isinstance(parcel, Region):
             return stored(fetched(parcel))
         with self._beginning:  # states of several workers arrive concurrently

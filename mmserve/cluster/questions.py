@@ -22,11 +22,11 @@ class Subject:
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
     # adapters
     "hold": lambda of, name: of.engine.adapters.hold(name),
-    "forget": lambda of, keys: of.engine.adapters.forget(keys),
+    "discard": lambda of, keys: of.engine.adapters.discard(keys),
     # caches
     "blocks": lambda of: of.engine.kept.blocks(),
     "pin": lambda of, ids, pinned: of.engine.kept.pin(ids, pinned),
-    "drop": lambda of, visual, pages: of.engine.kept.forget(visual, pages),
+    "drop": lambda of, visual, pages: of.engine.kept.discard(visual, pages),
     "others.blocks": lambda of, served, model: of.engine.kept.others(served, model).blocks(),
     "others.pin": lambda of, served, model, ids, pinned: of.engine.kept.others(served, model).pin(ids, pinned),
     "others.drop": lambda of, served, model, ids: of.engine.kept.others(served, model).drop(ids),

@@ -125,7 +125,7 @@ class Part:
         self.reserved, self.given = None, 0
         return Order(model, self.group.id, self.sample, handover, sent(self.parcel), left, self.shard, seen, ahead)
 
-    def lead(self, model: str, handover: Handover, sent: Callable[[Parcel], Parcel]) -> Order:
+    def chunk_order(self, model: str, handover: Handover, sent: Callable[[Parcel], Parcel]) -> Order:
         """The order with the K/V chunks that the reserved worker does not have yet. ``handover``: as the request will
         be handed over; ``sent``: see ``order``."""
         assert self.reserved is not None

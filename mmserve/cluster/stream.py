@@ -27,7 +27,7 @@ from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
 from mmserve.engine.request_state import Sink
 from mmserve.errors import Cancelled, MMServeError, Unavailable
-from mmserve.video.base import Frame, Scope, Seen, StreamLost, StreamStats
+from mmserve.video.base import EncodedFrame, Frame, Scope, StreamLost, StreamStats
 
 if TYPE_CHECKING:
     from mmserve.cluster.streams import ClusterStreams
@@ -40,7 +40,7 @@ _NOT_TAKEN_IN = "the session's frames are not taken in: their worker is being re
 
 
 @dataclass(frozen=True)
-class SeenThere(Seen):
+class RemoteFrame(EncodedFrame):
     """A frame that the stream's worker keeps; its tensors here are empty."""
 
     stream: ClusterStream
@@ -74,25 +74,25 @@ class ClusterStream:
         self._losses = 0  # lost workers since all frames were last appended
         self._number, self._seconds = 0, 0.0  # of the newest frame
         self._out: set[int] = set()  # frames sent to ``owner`` that it has not reported
-        self._futures: dict[int, tuple[float, Future[Seen]]] = {}  # with the frames' times
+        self._futures: dict[int, tuple[float, Future[EncodedFrame]]] = {}  # with the frames' times
         self._ended: MMServeError | None = None
 
     # --- as a stream ---
 
-    def append(self, frame: Frame) -> Future[Seen]:
+    def append(self, frame: Frame) -> Future[EncodedFrame]:
         """See ``Stream.append``; raises ``StreamLost`` if no worker can continue the stream."""
-        future: Future[Seen] = Future()
+        future: Future[EncodedFrame] = Future()
         image = frame.image.convert("RGB")
         pixels = image.size, image.tobytes(), frame.detail
 
-        def taken_in() -> bool:
+        def accepted() -> bool:
             return not self._journal.full and (self._ready or self._journal.kept)
 
         with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None or taken_in(), PATIENCE)
+            self._changed.wait_for(lambda: self._ended is not None or accepted(), PATIENCE)
             if self._ended is not None:
                 raise self._ended
-            if not taken_in():
+            if not accepted():
                 if not self._ready:
                     raise Unavailable(_NOT_TAKEN_IN)
                 self._streams.drop(self._journal.give_up())
@@ -125,7 +125,7 @@ class ClusterStream:
             with self._changed:
                 given.asking = False
                 if given.lost:
-                    self._disturb()
+                    self._reopen()
             return asked
         raise self._too_many_losses()
 
@@ -165,7 +165,7 @@ class ClusterStream:
             raise self._ended
         return self._held
 
-    def took(self, item: Appended) -> None:
+    def on_item(self, item: Appended) -> None:
         """A frame was appended, or failed."""
         with self._changed:
             if item.key != self.name:
@@ -182,7 +182,7 @@ class ClusterStream:
         if item.error is not None:
             future.set_exception(item.error)
         else:
-            future.set_result(SeenThere(seconds, torch.empty(0), torch.empty(0), self, item.number))
+            future.set_result(RemoteFrame(seconds, torch.empty(0), torch.empty(0), self, item.number))
 
     def saved(self, item: StreamSaved) -> None:
         """A checkpoint was saved; called with the coordinator's lock."""
@@ -193,18 +193,18 @@ class ClusterStream:
             self._changed.notify_all()
         self._streams.drop(unused)
 
-    def left(self, worker: str) -> None:
+    def worker_exited(self, worker: str) -> None:
         """A worker has exited."""
         with self._changed:
             if worker == self.worker and self._ended is None:
                 self._losses += 1
-                self._disturb()
+                self._reopen()
 
     def move(self) -> None:
         """Have another worker continue it, if possible."""
         with self._changed:
             if self._ready and self._journal.kept:
-                self._disturb()
+                self._reopen()
 
     # --- to its worker ---
 
@@ -243,7 +243,7 @@ class ClusterStream:
         """Whether an error means that no stream of this name exists there any more."""
         with self._changed:
             if self.name == name and isinstance(error, WorkerEnded):
-                self._disturb()
+                self._reopen()
             return self._ended is not None or self._wanted or self.name != name
 
     def _again(self, given: GivenQuestion) -> bool:
@@ -254,10 +254,10 @@ class ClusterStream:
                 return False
             given.lost = True
             if not given.asking:
-                self._disturb()
+                self._reopen()
             return True
 
-    def _disturb(self) -> None:
+    def _reopen(self) -> None:
         """Have it opened again. Call with the lock."""
         if self._ended is not None:
             return
@@ -287,11 +287,11 @@ class ClusterStream:
                 continue
             owner = self._streams.choose(tried, patience)
             if owner is None:
-                self._end(self._lost() if again else self._streams.nobody())
+                self._end(self._lost() if again else self._streams.no_worker())
                 continue
             try:
                 self._open_at(owner)
-                self._give_again()
+                self._replay()
             except WorkerEnded:
                 tried.add(owner.name)
                 with self._changed:
@@ -318,7 +318,7 @@ class ClusterStream:
         if former:
             logger.info("worker %s goes on with a session's stream after frame %d", worker, self._journal.number)
 
-    def _give_again(self) -> None:
+    def _replay(self) -> None:
         """Replay the journal in order; returns early if it must be opened once more."""
         given = 0
         while True:
@@ -384,7 +384,7 @@ class ClusterStream:
     def _close_there(self) -> None:
         with self._changed:
             owner, name = self.owner, self.name
-        self._streams.forget(self)
+        self._streams.discard(self)
         if owner is not None:
             owner.post(self._streams.model, "stream.close", (name,))
 

@@ -14,7 +14,7 @@ from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.messages import Appended, Order, Parcel, StreamSaved
 from mmserve.cluster.requests import Sink
-from mmserve.cluster.stream import PATIENCE, ClusterStream, SeenThere
+from mmserve.cluster.stream import PATIENCE, ClusterStream, RemoteFrame
 from mmserve.cluster.workers import PayloadStore, Worker
 from mmserve.config import VideoConfig
 from mmserve.core.info import ModelInfo
@@ -22,9 +22,9 @@ from mmserve.core.request import Request, RequestId, Vision
 from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
 from mmserve.errors import FailedPrecondition, MMServeError, Unavailable
-from mmserve.video.base import Seen
+from mmserve.video.base import EncodedFrame
 from mmserve.video.bounds import check_bytes, check_count
-from mmserve.video.standing import Judged, StandingQuestion
+from mmserve.video.standing import StandingQuestion, TypedAnswer
 
 #: Streams of exited workers that are opened concurrently.
 _AT_ONCE = 4
@@ -65,7 +65,7 @@ class Requests(Protocol):
 
 class ClusterStreams:
     """``Streams`` of a model, each on the one of ``workers()`` with the fewest streams; the limits of ``[video]`` apply
-    to all workers together. ``closing`` is called once, at the end. Also implements ``Judge``."""
+    to all workers together. ``closing`` is called once, at the end. Also implements ``FrameQuestions``."""
 
     def __init__(
         self,
@@ -132,16 +132,16 @@ class ClusterStreams:
             stream = self._streams.get(item.key)
         if isinstance(item, Appended):
             if stream is not None:
-                stream.took(item)
+                stream.on_item(item)
         elif stream is not None:
             stream.saved(item)
         else:
             self.drop(item.parcel)
 
-    def left(self, worker: str) -> None:
+    def worker_exited(self, worker: str) -> None:
         """A worker has exited: others continue its streams."""
         for stream in self._all():
-            stream.left(worker)
+            stream.worker_exited(worker)
 
     def tick(self) -> None:
         """Move streams from workers that no longer encode to those that do."""
@@ -174,7 +174,7 @@ class ClusterStreams:
                 self._streams[stream.name] = stream
             return not self._stopped
 
-    def forget(self, stream: ClusterStream) -> None:
+    def discard(self, stream: ClusterStream) -> None:
         """Remove a closed stream."""
         with self._lock:
             self._streams.pop(stream.name, None)
@@ -193,14 +193,14 @@ class ClusterStreams:
         """Run ``work`` on another thread."""
         self._openers.submit(work)
 
-    def nobody(self) -> Unavailable:
+    def no_worker(self) -> Unavailable:
         """The error if there is no worker."""
         return Unavailable(f"no worker of {self.model!r} is there: they are being replaced, try again in a few seconds")
 
     # --- standing questions ---
 
     def check(self, question: StandingQuestion, path: str = "question") -> None:
-        """See ``Judge.check``; on any worker."""
+        """See ``FrameQuestions.check``; on any worker."""
         tried: set[str] = set()
         while (worker := self.choose(tried, PATIENCE)) is not None:
             try:
@@ -209,13 +209,15 @@ class ClusterStreams:
                 tried.add(worker.name)
             else:
                 return
-        raise self.nobody()
+        raise self.no_worker()
 
-    def judge(self, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
-        """See ``Judge.judge``; on the worker that keeps the frame."""
-        if not isinstance(frame, SeenThere):
+    def judge(self, frame: EncodedFrame, questions: Sequence[StandingQuestion]) -> list[TypedAnswer]:
+        """See ``FrameQuestions.judge``; on the worker that keeps the frame."""
+        if not isinstance(frame, RemoteFrame):
             raise FailedPrecondition("the frame is of no stream of this cluster")
-        judged: list[Judged] = frame.stream.question("stream.judge", frame.number, list(questions), frame=frame.number)
+        judged: list[TypedAnswer] = frame.stream.question(
+            "stream.judge", frame.number, list(questions), frame=frame.number
+        )
         return judged
 
     def _all(self) -> list[ClusterStream]:

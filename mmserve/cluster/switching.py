@@ -50,7 +50,7 @@ class Switching:
     _looks: int = 0
     _last: float = field(default=float("-inf"))
 
-    def look(
+    def due_change(
         self, now: float, demand: Mapping[str, Demand], workers: Mapping[str, tuple[frozenset[str], int]]
     ) -> Switch | None:
         """The role switch that is due at ``now`` (seconds); None if none.

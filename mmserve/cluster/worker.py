@@ -24,13 +24,13 @@ from mmserve.cluster.link import Listener
 from mmserve.cluster.messages import (
     Chunk,
     Described,
-    Happened,
     Heartbeat,
     Item,
     Moved,
     Order,
     Parcel,
     Refused,
+    RequestEvent,
     without_media,
 )
 from mmserve.cluster.parcels import Parcels
@@ -38,7 +38,7 @@ from mmserve.cluster.questions import QUESTIONS, Subject
 from mmserve.cluster.worker_streams import WorkerStreams
 from mmserve.config import Config
 from mmserve.core.events import Admitted, Event, Failed
-from mmserve.core.handover import Ahead, Handover, Left, Saved
+from mmserve.core.handover import Ahead, HandedOver, Handover, Saved
 from mmserve.core.payloads import KVChunk, PrefilledPayload
 from mmserve.core.progress import Progress
 from mmserve.core.request import RequestId
@@ -49,7 +49,7 @@ from mmserve.models.base import LoadedModel
 from mmserve.observe import traces
 from mmserve.transfer.kv_coding import coded, decoded
 from mmserve.transfer.shared_memory import allow_descriptors, host_id
-from mmserve.video.facts import facts_of
+from mmserve.video.support import session_support
 
 logger = logging.getLogger("mmserve.cluster")
 
@@ -92,7 +92,7 @@ class Worker:
             self._subjects[name] = Subject(engine, streams)
         infos = {name: engine.info for name, engine in self._engines.items()}
         stages = {name: engine.stages for name, engine in self._engines.items()}
-        facts = {name: facts_of(each.model, each.capabilities) for name, each in stages.items()}
+        facts = {name: session_support(each.model, each.capabilities) for name, each in stages.items()}
         adapters = {name: tuple(engine.adapters.listed()) for name, engine in self._engines.items()}
         address = ""
         if linked:
@@ -105,12 +105,12 @@ class Worker:
         """Accept requests; an error of one is reported by a separate item."""
         for order in orders:
             if order.shard:
-                self._seeing.submit(self._see, order)
+                self._seeing.submit(self._encode_share, order)
                 continue
             try:
                 engine, sink = self._engines[order.model], self._sink(order)
                 if order.seen:
-                    engine.stages.encoder.keep(order.request(), [self._read(parcel) for parcel in order.seen])
+                    engine.stages.encoder.add_encoded(order.request(), [self._read(parcel) for parcel in order.seen])
                 handover = replace(order.handover, request=order.request())
                 for number, parcel in order.ahead:
                     engine.expect(replace(handover, payload=self._read(parcel)), number, sink)
@@ -121,17 +121,19 @@ class Worker:
                 if not order.expects:  # otherwise reported when the request itself arrives
                     self._outbox.put(Refused(order.model, order.key, order.sample, error))
             except MMServeError as error:
-                self._outbox.put(Happened(order.model, order.key, order.sample, Failed(error)))
+                self._outbox.put(RequestEvent(order.model, order.key, order.sample, Failed(error)))
             except Exception as error:  # noqa: BLE001 - a bug with one request leaves the others alone
                 failed = Failed(Internal.logged(error, f"taking in request {order.key}", logger))
-                self._outbox.put(Happened(order.model, order.key, order.sample, failed))
+                self._outbox.put(RequestEvent(order.model, order.key, order.sample, failed))
 
-    def _see(self, order: Order) -> None:
+    def _encode_share(self, order: Order) -> None:
         """Encode some of a request's media for the worker that will run it; on a separate thread."""
         try:
             engine = self._engines[order.model]
             torch.set_num_threads(engine.config.torch_threads)
-            handover = replace(order.handover, payload=engine.stages.encoder.see(order.request(), order.shard))
+            handover = replace(
+                order.handover, payload=engine.stages.encoder.encode_shares(order.request(), order.shard)
+            )
             self._outbox.put(self._moved(order, order.sample, handover, stays=False))
         except MMServeError as error:
             self._outbox.put(Refused(order.model, order.key, order.sample, error))
@@ -223,12 +225,12 @@ class Worker:
                 found.append(self._outbox.get_nowait())
         return found
 
-    def _sink(self, order: Order) -> Callable[[Event | Progress | Left | Saved | Ahead], None]:
-        def take(event: Event | Progress | Left | Saved | Ahead) -> None:
+    def _sink(self, order: Order) -> Callable[[Event | Progress | HandedOver | Saved | Ahead], None]:
+        def take(event: Event | Progress | HandedOver | Saved | Ahead) -> None:
             if isinstance(event, Admitted):
                 return  # already sent by the coordinator
             sample = getattr(event, "sample", None) if order.sample is None else order.sample
-            if isinstance(event, Left | Saved):
+            if isinstance(event, HandedOver | Saved):
                 whole = order.sample is None and event.handover.request.sampling.n > 1
                 # immediately: a checkpoint's state is modified by its next step
                 self._outbox.put(
@@ -239,7 +241,7 @@ class Worker:
                 plain = _plain(event.handover)
                 self._outbox.put(Chunk(order.model, order.key, sample, plain, parcel, event.number))
             else:
-                self._outbox.put(Happened(order.model, order.key, sample, event))
+                self._outbox.put(RequestEvent(order.model, order.key, sample, event))
 
         return take
 

@@ -17,16 +17,16 @@ from mmserve.cluster.messages import Appended, Item, Order, Parcel, StreamSaved
 from mmserve.config import VideoConfig
 from mmserve.core.request import Vision
 from mmserve.core.session import Asked, Memory
-from mmserve.core.stream_state import SeenState, StreamPayload
+from mmserve.core.stream_state import EncodedFrameState, StreamPayload
 from mmserve.core.tenant import Tenant
 from mmserve.engine.engine import Engine
 from mmserve.engine.request_state import Sink
 from mmserve.errors import Cancelled, FailedPrecondition, MMServeError
-from mmserve.video.base import Frame, Scope, Seen, StreamStats
-from mmserve.video.facts import standing_of
+from mmserve.video.base import EncodedFrame, Frame, Scope, StreamStats
 from mmserve.video.reported import reported
-from mmserve.video.standing import Judged, StandingQuestion
+from mmserve.video.standing import StandingQuestion, TypedAnswer
 from mmserve.video.streams import EngineStream, EngineStreams
+from mmserve.video.support import standing_of
 
 logger = logging.getLogger("mmserve.cluster")
 
@@ -37,7 +37,7 @@ class _Kept:
 
     stream: EngineStream
     number: int = 0
-    seen: OrderedDict[int, Seen] = field(default_factory=OrderedDict)
+    seen: OrderedDict[int, EncodedFrame] = field(default_factory=OrderedDict)
 
 
 class WorkerStreams:
@@ -75,7 +75,7 @@ class WorkerStreams:
         kept = _Kept(self._streams.open(memory, tenant, vision, beside, saved))
         if saved is not None:
             kept.number = saved.number
-            kept.seen.update((one.number, Seen(one.seconds, one.tokens, one.whole)) for one in saved.seen)
+            kept.seen.update((one.number, EncodedFrame(one.seconds, one.tokens, one.whole)) for one in saved.seen)
         self._open[name] = kept
         return kept.stream.held
 
@@ -98,7 +98,7 @@ class WorkerStreams:
         number = kept.number
 
         def taken(done: Future[StreamPayload]) -> None:  # on the streams' thread, before the next frame
-            seen = tuple(SeenState(i, one.seconds, one.tokens_RD, one.whole_RD) for i, one in kept.seen.items())
+            seen = tuple(EncodedFrameState(i, one.seconds, one.tokens_RD, one.whole_RD) for i, one in kept.seen.items())
             self._saving.submit(self._saved, name, number, seen, done)
 
         try:
@@ -126,7 +126,7 @@ class WorkerStreams:
         assert self._standing is not None, "facts have it"
         self._standing.check(question, path)
 
-    def judge(self, name: str, number: int, questions: Sequence[StandingQuestion]) -> list[Judged]:
+    def judge(self, name: str, number: int, questions: Sequence[StandingQuestion]) -> list[TypedAnswer]:
         """See ``Standing.judge``; about one of the latest frames."""
         assert self._standing is not None, "facts have it"
         seen = self._kept(name).seen.get(number)
@@ -145,7 +145,7 @@ class WorkerStreams:
             raise FailedPrecondition("the stream is closed")
         return kept
 
-    def _appended(self, name: str, kept: _Kept, number: int, done: Future[Seen]) -> None:
+    def _appended(self, name: str, kept: _Kept, number: int, done: Future[EncodedFrame]) -> None:
         """Called on the streams' thread, or on that of ``close``."""
         error = Cancelled("the stream was closed") if done.cancelled() else done.exception()
         if error is None and self._most_seen:
@@ -154,7 +154,7 @@ class WorkerStreams:
                 kept.seen.popitem(last=False)
         self._report(Appended(self._model, name, number, None if error is None else reported(error)))
 
-    def _saved(self, name: str, number: int, seen: tuple[SeenState, ...], done: Future[StreamPayload]) -> None:
+    def _saved(self, name: str, number: int, seen: tuple[EncodedFrameState, ...], done: Future[StreamPayload]) -> None:
         parcel: Parcel = None
         try:
             parcel = self._write(replace(done.result(), seen=seen, number=number))

@@ -42,7 +42,7 @@ class Worker(Protocol):
 class PayloadStore(Protocol):
     """The store of states between two workers; thread-safe."""
 
-    def keep(self, parcel: Parcel) -> Parcel:
+    def persist(self, parcel: Parcel) -> Parcel:
         """A parcel with the same bytes that remains valid if the worker that wrote it exits; may wait for that worker.
         Raises ``TransferError``; ``parcel`` must then still be dropped."""
 

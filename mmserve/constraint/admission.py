@@ -114,7 +114,7 @@ def failures(why: str, field: str) -> Iterator[None]:
                 "make the constraint simpler"
             ) from error
         known = "the shortest answer" if error.exact else "the shortest answer found"
-        known = "any answer" if error.hopeless else known
+        known = "any answer" if error.too_long else known
         raise InvalidArgument.of(field, f"must be {why.format(error.needed, known)}") from error
     except (KeyboardInterrupt, SystemExit, MMServeError):
         raise

@@ -14,7 +14,7 @@ from math import gcd
 import numpy as np
 
 
-def branch_room(lengths: Sequence[int], page_size: int, block: int | None = None) -> int:
+def branch_capacity(lengths: Sequence[int], page_size: int, block: int | None = None) -> int:
     """The maximum number of positions that branches of these ``lengths`` take after a prompt of any length. ``block``:
     see ``Branches.laid_out``."""
     prefix = page_size - 1

@@ -128,15 +128,15 @@ class Canvas:
         """First position of the block that contains ``position``; may be in the prompt."""
         return position - (position - self.origin) % self.block_length
 
-    def sight_of(self, position: int) -> int:
+    def attention_block_start(self, position: int) -> int:
         """First position of the attention block that contains ``position``, with block-causal attention."""
         return position - position % self.attention_block if self.attention_block else self.block_of(position)
 
     @property
-    def sight_end(self) -> int:
+    def attention_block_end(self) -> int:
         """The position after the attention block of the current block, with block-causal attention."""
         length = self.attention_block or self.block_length
-        return min(self.sight_of(self.block_start) + length, self.size)
+        return min(self.attention_block_start(self.block_start) + length, self.size)
 
     @property
     def run_end(self) -> int:
@@ -146,8 +146,8 @@ class Canvas:
         known.
         """
         first = self.block_start
-        begins = first - self.logit_shift < self.sight_of(first) and self.committed_at[first] == MASKED
-        return first if begins else self.sight_end
+        begins = first - self.logit_shift < self.attention_block_start(first) and self.committed_at[first] == MASKED
+        return first if begins else self.attention_block_end
 
     def block_masked(self) -> np.ndarray:
         """Positions (int64, ascending) of the current block that are masked."""

@@ -60,7 +60,7 @@ class ChildProcess:
         return self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     @property
-    def overtime(self) -> bool:
+    def exceeded_cpu_limit(self) -> bool:
         """Whether it was killed for exceeding its CPU time limit. To be called by the owner after ``end``."""
         return self._process.returncode == -signal.SIGPROF
 

@@ -44,7 +44,7 @@ class Handover:
 
 
 @dataclass(frozen=True)
-class Left:
+class HandedOver:
     """The request, or sample, has left this engine: it continues where ``handover`` is received."""
 
     handover: Handover

@@ -121,7 +121,7 @@ class CanvasPayload:
     rows: np.ndarray | None = None  # int64, positions of the next pass, if selected already
     fresh: tuple[np.ndarray, np.ndarray] | None = None  # int64 each, positions and tokens not yet embedded
     step: Mapping[str, Any] | None = None
-    still: int = 0
+    stable_steps: int = 0
     record: CanvasRecord | None = None
 
     @property

@@ -66,8 +66,9 @@ class ArchiveState:
 
 
 @dataclass(frozen=True)
-class SeenState:
-    """One of the latest frames, by its number in the stream, for standing questions (see ``video.base.Seen``)."""
+class EncodedFrameState:
+    """One of the latest frames, by its number in the stream, for standing questions (see
+    ``video.base.EncodedFrame``)."""
 
     number: int
     seconds: float
@@ -92,5 +93,5 @@ class StreamPayload:
     open: int | None = None
     open_tokens: Tensor | None = None
     archive: ArchiveState | None = None
-    seen: tuple[SeenState, ...] = ()
+    seen: tuple[EncodedFrameState, ...] = ()
     number: int = 0

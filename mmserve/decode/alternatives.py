@@ -42,14 +42,14 @@ def alternatives(
 
 
 @dataclass
-class _Noted:
+class _Recorded:
     """The alternatives recorded so far, one row for each position of a pass."""
 
     positions: np.ndarray  # int64 [n], ascending
     found: Alternatives
 
 
-class NotingLogits:
+class RecordingLogits:
     """A ``RowLogits`` wrapper that records the top-k alternatives of each row before a reader gets the row.
 
     ``positions`` (int64, ascending) are those of the rows. The recorded log-probabilities include the penalties and
@@ -65,21 +65,21 @@ class NotingLogits:
         count: int,
         banned: tuple[int, ...],
         mask_id: int | None,
-        noted: _Noted | None = None,
+        noted: _Recorded | None = None,
         *,
         end_ids: Collection[int] = (),
     ) -> None:
         self._rows, self._count = rows, count
-        self._all = noted or _Noted(positions, Alternatives.none(len(positions), count))
+        self._all = noted or _Recorded(positions, Alternatives.none(len(positions), count))
         self._positions = positions
         self._given = canvas, sampling, banned, mask_id
         self._end_ids = end_ids
 
-    def only(self, rows: np.ndarray) -> NotingLogits:
+    def only(self, rows: np.ndarray) -> RecordingLogits:
         """The logits of some rows (see ``RowLogits.only``); their alternatives are recorded in the same object."""
         canvas, sampling, banned, mask_id = self._given
         kept = self._positions[rows]
-        return NotingLogits(
+        return RecordingLogits(
             self._rows.only(rows),
             kept,
             canvas,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.request import Request, Sampling
 from mmserve.decode.commit import Commit
-from mmserve.decode.commit.base import Judged, Proposing
+from mmserve.decode.commit.base import Proposing, Verified
 from mmserve.decode.commit.scheduled import Scheduled
 from mmserve.decode.sampler import GREEDY_BELOW
 from mmserve.errors import FieldViolation, InvalidArgument, Unimplemented
@@ -37,7 +37,7 @@ def check_sampling(request: Request, spec: ModelSpec, commit: Commit) -> None:
             "before it: no probability is known of tokens committed together. Use diffusion.block_length 1 with a "
             "model of masked or block diffusion, or an autoregressive model"
         )
-    otherwise = commit.whole_canvas or commit.revises or commit.closes or isinstance(commit, (Judged, Proposing))
+    otherwise = commit.whole_canvas or commit.revises or commit.closes or isinstance(commit, (Verified, Proposing))
     if not spec.causal and otherwise:
         raise Unimplemented(
             f"constraint.sampling {asked!r} needs tokens that are drawn one by one from the left, and the commit "

@@ -9,7 +9,7 @@ from mmserve.core.canvas_record import STATES, CanvasRecord
 from mmserve.core.events import Draft
 from mmserve.core.request import Streaming
 from mmserve.decode.commit import Candidates
-from mmserve.decode.state import Live
+from mmserve.decode.state import DecodeState
 from mmserve.decode.token_texts import token_texts
 from mmserve.models.base import EncoderModel
 
@@ -22,7 +22,7 @@ def record_for(streaming: Streaming, positions: int) -> CanvasRecord | None:
     return CanvasRecord.nothing(positions, streaming.alternatives) if streaming.records else None
 
 
-def draft_of(d: Live, model: EncoderModel, canvas: Canvas, candidates: Candidates) -> Draft | None:
+def draft_of(d: DecodeState, model: EncoderModel, canvas: Canvas, candidates: Candidates) -> Draft | None:
     """Record a step that made some of ``candidates`` final. Returns the changes, if the request streams drafts."""
     kept = d.record
     if kept is None:

@@ -7,12 +7,12 @@ import numpy as np
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.progress import TOKENS_TOGETHER, Step
-from mmserve.decode.state import Answer, Live
+from mmserve.decode.state import Answer, DecodeState
 from mmserve.decode.text import canvas_text, committed_tokens
 from mmserve.models.base import Model
 
 
-def advanced(d: Live, answer: np.ndarray, complete: bool, budget: int) -> tuple[str, str | None]:
+def advanced(d: DecodeState, answer: np.ndarray, complete: bool, budget: int) -> tuple[str, str | None]:
     """New final text of ``answer``, its final tokens so far, and its finish reason, if it ended
     (``TextStream.advance``).
 
@@ -25,7 +25,7 @@ def advanced(d: Live, answer: np.ndarray, complete: bool, budget: int) -> tuple[
     return delta, reason
 
 
-def snapshot_of(d: Live, model: Model, shown: Canvas, edited: int = 0) -> Snapshot:
+def snapshot_of(d: DecodeState, model: Model, shown: Canvas, edited: int = 0) -> Snapshot:
     """The snapshot of the canvas ``shown``; ``edited``: tokens that this step replaced."""
     committed = int((~d.canvas.masked[shown.prompt_length : shown.size]).sum())
     return Snapshot(
@@ -33,7 +33,7 @@ def snapshot_of(d: Live, model: Model, shown: Canvas, edited: int = 0) -> Snapsh
     )
 
 
-def step_of(d: Live, begun: int, committed: int, edited: int = 0) -> Step | None:
+def step_of(d: DecodeState, begun: int, committed: int, edited: int = 0) -> Step | None:
     """The effect of a step on the block that begins at position ``begun``; None if the request is not traced."""
     if not d.request.trace:
         return None
@@ -44,7 +44,7 @@ def step_of(d: Live, begun: int, committed: int, edited: int = 0) -> Step | None
     return Step(number, committed, edited, d.forwards, took)
 
 
-def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
+def tokens_of(d: DecodeState, model: Model) -> tuple[CommittedToken, ...]:
     """The answer's committed tokens, up to the end of its text."""
     others = None if d.record is None else d.record.alternatives
     return committed_tokens(
@@ -58,7 +58,7 @@ def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
     )
 
 
-def answer_of(d: Live, model: Model) -> Answer:
+def answer_of(d: DecodeState, model: Model) -> Answer:
     """The answer of a request that ended in decode."""
     held = d.held
     if model.spec.causal:  # discard drafted tokens after the answer's end

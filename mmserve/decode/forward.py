@@ -147,21 +147,21 @@ def _prompts(model: LoadedModel, lengths: list[int]) -> list[int] | None:
     return lengths if model.spec.attention is Attention.PREFIX else None
 
 
-def _sights(spec: ModelSpec, batch: list[Pass], page_size: int) -> list[np.ndarray] | None:
-    """The number of positions that each sequence's rows attend to, if passes set it (``Pass.sight``), or for prompts
+def _attention_spans(spec: ModelSpec, batch: list[Pass], page_size: int) -> list[np.ndarray] | None:
+    """The number of positions that each sequence's rows attend to, if passes set it (``Pass.span``), or for prompts
     with bidirectional attention within images; else None."""
     within = spec.whole_images and any(int(p.rows[0]) < p.canvas.prompt_length for p in batch)
-    if not within and not any(p.sight for p in batch):
+    if not within and not any(p.span for p in batch):
         return None
     found = []
     for p in batch:
-        sight = spec.sight(p.canvas.tokens[: p.canvas.prompt_length]) if within else None
+        span = spec.attention_spans(p.canvas.tokens[: p.canvas.prompt_length]) if within else None
         for part in _attended(p, page_size):
             rows = part.rows + p.evicted
-            own = np.full(len(rows), p.sight) if p.sight else rows + 1
-            if sight is not None and not p.sight:
-                prompt = rows < len(sight)
-                own[prompt] = sight[rows[prompt]]
+            own = np.full(len(rows), p.span) if p.span else rows + 1
+            if span is not None and not p.span:
+                prompt = rows < len(span)
+                own[prompt] = span[rows[prompt]]
             found.append(own)
     return found
 
@@ -169,7 +169,7 @@ def _sights(spec: ModelSpec, batch: list[Pass], page_size: int) -> list[np.ndarr
 class Observation(Protocol):
     """Receives the queries of a request's rows during a pass."""
 
-    def see(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
+    def observe(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
         """Called in each ``layer`` with queries ``[R, H, K]`` before and after rotation; the rows' keys are in the
         store."""
         ...
@@ -190,7 +190,7 @@ class Pass:
     evicted: int = 0  # evicted positions among those; later ones are stored that many slots further left
     observation: Observation | None = None  # receives the rows' queries
     adapter: Adapter | None = None
-    sight: int = 0  # leading positions that each row attends to; 0 = set by the model's attention
+    span: int = 0  # leading positions that each row attends to; 0 = set by the model's attention
 
 
 def _attended(p: Pass, page_size: int) -> Iterator[Attended]:
@@ -237,7 +237,7 @@ def forward(
         [part.visible for part in parts],
         block=model.spec.attention_block,
         prompts=_prompts(model, [part.prompt for part in parts]),
-        sights=_sights(model.spec, batch, store.page_size),
+        spans=_attention_spans(model.spec, batch, store.page_size),
         whole=[selection is not None or part.together for part in parts],
         shared=[part.shared for part in parts],
     )
@@ -346,6 +346,6 @@ def _observer(batch: list[Pass]) -> Observe | None:
 
     def observe(layer: int, q: Tensor, rotated: Tensor) -> None:
         for own, observation in watching:
-            observation.see(layer, q[own], rotated[own])
+            observation.observe(layer, q[own], rotated[own])
 
     return observe

@@ -108,7 +108,7 @@ def _received(
         guidance = Guidance(payload.guidance.scale, beside, payload.guidance.embeddings)
     if not payload.kv.ahead:
         _fill(parts.store, ids, payload.kv)
-    parts.runner.took(ids[: pages_for(held, parts.store.page_size)], held)
+    parts.runner.record_loaded(ids[: pages_for(held, parts.store.page_size)], held)
     extensions = [_restored(parts, request, payload, plain) for plain in payload.extensions]
     if payload.draft_kv is not None:
         draft_model = extension_of(parts.extensions, DraftModel)

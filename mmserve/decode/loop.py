@@ -32,8 +32,8 @@ class DiffusionDecoder:
         self.parts, prefill = parts, Prefill(parts)
         self.begin, self.ready, self.prefill = prefill.begin, prefill.ready, prefill.run
 
-    def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
-        self.parts.runner.give_way(prefill, decode)
+    def set_yield_callbacks(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
+        self.parts.runner.set_yield_callbacks(prefill, decode)
 
     def open(self, request: Request, prefilled: Prefilled) -> Decoding:
         """The decode state of a request after prefill."""

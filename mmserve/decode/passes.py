@@ -112,9 +112,9 @@ class Passes:
 
     def _past_images(self, canvas: Canvas, end: int) -> int:
         """``end``, or with bidirectional attention within images the next page boundary that splits no image."""
-        sight = self.model.spec.sight(canvas.tokens[: canvas.prompt_length])
-        while sight is not None and 0 < end < len(sight) and sight[end - 1] > end:
-            end = -(-int(sight[end - 1]) // self._unit) * self._unit
+        span = self.model.spec.attention_spans(canvas.tokens[: canvas.prompt_length])
+        while span is not None and 0 < end < len(span) and span[end - 1] > end:
+            end = -(-int(span[end - 1]) // self._unit) * self._unit
         return end
 
     @property
@@ -158,7 +158,7 @@ class Passes:
         spec = self.model.spec
         end = None
         if spec.attention is Attention.BLOCK_CAUSAL:
-            end = canvas.sight_end if commit.whole_block else canvas.run_end
+            end = canvas.attention_block_end if commit.whole_block else canvas.run_end
             rows = np.union1d(rows, np.arange(canvas.run_end, end))  # a partial block runs with its whole context
             rows = rows[rows < end]
         if drafted is None:

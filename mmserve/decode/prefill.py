@@ -18,7 +18,7 @@ from mmserve.decode.forward import Pass
 from mmserve.decode.guidance import guidance_of
 from mmserve.decode.parts import Parts
 from mmserve.decode.policies import commit_policy
-from mmserve.decode.seeded import lay_out
+from mmserve.decode.seeded import write_pinned
 from mmserve.decode.state import Prefilled, Prefilling
 from mmserve.encode.embedding import embedded
 from mmserve.errors import Unimplemented
@@ -57,7 +57,7 @@ class Prefill:
                 logit_shift=spec.logit_shift,
                 attention_block=spec.default_block_length if aligned else 0,
             )
-        lay_out(canvas, request.diffusion.seed_canvas)
+        write_pinned(canvas, request.diffusion.seed_canvas)
         constraint = None if session is None else Constraint(session)
         read = canvas.tokens if constraint is None else constraint.session.prepare(canvas, spec.mask_id)
         embeddings, deep = embedded(model, read, encoded)

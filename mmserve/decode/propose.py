@@ -9,13 +9,13 @@ import numpy as np
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Request
-from mmserve.decode.alternatives import NotingLogits
+from mmserve.decode.alternatives import RecordingLogits
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import LogitsObserver, Partial, is_partial, is_proposing
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.forward import Pass
 from mmserve.decode.logits import RowLogits
-from mmserve.decode.sampler import Shared, candidates, judged_mask
+from mmserve.decode.sampler import Shared, candidates, verified_mask
 from mmserve.decode.scores import Scores
 from mmserve.decode.together import Member, share
 from mmserve.models.base import ModelSpec
@@ -42,8 +42,8 @@ class Proposer:
             return candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, end_ids=spec.end_ids)
         if not (request.streaming.records and request.streaming.alternatives):
             return self._proposed(request, commit, extensions, p, logits)
-        count, mask_id = request.streaming.alternatives, judged_mask(spec)
-        noting = NotingLogits(
+        count, mask_id = request.streaming.alternatives, verified_mask(spec)
+        noting = RecordingLogits(
             logits, p.targets, p.canvas, sampling, count, spec.banned_ids, mask_id, end_ids=spec.end_ids
         )
         found = self._proposed(request, commit, extensions, p, noting)
@@ -72,7 +72,7 @@ class Proposer:
     ) -> Candidates:
         """The sampler's candidates for ``positions``, from their logits."""
         spec, sampling = self._spec, request.sampling
-        mask_id = judged_mask(spec)
+        mask_id = verified_mask(spec)
         return candidates(
             logits,
             positions,

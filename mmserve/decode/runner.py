@@ -44,12 +44,12 @@ class Runner:
         self._model, self._store, self._sparse, self._stacks = model, store, sparse, stacks
         model.decoder.set_row_floor(self.floor)
 
-    def took(self, pages: np.ndarray, positions: int) -> None:
+    def record_loaded(self, pages: np.ndarray, positions: int) -> None:
         """Record that the first ``positions`` of ``pages`` (int64) hold keys that were not written by a pass."""
         if self._sparse is not None:
-            self._sparse.took(pages, positions)
+            self._sparse.record_loaded(pages, positions)
 
-    def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
+    def set_yield_callbacks(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
         """Set callbacks that prefill and decode passes call in each layer, to let other passes use the thread."""
         self.ways = {"prefill": prefill, "decode": decode}
 

@@ -114,7 +114,7 @@ def candidates(
     return Candidates(positions, tokens_n, confidence_n, gap_n, entropy_n)
 
 
-def judged_mask(spec: ModelSpec) -> int | None:
+def verified_mask(spec: ModelSpec) -> int | None:
     """The ``mask_id`` of ``candidates``; None for a next-token model, whose softmax has no mask."""
     return None if spec.causal else spec.mask_id
 

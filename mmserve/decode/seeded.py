@@ -58,7 +58,7 @@ def _wrong(seed: SeedCanvas, request: Request, spec: ModelSpec, vocab_size: int)
     return found
 
 
-def lay_out(canvas: Canvas, seed: SeedCanvas | None) -> None:
+def write_pinned(canvas: Canvas, seed: SeedCanvas | None) -> None:
     """Write the pinned tokens of ``seed`` to a fresh ``canvas`` of masks, as committed tokens."""
     if seed is None or not seed.pinned:
         return

@@ -58,7 +58,7 @@ class Answer:
     stop: str = ""  # the stop string that ended it
 
 
-class Live(Protocol):
+class DecodeState(Protocol):
     """The decode state of a request, for every kind of model."""
 
     @property
@@ -219,6 +219,6 @@ class Decoding:
             positions, tokens = positions[~old], tokens[~old]
         self.canvas.commit(positions, tokens, hold=True)
         self.edits += edited
-        if self.commit.settled(self.canvas, edited):
+        if self.commit.is_final(self.canvas, edited):
             self.canvas.advance()
         return edited

@@ -14,13 +14,13 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
-from mmserve.decode.state import Answer, Live, Stepped
+from mmserve.decode.state import Answer, DecodeState, Stepped
 from mmserve.kv.table import PageTable
 from mmserve.observe import calls
 
 P = TypeVar("P")  # a request in prefill
 H = TypeVar("H")  # the handover from prefill to decode
-D = TypeVar("D", bound=Live)  # a request in decode
+D = TypeVar("D", bound=DecodeState)  # a request in decode
 
 
 class Decoder(Protocol[P, H, D]):
@@ -73,7 +73,7 @@ class Decoder(Protocol[P, H, D]):
         """The answer of a request that ended."""
         ...
 
-    def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
+    def set_yield_callbacks(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
         """Set callbacks that prefill and decode passes call in each layer, to let other passes use the thread."""
         ...
 

@@ -11,7 +11,7 @@ from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import is_partial, is_proposing, is_verified
 from mmserve.decode.forward import Pass
 from mmserve.decode.logits import Logits, RowLogits, joined
-from mmserve.decode.sampler import GREEDY_BELOW, Shared, candidates, judged_mask
+from mmserve.decode.sampler import GREEDY_BELOW, Shared, candidates, verified_mask
 from mmserve.decode.scores import Scores
 from mmserve.decode.state import Decoding
 from mmserve.models.base import ModelSpec
@@ -80,7 +80,7 @@ class _Group:
                 None,
                 self._scores,
                 first.commit.reads,
-                judged_mask(self._spec),
+                verified_mask(self._spec),
                 confident=self._confident,
             )
             self._made = found.split([len(p) for p in positions])

@@ -310,7 +310,7 @@ class DecodePool:
                     PROCESSES.put_back(child)
                 else:
                     child.end()
-            if child.overtime:
+            if child.exceeded_cpu_limit:
                 raise InvalidArgument.of(file.name, late(self._limits.decode_seconds))
             if not child.killed:
                 raise InvalidArgument.of(file.name, "makes the decoder fail; it is damaged, or needs too much memory")

@@ -89,7 +89,7 @@ class Encoder:
         media, prompt = self._media(request), self._prompt(request)
 
         def admit(rows: list[int]) -> None:
-            self._check_room(request, prompt, rows)
+            self._check_capacity(request, prompt, rows)
 
         progress = None if arriving is None else _Arrivals(self, request, prompt, media[0], arriving)
         return LoadedPrompt(prompt, self._viewer.load(media, admit, check, progress))
@@ -119,14 +119,16 @@ class Encoder:
             def admit(rows: list[int]) -> None:
                 left = iter(rows)
                 for request, one in asked:
-                    self._check_room(request, one.ids, [next(left) for _ in one.media.items])
+                    self._check_capacity(request, one.ids, [next(left) for _ in one.media.items])
 
             visuals = stack.enter_context(self._viewer.view([one.media for one in loaded], admit, check))
             seen = iter(visuals)
             return [self._splice(r, one.ids, [(i, next(seen)) for i in one.media.items]) for r, one in asked]
 
     @torch.inference_mode()
-    def see(self, request: Request, chosen: Sequence[MediaShare], check: Check = lambda: None) -> VisualPayload:
+    def encode_shares(
+        self, request: Request, chosen: Sequence[MediaShare], check: Check = lambda: None
+    ) -> VisualPayload:
         """Visual tokens of the ``chosen`` media of a request, for another encoder.
 
         The files of the other media may be left out. Raises ``MMServeError`` subclasses for bad media.
@@ -147,9 +149,9 @@ class Encoder:
         return VisualPayload(found)
 
     @torch.inference_mode()
-    def keep(self, request: Request, payloads: Sequence[VisualPayload]) -> None:
-        """Cache the results of ``see`` from other encoders for ``request``, so that ``load`` finds them; joins parts of
-        clips."""
+    def add_encoded(self, request: Request, payloads: Sequence[VisualPayload]) -> None:
+        """Cache the results of ``encode_shares`` from other encoders for ``request``, so that ``load`` finds them;
+        joins parts of clips."""
         whole: dict[str, Mapping[str, Tensor]] = {}
         parts: dict[str, dict[int, Mapping[str, Tensor]]] = defaultdict(dict)
         for payload in payloads:
@@ -322,7 +324,7 @@ class Encoder:
                 return np.asarray(ids, dtype=np.int64)
         return np.asarray(text_ids(self.model.tokenizer, text_of(message)), dtype=np.int64)
 
-    def _check_room(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:
+    def _check_capacity(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:
         """Reject a prompt whose ids and ``media`` (rows of each item before pruning) are too many for any result of the
         tower.
 

@@ -36,7 +36,7 @@ _KEPT_PACKETS = 64
 PARALLEL_PIXELS = 100_000_000
 
 
-class Footage:
+class VideoFile:
     """One video stream of a file, opened and indexed; its header and packets are within ``limits``."""
 
     def __init__(
@@ -139,11 +139,11 @@ class Footage:
         return self.index.times[number] if time is None else time, upright(frame)
 
     @contextmanager
-    def again(self) -> Iterator[Footage]:
+    def again(self) -> Iterator[VideoFile]:
         """The same stream and index, opened again for another thread."""
         demuxer = self.container.format.name.split(",")[0]
         with _opened(self.data, demuxer, self._limits, self._field) as (container, stream):
-            yield Footage(self.data, container, stream, self._limits, self._field, self.index)
+            yield VideoFile(self.data, container, stream, self._limits, self._field, self.index)
 
     def _threads(self, runs: Sequence[Sequence[int]]) -> int:
         """The number of threads that pays off."""
@@ -174,11 +174,11 @@ class Footage:
 
 
 @contextmanager
-def opened(data: bytes, demuxer: str, limits: MediaConfig, field: str) -> Iterator[Footage]:
+def opened(data: bytes, demuxer: str, limits: MediaConfig, field: str) -> Iterator[VideoFile]:
     """The first video stream in ``data``; raises ``InvalidArgument`` with ``field`` for errors, also within the
     context."""
     with _opened(data, demuxer, limits, field) as (container, stream):
-        yield Footage(data, container, stream, limits, field)
+        yield VideoFile(data, container, stream, limits, field)
 
 
 @contextmanager
@@ -202,7 +202,7 @@ class Decoder:
     Decoding jumps to a keyframe only if there is one between the last decoded frame and the requested one.
     """
 
-    def __init__(self, footage: Footage, watch: Watch) -> None:
+    def __init__(self, footage: VideoFile, watch: Watch) -> None:
         self._index, self._context, self._watch = footage.index, footage.context, watch
         self._packets = _Packets(footage)
         self._keys = self._index.keys
@@ -269,8 +269,8 @@ class Decoder:
 class _Packets:
     """Packets of a stream by number; going back more than a few of them reads the file again."""
 
-    def __init__(self, footage: Footage) -> None:
-        self._footage = footage
+    def __init__(self, footage: VideoFile) -> None:
+        self._open_video = footage
         self._source, self._next = footage.packets(), 0  # number of the next packet
         self._kept: deque[av.Packet] = deque(maxlen=_KEPT_PACKETS)
 
@@ -278,7 +278,7 @@ class _Packets:
         """Packet ``number`` and those after it."""
         while True:
             if number < self._next - len(self._kept):
-                self._source, self._next = self._footage.packets(), 0
+                self._source, self._next = self._open_video.packets(), 0
                 self._kept.clear()
             while number >= self._next:
                 packet = next(self._source, None)

@@ -79,12 +79,12 @@ class Index:
                 every_pts = False
             else:
                 shown_pts.append(pts)
-                last_pts.see(pts, packet.duration)
+                last_pts.add(pts, packet.duration)
             if raw:
                 dts = shown_dts[-1] + (packet.duration or 0) if shown_dts else 0
             if dts is not None:
                 shown_dts.append(dts)
-                last_dts.see(dts, packet.duration)
+                last_dts.add(dts, packet.duration)
         if not shown:
             raise InvalidArgument.of(field, NO_FRAMES)
         if not any_key:  # some decoders generate pictures without any reference
@@ -142,7 +142,7 @@ class _Last:
     time: int | None = None
     duration: int = 0
 
-    def see(self, time: int, duration: int | None) -> None:
+    def add(self, time: int, duration: int | None) -> None:
         if self.time is None or time >= self.time:
             self.duration = max(duration or 0, self.duration if time == self.time else 0)
             self.time = time

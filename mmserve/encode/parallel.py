@@ -15,16 +15,16 @@ from PIL import Image
 from mmserve.encode.watch import Watch
 
 if TYPE_CHECKING:
-    from mmserve.encode.frames import Footage
+    from mmserve.encode.frames import VideoFile
 
 #: Maximum pixels of frames that wait for earlier ones.
 _AHEAD_PIXELS = 48_000_000
 
 
 def in_parallel(
-    footage: Footage, runs: Sequence[Sequence[int]], threads: int, watch: Watch, ahead: int | None = None
+    footage: VideoFile, runs: Sequence[Sequence[int]], threads: int, watch: Watch, ahead: int | None = None
 ) -> Generator[tuple[int, Image.Image], None, None]:
-    """As ``Footage.sequence``, for the frames in ``runs`` (``Index.runs``). ``watch.check`` is called by any thread.
+    """As ``VideoFile.sequence``, for the frames in ``runs`` (``Index.runs``). ``watch.check`` is called by any thread.
 
     ``ahead``: maximum number of frames that wait for earlier ones; None = limited by pixels.
     """
@@ -74,7 +74,7 @@ class _Order:
             raise _Ended
         self._watch.check()
 
-    def work(self, footage: Footage, again: bool) -> None:
+    def work(self, footage: VideoFile, again: bool) -> None:
         """Decode runs until there are no more, on ``footage`` or on the same file opened ``again``."""
         try:
             if again:
@@ -105,7 +105,7 @@ class _Order:
             self._ended = True
             self._changed.notify_all()
 
-    def _decode(self, footage: Footage) -> None:
+    def _decode(self, footage: VideoFile) -> None:
         decoder = footage.decoder(self)
         while True:
             with self._changed:

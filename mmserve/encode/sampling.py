@@ -47,7 +47,7 @@ class Sampler(Protocol):
         """Duration of a still image in seconds if the start of the next one is unknown."""
         ...
 
-    def look(self, times: Sequence[float], end: float) -> list[int]:
+    def select(self, times: Sequence[float], end: float) -> list[int]:
         """Indices (ascending) of the frames to decode, for a piece whose frames begin at ``times`` (ascending)."""
         ...
 
@@ -55,7 +55,7 @@ class Sampler(Protocol):
         """The sampled form of a frame selected by ``look``; None = it is discarded."""
         ...
 
-    def still(self, seconds: float, image: Image.Image) -> Sampled:
+    def from_image(self, seconds: float, image: Image.Image) -> Sampled:
         """The sampled form of a still image pushed by a client: never discarded, with its own time."""
         ...
 
@@ -94,7 +94,7 @@ class FixedRate:
     def interval(self) -> float:
         return 1 / self.rate
 
-    def look(self, times: Sequence[float], end: float) -> list[int]:
+    def select(self, times: Sequence[float], end: float) -> list[int]:
         del end
         found: list[int] = []
         moment = self.next
@@ -107,9 +107,9 @@ class FixedRate:
     def take(self, seconds: float, image: Image.Image) -> Sampled | None:
         if seconds + TOLERANCE < self.next / self.rate:
             return None
-        return self.still(seconds, image)
+        return self.from_image(seconds, image)
 
-    def still(self, seconds: float, image: Image.Image) -> Sampled:
+    def from_image(self, seconds: float, image: Image.Image) -> Sampled:
         self.next = max(self.next, self._after(seconds))
         return Sampled(self._moment(seconds), image)
 
@@ -158,9 +158,9 @@ class Scene:
     def interval(self) -> float:
         return 1 / self.rate
 
-    def look(self, times: Sequence[float], end: float) -> list[int]:
+    def select(self, times: Sequence[float], end: float) -> list[int]:
         assert self.pace is not None
-        return self.pace.look(times, end)
+        return self.pace.select(times, end)
 
     def take(self, seconds: float, image: Image.Image) -> Sampled | None:
         assert self.pace is not None
@@ -172,9 +172,9 @@ class Scene:
         self.seen += 1
         return found if wanted else None
 
-    def still(self, seconds: float, image: Image.Image) -> Sampled:
+    def from_image(self, seconds: float, image: Image.Image) -> Sampled:
         assert self.pace is not None
-        found = self._compared(self.pace.still(seconds, image))
+        found = self._compared(self.pace.from_image(seconds, image))
         self.seen += 1
         return found
 
@@ -202,15 +202,15 @@ class SlowFast:
     def interval(self) -> float:
         return self.inner.interval
 
-    def look(self, times: Sequence[float], end: float) -> list[int]:
-        return self.inner.look(times, end)
+    def select(self, times: Sequence[float], end: float) -> list[int]:
+        return self.inner.select(times, end)
 
     def take(self, seconds: float, image: Image.Image) -> Sampled | None:
         found = self.inner.take(seconds, image)
         return None if found is None else self._marked(found)
 
-    def still(self, seconds: float, image: Image.Image) -> Sampled:
-        return self._marked(self.inner.still(seconds, image))
+    def from_image(self, seconds: float, image: Image.Image) -> Sampled:
+        return self._marked(self.inner.from_image(seconds, image))
 
     def _marked(self, frame: Sampled) -> Sampled:
         detail = self.taken % self.every == 0
@@ -226,14 +226,14 @@ class ProcessorFrames(OwnFrames):
     def interval(self) -> float:
         return 1 / self.rate if self.rate else 1.0
 
-    def look(self, times: Sequence[float], end: float) -> list[int]:
-        """As ``Sampler.look``; ``end - times[0]`` is the length of the file."""
+    def select(self, times: Sequence[float], end: float) -> list[int]:
+        """As ``Sampler.select``; ``end - times[0]`` is the length of the file."""
         return self.chosen(len(times), end - times[0])
 
     def take(self, seconds: float, image: Image.Image) -> Sampled | None:
         return Sampled(seconds, image)
 
-    def still(self, seconds: float, image: Image.Image) -> Sampled:
+    def from_image(self, seconds: float, image: Image.Image) -> Sampled:
         return Sampled(seconds, image)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mmserve.config import MediaConfig
 from mmserve.encode.containers import CONTAINERS, STREAMED, cut_off, is_image, looks_like, needs_init, segment_demuxer
-from mmserve.encode.frames import Footage, opened
+from mmserve.encode.frames import VideoFile, opened
 from mmserve.encode.media import decode_image, too_large
 from mmserve.encode.sampling import Sampled, Sampler, packed, unpacked
 from mmserve.encode.watch import UNWATCHED, Watch
@@ -69,7 +69,7 @@ def read_segment(
         raise InvalidArgument.of(field, too_large(len(data), limits))
     if is_image(segment.data):
         image = decode_image(segment.data, limits, field=field, watch=watch)
-        yield sampler.still(begin, image)
+        yield sampler.from_image(begin, image)
         return begin + sampler.interval
     demuxer = segment_demuxer(data)
     if demuxer is None:
@@ -115,7 +115,7 @@ def collected(frames: Generator[Sampled, None, float]) -> tuple[list[Sampled], f
             return found, ended.value
 
 
-def _check(footage: Footage, field: str) -> None:
+def _check(footage: VideoFile, field: str) -> None:
     index = footage.index
     if not index.begins_with_key:
         raise InvalidArgument.of(field, "does not begin with a keyframe: cut the stream in front of keyframes")
@@ -127,13 +127,13 @@ _BACKWARDS = "has times that run backwards: begin a new segment where the clock 
 
 
 def _chosen(
-    footage: Footage, begin: float, sampler: Sampler, field: str, watch: Watch
+    footage: VideoFile, begin: float, sampler: Sampler, field: str, watch: Watch
 ) -> Generator[Sampled, None, None]:
     index = footage.index
     # frames before the first keyframe reference one outside the segment
     skipped = sum(time < index.keys[0] for time in index.times) if index.keys else 0
     times = [begin + footage.at(time) for time in index.times[skipped:]]
-    wanted = [skipped + number for number in sampler.look(times, begin + footage.seconds)]
+    wanted = [skipped + number for number in sampler.select(times, begin + footage.seconds)]
     size: tuple[int, int] | None = None
     for time, image in footage.pick(wanted, watch):
         if size not in (None, image.size):

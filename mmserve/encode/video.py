@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmserve.config import MediaConfig
 from mmserve.encode.containers import CONTAINERS, cut_off, file_demuxer, looks_like
-from mmserve.encode.frames import Footage, opened
+from mmserve.encode.frames import VideoFile, opened
 from mmserve.encode.index import NO_FRAMES
 from mmserve.encode.media import named, too_large
 from mmserve.encode.sampling import FixedRate, ProcessorFrames, Sampled, Sampler, spread, unpacked
@@ -50,7 +50,7 @@ def read_video(
     ``window``, ``part``: as in ``MediaFile``. ``plan`` is called once, with the times of all planned frames (of all
     parts), and the length of the whole file; a damaged or unusual file may turn out to have other frames.
     """
-    with _footage(data, limits, field) as footage:
+    with _open_video(data, limits, field) as footage:
         if rate:
             frames = min(frames, max(1, round(rate * footage.seconds)))
         found = False
@@ -79,9 +79,9 @@ def sample_video(
 
     Also raises ``InvalidArgument`` if it would decode more than ``limits.max_sampled_frames`` frames.
     """
-    with _footage(data, limits, field) as footage:
+    with _open_video(data, limits, field) as footage:
         times = [footage.at(time) for time in footage.index.times]
-        wanted = sampler.look(times, footage.seconds)
+        wanted = sampler.select(times, footage.seconds)
         if len(wanted) > limits.max_sampled_frames:
             why = f"the limit is {limits.max_sampled_frames} {named('max_sampled_frames')}: ask for fewer a second"
             raise InvalidArgument.of(field, f"has {len(wanted)} sampled frames; {why}")
@@ -118,12 +118,12 @@ def clip_frames(
         yield Sampled(seconds, image)
 
 
-def _part(footage: Footage, wanted: Sequence[int], part: tuple[int, int, int] | None) -> Sequence[int]:
+def _part(footage: VideoFile, wanted: Sequence[int], part: tuple[int, int, int] | None) -> Sequence[int]:
     return wanted if part is None else footage.index.shared(wanted, *part)
 
 
 @contextmanager
-def _footage(data: bytes, limits: MediaConfig, field: str) -> Iterator[Footage]:
+def _open_video(data: bytes, limits: MediaConfig, field: str) -> Iterator[VideoFile]:
     """The opened file, within ``limits``."""
     if not data:
         raise InvalidArgument.of(field, "is empty (0 bytes)")

@@ -277,7 +277,7 @@ class Viewer:
             model, wanted = source.model, frozenset() if at else _needs(items[0])
             batch = [{**p[at], "pixels": p[at]["pixels"].to(model.device, model.dtype)} for p in prepared]
             with self._tower:
-                seen = source.vision.see(batch, wanted, clip=items[0].clip)
+                seen = source.vision.encode(batch, wanted, clip=items[0].clip)
             by_source.append([_detailed(one, p[at], source.vision) for one, p in zip(seen, prepared, strict=True)])
         return [list(of_item) for of_item in zip(*by_source, strict=True)]
 

@@ -81,7 +81,7 @@ class Watching:
     def picture(
         self, decoders: Decoders, data: bytes, rows: Callable[[int], None], check: Check, progress: ClipProgress | None
     ) -> Picture:
-        """The clip as returned by ``VisionEncoder.see``, with some of its frames compact.
+        """The clip as returned by ``VisionEncoder.encode``, with some of its frames compact.
 
         ``rows`` is called with a lower bound of the number of its prompt rows, whenever that increases. ``check`` is
         called between frames. Raises the exceptions of both, and ``InvalidArgument`` for a bad file.
@@ -184,7 +184,7 @@ class Watching:
     def _seen(self, prepared: Prepared) -> list[Tile]:
         pixels = prepared["pixels"].to(self.model.device, self.model.dtype)
         with self.tower:
-            return self.vision.see_frames({**prepared, "pixels": pixels}, self.wanted)
+            return self.vision.encode_frames({**prepared, "pixels": pixels}, self.wanted)
 
 
 def clip_file(

@@ -72,7 +72,7 @@ class Arrivals:
             self._withdraw(request.id)
             raise
 
-    def forget(self, request: RequestId) -> None:
+    def discard(self, request: RequestId) -> None:
         """Expect the request no longer, and drop its K/V."""
         self._coming.pop(request, None)
 

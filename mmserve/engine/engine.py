@@ -131,7 +131,9 @@ class Engine:
     def start(self) -> None:
         """Start the engine's thread and its workers."""
         self._workers.start()
-        self.stages.decoder.give_way(self._workers.give_way("prefill"), self._workers.give_way("decode"))
+        self.stages.decoder.set_yield_callbacks(
+            self._workers.yield_callback("prefill"), self._workers.yield_callback("decode")
+        )
         self._queue.refusal = ""
         self._thread.start()
 
@@ -150,7 +152,7 @@ class Engine:
         Each of its samples takes a place in the queue, all of them or none. ``sink`` gets ``Admitted`` before this
         returns. Later, from the engine's thread, the last event is the ``Finished`` of the last sample, or one
         ``Failed``. ``sink`` must return quickly and never raise. An engine that does not have all roles
-        (``serve_roles``) also sends ``Left`` and ``Saved``.
+        (``serve_roles``) also sends ``HandedOver`` and ``Saved``.
         """
         request = self.stages.resolved(request)
         self.stages.capabilities.check(request)
@@ -158,9 +160,9 @@ class Engine:
         state = open_group(request, cast(Sink, sink), time.monotonic())
         with self._queue.lock:
             ahead = self._queue.take(request, state.due, of_session=of_session)
-            self.stages.adapters.keep(request)
+            self.stages.adapters.acquire(request)
             if prompt is not None:
-                self.stages.encoding.give(request.id, prompt)
+                self.stages.encoding.set_prompt(request.id, prompt)
             # Within the lock: a drain that begins now must find the request in the inbox before its own message. Before
             # `Admitted`: a client may cancel as soon as it gets that event. No other event can precede it, because
             # every other one first takes the request out of the queue, under this lock.
@@ -177,8 +179,8 @@ class Engine:
 
     def serve_roles(self, roles: Iterable[str], save_every: int = 0, ahead_bytes: int = 0) -> None:
         """Set which of ``encode``, ``prefill`` and ``decode`` this engine runs from now on; by default all. A request
-        whose next stage is another one leaves with ``Left``; ``Saved`` is sent every ``save_every`` decode steps (0 =
-        never). With no roles, all requests leave. ``ahead_bytes``: if decode runs elsewhere, K/V are sent ahead of
+        whose next stage is another one leaves with ``HandedOver``; ``Saved`` is sent every ``save_every`` decode steps
+        (0 = never). With no roles, all requests leave. ``ahead_bytes``: if decode runs elsewhere, K/V are sent ahead of
         their request in chunks of this size, as ``Ahead``; 0 = with the request."""
         chosen = frozenset(roles)
         if not chosen <= set(ROLES):
@@ -187,18 +189,18 @@ class Engine:
         def change() -> None:
             self._migration.roles, self._migration.save_every = chosen, save_every
             self._migration.ahead_bytes = ahead_bytes
-            self._migration.leave_waiting()
+            self._migration.hand_over_waiting()
 
         self._inbox.put(change)
 
     def cancel(self, request: RequestId, error: MMServeError | None = None) -> None:
         """End a request and all its samples with ``error`` (default ``Cancelled``); no effect if it has ended."""
-        self._arrivals.forget(request)
+        self._arrivals.discard(request)
         self._inbox.put(lambda: self._live.cancel(request, error or Cancelled("the request was cancelled")))
 
     def withdraw(self, request: RequestId) -> None:
         """End a request that continues elsewhere, without further events."""
-        self._arrivals.forget(request)
+        self._arrivals.discard(request)
         self._inbox.put(lambda: self._live.withdraw(request))
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
@@ -419,7 +421,7 @@ class Engine:
                 count = state.pages_wanted(self.config.page_size)
                 state.pages = PageTable.take(self._pool, count, state.keys)
                 state.usage = replace(state.usage, cached_tokens=state.pages.shared * self.config.page_size)
-        self._migration.lead(states)
+        self._migration.send_ahead(states)
         batch, copy_evicted = [(r.request, r.pages) for r in states], self._prefixes.evicted()
 
         def run() -> list[Any]:

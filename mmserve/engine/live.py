@@ -45,7 +45,7 @@ class LiveRequests:
     def advance(self, state: RequestState, stage: Stage) -> None:
         """Advance ``state`` to ``stage``; raises ``ValueError`` for an invalid transition."""
         if state.stage is Stage.QUEUED:
-            self._queue.leave(state.request.tenant, state.samples, state.work, state.due)
+            self._queue.remove(state.request.tenant, state.samples, state.work, state.due)
         state.enter(advance(state.stage, stage))
 
     def split(self, state: RequestState) -> None:

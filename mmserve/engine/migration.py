@@ -10,7 +10,7 @@ from typing import Any
 
 from mmserve.config import EngineConfig
 from mmserve.core.events import Failed
-from mmserve.core.handover import NEXT_ROLE, ROLES, Ahead, Handover, Left, Saved
+from mmserve.core.handover import NEXT_ROLE, ROLES, Ahead, HandedOver, Handover, Saved
 from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import CanvasPayload, KVChunk
 from mmserve.core.request import Stage
@@ -110,7 +110,7 @@ class Migration:
 
     # --- out ---
 
-    def leaves(self, state: RequestState) -> bool:
+    def must_hand_over(self, state: RequestState) -> bool:
         """Whether ``state`` is at a boundary, and continues elsewhere."""
         if state.stage is Stage.PREFILLED and state.packed is not None:
             return not state.aborted  # decode here holds nothing of it any more
@@ -120,16 +120,16 @@ class Migration:
         begun = state.in_flight or state.prefilled is not None or state.final is not None
         return role is not None and role not in self.roles and not begun and not state.aborted
 
-    def leave_waiting(self) -> None:
+    def hand_over_waiting(self) -> None:
         """After a change of roles: requests that wait for a stage that now runs elsewhere leave.
 
         Requests in decode leave after their next step.
         """
         for state in self._live:
-            if state.stage is not Stage.READY and self.leaves(state):
-                self.leave(state)
+            if state.stage is not Stage.READY and self.must_hand_over(state):
+                self.hand_over(state)
 
-    def leave(self, state: RequestState) -> None:
+    def hand_over(self, state: RequestState) -> None:
         """Hand a request over to another engine; it stays if its state cannot be transferred, such as that of samples
         that learn from each other."""
         try:
@@ -142,9 +142,9 @@ class Migration:
         handover = self._handover(state, payload)
         self._live.advance(state, Stage.LEFT)
         self._live.release(state)
-        state.group.sink(Left(handover, state.sample))
+        state.group.sink(HandedOver(handover, state.sample))
 
-    def lead(self, states: Sequence[RequestState]) -> None:
+    def send_ahead(self, states: Sequence[RequestState]) -> None:
         """Called when the prefill of these begins, or continues: starts sending ahead the K/V of those that will
         leave."""
         if "decode" in self.roles or not self.ahead_bytes:
@@ -183,8 +183,8 @@ class Migration:
         state.steps += 1
         if state.packed is None:
             return
-        if self.leaves(state):
-            self.leave(state)
+        if self.must_hand_over(state):
+            self.hand_over(state)
         else:
             state.group.sink(Saved(self._handover(state, state.packed), state.sample))
         state.packed = None

@@ -118,7 +118,7 @@ class StageOutcomes:
     def _begin_again(self, state: RequestState) -> None:
         if state.in_flight:
             return  # in prefill, whose outcome is processed here
-        self._stages.prefilling.forget(state.request.id)
+        self._stages.prefilling.discard(state.request.id)
         self._pool.release(state.pages.ids)
         state.pages, state.keys, state.prefilled = PageTable(), (), None
         state.final, state.again = None, False
@@ -150,8 +150,8 @@ class StageOutcomes:
         self._leave_if_due(state)
 
     def _leave_if_due(self, state: RequestState) -> None:
-        if self._migration.leaves(state):
-            self._migration.leave(state)
+        if self._migration.must_hand_over(state):
+            self._migration.hand_over(state)
 
     def _stepped(self, state: RequestState, outcome: Any) -> None:
         wanted = state.request.streaming

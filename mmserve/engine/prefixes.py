@@ -133,14 +133,14 @@ class Prefixes:
     def drop(self, ids: Sequence[str]) -> int:
         """Drop the prefixes ``ids``, without pages shared with others. Returns the number of pages."""
         names = alone(self.blocks(), ids)
-        self.forget(names)
+        self.discard(names)
         return len(names)
 
-    def forget(self, names: Sequence[str]) -> None:
+    def discard(self, names: Sequence[str]) -> None:
         """Drop the pages ``names``; unknown ones are ignored."""
         if self._tier is not None:
             self._tier.drop(names)
-        self._ask(lambda: self._pool.withdraw([bytes.fromhex(name) for name in names]))
+        self._ask(lambda: self._pool.unpublish([bytes.fromhex(name) for name in names]))
 
     def flush(self) -> None:
         """Copy the pool's published pages to disk, after the engine's thread and its workers have ended."""
@@ -250,10 +250,10 @@ class Kept:
         found = self._tokens.drop([bytes.fromhex(each) for each in visual]) if visual else 0
         return found + (self._prefixes.drop(prefixes) if prefixes else 0)
 
-    def forget(self, visual: Sequence[str], pages: Sequence[str]) -> int:
+    def discard(self, visual: Sequence[str], pages: Sequence[str]) -> int:
         """Drop visual tokens and pages by the names of their blocks, even if shared. Returns how many were found."""
         self._tokens.drop([bytes.fromhex(each) for each in visual])
-        self._prefixes.forget(pages)
+        self._prefixes.discard(pages)
         return len(visual) + len(pages)
 
     def others(self, served: Collection[str], model: str = "") -> Leftover:

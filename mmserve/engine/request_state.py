@@ -11,7 +11,7 @@ from mmserve.constraint.limits import WAITING
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Event, Finished, PromptText, StageTimes, Usage
-from mmserve.core.handover import Ahead, Handover, Left, Saved
+from mmserve.core.handover import Ahead, HandedOver, Handover, Saved
 from mmserve.core.payloads import CanvasPayload, EncodedPayload, PrefilledPayload
 from mmserve.core.plan import Entry
 from mmserve.core.progress import Milestone, Progress, Reached, StageEntered, StepTaken
@@ -28,7 +28,7 @@ from mmserve.stages.prompt import EncodedPrompt
 #: Receives the client's events and, for a request with a ``trace``, its progress.
 ClientSink = Callable[[Event | Progress], None]
 #: The same with stages in several engines: also receives handovers.
-Sink = Callable[[Event | Progress | Left | Saved | Ahead], None]
+Sink = Callable[[Event | Progress | HandedOver | Saved | Ahead], None]
 Payload = EncodedPayload | PrefilledPayload | CanvasPayload
 #: Number of requests whose media are loaded concurrently; ``[media] decode_workers`` limits concurrent files.
 LOADS = 8

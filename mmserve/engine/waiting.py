@@ -75,7 +75,7 @@ class WaitingQueue:
         self.idle.clear()
         return ahead
 
-    def leave(self, tenant: Tenant, samples: int, work: int, due: float) -> None:
+    def remove(self, tenant: Tenant, samples: int, work: int, due: float) -> None:
         """Remove ``samples`` samples, which request ``work`` tokens and were ``due`` then, from the queue: they start,
         or end."""
         with self.lock:

@@ -33,7 +33,7 @@ class Worker(Protocol):
         seconds)."""
         ...
 
-    def give_way(self) -> None:
+    def run_waiting_jobs(self) -> None:
         """Run waiting jobs; called by the running job, between two parts of its work."""
         ...
 
@@ -47,7 +47,7 @@ class InlineWorker:
     def stop(self, until: float) -> bool:
         return True
 
-    def give_way(self) -> None:
+    def run_waiting_jobs(self) -> None:
         return  # no job ever waits
 
 
@@ -77,7 +77,7 @@ class ThreadWorker:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def give_way(self) -> None:
+    def run_waiting_jobs(self) -> None:
         more = False
         while True:
             try:
@@ -102,8 +102,8 @@ class ThreadWorker:
 class Workers:
     """One worker for each stage; for the engine's thread only.
 
-    During a long pass, its worker accepts one more job at a time, and runs it between two layers (``give_way``), as
-    long as the scheduler allows more rows ``within`` it.
+    During a long pass, its worker accepts one more job at a time, and runs it between two layers
+    (``run_waiting_jobs``), as long as the scheduler allows more rows ``within`` it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -127,9 +127,9 @@ class Workers:
         until = time.monotonic() + seconds
         return [name for name, worker in self._workers.items() if not worker.stop(until)]
 
-    def give_way(self, name: str) -> Callable[[], None]:
+    def yield_callback(self, name: str) -> Callable[[], None]:
         """The callback that a long pass of the stage ``name`` calls between its layers, on the worker's thread."""
-        return self._workers[name].give_way
+        return self._workers[name].run_waiting_jobs
 
     def free(self, name: str) -> int:
         """Number of further jobs that the stage's worker can run now."""

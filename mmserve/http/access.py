@@ -28,7 +28,9 @@ class Access:
             await self._app(scope, receive, send)
             return
         host, port = scope.get("client") or ("", 0)
-        headers = traces.carried((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        headers = traces.context_headers(
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+        )
         call = Call(scope["path"], peer=f"{host}:{port}", headers=headers)
         calls.begin(call)
         status, whole = 500, False

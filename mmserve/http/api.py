@@ -66,7 +66,7 @@ class Reply(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A parsed body."""
 
     message: pb.GenerateRequest
@@ -90,7 +90,7 @@ class Api(Protocol):
         """Names in bodies of fields of ``GenerateRequest``."""
         ...
 
-    def read(self, body: dict[str, Any]) -> Asked:
+    def read(self, body: dict[str, Any]) -> ParsedRequest:
         """The request in ``body``; raises ``InvalidArgument`` with its invalid fields."""
         ...
 

@@ -310,8 +310,8 @@ class App:
     ) -> AsyncGenerator[Event]:
         """Events of the request after its admission; the first once the answer begins.
 
-        ``fields``: locations of media URLs in the body. ``prompts``: see ``Asked``; their samples follow those of the
-        request. The number of new tokens is a maximum: if fewer fit after the prompt, it is reduced.
+        ``fields``: locations of media URLs in the body. ``prompts``: see ``ParsedRequest``; their samples follow those
+        of the request. The number of new tokens is a maximum: if fewer fit after the prompt, it is reduced.
         """
         own, label = uuid.uuid4().hex, calls.current().request_id
         with logged(own, label), self._server.generations.watch() as watch:

@@ -11,7 +11,7 @@ from typing import Any
 from mmserve.core.events import Alternative, CommittedToken, Delta, Draft, Event, Finished, Prefilled, ToolCallDelta
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
-from mmserve.http.api import Asked, Neutral, draft_line, model_in, own_fields, sse, take_neutral
+from mmserve.http.api import Neutral, ParsedRequest, draft_line, model_in, own_fields, sse, take_neutral
 from mmserve.http.constraints import constrain
 from mmserve.http.content import Placed, add_messages, message, refusal_part, role_of, text_part
 from mmserve.http.errors import openai_error
@@ -74,7 +74,7 @@ class OpenAI:
 class Chat(OpenAI):
     """``/v1/chat/completions``."""
 
-    def read(self, body: dict[str, Any]) -> Asked:
+    def read(self, body: dict[str, Any]) -> ParsedRequest:
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = model_in(fields)
         places = add_messages(found, (_message(each) for each in fields.each("messages")))
@@ -98,7 +98,7 @@ class Chat(OpenAI):
         fields.take("prediction", dict)  # predicted output: would only affect speed
         fields.end()
         parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
-        return Asked(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", parts), names, places)
+        return ParsedRequest(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", parts), names, places)
 
 
 def take_continuation(fields: Fields, found: pb.GenerateRequest) -> None:

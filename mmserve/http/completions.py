@@ -15,7 +15,7 @@ from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, P
 from mmserve.core.request import TextPart, TokensPart
 from mmserve.errors import InvalidArgument
 from mmserve.http import api
-from mmserve.http.api import Asked, Neutral, draft_line, model_in, own_fields, take_neutral
+from mmserve.http.api import Neutral, ParsedRequest, draft_line, model_in, own_fields, take_neutral
 from mmserve.http.chat import NAMES as CHAT_NAMES
 from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
 from mmserve.http.chat import (
@@ -64,7 +64,7 @@ class Completions(OpenAI):
     def __init__(self, *, fim: bool = False) -> None:
         self._fim = fim
 
-    def read(self, body: dict[str, Any]) -> Asked:
+    def read(self, body: dict[str, Any]) -> ParsedRequest:
         fields, found = Fields(body), pb.GenerateRequest(raw=True)
         found.model = model_in(fields)
         first, *others = _prompts(fields, one=self._fim)
@@ -94,7 +94,7 @@ class Completions(OpenAI):
         fields.end()
         parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
         reply = _Reply(found, suffix, parts, fim=self._fim, prompts=[first, *others], echo=echo and not ids)
-        return Asked(found, stream, reply, names, prompts=others)
+        return ParsedRequest(found, stream, reply, names, prompts=others)
 
 
 def _take_echo(fields: Fields, found: pb.GenerateRequest, body: dict[str, Any]) -> bool:

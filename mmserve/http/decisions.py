@@ -37,7 +37,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class DecisionsAsked:
+class ParsedDecisions:
     """A parsed body. ``temperature`` scales the probabilities of the answers, but not their mass."""
 
     message: pb.DecideRequest
@@ -55,11 +55,11 @@ class DecisionApi(Protocol):
         """Names in bodies of fields of ``DecideRequest``."""
         ...
 
-    def read(self, body: dict[str, Any]) -> DecisionsAsked:
+    def read(self, body: dict[str, Any]) -> ParsedDecisions:
         """The request in ``body``; raises ``InvalidArgument`` with its invalid fields."""
         ...
 
-    def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
+    def reply(self, asked: ParsedDecisions, response: pb.DecideResponse) -> dict[str, Any]:
         """The JSON object of the response."""
         ...
 
@@ -84,7 +84,7 @@ class DecisionsApi:
         "questions[].score.high": "questions[].levels",
     }
 
-    def read(self, body: dict[str, Any]) -> DecisionsAsked:
+    def read(self, body: dict[str, Any]) -> ParsedDecisions:
         fields = Fields(body)
         context = _text(fields, "input")
         if not context.strip():
@@ -109,9 +109,9 @@ class DecisionsApi:
                     raise InvalidArgument.of(own.path("id"), "must not be empty")
                 asked = message.questions.add(id=name, text=_text(own, "question"))
                 named.append(_decision(own, kind, name, asked))
-        return DecisionsAsked(message, tuple(named), temperature)
+        return ParsedDecisions(message, tuple(named), temperature)
 
-    def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
+    def reply(self, asked: ParsedDecisions, response: pb.DecideResponse) -> dict[str, Any]:
         answers: dict[str, Any] = {}
         for named, decision in zip(asked.questions, response.decisions, strict=True):
             probabilities = _scaled([p.probability for p in decision.probabilities], asked.temperature)
@@ -152,7 +152,7 @@ class SystemOneApi:
         "questions[].score.high": "@[].criteria",
     }
 
-    def read(self, body: dict[str, Any]) -> DecisionsAsked:
+    def read(self, body: dict[str, Any]) -> ParsedDecisions:
         fields = Fields(body)
         if "state" not in body:
             raise InvalidArgument.of("state", "is required")
@@ -171,9 +171,9 @@ class SystemOneApi:
                 asked = message.questions.add(id=name, text=_text(own, "instructions"))
                 named.append(_by_criteria(own, kind, name, asked))
         places = {f"@[{i}]": f"questions.{name}"[:200] for i, name in enumerate(given)}
-        return DecisionsAsked(message, tuple(named), places=places)
+        return ParsedDecisions(message, tuple(named), places=places)
 
-    def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
+    def reply(self, asked: ParsedDecisions, response: pb.DecideResponse) -> dict[str, Any]:
         answers: dict[str, Any] = {}
         for named, decision in zip(asked.questions, response.decisions, strict=True):
             probabilities = [p.probability for p in decision.probabilities]

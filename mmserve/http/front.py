@@ -115,7 +115,7 @@ class HttpFront:
         if self._app is not None:
             self._app.close()
 
-    def follow(self, config: Config) -> None:
+    def reload_tls(self, config: Config) -> None:
         """Use the certificates of ``config`` for new connections."""
         if self._tls is not None and (context := tls_context(config.server)) is not None:
             self._tls.latest = context

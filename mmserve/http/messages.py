@@ -11,7 +11,7 @@ from typing import Any
 from mmserve.core.events import Delta, Draft, Event, Finished, Prefilled, ToolCallDelta, Usage
 from mmserve.errors import FailedPrecondition, InvalidArgument, MMServeError
 from mmserve.http import api, media
-from mmserve.http.api import Asked, Neutral, draft_line, model_in, own_fields, sse, take_neutral
+from mmserve.http.api import Neutral, ParsedRequest, draft_line, model_in, own_fields, sse, take_neutral
 from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import Placed, add_messages, message, part_of, role_of, text_part
 from mmserve.http.errors import openai_error, status_of
@@ -64,7 +64,7 @@ class Messages:
 
     names = NAMES
 
-    def read(self, body: dict[str, Any]) -> Asked:
+    def read(self, body: dict[str, Any]) -> ParsedRequest:
         fields, found, places = _prompt(body)
         if body.get("max_tokens") is None:
             raise InvalidArgument.of("max_tokens", "is required")
@@ -79,7 +79,7 @@ class Messages:
         with fields.within("metadata") as labels:
             labels.take("user_id", str)
         fields.end()
-        return Asked(found, stream, _Reply(found.model), names, places, fits=True)
+        return ParsedRequest(found, stream, _Reply(found.model), names, places, fits=True)
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         status, text = status_of(error), openai_error(error, NAMES)["error"]["message"]

@@ -13,7 +13,7 @@ from mmserve.core.events import Admitted, Event, Failed
 from mmserve.core.request import Request, TextPart, TokensPart
 from mmserve.core.tenant import Tenant
 from mmserve.errors import DoesNotFit, InvalidArgument
-from mmserve.http.api import Asked
+from mmserve.http.api import ParsedRequest
 from mmserve.http.errors import renamed
 from mmserve.observe.watch import Watch
 from mmserve.rpc.engines import EngineLike
@@ -29,7 +29,7 @@ class Prompts:
     def __init__(self, server: Server) -> None:
         self._server = server
 
-    def take(self, asked: Asked, tenant: Tenant, held: ExitStack) -> None:
+    def take(self, asked: ParsedRequest, tenant: Tenant, held: ExitStack) -> None:
         """Count the prompts of ``asked`` after the first towards the limits of ``tenant``, until ``held`` is closed.
 
         Raises ``InvalidArgument`` if this number can never be admitted with the current settings, and as

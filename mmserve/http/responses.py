@@ -16,7 +16,7 @@ from mmserve.core.events import Delta, Draft, Event, Finished, Prefilled, ToolCa
 from mmserve.core.tools import ToolCall
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
-from mmserve.http.api import Asked, Neutral, draft_line, model_in, own_fields, sse, take_neutral
+from mmserve.http.api import Neutral, ParsedRequest, draft_line, model_in, own_fields, sse, take_neutral
 from mmserve.http.chat import token_logprobs
 from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import Placed, add_messages, message, refusal_part, role_of, text_part
@@ -91,7 +91,7 @@ class Responses:
 
     names = NAMES
 
-    def read(self, body: dict[str, Any]) -> Asked:
+    def read(self, body: dict[str, Any]) -> ParsedRequest:
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = model_in(fields)
         if (instructions := fields.take("instructions", str)) is not None:
@@ -117,7 +117,9 @@ class Responses:
         fields.end()
         echoed = {name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()}
         tools = [{"description": None, "parameters": None, "strict": False, **tool} for tool in echoed["tools"]]
-        return Asked(found, stream, _Reply(found, {**_FIXED, **echoed, "tools": tools, "text": text}), names, places)
+        return ParsedRequest(
+            found, stream, _Reply(found, {**_FIXED, **echoed, "tools": tools, "text": text}), names, places
+        )
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         return openai_error(error, NAMES)

@@ -97,7 +97,7 @@ class Observation:
     outputs: int
     layers: list[_Seen] = field(repr=False)
 
-    def see(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
+    def observe(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
         """Record the request's rows in ``layer``; ``q_RHK`` is before rotation. Their keys are in the store."""
         if not len(self.which):
             return
@@ -197,7 +197,7 @@ class Evictor:
             mean_HK,
             covariance_HKK,
         )
-        keep_GN = policy.keep(view, count)
+        keep_GN = policy.select(view, count)
         index_NGK = keep_GN.T[:, :, None].expand(-1, -1, keys_LGK.shape[-1])
         size = self._store.page_size
         slots = (table[:, None] * size + torch.arange(size, device=table.device)).flatten()[:count]

@@ -97,7 +97,7 @@ class PagePool:
             self._idle.pop(page, None)
             self._references[page] = self._references.get(page, 0) + 1
 
-    def withdraw(self, keys: Sequence[bytes]) -> int:
+    def unpublish(self, keys: Sequence[bytes]) -> int:
         """Unpublish the pages of these keys; those without references become blank. Returns how many there were."""
         pages = [self._page_of.pop(key) for key in keys if key in self._page_of]
         for page in pages:

@@ -29,14 +29,14 @@ def page_keys(
     page_size: int,
     block: int,
     logit_shift: int,
-    sight: np.ndarray | None = None,
+    span: np.ndarray | None = None,
     cache: str = "",
 ) -> tuple[bytes, ...]:
     """A key (32 bytes) for each page of a prompt that can be shared, in order of position.
 
     ``ids`` int64 ``[prompt]``; ``features`` uint8 ``[visual tokens, bytes]`` are at ``visual_rows`` (int64, ascending);
     ``places``: rotary positions, int64 ``[prompt]`` (or longer) or ``[axes, prompt]``, None = indices. Text has the
-    same position on every axis, so its pages are shared by prompts with and without images. ``sight`` (int64
+    same position on every axis, so its pages are shared by prompts with and without images. ``span`` (int64
     ``[prompt]``): how many positions each attends to, if some attend beyond their block. Only prompts of the same
     ``cache`` partition share pages.
 
@@ -54,7 +54,7 @@ def page_keys(
     parent = sha256(cache.encode()).digest() if cache else b""
     for start in range(0, shared, page_size):
         end = -(-(start + page_size) // unit) * unit  # the page's last block may extend into the next page
-        end = end if sight is None else max(end, int(sight[start : start + page_size].max()))
+        end = end if span is None else max(end, int(span[start : start + page_size].max()))
         made = sha256(parent)
         made.update(ids[start:end].astype(np.int64).tobytes())
         made.update(visual[start:end].tobytes())

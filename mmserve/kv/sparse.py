@@ -141,7 +141,7 @@ class Sparse:
             return frozenset()
         return frozenset({*range(_DENSE_LAYERS), *choosing_layers(self._layers)} & {*range(self._layers)})
 
-    def took(self, pages: np.ndarray, positions: int) -> None:
+    def record_loaded(self, pages: np.ndarray, positions: int) -> None:
         """Record that the first ``positions`` of ``pages`` (int64) hold keys that were not written by a pass."""
         if self._bounds is None:
             return

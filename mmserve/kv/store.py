@@ -95,7 +95,7 @@ class KVStore:
         *,
         block: int | None = None,
         prompts: list[int] | None = None,
-        sights: list[np.ndarray] | None = None,
+        spans: list[np.ndarray] | None = None,
         whole: Sequence[bool] | None = None,
         shared: Sequence[int] | None = None,
     ) -> Layout:
@@ -104,7 +104,7 @@ class KVStore:
 
         Rows attend up to the end of their own block of ``block`` positions, counted from 0, or of the request: 1 is
         causal attention, None full. ``prompts``: for each request, the number of leading positions that attend only to
-        each other. ``sights`` (int64, for each row): number of positions that it attends to, including itself, if
+        each other. ``spans`` (int64, for each row): number of positions that it attends to, including itself, if
         neither rule applies; sliding windows end with a row's own position. ``whole``: for each request, whether
         attention handles its rows as one piece; their bits then depend on which rows run together. ``shared``: for each
         ``whole`` request, the number of leading pages that it has in common with the adjacent ones.
@@ -113,14 +113,14 @@ class KVStore:
         slots = [table[r // size] * size + r % size for r, table in zip(rows, tables, strict=True)]
         pieces = [[Piece(len(r), n, table)] for r, n, table in zip(rows, lengths, tables, strict=True)]
         limits = None
-        if sights is not None:
-            limits = sights
+        if spans is not None:
+            limits = spans
         elif block is not None:
             limits = [np.minimum((r // block + 1) * block, n) for r, n in zip(rows, lengths, strict=True)]
         elif prompts is not None:
             limits = [np.where(r < size, size, n) for r, size, n in zip(rows, prompts, lengths, strict=True)]
         if limits is not None and self.device.type == "cpu":
-            own = [None] * len(rows) if sights is None else rows
+            own = [None] * len(rows) if spans is None else rows
             single = [False] * len(rows) if whole is None else whole
             pieces = [
                 [piece] if one else by_page(piece, seen, at, size)
@@ -128,7 +128,7 @@ class KVStore:
             ]
         flat = [piece for parts in pieces for piece in parts]
         made = Layout.of(flat, np.concatenate(slots), None if limits is None else np.concatenate(limits))
-        if sights is not None:
+        if spans is not None:
             made = replace(made, window_end=np.concatenate(rows) + 1)
         if shared is not None and self._cascades:
             made = replace(made, cascade=cascade_of(pieces, made, shared, size, FLOOR))

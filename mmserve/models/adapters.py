@@ -56,12 +56,12 @@ class Adapters:
         """
         made = self._read(name)
         with self._lock:
-            self._check_room(name, made.bytes)
+            self._check_capacity(name, made.bytes)
             old = self._names.get(name)
             if old is not None:
                 del self._by_key[old]
             self._by_key[made.key], self._names[name] = made, made.key
-        self.stacks.forget()
+        self.stacks.clear()
         return _info(made)
 
     def hold(self, name: str) -> AdapterInfo:
@@ -70,17 +70,17 @@ class Adapters:
         made = self._read(name)
         with self._lock:
             if made.key not in self._by_key:
-                self._check_room("", made.bytes)  # without replacing one of that name
+                self._check_capacity("", made.bytes)  # without replacing one of that name
                 self._by_key[made.key] = made
         return _info(made)
 
-    def forget(self, keys: Iterable[str]) -> None:
+    def discard(self, keys: Iterable[str]) -> None:
         """Hold the adapters with these keys no longer; requests that decode with them continue."""
         with self._lock:
             for key in keys:
                 self._by_key.pop(key, None)
             self._names = {name: key for name, key in self._names.items() if key in self._by_key}
-        self.stacks.forget()
+        self.stacks.clear()
 
     def _read(self, name: str) -> Adapter:
         model = self._taking()
@@ -90,7 +90,7 @@ class Adapters:
         try:
             size = adapter_bytes(folder)
             with self._lock:
-                self._check_room(name, size)
+                self._check_capacity(name, size)
             made = read_adapter(name, folder, model.decoder, model.dtype, model.device)
             _check_block_length(model.spec, made.block_length)
         except ConfigError as error:
@@ -103,7 +103,7 @@ class Adapters:
             if name not in self._names:
                 raise unknown(self._model.spec.name, name, self._names)
             del self._by_key[self._names.pop(name)]
-        self.stacks.forget()
+        self.stacks.clear()
 
     def listed(self) -> list[AdapterInfo]:
         """The loaded adapters, by name."""
@@ -129,14 +129,14 @@ class Adapters:
             request = replace(request, diffusion=replace(asked, block_length=block_length))
         return replace(request, adapter=key or request.adapter)
 
-    def keep(self, request: Request) -> None:
-        """Keep the adapter of an admitted, resolved request for each of its samples until ``let_go``, even if it is
+    def acquire(self, request: Request) -> None:
+        """Keep the adapter of an admitted, resolved request for each of its samples until ``release``, even if it is
         replaced or dropped."""
         with self._lock:
             if (found := self._by_key.get(request.adapter)) is not None:
                 self._waiting.update((each.id, found) for each in samples(request))
 
-    def let_go(self, request: RequestId) -> None:
+    def release(self, request: RequestId) -> None:
         """A request, or sample, has ended: release its adapter."""
         self._waiting.pop(request, None)
 
@@ -176,7 +176,7 @@ class Adapters:
             raise no_folder()
         return self._model
 
-    def _check_room(self, name: str, size: int) -> None:
+    def _check_capacity(self, name: str, size: int) -> None:
         held = sum(a.bytes for a in self._by_key.values() if a.name != name)
         if held + size > self._most:
             raise ResourceExhausted(

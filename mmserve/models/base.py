@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from mmserve.core.attention_span import image_spans
 from mmserve.core.decisions import Calibration
-from mmserve.core.sight import image_sight
 from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder
 from mmserve.models.packed import count_weights
@@ -83,9 +83,9 @@ class ModelSpec:
         """Whether the model decodes left to right, one token a step."""
         return self.attention is Attention.CAUSAL
 
-    def sight(self, ids: np.ndarray) -> np.ndarray | None:
+    def attention_spans(self, ids: np.ndarray) -> np.ndarray | None:
         """Int64 ``[N]``: how many positions each of a prompt's ``ids`` attends to, if ``whole_images``; else None."""
-        return image_sight(ids, self.image_id) if self.whole_images and self.image_id is not None else None
+        return image_spans(ids, self.image_id) if self.whole_images and self.image_id is not None else None
 
     def block_length(self, asked: int = 0) -> int:
         """The block length of a request that ``asked`` for this many positions (0 = the default)."""

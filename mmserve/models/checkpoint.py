@@ -19,7 +19,7 @@ from mmserve.errors import ConfigError
 from mmserve.models.counts import check_counts
 from mmserve.models.formats import Made, read_quantised
 from mmserve.models.stretch import Stretch
-from mmserve.models.tensor_parts import Part, Slab, Whole
+from mmserve.models.tensor_parts import ExpertSlice, Part, Whole
 
 ADAPTER = "adapter_config.json"
 #: Default parameters of generation, of a checkpoint and of an adapter.
@@ -102,7 +102,7 @@ class Weights:
         quantised = read_quantised(config, self) if config is not None else None
         if quantised is not None:
             self.form, self._made = quantised.form, quantised.made
-            self.leave(*quantised.unused)
+            self.ignore(*quantised.unused)
 
     @classmethod
     def has(cls, folder: Path) -> bool:
@@ -161,7 +161,7 @@ class Weights:
         """A copy of a tensor or of a part of one, of ``shape``; raises as ``tensor`` does."""
         if isinstance(part, str):
             return self.tensor(part, shape, dtype, device)
-        if isinstance(part, Slab):
+        if isinstance(part, ExpertSlice):
             transposed = self.shape(part.name) != part.whole(shape)
             size = torch.Size(part.whole(shape, transposed=transposed))
             made = self.tensor(part.name, size, dtype, torch.device("meta"))
@@ -196,7 +196,7 @@ class Weights:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, filled[id(parameter)])
 
-    def leave(self, *patterns: str) -> None:
+    def ignore(self, *patterns: str) -> None:
         """Mark the tensors that match one of ``patterns`` (``*`` and ``?``) as read: they are not needed."""
         for pattern in patterns:
             for name in fnmatch.filter({*self._files, *self._made}, pattern):

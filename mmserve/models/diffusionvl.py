@@ -43,7 +43,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     )
     decoder = load_decoder(checkpoint, config, target, HUGGING_FACE)
     vision = _vision(checkpoint, target, keys, config)
-    checkpoint.weights.leave(NEWLINE)  # of other towers
+    checkpoint.weights.ignore(NEWLINE)  # of other towers
     checkpoint.weights.check_all_read()
     return LoadedModel(spec, decoder, sources.tokenizer, vision.eval(), target.dtype, target.device)
 

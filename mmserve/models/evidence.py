@@ -27,7 +27,7 @@ _SLICE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class ShownLayer:
+class AttentionModules:
     """The modules of a tower's layer that compute its ``queries`` and ``keys``, ``[B, N, C]``, and its heads."""
 
     queries: nn.Module
@@ -36,16 +36,16 @@ class ShownLayer:
     scale: float
 
 
-def layers_of(tower: nn.Module) -> list[ShownLayer]:
+def layers_of(tower: nn.Module) -> list[AttentionModules]:
     """The layers of a CLIP-style tower."""
     layers: Any = tower.get_submodule("encoder.layers")
     return shown_layers(layers)
 
 
-def shown_layers(layers: Iterable[nn.Module]) -> list[ShownLayer]:
-    """Layers of a CLIP-style tower as ``ShownLayer``."""
+def shown_layers(layers: Iterable[nn.Module]) -> list[AttentionModules]:
+    """Layers of a CLIP-style tower as ``AttentionModules``."""
     found: list[Any] = [layer.self_attn for layer in layers]
-    return [ShownLayer(a.q_proj, a.k_proj, a.num_heads, a.scale) for a in found]
+    return [AttentionModules(a.q_proj, a.k_proj, a.num_heads, a.scale) for a in found]
 
 
 class Watched:
@@ -56,7 +56,7 @@ class Watched:
 
     def __init__(
         self,
-        layers: Sequence[ShownLayer],
+        layers: Sequence[AttentionModules],
         selected: int,
         wanted: frozenset[Evidence],
         *,
@@ -122,7 +122,7 @@ class Watched:
         x_BNC = last.get_submodule("layer_norm1")(x_BNC)
         return class_row(shown, shown.queries(x_BNC), shown.keys(x_BNC))
 
-    def _queries_and_keys(self, layer: ShownLayer) -> tuple[Tensor, Tensor]:
+    def _queries_and_keys(self, layer: AttentionModules) -> tuple[Tensor, Tensor]:
         return self._made[layer.queries], self._made[layer.keys]
 
 
@@ -131,7 +131,7 @@ def mean_keys(keys_BNC: Tensor, heads: int) -> Tensor:
     return keys_BNC.unflatten(-1, (heads, -1)).float().mean(-2)
 
 
-def class_row(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
+def class_row(layer: AttentionModules, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     """Attention of position 0 to each position, from a layer's queries and keys: fp32 ``[B, N]``, mean over heads."""
     at_once = max(1, _SLICE_ELEMENTS // k_BNC[0].numel())
     rows = []
@@ -142,7 +142,7 @@ def class_row(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def column_means(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
+def column_means(layer: AttentionModules, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     """Attention to each position, from a layer's queries and keys: fp32 ``[B, N]``, mean over positions and heads."""
     pictures, count, width = k_BNC.shape
     q_THK, k_THK = (x.flatten(0, 1).unflatten(-1, (layer.heads, -1)) for x in (q_BNC, k_BNC))

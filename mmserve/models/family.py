@@ -75,7 +75,7 @@ def load_family(
     )
     decoder = load_decoder(checkpoint, config, target, layout_of(checkpoint.config))
     if not images:
-        checkpoint.weights.leave(f"{TOWER}*", f"{PROJECTOR}*", NEWLINE)  # the configuration has no tower
+        checkpoint.weights.ignore(f"{TOWER}*", f"{PROJECTOR}*", NEWLINE)  # the configuration has no tower
     seeing = vision(decoder) if vision is not None else None
     if images and seeing is None:
         from mmserve.models.towers import load_vision  # imports take a second, and text models do not need them
@@ -227,7 +227,7 @@ def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, 
     head, embed, weights = layout.tensor("head.weight"), layout.tensor("embed.weight"), checkpoint.weights
     if config.tie_embeddings and head in weights:
         tied = target.device.type == "meta" or weights.same(head, embed)
-        weights.leave(head)
+        weights.ignore(head)
         config = replace(config, tie_embeddings=tied)
     with unfilled():
         decoder = Decoder(config)

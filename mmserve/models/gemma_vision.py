@@ -68,7 +68,7 @@ class GemmaVision(VisionEncoder):
         _one, _channels, height, width = one["pixels"].shape
         return joined([self._begin, blank(height // side, width // side), self._end]).pieces
 
-    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+    def encode(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         pixels = torch.cat([one["pixels"] for one in batch])
         side = self._processor.patch_size * self._processor.pooling_kernel_size
         view = GridView(pixels.shape[2] // side, pixels.shape[3] // side, {})

@@ -15,7 +15,7 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.evidence import OF_CLASS, OF_PATCHES, ShownLayer
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES, AttentionModules
 from mmserve.models.keys import Keys
 from mmserve.models.nested import load_part, read_processor
 from mmserve.models.picture import Picture, Prepared, Text, Tile, joined
@@ -112,7 +112,7 @@ def shuffled_tower(config: Any, tower: nn.Module, projector: nn.Module) -> Shuff
     """``tower`` and ``projector``, combined by pixel shuffle as in ``config`` (``InternVLConfig``)."""
     inner: Any = tower.get_submodule("encoder.layer")
     attentions = [layer.attention for layer in inner]  # norms, or identities, follow queries and keys
-    layers = [ShownLayer(a.q_norm, a.k_norm, a.num_heads, a.scale) for a in attentions]
+    layers = [AttentionModules(a.q_norm, a.k_norm, a.num_heads, a.scale) for a in attentions]
     select, factor = config.vision_feature_layer, int(1 / config.downsample_ratio)
     from_end = select if select < 0 else select - len(layers) - 1
     return ShuffledTower(tower, projector, layers, factor=factor, select_layer=from_end, first=1)

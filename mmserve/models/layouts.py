@@ -20,7 +20,7 @@ from mmserve.errors import ConfigError
 from mmserve.models.decoder import Decoder
 from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.switches import TEXT
-from mmserve.models.tensor_parts import Part, Rows, Slab
+from mmserve.models.tensor_parts import ExpertSlice, Part, Rows
 
 TOWER, PROJECTOR, NEWLINE = "model.vision_tower.vision_tower.", "model.mm_projector.", "model.image_newline"
 
@@ -57,7 +57,9 @@ class Layout:
         """The tensor name of every parameter of ``decoder``, or its part of a tensor if parameters share one."""
         parameters = dict(decoder.named_parameters(remove_duplicate=False))
         slabs: dict[str, Part] = {
-            name: self._slab(name, len(p), decoder) for name, p in parameters.items() if self._lies_stacked(name)
+            name: self._expert_slice(name, len(p), decoder)
+            for name, p in parameters.items()
+            if self._lies_stacked(name)
         }
         names = {name: self.tensor(name) for name in parameters if name not in slabs}
         totals: Counter[str] = Counter()
@@ -74,14 +76,14 @@ class Layout:
     def _lies_stacked(self, parameter: str) -> bool:
         return ".moe.experts." in parameter and parameter.split(".")[-2] in self.stacked
 
-    def _slab(self, parameter: str, rows: int, decoder: Decoder) -> Slab:
+    def _expert_slice(self, parameter: str, rows: int, decoder: Decoder) -> ExpertSlice:
         """The slab of ``layers.N.moe.experts.E.PART.weight``."""
         moe = decoder.config.moe
         assert moe is not None
         _layers, layer, _moe, _experts, expert, part, _leaf = parameter.split(".")
         name = self.stacked[part]
         beside = [each for each, tensor in self.stacked.items() if tensor == name]
-        return Slab(
+        return ExpertSlice(
             f"{self.layers}.{layer}.{name}", int(expert), moe.experts, beside.index(part) * rows, len(beside) * rows
         )
 

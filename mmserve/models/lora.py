@@ -171,7 +171,7 @@ class Stacks:
                 self.held -= sum(t.nbytes for t in old)
         return made
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Clear the cache, because an adapter was dropped."""
         with self._lock:
             self._kept.clear()

@@ -97,7 +97,7 @@ class MmadaVision(VisionEncoder):
     def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
         return (self.before, self.tokens_per_image, self.after)
 
-    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+    def encode(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         pixels = torch.cat([one["pixels"] for one in batch])
         patches, view = torch.arange(self.tokens_per_image), GridView(self.side, self.side, {})
         return [

@@ -120,7 +120,7 @@ class VisionEncoder(nn.Module):
     #: Period (seconds) after which the timestamps of a stream's frames restart at 0; 0 = never.
     time_period: float = 0.0
 
-    #: Frames of a clip that go through the tower together, independently of other frames: then ``see_frames`` and
+    #: Frames of a clip that go through the tower together, independently of other frames: then ``encode_frames`` and
     #: ``clip_of`` are implemented, and a prepared clip is ``pixels`` ``[frames, ...]`` and ``seconds``. 0 = a clip must
     #: be encoded whole.
     frames_at_once: int = 0
@@ -182,12 +182,12 @@ class VisionEncoder(nn.Module):
         """The row of an image or clip (``Picture.pieces``), known before the tower runs."""
         raise NotImplementedError
 
-    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+    def encode(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         """The pictures of ``batch``, all of them images or (``clip``) all of them clips of the same shape, with the
         ``wanted`` evidence, which does not affect the tokens."""
         raise NotImplementedError
 
-    def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
+    def encode_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
         """The tiles of at most ``frames_at_once`` frames of a clip (from ``prepare_clip``), with the ``wanted``
         evidence."""
         raise NotImplementedError
@@ -197,13 +197,13 @@ class VisionEncoder(nn.Module):
         duration of the whole video (seconds)."""
         raise NotImplementedError
 
-    def see_frame(
+    def encode_frame(
         self, frame: Prepared, image: Prepared | None, wanted: frozenset[Evidence]
     ) -> tuple[Picture, Picture]:
         """A clip of one frame with the ``wanted`` evidence, and the same frame as an image.
 
         ``image``: the result of ``prepare``; None if ``frames_are_images``.
         """
-        [clip] = self.see([frame], wanted, clip=True)
-        [alone] = self.see([frame if image is None else image], frozenset(), clip=False)
+        [clip] = self.encode([frame], wanted, clip=True)
+        [alone] = self.encode([frame if image is None else image], frozenset(), clip=False)
         return clip, alone

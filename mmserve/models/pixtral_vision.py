@@ -76,7 +76,7 @@ class PixtralVision(VisionEncoder):
             made += [columns, inner if row + 1 < rows else last]
         return tuple(made)
 
-    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+    def encode(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         return [self._picture(one) for one in batch]
 
     def _grid(self, one: Prepared) -> tuple[int, int]:

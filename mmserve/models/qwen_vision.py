@@ -69,7 +69,7 @@ class QwenVision(VisionEncoder):
         tiles = self._tiles(one["grid"][0], torch.empty(count, 0), {})
         return self._picture(tiles, one.get("seconds") if clip else None).pieces
 
-    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+    def encode(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         grids = torch.cat([one["grid"] for one in batch])
         with self._watched(wanted) as seen:
             made = self.tower(torch.cat([one["pixels"] for one in batch]), grids.to(self._device))

@@ -104,7 +104,7 @@ def _load(config: ModelConfig, device: torch.device, intended: torch.device | No
     intended = intended or device
     folder = _locate(config.path)
     checkpoint = Checkpoint.open(folder, Stretch(config.positions, config.rope_scaling))
-    checkpoint.weights.leave(*config.unused_tensors)
+    checkpoint.weights.ignore(*config.unused_tensors)
     load = loader(checkpoint)
     target = Target(
         name=served_name(config),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmserve.models.evidence import OF_PATCHES, ShownLayer, Watched
+from mmserve.models.evidence import OF_PATCHES, AttentionModules, Watched
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, blank, joined
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence, GridView, Part
@@ -52,7 +52,7 @@ class ShuffledTower(nn.Module):
         self,
         tower: nn.Module,
         projector: nn.Module,
-        layers: Sequence[ShownLayer],
+        layers: Sequence[AttentionModules],
         *,
         factor: int,
         select_layer: int = -1,
@@ -129,9 +129,9 @@ class ShuffledVision(VisionEncoder):
     def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
         return joined(self.row(self.tower.blanks(len(one["pixels"])), one, clip=clip)).pieces
 
-    def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
+    def encode_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
         return self.tower(some["pixels"], wanted)
 
-    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+    def encode(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
         return [joined(self.row([next(tiles) for _ in one["pixels"]], one, clip=clip)) for one in batch]

@@ -18,7 +18,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Slab:
+class ExpertSlice:
     """One expert's weights in a tensor of all ``experts``: rows from ``start`` on of ``[experts, total, in]``.
 
     Or columns from ``start`` on of ``[experts, in, total]``, depending on the tensor's shape. If both fit, the first,
@@ -47,7 +47,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor in memory with the interface of a safetensors slice, for ``Slab.of``."""
+    """A tensor in memory with the interface of a safetensors slice, for ``ExpertSlice.of``."""
 
     tensor: Tensor
 
@@ -60,4 +60,4 @@ class Whole:
 
 
 #: The location of a parameter: a tensor, or a part of one.
-Part = str | Rows | Slab
+Part = str | Rows | ExpertSlice

@@ -153,7 +153,7 @@ def load_vision(
         projector, extra = NewlineProjector(projector, newline), extra + 1
     elif NEWLINE in checkpoint.weights:
         _log.warning("%s: not used: %s, because of mm_patch_merge_type", checkpoint.weights.source, NEWLINE)
-        checkpoint.weights.leave(NEWLINE)
+        checkpoint.weights.ignore(NEWLINE)
     processor, anyres = _processor(kind, folder, keys, int(config.image_size)), anyres_of(keys, int(config.image_size))
     if anyres is not None and kind.has_cls and feature == "cls_patch":
         raise ConfigError(f"{keys.path}: tiles need mm_vision_select_feature = 'patch', not 'cls_patch'")
@@ -284,11 +284,11 @@ def load_tower(
     if not kept:
         config.num_hidden_layers = run
         for one in rest:
-            weights.leave(f"{one}*")
+            weights.ignore(f"{one}*")
     with unfilled():
         tower = ClipTower(config, has_cls=kind.has_cls)
     weights.fill(tower, {name: prefix + name for name, _ in tower.named_parameters()}, target.dtype, target.device)
-    weights.leave(f"{prefix}head.*", f"{prefix}embeddings.position_ids")
+    weights.ignore(f"{prefix}head.*", f"{prefix}embeddings.position_ids")
     if not kept:
         return tower.eval(), None, cut
     layers: Any = tower.eval().get_submodule("encoder.layers")

@@ -172,9 +172,9 @@ class LlavaVision(VisionEncoder):
         height, width = one["size"].tolist()
         return (self.anyres.count(self._cells, height, width),)
 
-    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+    def encode(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         if clip:
-            return [self._see_clip(one, wanted) for one in batch]
+            return [self._encode_clip(one, wanted) for one in batch]
         features, seen = self._look(torch.cat([one["pixels"] for one in batch]), wanted)
         if self.pool is not None:
             seen = {kind: pooled_evidence(values, *self.pool) for kind, values in seen.items()}
@@ -187,11 +187,11 @@ class LlavaVision(VisionEncoder):
             start = own.stop
         return pictures
 
-    def _see_clip(self, one: Prepared, wanted: frozenset[Evidence]) -> Picture:
+    def _encode_clip(self, one: Prepared, wanted: frozenset[Evidence]) -> Picture:
         parts = ({"pixels": some} for some in one["pixels"].split(_AT_ONCE))
-        return self.clip_of([tile for part in parts for tile in self.see_frames(part, wanted)], one["seconds"], 0.0)
+        return self.clip_of([tile for part in parts for tile in self.encode_frames(part, wanted)], one["seconds"], 0.0)
 
-    def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
+    def encode_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
         return self._frames(*self._watched_features(some["pixels"], wanted))
 
     def clip_of(self, tiles: Sequence[Tile], seconds: Tensor, length: float) -> Picture:
@@ -208,11 +208,11 @@ class LlavaVision(VisionEncoder):
         position = None if self.video is None else self.video.newline
         return isinstance(self.projector, NewlineProjector) and position not in ("no_token", "grid", "frame")
 
-    def see_frame(
+    def encode_frame(
         self, frame: Prepared, image: Prepared | None, wanted: frozenset[Evidence]
     ) -> tuple[Picture, Picture]:
         if image is not None:
-            return super().see_frame(frame, image, wanted)
+            return super().encode_frame(frame, image, wanted)
         features, seen = self._look(frame["pixels"], wanted)
         [alone] = self._images(features, {})
         return self.clip_of(self._frames(features, seen), frame["seconds"], 0.0), joined([alone])

@@ -39,7 +39,7 @@ class Endpoint:
         self._thread.start()
         logger.info("metrics on %s://%s:%d/metrics", "https" if config.tls_key else "http", host, port)
 
-    def follow(self, config: ServerConfig) -> None:
+    def reload_tls(self, config: ServerConfig) -> None:
         """Use the present TLS files of ``config`` for new clients; the files must have been validated."""
         self._server.tls = tls_context(config)
 

@@ -48,7 +48,7 @@ class Recorder:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
-    def carried(self, headers: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    def context_headers(self, headers: Iterable[tuple[str, Any]]) -> dict[str, str]:
         known = propagate.get_global_textmap().fields
         return {name: value for name, value in headers if name in known and isinstance(value, str)}
 
@@ -151,7 +151,7 @@ class RequestTrace:
         self._several = request.sampling.n > 1
         self._sample(0).enter(Stage.QUEUED, time.time_ns())
 
-    def see(self, event: Event | Progress) -> None:
+    def record(self, event: Event | Progress) -> None:
         """Record an event of the engine; ignored after the end."""
         with self._lock:
             if self._ended:

@@ -79,9 +79,9 @@ def configure(endpoint: str = "") -> Callable[[], None]:
     return end
 
 
-def carried(headers: Iterable[tuple[str, Any]]) -> dict[str, str]:
+def context_headers(headers: Iterable[tuple[str, Any]]) -> dict[str, str]:
     """The headers (or metadata) of a call that carry its trace context, by name."""
-    return {} if _recorder is None else _recorder.carried(headers)
+    return {} if _recorder is None else _recorder.context_headers(headers)
 
 
 def begin(call: Call) -> RequestTrace | None:

@@ -48,13 +48,13 @@ class Watch:
             return cast(Callable[[Event | Progress], None], put)
 
         def take(event: Event | Progress) -> None:
-            trace.see(event)
+            trace.record(event)
             if not isinstance(event, Progress):
                 put(event)
 
         return take
 
-    def see(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         """Record an event as it is sent to the client."""
         if isinstance(event, Finished):
             self._longest = max(self._longest, event.usage.completion_tokens)

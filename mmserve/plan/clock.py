@@ -11,13 +11,13 @@ Action = Callable[[], None]
 class Clock:
     """Events by time, and passes by work: ``cores`` are divided equally among the active passes.
 
-    ``background``: number of permanently runnable threads of other processes, which get equal shares. ``crowding``:
+    ``background``: number of permanently runnable threads of other processes, which get equal shares. ``interference``:
     slowdown of work while all cores are busy; interpolated linearly for fewer busy cores.
     """
 
-    def __init__(self, cores: int | None, background: float = 0.0, crowding: float = 1.0) -> None:
+    def __init__(self, cores: int | None, background: float = 0.0, interference: float = 1.0) -> None:
         self.now = 0.0
-        self._cores, self._background, self._crowding = cores, background, crowding
+        self._cores, self._background, self._crowding = cores, background, interference
         self._work = 0.0  # done so far by a pass active since the start
         self._events: list[tuple[float, int, Action]] = []
         self._passes: list[tuple[float, int, Action]] = []

@@ -87,9 +87,9 @@ def _measured(arguments: argparse.Namespace, progress: Progress) -> tuple[dict[s
     measures = [stated(f"{row['stage']}: relative residual (rms)", row.get("rms", 0.0), "of the time") for row in rows]
     measures.append(stated("transfer: latency", 1000 * link.latency, "ms"))
     measures.append(stated("transfer: bandwidth", link.bandwidth / 1e9, "GB/s"))
-    measures.append(stated("a pass while all cores are busy", costs.crowding, "times as long as alone"))
+    measures.append(stated("a pass while all cores are busy", costs.interference, "times as long as alone"))
     text = f"{report.table(rows)}\ntransfer: {1000 * link.latency:.3g} ms + bytes / {link.bandwidth / 1e9:.3g} GB/s\n"
-    text += f"while all cores are busy, a pass takes {costs.crowding:.3g} times as long as alone\n"
+    text += f"while all cores are busy, a pass takes {costs.interference:.3g} times as long as alone\n"
     made = {"bench": "plan", "measures": measures, "rows": rows, "settings": {"rounds": arguments.rounds}}
     return {**made, "machine": dict(costs.machine)}, text + f"written to {out}"
 

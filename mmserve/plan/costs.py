@@ -8,7 +8,7 @@ Forms as in DistServe (arXiv 2401.09670, appendix A) for prefill and decode, and
 - decode ``a + b·Σcontext + c·Σrows`` (``rows``: positions run by a step, 1 for a next-token model)
 - transfer between hosts ``latency + bytes / bandwidth``
 - handover between processes of one host ``a + b·bytes``, in CPU seconds
-- on one host, passes slow down with the number of busy cores: by a factor of ``crowding`` if all are busy
+- on one host, passes slow down with the number of busy cores: by a factor of ``interference`` if all are busy
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Costs:
     """Costs of a model on one kind of worker.
 
     ``embedding_bytes``: of a visual token from encode to prefill; ``kv_bytes``: of a position from prefill to decode.
-    ``chunked``: longer prompts are prefilled in chunks. ``crowding``: time of a pass while all cores of its host are
-    busy relative to an idle host; at least 1. ``quality``: relative residuals of each fit, for reports.
+    ``chunked``: longer prompts are prefilled in chunks. ``interference``: time of a pass while all cores of its host
+    are busy relative to an idle host; at least 1. ``quality``: relative residuals of each fit, for reports.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Costs:
     load: Curve = Curve()
     link: Link = Link()
     handover: Curve = Curve()
-    crowding: float = 1.0
+    interference: float = 1.0
     embedding_bytes: float = 0.0
     kv_bytes: float = 0.0
     chunked: bool = False
@@ -117,9 +117,9 @@ def from_json(data: Any, where: str) -> Costs:
         raise ConfigError(f"{where}: {error}") from error
     if costs.first_token not in FIRST_TOKEN:
         raise ConfigError(f"{where}: first_token must be one of {', '.join(FIRST_TOKEN)}, not {costs.first_token!r}")
-    _numbers({key: getattr(costs, key) for key in ("embedding_bytes", "kv_bytes", "crowding")}, where)
-    if costs.crowding < 1:
-        raise ConfigError(f"{where}: crowding must be at least 1, not {costs.crowding!r}")
+    _numbers({key: getattr(costs, key) for key in ("embedding_bytes", "kv_bytes", "interference")}, where)
+    if costs.interference < 1:
+        raise ConfigError(f"{where}: interference must be at least 1, not {costs.interference!r}")
     return costs
 
 

@@ -37,9 +37,9 @@ from mmserve.models.registry import load_model
 from mmserve.needs import fitted
 from mmserve.observe.machine import describe
 from mmserve.plan.costs import Costs, Curve, Link
-from mmserve.plan.crowding import Neighbours, crowding
 from mmserve.plan.fit import Fit, Sample, fit
 from mmserve.plan.handover import handover_costs
+from mmserve.plan.interference import Neighbours, interference
 from mmserve.plan.pictures import picture
 from mmserve.plan.workload import Kind, Workload
 from mmserve.stages import EncodedPrompt, Stages
@@ -264,7 +264,7 @@ def measured(bench: StageBench, rounds: int, progress: Progress) -> Measured:
         load=curves["load"],
         link=Link(link.curve.a, 1.0 / max(link.curve.b, 1e-15)),
         handover=handover.curve,
-        crowding=crowding(bench.times.by_stage, bench.crowded.by_stage),
+        interference=interference(bench.times.by_stage, bench.crowded.by_stage),
         embedding_bytes=embedding,
         kv_bytes=kv,
         chunked=bench.model.spec.causal,

@@ -23,9 +23,9 @@ from mmserve.core.events import Finished
 from mmserve.errors import ConfigError
 from mmserve.plan import costs as costs_file
 from mmserve.plan import report
-from mmserve.plan.beside import Beside
 from mmserve.plan.costs import Costs, Curve, Link
 from mmserve.plan.layout import Batching, Layout
+from mmserve.plan.other_load import OtherLoad
 from mmserve.plan.outcome import Outcome
 from mmserve.plan.pictures import picture
 from mmserve.plan.simulate import Simulation
@@ -125,13 +125,13 @@ def _round(client: Client, count: int, number: int, *, apart: bool) -> tuple[flo
     """As ``_all_at_once``, and the mean number of other threads. Those of a separate server (``apart``) cannot be
     distinguished from them, so they are then counted before and after the round."""
     if not apart:
-        with Beside() as beside:
+        with OtherLoad() as beside:
             seconds, ttft = _all_at_once(client, count, number)
         return seconds, ttft, beside.threads
-    with Beside() as before:
+    with OtherLoad() as before:
         time.sleep(_BESIDE_SECONDS)
     seconds, ttft = _all_at_once(client, count, number)
-    with Beside() as after:
+    with OtherLoad() as after:
         time.sleep(_BESIDE_SECONDS)
     return seconds, ttft, (before.threads + after.threads) / 2
 

@@ -50,7 +50,7 @@ class Simulation:
         self.costs, self.batching, self.asks, self.switching = costs, batching, asks, switching
         self.workers = [Worker(number, role) for number, role in enumerate(layout.roles)]
         self.queues = Queues(costs, batching)
-        self.clock = Clock(cores, background, costs.crowding)
+        self.clock = Clock(cores, background, costs.interference)
         self._one_host = cores is not None
         self.live: dict[int, Job] = {}
         self.served: list[Served] = []
@@ -271,7 +271,7 @@ class Simulation:
         if self.clock.pending:  # else nothing could change any more
             self.clock.at(self.clock.now + LOOK_SECONDS, self._look)
         at = requests_at(self.queues, self.workers, len(self.live))
-        change = self._coordinator.look(self.clock.now, at, self.workers)
+        change = self._coordinator.due_change(self.clock.now, at, self.workers)
         if change is None:
             return
         worker, role = change

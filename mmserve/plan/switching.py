@@ -39,7 +39,7 @@ class Coordinator:
                 count, whole = self._took[stage]
                 self._took[stage] = count + 1, whole + job.took[stage]
 
-    def look(self, now: float, at: dict[str, int], workers: Sequence[Worker]) -> tuple[Worker, str] | None:
+    def due_change(self, now: float, at: dict[str, int], workers: Sequence[Worker]) -> tuple[Worker, str] | None:
         """The worker that should change, and its next role; None = no change. ``at``: number of requests at each
         stage."""
         demand = {}
@@ -53,7 +53,7 @@ class Coordinator:
             )
             for worker in workers
         }
-        change = self._switching.look(now, demand, roles)
+        change = self._switching.due_change(now, demand, roles)
         return None if change is None else (workers[int(change.name)], change.given_to[0])
 
 

@@ -45,7 +45,7 @@ class Access(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """The method's handler, wrapped; ``observe.calls.current()`` is the call from here on."""
         metadata = handler_call_details.invocation_metadata
-        headers = traces.carried(metadata or ())
+        headers = traces.context_headers(metadata or ())
         call = Call(handler_call_details.method, request_id=request_id.label_in(metadata), headers=headers)
         calls.begin(call)
         handler = await continuation(handler_call_details)

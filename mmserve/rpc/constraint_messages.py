@@ -123,7 +123,7 @@ def _wrong_hole(hole: pb.Hole, path: str, most_tokens: int) -> Iterator[tuple[st
         yield from _wrong(hole.constraint, f"{path}.constraint", most_tokens)
 
 
-def asked_constraint(message: pb.GenerateRequest) -> ConstraintSpec | None:
+def parse_constraint(message: pb.GenerateRequest) -> ConstraintSpec | None:
     """The core form of the valid constraint of ``message``; None if there is none."""
     if not message.HasField("constraint"):
         return None

@@ -20,7 +20,7 @@ from mmserve.models.adapters import DECISIONS
 from mmserve.observe import calls
 from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
-from mmserve.rpc.decision_messages import asked_decisions, generation_of, response_of
+from mmserve.rpc.decision_messages import generation_of, parse_decisions, response_of
 from mmserve.rpc.engines import EngineLike, Engines, own_adapter
 from mmserve.rpc.generation import Generations, answered, deadline_of, logged
 from mmserve.rpc.status import errors_to_status
@@ -81,7 +81,7 @@ class Deciding:
         fields: Mapping[str, str],
     ) -> _Asked:
         watch.tenant = tenant.name
-        ids, questions = asked_decisions(message)
+        ids, questions = parse_decisions(message)
         model, adapter = self._engines.split(message.model)
         asked = self._engines.find(model)
         made = generation_of(message, asked.info)

@@ -27,7 +27,7 @@ from mmserve.wire.plain import to_message
 MOST_QUESTIONS, MOST_ID, MOST_CHARACTERS = 256, 128, 65_536
 
 
-def asked_decisions(message: decision_pb2.DecideRequest) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
+def parse_decisions(message: decision_pb2.DecideRequest) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
     """Ids and questions of ``message``; raises ``InvalidArgument`` with all violations."""
     questions = message.questions
     if not 1 <= len(questions) <= MOST_QUESTIONS:

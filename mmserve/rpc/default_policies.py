@@ -58,7 +58,7 @@ def _bounds(diffusion: pb.DiffusionParams, info: ModelInfo) -> bool:
     return masked and 0 < diffusion.max_steps < (diffusion.block_length or info.block_length)
 
 
-def asked_diffusion(message: pb.GenerateRequest, info: ModelInfo) -> Diffusion:
+def parse_diffusion(message: pb.GenerateRequest, info: ModelInfo) -> Diffusion:
     """The diffusion parameters of the valid ``message`` for the model of ``info``.
 
     Policies that are not named are the model's for the requested quality or, if these conflict with other options,

@@ -155,7 +155,7 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
     try:
         async for event in outbox:
             if not isinstance(event, Failed):
-                watch.see(event)
+                watch.record(event)
             if isinstance(event, Finished):
                 logger.info("request %s finished: %s", request.id, _summary(event))
             for sent in converted(event):

@@ -55,7 +55,7 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
                 async for message in chunks:
                     chunk = message.chunk
                     del message  # holds a second copy of its bytes
-                    self._check_room(size, len(chunk))
+                    self._check_capacity(size, len(chunk))
                     received.append(chunk)
                     size += len(chunk)
                     self._in_progress += len(chunk)
@@ -71,7 +71,7 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
         self._calls.uploaded(size, deduplicated=stored.deduplicated)
         return media_pb2.UploadMediaResponse(media_id=stored.media_id, bytes=size, deduplicated=stored.deduplicated)
 
-    def _check_room(self, size: int, more: int) -> None:
+    def _check_capacity(self, size: int, more: int) -> None:
         limit = self._limits.max_item_bytes
         if size + more > limit:
             raise InvalidArgument.of("chunk", f"must be at most {limit} bytes together")

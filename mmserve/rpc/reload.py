@@ -60,7 +60,7 @@ class Guard:
             if use is not None:
                 use()
             if self.endpoint is not None:
-                self.endpoint.follow(config.server)
+                self.endpoint.reload_tls(config.server)
 
         return apply
 
@@ -150,7 +150,7 @@ class Replacement:
             stopped.append(weakref.ref(engine))
             del engine
         if not self.ending:
-            await self._run(forget, stopped)
+            await self._run(release_memory, stopped)
         return in_time
 
     async def _replace(self, models: tuple[ModelConfig, ...], load: Load) -> None:
@@ -188,7 +188,7 @@ class Replacement:
         return gone
 
 
-def forget(gone: Sequence[weakref.ref[EngineLike]]) -> None:
+def release_memory(gone: Sequence[weakref.ref[EngineLike]]) -> None:
     """Return the memory of stopped engines to the system; blocks until the last references to them are gone, for at
     most some seconds.
 

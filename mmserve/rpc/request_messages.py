@@ -26,11 +26,11 @@ from mmserve.core.request import (
 from mmserve.core.slo import SLO
 from mmserve.core.tenant import ANONYMOUS, Tenant
 from mmserve.errors import FieldViolation, InvalidArgument, Unimplemented
-from mmserve.rpc.constraint_messages import asked_constraint
-from mmserve.rpc.default_policies import asked_diffusion
-from mmserve.rpc.tool_messages import asked_calls, asked_tools, tool_constraint
+from mmserve.rpc.constraint_messages import parse_constraint
+from mmserve.rpc.default_policies import parse_diffusion
+from mmserve.rpc.tool_messages import parse_calls, parse_tools, tool_constraint
 from mmserve.rpc.violations import violations
-from mmserve.rpc.vision_messages import asked_video_sampling, asked_vision
+from mmserve.rpc.vision_messages import parse_video_sampling, parse_vision
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import ROLES
 from mmserve.wire.plain import from_message
@@ -60,10 +60,10 @@ def to_request(
     """
     if wrong := (*violations(message, info, limits), *_wrong_class(message, slo)):
         raise InvalidArgument(*wrong)
-    diffusion = asked_diffusion(message, info)
+    diffusion = parse_diffusion(message, info)
     _require_capabilities(message, diffusion, info)
-    tools = asked_tools(message)
-    constraint = asked_constraint(message)
+    tools = parse_tools(message)
+    constraint = parse_constraint(message)
     return Request(
         id=request_id,
         model=info.name,
@@ -73,7 +73,7 @@ def to_request(
         template_options=message.template_options,
         sampling=_sampling(message.sampling, info),
         diffusion=diffusion,
-        vision=asked_vision(message.vision),
+        vision=parse_vision(message.vision),
         streaming=from_message(Streaming, message.stream),
         constraint=constraint if tools is None else tool_constraint(tools, info, constraint),
         tools=tools,
@@ -97,7 +97,7 @@ def _message(chat: pb.ChatMessage, media: Callable[[str], bytes]) -> Message:
     return Message(
         role=ROLES[chat.role],
         parts=tuple(_part(part, media) for part in chat.parts),
-        tool_calls=asked_calls(chat),
+        tool_calls=parse_calls(chat),
         tool_call_id=chat.tool_call_id,
     )
 
@@ -107,7 +107,7 @@ def _part(part: pb.ContentPart, media: Callable[[str], bytes]) -> Part:
         case "image":
             return ImagePart(_bytes(part.image, media))
         case "video":
-            return VideoPart(_bytes(part.video, media), asked_video_sampling(part.video))
+            return VideoPart(_bytes(part.video, media), parse_video_sampling(part.video))
         case "tokens":
             return TokensPart(tuple(part.tokens.ids))
     return TextPart(part.text)

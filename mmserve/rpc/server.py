@@ -76,7 +76,7 @@ class Front(Protocol):
     async def stop(self, seconds: float) -> None:
         """Stop listening, and allow ``seconds`` for responses in progress. No effect if it has not started."""
 
-    def follow(self, config: Config) -> None:
+    def reload_tls(self, config: Config) -> None:
         """Use the TLS files of ``config``, which are valid, for new connections."""
 
 
@@ -119,8 +119,8 @@ class Server:
         # A drain uses one thread for each engine, and the call that interrupts it needs another; engines that replace
         # others on SIGHUP, or are loaded on request, need threads as well.
         self._threads = ThreadPoolExecutor(4 * len(self.engines.names) + _LOADED_THREADS, "mmserve-engine")
-        self._replacement = Replacement(self.engines, config, self._elsewhere, self._leave)
-        self.loading = Loading(self.engines, config, self._elsewhere, self._replacement)
+        self._replacement = Replacement(self.engines, config, self._in_thread, self._leave)
+        self.loading = Loading(self.engines, config, self._in_thread, self._replacement)
 
     @property
     def ending(self) -> bool:
@@ -216,10 +216,10 @@ class Server:
         Connections and requests in progress continue. Raises ``ConfigError``, without any change, if something is
         invalid. New models are loaded by ``load``, in the background (``Replacement``).
         """
-        config, apply = await self._elsewhere(self._read, read)
+        config, apply = await self._in_thread(self._read, read)
         apply()
         for front in self._fronts:
-            front.follow(config)
+            front.reload_tls(config)
         self._replacement.begin(config.models, load)
         for what in unfollowed(self.config, config):
             logger.warning("%s of the configuration differs from what the server runs with: restart it for that", what)
@@ -297,7 +297,7 @@ class Server:
         finally:
             self._health.close()
             await asyncio.gather(self._grpc.stop(_FLUSH_SECONDS), self._stop_fronts(_FLUSH_SECONDS))
-            await self._elsewhere(self._hosts.stop)
+            await self._in_thread(self._hosts.stop)
             await self._for_all(engines, "stop")
             await self._close_endpoint()
             self._incoming.close()
@@ -316,14 +316,14 @@ class Server:
     async def _leave(self, engine: EngineLike, seconds: float) -> None:
         """Let the sessions of an engine that will stop end within ``seconds``; none can be opened afterwards."""
         await self.sessions.drain(seconds, engine)
-        await self._elsewhere(self._hosts.forget, engine)
+        await self._in_thread(self._hosts.discard, engine)
         await self.sessions.drain(0.0, engine)  # sessions opened meanwhile
 
     async def _for_all(self, engines: Iterable[EngineLike], method: str, *args: float) -> list[Any]:
         """Call a blocking method of several engines in parallel."""
-        return await asyncio.gather(*(self._elsewhere(getattr(engine, method), *args) for engine in engines))
+        return await asyncio.gather(*(self._in_thread(getattr(engine, method), *args) for engine in engines))
 
-    async def _elsewhere(self, call: Callable[..., Any], *args: Any) -> Any:
+    async def _in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call a blocking function on a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 

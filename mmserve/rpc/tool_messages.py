@@ -144,7 +144,7 @@ def _inner(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
-def asked_tools(message: pb.GenerateRequest) -> ToolUse | None:
+def parse_tools(message: pb.GenerateRequest) -> ToolUse | None:
     """The core form of the valid tools of ``message``; None if none are in its prompt."""
     choice = ToolChoice(TOOL_CHOICES.get(message.tool_choice, "auto"))
     if not message.tools or choice is ToolChoice.NONE:
@@ -197,7 +197,7 @@ def _is_alone(schema: dict[str, Any]) -> bool:
         return False
 
 
-def asked_calls(chat: pb.ChatMessage) -> tuple[ToolCall, ...]:
+def parse_calls(chat: pb.ChatMessage) -> tuple[ToolCall, ...]:
     """The calls in a message of a chat."""
     return tuple(ToolCall(call.id, call.name, call.arguments) for call in chat.tool_calls)
 

@@ -30,15 +30,15 @@ from mmserve.rpc.fetching import Fetcher
 from mmserve.rpc.quotas import Quotas
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.video_messages import (
-    asked_memory,
-    asked_overload,
-    asked_sampler,
+    parse_memory,
+    parse_overload,
+    parse_sampler,
     to_session_request,
     to_session_response,
     wrong_config,
 )
 from mmserve.rpc.video_questions import SessionQuestions
-from mmserve.rpc.vision_messages import asked_vision, wrong_vision
+from mmserve.rpc.vision_messages import parse_vision, wrong_vision
 from mmserve.v1 import video_pb2 as pb
 from mmserve.v1 import video_pb2_grpc
 from mmserve.video.base import Stream
@@ -120,7 +120,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         return session, configured, received
 
     async def _open(self, asked: pb.ConfigureSession, tenant: Tenant) -> VideoSession:
-        self._sessions.check_room(tenant)
+        self._sessions.check_capacity(tenant)
         model, adapter = self._engines.split(asked.model)
         engine = self._engines.find(model)
         wrong = [*wrong_config(asked)]
@@ -131,11 +131,11 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
             raise InvalidArgument(*wrong)
         host = self._hosts.find(engine)
         adapter = host.streams.adapter_for(adapter)
-        memory, overload = asked_memory(asked.memory), Overload(asked_overload(asked))
+        memory, overload = parse_memory(asked.memory), Overload(parse_overload(asked))
         around = host.session_context(
             lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions, self._fetcher.file
         )
-        vision = asked_vision(asked.vision)
+        vision = parse_vision(asked.vision)
         opening = asyncio.ensure_future(around.work(host.streams.open, memory, tenant, vision, MAX_INIT_BYTES))
         try:
             with self._sessions.opening():
@@ -147,7 +147,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
             session = self._sessions.open(
                 tenant,
                 lambda handle, ended: VideoSession(
-                    handle, tenant, stream, host.reader(asked_sampler(asked.sampler)), around, overload, ended
+                    handle, tenant, stream, host.reader(parse_sampler(asked.sampler)), around, overload, ended
                 ),
             )
         except BaseException:
@@ -157,10 +157,10 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         if host.streams.stopped:
             session.end(unserved := Unavailable("the model is not served any more; open a session of another one"))
             raise unserved
-        session.greeting = self._greeting(session, engine, asked, memory)
+        session.greeting = self._opened_message(session, engine, asked, memory)
         return session
 
-    def _greeting(
+    def _opened_message(
         self, session: VideoSession, engine: EngineLike, asked: pb.ConfigureSession, memory: Memory
     ) -> pb.SessionConfigured:
         video, largest = self._config.video, self._config.server.max_message_bytes
@@ -190,7 +190,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
 
 
 class _Question:
-    """Records one question in quotas and metrics (``session.Noted``)."""
+    """Records one question in quotas and metrics (``session.QuestionRecorder``)."""
 
     def __init__(self, metrics: Metrics, quotas: Quotas, engine: EngineLike, tenant: Tenant) -> None:
         self._watch = Watch(metrics)
@@ -201,8 +201,8 @@ class _Question:
     def begin(self) -> None:
         self._held.enter_context(self._quotas.taken(self._tenant))
 
-    def see(self, event: Event) -> None:
-        self._watch.see(event)
+    def record(self, event: Event) -> None:
+        self._watch.record(event)
 
     def end(self, error: MMServeError | None) -> None:
         self._held.close()

@@ -33,18 +33,18 @@ _OPEN_ID = 16
 MAX_OTHER_BYTES = 1 << 20
 
 
-def asked_memory(memory: pb.StreamMemory) -> Memory:
+def parse_memory(memory: pb.StreamMemory) -> Memory:
     """The memory settings of a session; names are checked when the stream is opened."""
     texts = {name: getattr(memory, name) or getattr(Memory, name) for name in ("policy", "positions")}
     return from_message(Memory, memory, **texts)
 
 
-def asked_overload(config: pb.ConfigureSession) -> str:
+def parse_overload(config: pb.ConfigureSession) -> str:
     """The overload policy for frames that arrive too fast."""
     return OVERLOADS.get(config.overload, "block")
 
 
-def asked_sampler(sampler: pb.FrameSampler) -> Sampler:
+def parse_sampler(sampler: pb.FrameSampler) -> Sampler:
     """The sampler for frames of segments; ``sampler`` must be valid by ``wrong_config``."""
     asked = from_message(FrameSampling, sampler)
     chosen: FixedRate | Scene = FixedRate(asked.rate)

@@ -15,7 +15,7 @@ from mmserve.core.request import Request
 from mmserve.core.slo import SLO
 from mmserve.core.tenant import Tenant
 from mmserve.errors import FieldViolation, InvalidArgument, NotFound
-from mmserve.rpc.decision_messages import asked_decisions, generation_of
+from mmserve.rpc.decision_messages import generation_of, parse_decisions
 from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.tool_events import tool_events
 from mmserve.v1 import decision_pb2
@@ -56,7 +56,7 @@ class SessionQuestions:
         if wrong := _not_text(asked.messages, "decide"):
             raise InvalidArgument(*wrong)
         message = decision_pb2.DecideRequest(messages=asked.messages, questions=asked.questions)
-        ids, questions = asked_decisions(message)
+        ids, questions = parse_decisions(message)
         request = self._request(generation_of(message, self._info), asked, "decide")
         request = replace(request, decisions=questions, streaming=replace(request.streaming, deltas=False))
         return m.Typed(ids, questions, request)

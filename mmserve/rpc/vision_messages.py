@@ -24,7 +24,7 @@ def wrong_vision(vision: pb.VisionParams) -> Iterator[tuple[str, str]]:
             yield f"vision.{of}min_pixels", f"must be at most {of}max_pixels, which is {most}"
 
 
-def asked_vision(vision: pb.VisionParams) -> Vision:
+def parse_vision(vision: pb.VisionParams) -> Vision:
     """The core form of ``vision``."""
     amount = vision.WhichOneof("amount")
     pixels = [int(getattr(vision, name)) if vision.HasField(name) else None for name in PIXELS]
@@ -49,7 +49,7 @@ def wrong_video_sampling(sampling: pb.VideoSampling, path: str, limits: MediaCon
         yield f"{path}.frames", "must not be set with fps, scene_similarity or scene_frames: they are other rules"
 
 
-def asked_video_sampling(video: pb.Video) -> VideoSampling | None:
+def parse_video_sampling(video: pb.Video) -> VideoSampling | None:
     """The core form of a video's sampling; None if it is empty."""
     found = from_message(VideoSampling, video.sampling)
     return None if found == VideoSampling() else found

@@ -130,14 +130,14 @@ def _left_within(stage: str, taken: _Taken, budgets: Budgets) -> int:
 
 def _ordered(waiting: _Taken, budgets: Budgets, stage: str) -> _Taken:
     """``waiting`` in serving order: by due time, and fairly between tenants."""
-    return _served(sorted(waiting, key=lambda each: _urgency(each[0])), budgets, stage)
+    return _served(sorted(waiting, key=lambda each: _sort_key(each[0])), budgets, stage)
 
 
 def _by_due(entries: Sequence[Entry]) -> list[Entry]:
-    return sorted(entries, key=_urgency)
+    return sorted(entries, key=_sort_key)
 
 
-def _urgency(entry: Entry) -> tuple[int, float]:
+def _sort_key(entry: Entry) -> tuple[int, float]:
     """Sort key within a tenant: lower classes first, within a class by due time, else by arrival."""
     return entry.priority, entry.due
 

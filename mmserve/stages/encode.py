@@ -56,7 +56,7 @@ class EncodeStage:
         self._loaded: dict[RequestId, tuple[LoadedPrompt, Cancellation]] = {}
         self._given: dict[RequestId, Encoded] = {}  # prompts encoded elsewhere
 
-    def give(self, request: RequestId, prompt: Encoded) -> None:
+    def set_prompt(self, request: RequestId, prompt: Encoded) -> None:
         """Store the prompt of a request that is about to be submitted; encode then ignores its messages."""
         self._given[request] = prompt
 

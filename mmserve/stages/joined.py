@@ -16,7 +16,7 @@ import numpy as np
 
 from mmserve.capabilities import Capabilities
 from mmserve.config import EngineConfig, MediaConfig
-from mmserve.core.branches import branch_room
+from mmserve.core.branches import branch_capacity
 from mmserve.core.info import ModelInfo
 from mmserve.core.payloads import CanvasPayload, EncodedPayload, PrefilledPayload
 from mmserve.core.request import Request, RequestId
@@ -101,7 +101,7 @@ class Stages:
         if not request.decisions or spec.renoising is not None:
             return request
         asked = questions_ids(self.model.tokenizer, request.decisions, special_tokens=spec.special_tokens)
-        room = branch_room(asked.lengths, self._page_size, spec.attention_block)
+        room = branch_capacity(asked.lengths, self._page_size, spec.attention_block)
         return replace(request, sampling=replace(request.sampling, max_new_tokens=room))
 
     def encoded_payload(self, request: RequestId) -> EncodedPayload:
@@ -111,7 +111,7 @@ class Stages:
         """
         prompt = self.prefilling.waiting(request)
         payload = prompt if isinstance(prompt, EncodedPayload) else plain_prompt(prompt)
-        self.prefilling.forget(request)
+        self.prefilling.discard(request)
         return payload
 
     def prefilled_payload(self, request: RequestId) -> PrefilledPayload | CanvasPayload:
@@ -134,9 +134,9 @@ class Stages:
     def release(self, request: RequestId) -> None:
         """Forget a request in every stage; the engine releases its pages. Not while a stage runs it."""
         with ExitStack() as ending:  # all of it, whatever one of them raises
-            ending.callback(self.adapters.let_go, request)
+            ending.callback(self.adapters.release, request)
             ending.callback(self.decoding.release, request)
-            ending.callback(self.prefilling.forget, request)
+            ending.callback(self.prefilling.discard, request)
             self.encoding.release(request)
 
     @property

@@ -97,7 +97,7 @@ class PrefillStage:
                 outcomes += run_isolated(self._handed_over, [(request, outcome)])
         return outcomes
 
-    def forget(self, request: RequestId) -> None:
+    def discard(self, request: RequestId) -> None:
         """Drop all state of a request, and its prompt if it waits; not while the worker runs it."""
         self._to_prefill.drop(request)
         self._prompts.pop(request, None)
@@ -138,19 +138,19 @@ class PrefillStage:
         if request.id not in self.begun:
             prompt = self._prompts.pop(request.id, None) or self._received(request)
             if prompt.encoded.grids:
-                return self._looked(request, prompt)
+                return self._prune_by_decoder(request, prompt)
             if prompt.arriving is not None:
                 self._arriving[request.id] = prompt.arriving
             session = next(iter(prompt.constraints), None)
             pages = self._restored(request.id, pages)
             begun = self._decoder.begin(request, self._keyed(request, prompt.encoded), pages, session)
-            self._lead(request.id, begun, arriving=prompt.arriving is not None)
+            self._send_ahead(request.id, begun, arriving=prompt.arriving is not None)
             self.begun[request.id] = begun
         state = self.begun[request.id]
         self._place_new(request.id, state)
         return (request, state) if self._decoder.ready(state) else None
 
-    def _lead(self, request: RequestId, begun: Any, *, arriving: bool) -> None:
+    def _send_ahead(self, request: RequestId, begun: Any, *, arriving: bool) -> None:
         """Send the K/V of a request that is decoded elsewhere ahead of it, if they are final once written."""
         lead = self.leads.get(request)
         if lead is None or arriving or not isinstance(begun, Prefilling) or begun.rewrites_prompt:
@@ -173,7 +173,7 @@ class PrefillStage:
         if not count:
             return pages
         size = self._tier.page_size
-        self._decoder.parts.runner.took(ids[begin : begin + count], count * size)
+        self._decoder.parts.runner.record_loaded(ids[begin : begin + count], count * size)
         self.restored[request] = count
         return replace(pages, shared=begin + count)
 
@@ -186,7 +186,7 @@ class PrefillStage:
         return Prompt(payload.encoded, restored)
 
     @torch.inference_mode()
-    def _looked(self, request: Request, prompt: Prompt) -> EncodedPrompt:
+    def _prune_by_decoder(self, request: Request, prompt: Prompt) -> EncodedPrompt:
         """Prune a prompt by the decoder's evidence, once for all samples of its request."""
         assert self._look is not None, "a model that shows nothing serves no such pruner"
         encoded = self._look.pruned(request, prompt.encoded, self._max_tokens)

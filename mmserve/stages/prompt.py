@@ -110,6 +110,6 @@ class Summaries:
             page_size=self._page_size,
             block=self._spec.attention_block or 1,
             logit_shift=self._spec.logit_shift,
-            sight=self._spec.sight(encoded.ids),
+            span=self._spec.attention_spans(encoded.ids),
             cache=cache,
         )

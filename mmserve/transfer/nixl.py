@@ -134,7 +134,7 @@ class Regions:
             if memory is None:
                 return
             _HEAD.pack_into(memory.data.data, 0, 0)
-            if self._spare.give(memory):
+            if self._spare.put(memory):
                 return
         memory.close()
 

@@ -30,7 +30,7 @@ from mmserve.core.payloads import (
     TextState,
     VisualPayload,
 )
-from mmserve.core.stream_state import ArchiveState, FrameState, RowsState, SeenState, StreamPayload, UnitsState
+from mmserve.core.stream_state import ArchiveState, EncodedFrameState, FrameState, RowsState, StreamPayload, UnitsState
 from mmserve.transfer.codec import Kinds
 from mmserve.transfer.kv_coding import CodedTensor
 
@@ -61,7 +61,7 @@ PAYLOADS = Kinds(
         ),
         *(ConstraintState, GapState, LanguageState, MeterState, RankedState, RunState, SampledState),
         WitnessState,
-        *(ArchiveState, FrameState, RowsState, SeenState, UnitsState),
+        *(ArchiveState, FrameState, RowsState, EncodedFrameState, UnitsState),
     ),
     views=(KVState, KVChunk, RowsState),
 )

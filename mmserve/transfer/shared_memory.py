@@ -155,7 +155,7 @@ class Arena:
         """Stop offering it. Does nothing if it is not offered."""
         with self._lock:
             memory = self._kept.pop(ticket.number, None) if ticket.address == self.address else None
-            if memory is None or (memory.own and self._spare.give(memory)):
+            if memory is None or (memory.own and self._spare.put(memory)):
                 return
         memory.close()
 
@@ -237,7 +237,7 @@ class Reader:
             try:
                 return self._take(ticket)
             except OSError as error:
-                self._forget(ticket.address)
+                self._discard(ticket.address)
                 raise TransferError(f"the process that has a payload does not answer: {error}") from error
 
     def read(self, ticket: Ticket) -> memoryview:
@@ -268,7 +268,7 @@ class Reader:
         self._closed = True
         self._mapped.clear()
         for address in list(self._connections):
-            self._forget(address)
+            self._discard(address)
 
     def _take(self, ticket: Ticket) -> Memory:
         connection = self._connections.get(ticket.address)
@@ -288,7 +288,7 @@ class Reader:
             raise TransferError("a payload is not there any more")
         return Memory(fds[0], size, capacity)
 
-    def _forget(self, address: str) -> None:
+    def _discard(self, address: str) -> None:
         connection = self._connections.pop(address, None)
         if connection is not None:
             connection.close()

@@ -33,7 +33,7 @@ class Spare(Generic[B]):
         self._buffers.remove(found)
         return found
 
-    def give(self, buffer: B) -> bool:
+    def put(self, buffer: B) -> bool:
         """Add a buffer; returns False if the pool is full."""
         if buffer.capacity + sum(each.capacity for each in self._buffers) > self._most:
             return False

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmserve.core.stream_state import ArchiveState
 from mmserve.video.base import Scope
-from mmserve.video.layout import Shown
+from mmserve.video.layout import FrameRows
 from mmserve.video.rows import Unit
 
 #: Bytes of a frame besides its tokens: Python and torch objects.
@@ -49,7 +49,7 @@ class Archive:
         """Times of its frames, float64, ascending."""
         return np.array([one.unit.seconds for one in self._frames])
 
-    def add(self, shown: Shown) -> None:
+    def add(self, shown: FrameRows) -> None:
         """Add a frame, newer than all others, or an extended version of the newest unit; evicts the oldest frames if
         necessary."""
         if self._frames and shown.number == self._frames[-1].number >= 0:

@@ -33,7 +33,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Seen:
+class EncodedFrame:
     """A frame after the vision tower and the projector: D is the decoder's width.
 
     ``tokens_RD``: its rows as a frame of a clip; ``whole_RD``: its rows as a separate image, for standing questions.
@@ -66,7 +66,7 @@ class StreamStats:
 class Stream(Protocol):
     """The frames of one session in a model. Methods must not be called concurrently, except for ``close``."""
 
-    def append(self, frame: Frame) -> Future[Seen]:
+    def append(self, frame: Frame) -> Future[EncodedFrame]:
         """Append the next frame; the future is done when questions can see it. Raises ``InvalidArgument`` if its time
         is not after the last one's.
 

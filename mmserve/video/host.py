@@ -21,10 +21,10 @@ from mmserve.engine.engine import Engine
 from mmserve.errors import Unimplemented
 from mmserve.observe.counters import SessionMetrics
 from mmserve.video.base import Streams
-from mmserve.video.facts import Facts, facts_of, standing_of
 from mmserve.video.reading import PushReader
-from mmserve.video.session_context import Fetched, Judge, Noted, SessionContext, Work
+from mmserve.video.session_context import Fetched, FrameQuestions, QuestionRecorder, SessionContext, Work
 from mmserve.video.streams import EngineStreams
+from mmserve.video.support import SessionSupport, session_support, standing_of
 
 #: Maximum number of sessions whose frames are judged concurrently in this process: judging slows decode.
 _JUDGING = 4
@@ -37,10 +37,10 @@ class Parts:
     ``here``: whether ``standing`` runs the model in this process.
     """
 
-    facts: Facts
+    facts: SessionSupport
     streams: Streams
     decoders: Decoders
-    standing: Judge | None
+    standing: FrameQuestions | None
     cancel: Callable[[str], None]
     here: bool = True
 
@@ -57,8 +57,10 @@ class Host:
         parts = self._parts
         return PushReader(parts.decoders, sampler, self._config.video.waiting_bytes, parts.facts.resize)
 
-    def session_context(self, noted: Callable[[], Noted], metrics: SessionMetrics, fetched: Fetched) -> SessionContext:
-        """The common context of its sessions; ``noted`` creates the recorder of a question, ``fetched`` downloads
+    def session_context(
+        self, recorder: Callable[[], QuestionRecorder], metrics: SessionMetrics, fetched: Fetched
+    ) -> SessionContext:
+        """The common context of its sessions; ``recorder`` creates the recorder of a question, ``fetched`` downloads
         URLs."""
         parts = self._parts
         return SessionContext(
@@ -66,7 +68,7 @@ class Host:
             self._threads.work,
             self._threads.judge if parts.here else self._threads.work,
             parts.cancel,
-            noted,
+            recorder,
             metrics,
             parts.standing,
             fetched,
@@ -78,7 +80,7 @@ def parts_of(engine: Engine, config: Config) -> Parts:
     """The parts of a model in this process."""
     model = engine.stages.model
     streams = EngineStreams(engine, config.video)
-    facts = facts_of(model, engine.stages.capabilities)
+    facts = session_support(model, engine.stages.capabilities)
     return Parts(facts, streams, engine.stages.decoders, standing_of(model), engine.cancel)
 
 
@@ -140,7 +142,7 @@ class Hosts:
             return False
         return True
 
-    def forget(self, engine: Served) -> None:
+    def discard(self, engine: Served) -> None:
         """Stop the streams of an engine that is stopped."""
         with self._lock:
             host = self._hosts.pop(engine, None)

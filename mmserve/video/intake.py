@@ -17,8 +17,8 @@ from mmserve.core.stream_state import StreamPayload
 from mmserve.errors import Cancelled, Internal, MMServeError
 from mmserve.prune.base import Pruner
 from mmserve.video.append import append
-from mmserve.video.base import Frame, Seen
-from mmserve.video.layout import Shown, see
+from mmserve.video.base import EncodedFrame, Frame
+from mmserve.video.layout import FrameRows, encode_frame
 from mmserve.video.state import Coming, Streaming, StreamState
 
 logger = logging.getLogger("mmserve.video")
@@ -29,7 +29,7 @@ class Waiting:
     """A frame to be appended."""
 
     frame: Frame
-    future: Future[Seen] = field(default_factory=Future)
+    future: Future[EncodedFrame] = field(default_factory=Future)
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _Frame:
     state: StreamState
     stream: Taking
     waiting: Waiting
-    shown: Shown
+    shown: FrameRows
     rows: Coming | None = None
 
 
@@ -67,7 +67,7 @@ def take_in(model: Streaming, batch: Sequence[tuple[Taking, Waiting]]) -> None:
         try:
             if state is None:
                 raise closed()
-            shown = see(model.model, state.units.with_open(waiting.frame), stream.pruner, stream.vision.amount)
+            shown = encode_frame(model.model, state.units.with_open(waiting.frame), stream.pruner, stream.vision.amount)
             coming.append(_Frame(state, stream, waiting, state.units.chosen(shown)))
         except BaseException as error:  # noqa: BLE001 - of one frame: the others go on
             failed(waiting, error)

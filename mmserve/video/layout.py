@@ -29,7 +29,7 @@ from mmserve.models.decisions import shared_prompt
 from mmserve.models.decoder_config import UNEVEN
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
 from mmserve.prune.base import Evidence, Pruner
-from mmserve.video.base import Frame, Seen
+from mmserve.video.base import EncodedFrame, Frame
 from mmserve.video.memory import Kind
 from mmserve.video.rows import Table, Unit
 
@@ -90,7 +90,7 @@ def header_of(model: LoadedModel) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Shown:
+class FrameRows:
     """A frame as rows, with its visual tokens ``[k, D]``; or a unit of several frames, up to this one.
 
     ``open``: whether the next frame becomes part of the same rows.
@@ -99,7 +99,7 @@ class Shown:
     unit: Unit
     tokens_kD: Tensor
     detail: bool
-    seen: Seen
+    seen: EncodedFrame
     frames: tuple[Frame, ...] = ()
     open: bool = False
     number: int = -1  # of the unit in its stream; -1 = unknown
@@ -109,13 +109,13 @@ class Shown:
         """Int64 ``[R]``, ``VISUAL`` for each visual token."""
         return self.unit.ids
 
-    def at(self, number: int, time: int) -> Shown:
+    def at(self, number: int, time: int) -> FrameRows:
         """As unit ``number`` of its stream, at the time position ``time``."""
         coordinates = self.unit.coordinates.copy()
         coordinates[:1, self.ids == VISUAL] += time
         return replace(self, number=number, unit=replace(self.unit, coordinates=coordinates))
 
-    def with_tokens(self, chosen: np.ndarray) -> Shown:
+    def with_tokens(self, chosen: np.ndarray) -> FrameRows:
         """With only the ``chosen`` visual tokens (bool ``[k]``); if there are none, the label is removed, too."""
         if chosen.all():
             return self
@@ -132,7 +132,9 @@ def axes_of(model: LoadedModel) -> int:
 
 
 @torch.inference_mode()
-def see(model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, amount: Amount | None) -> Shown:
+def encode_frame(
+    model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, amount: Amount | None
+) -> FrameRows:
     """A frame after the tower, as one unit with the preceding ``frames``: labelled, and pruned by ``pruner`` or,
     without ``detail``, averaged to one token.
 
@@ -142,7 +144,7 @@ def see(model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, am
     assert vision is not None
     wanted = pruner.needs if pruner is not None else frozenset()
     clip, whole = _pictures(model, vision, frames, wanted)
-    seen = Seen(frames[-1].seconds, clip.tokens, whole.tokens)
+    seen = EncodedFrame(frames[-1].seconds, clip.tokens, whole.tokens)
     detail, axes = any(frame.detail for frame in frames), axes_of(model)
     if not detail:
         # With row and column positions, the token has those of the centre, and the surrounding text has the time.
@@ -159,7 +161,7 @@ def see(model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, am
     if axes and clip.coordinates is not None:
         coordinates[:, ids == VISUAL] = clip.coordinates.numpy()
     unit = Unit(ids[left], coordinates[:, left], frames[0].seconds, frames[-1].seconds, len(frames))
-    return Shown(unit, tokens, detail, seen, frames, len(frames) < vision.frames_per_grid)
+    return FrameRows(unit, tokens, detail, seen, frames, len(frames) < vision.frames_per_grid)
 
 
 def _pictures(
@@ -169,12 +171,12 @@ def _pictures(
     try:
         one = vision.prepare_clip([f.image for f in frames], [vision.label_seconds(f.seconds) for f in frames])
         if axes_of(model):  # ``Standing`` does not support it
-            [clip] = vision.see([_placed(model, one)], wanted, clip=True)
+            [clip] = vision.encode([_placed(model, one)], wanted, clip=True)
             return clip, clip
         image = None if vision.frames_are_images else vision.prepare(frames[-1].image)
     except CannotPrepare as error:
         raise InvalidArgument.of("frame", str(error)) from error
-    return vision.see_frame(_placed(model, one), None if image is None else _placed(model, image), wanted)
+    return vision.encode_frame(_placed(model, one), None if image is None else _placed(model, image), wanted)
 
 
 def _placed(model: LoadedModel, one: Prepared) -> Prepared:

@@ -24,7 +24,7 @@ from mmserve.video import messages as m
 from mmserve.video.base import Scope
 from mmserve.video.clock import moments
 from mmserve.video.reported import reported
-from mmserve.video.session_context import Noted, SessionContext
+from mmserve.video.session_context import QuestionRecorder, SessionContext
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Question:
 
     ask: m.Ask | m.Decide
     request: Request
-    noted: Noted
+    recorder: QuestionRecorder
     left: int  # number of unfinished samples
     converted: m.Converted
     typed: m.Typed | None = None  # set for typed questions
@@ -78,14 +78,14 @@ class Questions:
         if ask.question_id in self._questions:
             raise InvalidArgument.of("ask.question_id", f"{ask.question_id!r} is a question in progress")
         self.count += 1
-        noted = self._around.noted()
+        recorder = self._around.recorder()
         try:
             if len(self._questions) >= (most := self._around.config.max_questions):
                 raise ResourceExhausted(
                     f"a session has at most {most} ([video] max_questions) questions at once; "
                     "wait for one to be answered"
                 )
-            noted.begin()
+            recorder.begin()
             typed: m.Typed | None = None
             converted: m.Converted = m.unchanged
             if isinstance(ask, m.Decide):
@@ -96,10 +96,10 @@ class Questions:
                 converted = ask.converted(request)
         except Exception as error:  # noqa: BLE001 - one question's failure is its own
             failure = reported(error)
-            noted.end(failure)
+            recorder.end(failure)
             self._report(m.Answer(ask.question_id, failure))
             return None
-        question = Question(ask, request, noted, request.sampling.n, converted, typed)
+        question = Question(ask, request, recorder, request.sampling.n, converted, typed)
         self._questions[ask.question_id] = question
         if (deadline := request.deadline) is not None:
             loop = asyncio.get_running_loop()
@@ -159,7 +159,7 @@ class Questions:
         if self._questions.get(question.ask.question_id) is not question:
             return
         if not isinstance(event, Failed):
-            question.noted.see(event)
+            question.recorder.record(event)
         if question.typed is None:
             for sent in question.converted(event):
                 if isinstance(sent, Failed):
@@ -194,7 +194,7 @@ class Questions:
         del self._questions[question.ask.question_id]
         if question.late is not None:
             question.late.cancel()
-        question.noted.end(error)
+        question.recorder.end(error)
         if error is not None:
             if question.submitted:
                 self._stop(question)

@@ -49,7 +49,7 @@ class PushReader:
         file = MediaFile(push.data, clip=False, name=push_field(push), resize=self._resize)
         [pictures] = self._decoders.map([lambda decode: decode(file)], check)
         self._end = push.seconds + self._sampler.interval  # as for an image in ``push_segment``
-        chosen = self._sampler.still(push.seconds, pictures.frames[0])
+        chosen = self._sampler.from_image(push.seconds, pictures.frames[0])
         return [Frame(push.seconds, chosen.image, chosen.detail)]
 
     def _segment(self, push: PushSegment, check: Callable[[], None]) -> list[Frame]:

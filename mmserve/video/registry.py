@@ -41,7 +41,7 @@ class Registry:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def check_room(self, tenant: Tenant) -> None:
+    def check_capacity(self, tenant: Tenant) -> None:
         """Raises ``ResourceExhausted`` if ``tenant`` cannot open another session, ``Unavailable`` in a drain."""
         if None in self._ends:
             raise Unavailable("the server is shutting down; open the session on another one")
@@ -69,9 +69,9 @@ class Registry:
     def open(self, tenant: Tenant, make: Callable[[str, Callable[[Session], None]], Session]) -> Session:
         """A new session; ``make`` creates it from its handle and a callback for its end.
 
-        Raises as ``check_room``.
+        Raises as ``check_capacity``.
         """
-        self.check_room(tenant)
+        self.check_capacity(tenant)
         session = make(secrets.token_urlsafe(_HANDLE_BYTES), self._ended)
         self._sessions[session.handle] = session
         self._counted()

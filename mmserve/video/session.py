@@ -22,7 +22,7 @@ from mmserve.core.session import PushFailed, Statistics
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Cancelled, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.video import messages as m
-from mmserve.video.base import Frame, Seen, Stream, StreamLost, StreamStats
+from mmserve.video.base import EncodedFrame, Frame, Stream, StreamLost, StreamStats
 from mmserve.video.connection import Connection
 from mmserve.video.indexes import Requests, Window
 from mmserve.video.overload import Origin, Overload, Waiting, WaitingFrame
@@ -316,7 +316,7 @@ class Session:
 
     async def _append(self, waiting: WaitingFrame) -> None:
         try:
-            future: Future[Seen] = await self._call(self._stream.append, waiting.frame)
+            future: Future[EncodedFrame] = await self._call(self._stream.append, waiting.frame)
         except Exception as error:  # noqa: BLE001 - the same
             self._failed_frame(waiting, error)
             return
@@ -324,7 +324,7 @@ class Session:
         watches = self._watches.asked
         future.add_done_callback(lambda done: self._soon(self._seen, waiting, watches, done))
 
-    def _seen(self, waiting: WaitingFrame, watches: tuple[Watching, ...], done: Future[Seen]) -> None:
+    def _seen(self, waiting: WaitingFrame, watches: tuple[Watching, ...], done: Future[EncodedFrame]) -> None:
         self._appending -= 1
         self._changes.notify()
         if self.over:
@@ -333,7 +333,7 @@ class Session:
         if error is not None:
             self._failed_frame(waiting, error)
             return
-        self._watches.see(done.result(), watches)
+        self._watches.enqueue(done.result(), watches)
         seconds = waiting.frame.seconds
         self._stats = replace(self._stats, frames_taken=self._stats.frames_taken + 1, seconds=seconds)
         ready = time.monotonic() - waiting.origin.arrived

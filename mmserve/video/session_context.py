@@ -12,8 +12,8 @@ from mmserve.core.events import Event
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.observe.counters import SessionMetrics
 from mmserve.video import messages as m
-from mmserve.video.base import Frame, Seen
-from mmserve.video.standing import Judged, StandingQuestion
+from mmserve.video.base import EncodedFrame, Frame
+from mmserve.video.standing import StandingQuestion, TypedAnswer
 
 #: Calls a blocking function on another thread.
 Work = Callable[..., Awaitable[Any]]
@@ -29,26 +29,26 @@ class Reader(Protocol):
         ...
 
 
-class Judge(Protocol):
+class FrameQuestions(Protocol):
     """Answers standing questions (see ``standing.Standing``)."""
 
     def check(self, question: StandingQuestion, path: str = "question") -> None:
         """Raises ``InvalidArgument`` for a question that cannot be judged; ``path`` names it in the request."""
         ...
 
-    def judge(self, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
+    def judge(self, frame: EncodedFrame, questions: Sequence[StandingQuestion]) -> list[TypedAnswer]:
         """The answers to ``questions`` about ``frame``, in order."""
         ...
 
 
-class Noted(Protocol):
+class QuestionRecorder(Protocol):
     """Records one question for quotas and metrics."""
 
     def begin(self) -> None:
         """The question arrived; raises ``ResourceExhausted`` if its tenant's quota is exhausted."""
         ...
 
-    def see(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         """An event of its answer."""
         ...
 
@@ -62,7 +62,7 @@ class SessionContext:
     """The common context of a model's sessions.
 
     ``work`` calls a blocking function on another thread, ``judge`` one that runs the model. ``cancel`` ends a request
-    of the engine; ``noted`` creates the recorder of a question; ``standing`` is None if the model does not support
+    of the engine; ``recorder`` creates the recorder of a question; ``standing`` is None if the model does not support
     standing questions. ``fetched`` downloads a URL, and counts its bytes until it is closed; the field is for errors.
     ``label_period``: period (seconds) of the labels of the model's frames; 0 = labels are not known to be seconds.
     """
@@ -71,9 +71,9 @@ class SessionContext:
     work: Work
     judge: Work
     cancel: Callable[[str], None]
-    noted: Callable[[], Noted]
+    recorder: Callable[[], QuestionRecorder]
     metrics: SessionMetrics
-    standing: Judge | None
+    standing: FrameQuestions | None
     fetched: Fetched
     label_period: int = 0
 

@@ -26,7 +26,7 @@ from mmserve.models.base import Attention, LoadedModel, Model
 from mmserve.models.chat import prompt_ids
 from mmserve.models.decoder import dense_attention
 from mmserve.models.decoder_config import UNEVEN
-from mmserve.video.base import Seen
+from mmserve.video.base import EncodedFrame
 from mmserve.video.choices import Choices, Tokens
 from mmserve.video.forest import Forest
 
@@ -49,7 +49,7 @@ class StandingQuestion:
 
 
 @dataclass(frozen=True)
-class Judged:
+class TypedAnswer:
     """A typed answer. ``probabilities``: of each choice, summing to 1; ``mass``: total probability of the choices in
     the model's distribution.
 
@@ -130,7 +130,7 @@ class Standing:
         if tokens > MAX_TOKENS:
             raise InvalidArgument.of(path, f"has {tokens} tokens with its choices; at most {MAX_TOKENS} are allowed")
 
-    def judge(self, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
+    def judge(self, frame: EncodedFrame, questions: Sequence[StandingQuestion]) -> list[TypedAnswer]:
         """The answers to ``questions`` (see ``check``) about ``frame``, in order; at most ``MAX_QUESTIONS``.
 
         For causal models this is one forward pass of the frame's rows and some 8 to 13 rows for each question. For
@@ -146,7 +146,7 @@ class Standing:
         return run(frame.whole_RD, tuple(questions))
 
     @torch.inference_mode()
-    def _causal(self, frame_RD: Tensor, questions: tuple[StandingQuestion, ...]) -> list[Judged]:
+    def _causal(self, frame_RD: Tensor, questions: tuple[StandingQuestion, ...]) -> list[TypedAnswer]:
         decoder, device = self._model.decoder, self._model.device
         pack = self._pack(questions)
         before = decoder.embed(torch.tensor(pack.before, dtype=torch.int64, device=device))
@@ -167,7 +167,7 @@ class Standing:
         ]
 
     @torch.inference_mode()
-    def _masked(self, frame_RD: Tensor, questions: tuple[StandingQuestion, ...]) -> list[Judged]:
+    def _masked(self, frame_RD: Tensor, questions: tuple[StandingQuestion, ...]) -> list[TypedAnswer]:
         """Each prefix of an answer is a row of a batch with rows of the same length: there is no padding."""
         prompts = [self._prompt(question) for question in questions]
         asked = [(p.before, (*p.after, *b), max(1, _CANVAS - len(b))) for p in prompts for b in p.choices.begun]
@@ -217,14 +217,14 @@ class Standing:
         logits[:, list(self._model.spec.banned_ids)] = -torch.inf
         return logits.log_softmax(-1)
 
-    def _judged(self, question: StandingQuestion, log_p: Sequence[Tensor]) -> Judged:
+    def _judged(self, question: StandingQuestion, log_p: Sequence[Tensor]) -> TypedAnswer:
         choices = self._prompt(question).choices
         tokens = [choices.next_tokens(beginning) for beginning in choices.begun]
         values = [dict(zip(t, row[t].tolist(), strict=True)) for t, row in zip(tokens, log_p, strict=True)]
         found = choices.probabilities(values)
         mass = sum(found)
         equal = 1 / len(found)  # if even the mass underflows
-        return Judged(question.choices, tuple(p / mass if mass else equal for p in found), min(1.0, mass))
+        return TypedAnswer(question.choices, tuple(p / mass if mass else equal for p in found), min(1.0, mass))
 
     def _tokenised(self, question: StandingQuestion) -> _Prompt:
         tokenizer, spec = self._model.tokenizer, self._model.spec

@@ -21,7 +21,7 @@ from mmserve.models.base import LoadedModel
 from mmserve.video.append import New, append
 from mmserve.video.archive import Archive, evenly, inside
 from mmserve.video.base import Scope, StreamStats
-from mmserve.video.layout import Branch, Shown, embedded_rows
+from mmserve.video.layout import Branch, FrameRows, embedded_rows
 from mmserve.video.memory import Kind, Rows, policy_of
 from mmserve.video.positions import after_eviction, is_full
 from mmserve.video.rows import Buffers, Table, row_bytes, sinks
@@ -141,13 +141,13 @@ class StreamState:
 
     # --- the streams' thread ---
 
-    def has_room(self, shown: Shown, beside: Coming) -> bool:
+    def has_room(self, shown: FrameRows, beside: Coming) -> bool:
         """Whether ``shown`` fits after rows that are about to be written, without eviction."""
         table = self._with(shown, beside.table)
         return len(table) <= self._memory.budget and not self._is_full(table)
 
     @torch.inference_mode()
-    def make_room(self, shown: Shown) -> None:
+    def make_room(self, shown: FrameRows) -> None:
         """Evict rows so that those of ``shown`` fit.
 
         Raises ``InvalidArgument`` if they do not fit even then.
@@ -165,7 +165,7 @@ class StreamState:
             self._count_anew()
 
     @torch.inference_mode()
-    def coming(self, shown: Shown, beside: Coming | None) -> Coming:
+    def coming(self, shown: FrameRows, beside: Coming | None) -> Coming:
         """The rows after appending ``shown`` to the kept rows or, if given, to those of ``beside``, which are about to
         be written."""
         known = beside or Coming(self._table, self._final, self._open, None)
@@ -181,7 +181,7 @@ class StreamState:
         written = self._written(self._buffers, table, start, final, fresh)
         return Coming(table, final, Open(shown.number, shown.tokens_kD) if shown.open else None, written)
 
-    def commit(self, coming: Coming, shown: Shown) -> None:
+    def commit(self, coming: Coming, shown: FrameRows) -> None:
         """Make the rows of one more frame, ``shown``, visible to questions."""
         with self._lock:
             if self._archive is not None:
@@ -232,7 +232,7 @@ class StreamState:
             tokens = _rows(buffers.features, index[settled], 0)
         return tokens if last is None or len(settled) == len(visual) else torch.cat([tokens, last.tokens_kD])
 
-    def _with(self, shown: Shown, table: Table) -> Table:
+    def _with(self, shown: FrameRows, table: Table) -> Table:
         """``table`` followed by the rows of ``shown``, which replace earlier rows of the same unit."""
         held = np.flatnonzero(table.frame != shown.number)
         table = table if len(held) == len(table) else table.take(held)
@@ -249,7 +249,7 @@ class StreamState:
     def _evict(self, most: int) -> None:
         """Evict all but at most ``most`` rows, selected by the policy."""
         table, old, final = self._table, self._buffers, self._final
-        left = self._policy.left(self._rows(), most)
+        left = self._policy.retain(self._rows(), most)
         front = left.keep[: table.take(left.keep).first]  # sinks and carriers
         rest = left.keep[len(front) :]
         pooled, tokens = self._pooled(left.pooled)

@@ -21,14 +21,14 @@ from mmserve.engine.request_state import Sink
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
 from mmserve.prune import pruner_for
 from mmserve.prune.base import judged_by_decoder
-from mmserve.video.base import Frame, Scope, Seen, StreamStats
+from mmserve.video.base import EncodedFrame, Frame, Scope, StreamStats
 from mmserve.video.bounds import check_bytes, check_count
-from mmserve.video.facts import adapter_of, keeps_kv
 from mmserve.video.intake import Saving, Waiting, closed, failed, take_in
 from mmserve.video.layout import header_of, question, streaming_model
 from mmserve.video.memory import policy_of
 from mmserve.video.positions import RULES
 from mmserve.video.state import Streaming, StreamState, state_bytes
+from mmserve.video.support import adapter_of, keeps_kv
 
 #: Maximum frames of all streams in one batch: larger batches would make waiting frames wait too long.
 AT_ONCE = 8
@@ -45,19 +45,19 @@ class EngineStream:
         self.state: StreamState | None = StreamState(streams.model, memory)  # None = closed
         self._streams, self._last = streams, -float("inf")  # seconds of the newest frame
 
-    def append(self, frame: Frame) -> Future[Seen]:
+    def append(self, frame: Frame) -> Future[EncodedFrame]:
         if not frame.seconds > self._last:
             why = f"must be after {self._last:g} s, that of the frame before, not {frame.seconds:g} s"
             raise InvalidArgument.of("frame.seconds", why)
         waiting = Waiting(frame)
-        self._streams.hand_in(self, waiting)
+        self._streams.enqueue(self, waiting)
         self._last = frame.seconds
         return waiting.future
 
     def save(self) -> Future[StreamPayload]:
         """A state for ``EngineStreams.open``, from which a stream continues after the current frames."""
         saving = Saving(self._last)
-        self._streams.hand_in(self, saving)
+        self._streams.enqueue(self, saving)
         return saving.future
 
     def restore(self, saved: StreamPayload) -> None:
@@ -78,7 +78,7 @@ class EngineStream:
 
     def close(self) -> None:
         """See ``Stream.close``; may be called twice."""
-        self._streams.forget(self)
+        self._streams.discard(self)
 
 
 class EngineStreams:
@@ -137,7 +137,7 @@ class EngineStreams:
             try:
                 stream.restore(saved)
             except BaseException:
-                self.forget(stream)
+                self.discard(stream)
                 raise
         return stream
 
@@ -157,14 +157,14 @@ class EngineStreams:
             self._refusal = "the server is shutting down; open the stream at another one"
             streams = list(self._streams)
         for stream in streams:
-            self.forget(stream)
+            self.discard(stream)
         with self._lock:
             thread, self._thread = self._thread, None
             self._lock.notify_all()
         if thread is not None:
             thread.join()
 
-    def hand_in(self, stream: EngineStream, waiting: Waiting | Saving) -> None:
+    def enqueue(self, stream: EngineStream, waiting: Waiting | Saving) -> None:
         """Queue a frame, or a request for the state, of a stream."""
         with self._lock:
             if stream.state is None:
@@ -174,7 +174,7 @@ class EngineStreams:
                 self._turns.append(stream)
                 self._lock.notify_all()
 
-    def forget(self, stream: EngineStream) -> None:
+    def discard(self, stream: EngineStream) -> None:
         """Close a stream: its frames in progress fail, and its reserved bytes are released."""
         with self._lock:
             if stream.state is None:

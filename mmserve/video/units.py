@@ -12,7 +12,7 @@ from torch import Tensor
 from mmserve.core.stream_state import FrameState, UnitsState
 from mmserve.models.base import LoadedModel
 from mmserve.video.base import Frame
-from mmserve.video.layout import Shown
+from mmserve.video.layout import FrameRows
 from mmserve.video.memory import MemoryPolicy
 
 
@@ -34,7 +34,7 @@ class Units:
         """The next frame, preceded by the frames of the same unit."""
         return (*self._open, frame)
 
-    def chosen(self, shown: Shown) -> Shown:
+    def chosen(self, shown: FrameRows) -> FrameRows:
         """The rows of the next frame that the policy selects, with number and time position."""
         if not self._open:
             self._begin(shown)
@@ -59,7 +59,7 @@ class Units:
         self._count, self._first, self._begun, self._time = saved.count, saved.first, saved.begun, saved.time
         self._before = None if saved.before is None else saved.before.to(self._model.device)
 
-    def _begin(self, shown: Shown) -> None:
+    def _begin(self, shown: FrameRows) -> None:
         """Start the next unit with ``shown``."""
         number, begin, vision = self._count, shown.unit.begin, self._model.vision
         self._count += 1

@@ -11,10 +11,10 @@ from mmserve.core.session import Alert
 from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unimplemented
 from mmserve.video import messages as m
 from mmserve.video.alerts import Watch as WatchRule
-from mmserve.video.base import Seen
+from mmserve.video.base import EncodedFrame
 from mmserve.video.reported import reported
-from mmserve.video.session_context import Judge, SessionContext
-from mmserve.video.standing import MAX_QUESTIONS, Judged, StandingQuestion
+from mmserve.video.session_context import FrameQuestions, SessionContext
+from mmserve.video.standing import MAX_QUESTIONS, StandingQuestion, TypedAnswer
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Watches:
         self._around, self._report, self._changed = around, report, changed
         self._named: dict[str, m.Watch] = {}  # by id: the newest request that was not removed
         self._asked: dict[str, Watching] = {}
-        self._to_judge: deque[tuple[Seen, tuple[Watching, ...]]] = deque()
+        self._to_judge: deque[tuple[EncodedFrame, tuple[Watching, ...]]] = deque()
         self._wakes = Changes()
         self.alerts = 0
         self.waiting = 0  # number of frames not judged yet
@@ -89,7 +89,7 @@ class Watches:
         if self._asked.pop(watch_id, None) is not None:
             self._report(m.WatchState(watch_id, accepted=False))
 
-    def see(self, seen: Seen, watches: tuple[Watching, ...]) -> None:
+    def enqueue(self, seen: EncodedFrame, watches: tuple[Watching, ...]) -> None:
         """Queue a frame to be judged by ``watches``, the questions that were active when it was appended."""
         if watches:
             self.waiting += 1
@@ -97,7 +97,7 @@ class Watches:
             self._wakes.notify()
 
     async def judge(self) -> None:
-        """Judge frames until the session ends."""
+        """FrameQuestions frames until the session ends."""
         while True:
             await self._wakes.until(lambda: bool(self._to_judge))
             seen, watches = self._to_judge.popleft()
@@ -113,8 +113,8 @@ class Watches:
         """Drop all queued frames."""
         self._to_judge.clear()
 
-    async def _ask(self, standing: Judge, seen: Seen, watches: list[Watching]) -> None:
-        """Judge a frame by some of its questions, in one call."""
+    async def _ask(self, standing: FrameQuestions, seen: EncodedFrame, watches: list[Watching]) -> None:
+        """FrameQuestions a frame by some of its questions, in one call."""
         try:
             judged = await self._around.judge(standing.judge, seen, [each.question for each in watches])
             for each, found in zip(watches, judged, strict=True):
@@ -123,7 +123,7 @@ class Watches:
             for each in watches:
                 self._stop(each, reported(error))
 
-    def _judged(self, watching: Watching, found: Judged, seconds: float) -> None:
+    def _judged(self, watching: Watching, found: TypedAnswer, seconds: float) -> None:
         request = watching.request
         if self._asked.get(request.watch_id) is not watching:
             return

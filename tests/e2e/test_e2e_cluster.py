@@ -122,7 +122,7 @@ def test_roles_change_in_the_middle_of_answers(three: Fleet, together: dict[str,
             member.serve(roles if turns % 2 else ("encode", "prefill", "decode"))
         time.sleep(0.1)
         for coordinator in three.coordinators.values():
-            coordinator.joined(three.members[0])  # looks again for who can go on with what
+            coordinator.worker_ready(three.members[0])  # looks again for who can go on with what
     for member in three.members:
         member.serve(member.settings.stages)
     for call in calls:

@@ -36,7 +36,7 @@ from mmserve.errors import (
     Unavailable,
     Unimplemented,
 )
-from mmserve.kv.room import pool_bytes
+from mmserve.kv.capacity import pool_bytes
 from mmserve.memory import available, resident
 from mmserve.needs import memory_needed
 from mmserve.rpc import reload

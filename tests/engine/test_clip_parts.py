@@ -55,7 +55,7 @@ def same(one: Encoded, other: Encoded) -> bool:
 def shared(model: LoadedModel, request: Request, of: int) -> list[VisualPayload]:
     """What ``of`` encoders make of the request's image and clip, as it travels."""
     shares = [(MediaShare(1, part, of), *((MediaShare(0),) if part == 0 else ())) for part in range(of)]
-    made = [encoder(model).see(request, each) for each in shares]
+    made = [encoder(model).encode_shares(request, each) for each in shares]
     return [PAYLOADS.decode(PAYLOADS.encode(each)) for each in made]
 
 
@@ -77,7 +77,7 @@ def test_parts_are_the_clip(
     payloads = shared(model, request, of)
     assert all("/" in name for payload in payloads[1:] for name in payload.entries)
     last = encoder(model)
-    last.keep(request, payloads)
+    last.add_encoded(request, payloads)
 
     def nothing(*_given: Any) -> Any:
         raise AssertionError("something is encoded again")
@@ -92,8 +92,8 @@ def test_a_pool_of_processes_decodes_a_part(model: LoadedModel) -> None:
     request, pool = watching(VideoSampling(fps=5)), DecodePool(LIMITS)
     pool.open()
     try:
-        [here] = encoder(model).see(request, [MediaShare(1, 1, 3)]).entries.values()
-        [there] = encoder(model, pool).see(request, [MediaShare(1, 1, 3)]).entries.values()
+        [here] = encoder(model).encode_shares(request, [MediaShare(1, 1, 3)]).entries.values()
+        [there] = encoder(model, pool).encode_shares(request, [MediaShare(1, 1, 3)]).entries.values()
     finally:
         pool.close()
     assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
@@ -113,7 +113,7 @@ def test_a_clip_that_cannot_be_shared_is_the_first_one_s(model: LoadedModel, req
     payloads = shared(model, request_, 3)
     assert [len(payload.entries) for payload in payloads] == [2, 0, 0]
     last = encoder(model)
-    last.keep(request_, payloads)
+    last.add_encoded(request_, payloads)
     assert same(whole, last.encode([request_])[0])
 
 
@@ -121,7 +121,7 @@ def test_without_all_parts_the_clip_is_encoded_as_ever(model: LoadedModel) -> No
     request = watching()
     payloads = shared(model, request, 3)
     last = encoder(model)
-    last.keep(request, [payloads[0], payloads[2]])
+    last.add_encoded(request, [payloads[0], payloads[2]])
     [whole], [again] = encoder(model).encode([request]), last.encode([request])
     assert same(whole, again)
 
@@ -141,7 +141,7 @@ def test_a_damaged_file_is_refused_in_its_part(model: LoadedModel) -> None:
     failed = 0
     for part in range(3):
         try:
-            encoder(model).see(request, [MediaShare(0, part, 3)])
+            encoder(model).encode_shares(request, [MediaShare(0, part, 3)])
         except InvalidArgument as error:
             failed += 1
             assert error.violations[0].field == "messages[0].parts[0].video"

@@ -22,7 +22,7 @@ from mmserve.config import Config, EngineConfig, ModelConfig
 from mmserve.core.request import Policy, Request
 from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import ANONYMOUS
-from mmserve.video.base import Frame, Seen, Stream, Streams
+from mmserve.video.base import EncodedFrame, Frame, Stream, Streams
 from mmserve.video.standing import StandingQuestion
 from mmserve.video.streams import EngineStreams
 
@@ -57,7 +57,7 @@ class Session:
     def __init__(self, path: str, streams: Streams, name: str) -> None:
         self.path, self.streams, self.name = path, streams, name
         self.stream: Stream = streams.open(MEMORY, ANONYMOUS)
-        self.frames: list[Future[Seen]] = []
+        self.frames: list[Future[EncodedFrame]] = []
         self.calls: list[tuple[Call, Asked]] = []
 
     def see(self, count: int, wait: bool = True) -> None:
@@ -166,7 +166,7 @@ def test_a_session_follows_the_role_of_encoding(alone: dict[str, Any]) -> None:
             seen_at.add(owner)
             for worker in workers:
                 worker.serve(("prefill", "decode") if worker.name == owner else ALL)
-            made.joined(workers[0])
+            made.worker_ready(workers[0])
             if step == 3:
                 [judged] = judge.judge(session.frames[-1].result(PATIENCE), [CIRCLE])
                 assert sum(judged.probabilities) == pytest.approx(1.0)

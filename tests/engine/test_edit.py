@@ -82,12 +82,12 @@ def test_the_rule() -> None:
     assert choose([0.9, 0.7, 0.81, 0.8], [5, 9, 7, 7]) == [False, True, True, False]  # the same token is no edit
     assert choose([0.6, 0.6, 0.1, 0.2], [9, 9, 7, 7]) == [False, False, False, True]  # not above the threshold
     canvas.commit(np.array([4, 5]), np.array([5, 6]), hold=True)
-    assert canvas.block_start == 2 and not policy.settled(canvas, 0), "a full block is run once more"
+    assert canvas.block_start == 2 and not policy.is_final(canvas, 0), "a full block is run once more"
     canvas.count_forward()
-    assert canvas.full_passes == 1 and policy.settled(canvas, 0) and not policy.settled(canvas, 1)
+    assert canvas.full_passes == 1 and policy.is_final(canvas, 0) and not policy.is_final(canvas, 1)
     canvas.edit(np.array([3]), np.array([9]))
     canvas.count_forward()
-    assert policy.settled(canvas, 1), "after so many passes it is final"
+    assert policy.is_final(canvas, 1), "after so many passes it is final"
     canvas.advance()
     assert (canvas.block_start, canvas.full_passes) == (6, 0)
     with pytest.raises(ValueError, match="current block"):
@@ -102,7 +102,7 @@ def test_a_block_is_final_only_after_all_of_it_was_judged(bench, recompute: str,
     seen: list[int] = []
     real = Edit.settled
 
-    def settled(self, canvas, edited):
+    def is_final(self, canvas, edited):
         final = real(self, canvas, edited)
         if final and not len(canvas.block_masked()):
             seen.append(edited)
@@ -115,7 +115,7 @@ def test_a_block_is_final_only_after_all_of_it_was_judged(bench, recompute: str,
         judged.append((len(candidates.positions), canvas.block_end - canvas.block_start))
         return choose(self, canvas, candidates)
 
-    monkeypatch.setattr(Edit, "settled", settled)
+    monkeypatch.setattr(Edit, "is_final", is_final)
     monkeypatch.setattr(Edit, "choose", chosen)
     b.ask(ask("e", max_new_tokens=16, block=8, commit=edit(confidence=0.3), recompute=Policy(name=recompute)))
     assert seen and all(asked == size for asked, size in judged)

@@ -17,10 +17,10 @@ from llama_checkpoints import edit, load
 from safetensors.torch import load_file, save_file
 
 from mmserve.config import MediaConfig
+from mmserve.core.attention_span import image_spans
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Policy, Request
-from mmserve.core.sight import image_sight
 from mmserve.decode.forward import Pass, forward
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError
@@ -113,10 +113,10 @@ def test_a_prompt_run_in_parts_has_the_bits_of_one_run_whole(pair: tuple[Gemma3,
     """Parts end with pages that cut no picture."""
     _made, model = pair
     prompt = encoded(model, requests()[2])
-    sight = model.spec.sight(prompt.ids)
-    assert sight is not None
-    cuts = [at for at in range(4, len(sight) - 1, 4) if sight[at - 1] <= at]
-    assert len(cuts) > 3 and (sight > np.arange(1, len(sight) + 1)).sum() == 4 * (TOKENS - 1)
+    span = model.spec.attention_spans(prompt.ids)
+    assert span is not None
+    cuts = [at for at in range(4, len(span) - 1, 4) if span[at - 1] <= at]
+    assert len(cuts) > 3 and (span > np.arange(1, len(span) + 1)).sum() == 4 * (TOKENS - 1)
     whole = logits(model, prompt)
     for chosen in (cuts, cuts[1::2], cuts[-1:]):
         assert torch.equal(logits(model, prompt, chosen), whole)
@@ -141,19 +141,19 @@ def test_shared_pages_change_nothing_and_are_taken_within_pictures(
 def test_the_key_of_a_page_covers_the_pictures_that_it_begins() -> None:
     ids = np.array([1, 9, 9, 9, 9, 2, 3, 4])
     rows, features = np.arange(1, 5), np.arange(4, dtype=np.uint8)[:, None]
-    numbers: dict[str, Any] = {"page_size": 2, "block": 1, "logit_shift": 1, "sight": image_sight(ids, 9)}
+    numbers: dict[str, Any] = {"page_size": 2, "block": 1, "logit_shift": 1, "span": image_spans(ids, 9)}
     other = features.copy()
     other[3] = 77
     keys, changed = (page_keys(ids, rows, f, **numbers) for f in (features, other))
     assert len(keys) == 3 and not set(keys) & set(changed), "the first page sees the whole picture"
-    numbers["sight"] = None
+    numbers["span"] = None
     assert page_keys(ids, rows, features, **numbers)[0] == page_keys(ids, rows, other, **numbers)[0]
 
 
 def test_how_far_the_positions_of_a_prompt_see() -> None:
-    assert image_sight(np.array([9, 9, 1, 9, 2, 9, 9, 9]), 9).tolist() == [2, 2, 3, 4, 5, 8, 8, 8]
-    assert image_sight(np.array([1, 2]), 9).tolist() == [1, 2]
-    assert image_sight(np.array([], np.int64), 9).tolist() == []
+    assert image_spans(np.array([9, 9, 1, 9, 2, 9, 9, 9]), 9).tolist() == [2, 2, 3, 4, 5, 8, 8, 8]
+    assert image_spans(np.array([1, 2]), 9).tolist() == [1, 2]
+    assert image_spans(np.array([], np.int64), 9).tolist() == []
 
 
 def test_names_of_tensors_within_transformers(tmp_path: Path) -> None:

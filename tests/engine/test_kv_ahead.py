@@ -17,7 +17,7 @@ from mmserve.cluster.messages import Order, Refused
 from mmserve.cluster.worker import Worker
 from mmserve.config import EncoderCacheConfig, KVCacheConfig
 from mmserve.core.events import Event, Failed, Finished
-from mmserve.core.handover import ROLES, Ahead, Handover, Left, Saved
+from mmserve.core.handover import ROLES, Ahead, HandedOver, Handover, Saved
 from mmserve.core.payloads import KVChunk, PrefilledPayload
 from mmserve.core.progress import Progress
 from mmserve.core.request import Request, Stage
@@ -72,10 +72,10 @@ class Led(Trip):
         self.numbers: list[int] = []
         self.chunks: list[Handover] = []
 
-    def sink(self, name: str, sample: int = 0) -> Callable[[Event | Progress | Left | Saved | Ahead], None]:
+    def sink(self, name: str, sample: int = 0) -> Callable[[Event | Progress | HandedOver | Saved | Ahead], None]:
         take = super().sink(name, sample)
 
-        def also(event: Event | Progress | Left | Saved | Ahead) -> None:
+        def also(event: Event | Progress | HandedOver | Saved | Ahead) -> None:
             if not isinstance(event, Ahead):
                 take(event)
                 return

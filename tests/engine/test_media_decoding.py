@@ -343,7 +343,7 @@ def test_images_go_through_the_tower_while_those_after_them_are_decoded() -> Non
     """The second file is given only once the first has been seen; the last is left to the encode stage."""
     model, seen = video_model(), threading.Event()
     vision: Any = model.vision
-    see = vision.see
+    see = vision.encode
 
     def watched(*given: Any, **how: Any) -> Any:
         seen.set()
@@ -355,7 +355,7 @@ def test_images_go_through_the_tower_while_those_after_them_are_decoded() -> Non
                 assert n == 0 or seen.wait(20), "the tower waits for all files"
                 yield result
 
-    vision.see = watched
+    vision.encode = watched
     items = [Media(picture(i), False, f"images[{i}]", None, None, False) for i in range(3)]
     viewer = Viewer(model, MediaConfig(), Caches.of(EncoderCacheConfig()), Waiting(MediaConfig()))
     with torch.inference_mode(), closing(viewer.load(items, ignore)) as loaded:

@@ -15,7 +15,7 @@ from helpers import ask, picture
 
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Delta, Event, Failed, Finished, Prefilled
-from mmserve.core.handover import Handover, Left, Saved
+from mmserve.core.handover import HandedOver, Handover, Saved
 from mmserve.core.progress import Progress
 from mmserve.core.request import Request, Stage
 from mmserve.core.samples import samples
@@ -44,11 +44,11 @@ class Trip:
         self.failed: Failed | None = None
         self._lock = threading.Lock()
 
-    def sink(self, name: str, sample: int = 0) -> Callable[[Event | Progress | Left | Saved], None]:
-        def take(event: Event | Progress | Left | Saved) -> None:
+    def sink(self, name: str, sample: int = 0) -> Callable[[Event | Progress | HandedOver | Saved], None]:
+        def take(event: Event | Progress | HandedOver | Saved) -> None:
             with self._lock:
                 match event:
-                    case Left(handover):
+                    case HandedOver(handover):
                         self.handovers.append(handover)
                         self._next(handover, name)
                     case Saved(handover):

@@ -21,11 +21,11 @@ from mmserve.models.base import Attention, LoadedModel
 from mmserve.plan import costs as costs_file
 from mmserve.plan import measure
 from mmserve.plan import workload as workload_file
-from mmserve.plan.beside import Beside
 from mmserve.plan.command import run
 from mmserve.plan.costs import Curve
-from mmserve.plan.crowding import Neighbours, crowding
+from mmserve.plan.interference import Neighbours, interference
 from mmserve.plan.layout import Batching, Layout
+from mmserve.plan.other_load import OtherLoad
 from mmserve.plan.served import predicted
 from mmserve.plan.workload import Kind
 
@@ -122,9 +122,9 @@ def test_a_process_that_cannot_load_the_model_is_reported(monkeypatch: pytest.Mo
 def test_crowding_is_the_median_of_batches_that_were_run_both_ways() -> None:
     alone = {"encode": {(4.0, 16.0): [1.0, 9.0, 1.0], (8.0, 64.0): [2.0]}, "decode": {(1.0, 1.0): [1.0]}}
     crowded = {"encode": {(4.0, 16.0): [1.3], (8.0, 64.0): [2.4, 5.0, 2.8]}, "decode": {(1.0, 1.0): [5.0]}}
-    assert crowding(alone, crowded) == pytest.approx(1.4)
-    assert crowding(alone, {}) == crowding({"load": {}}, {"load": {(1.0, 0.0): [1.0]}}) == 1.0
-    assert crowding(alone, {"decode": {(1.0, 1.0): [0.9]}}) == 1.0
+    assert interference(alone, crowded) == pytest.approx(1.4)
+    assert interference(alone, {}) == interference({"load": {}}, {"load": {(1.0, 0.0): [1.0]}}) == 1.0
+    assert interference(alone, {"decode": {(1.0, 1.0): [0.9]}}) == 1.0
 
 
 def test_a_longer_prompt_is_measured_in_the_chunks_that_it_is_run_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +167,6 @@ def test_a_prediction_shares_cores_with_what_runs_beside() -> None:
 
 
 def test_what_runs_beside_is_counted() -> None:
-    with Beside() as beside:
+    with OtherLoad() as beside:
         pass
     assert beside.threads >= 0

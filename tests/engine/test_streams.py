@@ -126,7 +126,7 @@ def test_a_pass_that_fails_for_one_stream_fails_no_other(
         append(model, batch, floor)
 
     put(broken, frame(0))
-    see, begun, gate = intake.see, threading.Event(), threading.Event()
+    see, begun, gate = intake.encode_frame, threading.Event(), threading.Event()
 
     def held(*args: Any) -> Any:
         begun.set()

@@ -203,7 +203,7 @@ def test_a_clip_that_is_not_as_foreseen_begins_again(causal: LoadedModel, monkey
     """Of some files less can be decoded than their packets promise."""
     b, expected = bench_of(causal), bench_of(causal)
     picture_of, again = Watching.picture, []
-    forget = b.engine.stages.prefilling.forget
+    forget = b.engine.stages.prefilling.discard
 
     def other(watching: Watching, decoders: Any, *rest: Any) -> Any:
         class Promising:

@@ -142,7 +142,7 @@ def test_rows_that_see_nothing_are_zeros(path: ModuleType, blind: str, rows: int
 def test_pieces_hold_every_row_once_and_say_what_it_sees(requests: list[tuple[int, int, str]]) -> None:
     draw = np.random.default_rng(0)
     counts, lengths, limits = [], [], []
-    for rows, length, sight in requests:
+    for rows, length, span in requests:
         count = min(rows, length)
         counts.append(count)
         lengths.append(length)
@@ -154,17 +154,17 @@ def test_pieces_hold_every_row_once_and_say_what_it_sees(requests: list[tuple[in
                 "all": np.full(count, length),
                 "blocks": np.minimum((np.arange(count) // 32 + 1) * 32, length),
                 "any": draw.integers(0, length + 1, count),
-            }[sight]
+            }[span]
         )
     seen = np.concatenate([*limits, np.zeros(0, np.int64)])
     told, start = [], 0
     for piece in pieces(counts, lengths, seen):
         own = seen[start : start + piece.rows]
         assert piece.rows and (own <= piece.width).all() and piece.width <= lengths[piece.request]
-        if piece.sight == ALL:
+        if piece.span == ALL:
             assert (own == piece.width).all()
-        elif piece.sight != LOOKED_UP:
-            assert (own == piece.sight + np.arange(piece.rows)).all()
+        elif piece.span != LOOKED_UP:
+            assert (own == piece.span + np.arange(piece.rows)).all()
         if counts[piece.request] <= ROWS:
             assert (piece.rows, piece.width) == (counts[piece.request], lengths[piece.request])
         told += [piece.request] * piece.rows

@@ -36,7 +36,7 @@ def test_agrees_with_plain_attention_and_reads_nothing_else(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rows_bits_do_not_depend_on_which_rows_of_its_page_are_run_with_it(kind: str, dtype: torch.dtype) -> None:
-    """As the store cuts requests: rows whose sight ends in one page, up to that page's end."""
+    """As the store cuts requests: rows whose visible positions end in one page, up to that page's end."""
     case = build([(16, 80), (1, 1), (16, 176)], 16, "gqa", kv_limit="tail", dtype=dtype, in_order=True)
     whole, limits = special(case, kind), case.ragged.kv_limit
     assert limits is not None

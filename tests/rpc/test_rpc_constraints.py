@@ -33,7 +33,7 @@ from mmserve.core.constraint import (
 )
 from mmserve.core.events import ConstraintStats, Finished, StageTimes, Usage
 from mmserve.errors import InvalidArgument
-from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint
+from mmserve.rpc.constraint_messages import parse_constraint, wrong_constraint
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.events import from_response, to_response
 from mmserve.wire.status import from_status, to_status
@@ -42,11 +42,11 @@ from mmserve.wire.status import from_status, to_status
 def asked(**constraint: Any) -> ConstraintSpec | None:
     message = pb.GenerateRequest(constraint=constraint)
     assert list(wrong_constraint(message, most_tokens=1024)) == []
-    return asked_constraint(message)
+    return parse_constraint(message)
 
 
 def test_no_constraint() -> None:
-    assert asked_constraint(pb.GenerateRequest()) is None
+    assert parse_constraint(pb.GenerateRequest()) is None
     assert list(wrong_constraint(pb.GenerateRequest(), most_tokens=1024)) == []
     assert build().constraint is None
 

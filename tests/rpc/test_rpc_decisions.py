@@ -7,7 +7,7 @@ from echo_server import model_info as info
 
 from mmserve.core.decisions import INSTRUCTION
 from mmserve.errors import InvalidArgument, Unimplemented
-from mmserve.rpc.decision_messages import asked_decisions, generation_of
+from mmserve.rpc.decision_messages import generation_of, parse_decisions
 from mmserve.v1 import decision_pb2 as pb
 from mmserve.v1 import generation_pb2
 
@@ -35,13 +35,13 @@ def test_the_instruction_follows_the_context_in_the_user_s_last_message() -> Non
 def test_more_than_256_questions_are_refused() -> None:
     message = pb.DecideRequest(questions=[pb.DecisionQuestion(text="a", yes_no=pb.YesNoKind())] * 257)
     with pytest.raises(InvalidArgument, match="questions: must be 1 to 256, not 257"):
-        asked_decisions(message)
+        parse_decisions(message)
     del message.questions[256:]
-    ids, questions = asked_decisions(message)
+    ids, questions = parse_decisions(message)
     assert ids[:2] == ("1", "2") and len(questions) == 256
 
 
 def test_questions_of_more_text_than_is_tokenised_at_once_are_refused() -> None:
     message = pb.DecideRequest(questions=[pb.DecisionQuestion(text="a" * 40_000, yes_no=pb.YesNoKind())] * 2)
     with pytest.raises(InvalidArgument, match="questions: have 80000 characters together, and at most 65536 are read"):
-        asked_decisions(message)
+        parse_decisions(message)

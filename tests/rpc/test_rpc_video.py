@@ -26,11 +26,11 @@ from mmserve.errors import (
 )
 from mmserve.tenants import TenantConfig
 from mmserve.v1 import video_pb2 as pb
-from mmserve.video.base import Frame, Seen, StreamStats
+from mmserve.video.base import EncodedFrame, Frame, StreamStats
 from mmserve.video.connection import Connection
 from mmserve.video.reading import MAX_INIT_BYTES
 from mmserve.video.session import Session
-from mmserve.video.standing import MAX_QUESTIONS, Judged, Standing, StandingQuestion
+from mmserve.video.standing import MAX_QUESTIONS, Standing, StandingQuestion, TypedAnswer
 from mmserve.video.streams import EngineStream
 
 INVALID, PRECONDITION, EXHAUSTED, CANCELLED = 3, 9, 8, 1
@@ -402,7 +402,7 @@ def test_a_judgement_that_does_not_end_delays_no_alert_of_another_session(
 ) -> None:
     judge, go, began = Standing.judge, threading.Event(), threading.Event()
 
-    def held(standing: Standing, frame: Seen, questions: Sequence[StandingQuestion]) -> list[Judged]:
+    def held(standing: Standing, frame: EncodedFrame, questions: Sequence[StandingQuestion]) -> list[TypedAnswer]:
         if questions[0].text == "is it stuck?":
             began.set()
             assert go.wait(PATIENCE)
@@ -535,7 +535,7 @@ async def _drained(config: Config, engine: Engine) -> tuple[Raw, Raw]:
 def test_frames_that_come_too_fast_are_dropped_as_chosen_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     append, gate = EngineStream.append, threading.Event()
 
-    def held(stream: EngineStream, frame: Frame) -> Future[Seen]:
+    def held(stream: EngineStream, frame: Frame) -> Future[EncodedFrame]:
         assert gate.wait(PATIENCE)
         return append(stream, frame)
 

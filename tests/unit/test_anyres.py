@@ -120,7 +120,7 @@ def vision_of(folder: Path) -> LlavaVision:
 
 @torch.inference_mode()
 def seen(vision: LlavaVision, picture: Image.Image) -> Picture:
-    [found] = vision.see([vision.prepare(picture)], frozenset(), clip=False)
+    [found] = vision.encode([vision.prepare(picture)], frozenset(), clip=False)
     return found
 
 
@@ -180,7 +180,7 @@ def test_one_of_several_pictures_is_one_padded_tile(tmp_path: Path, kind: str) -
     expected = torch.cat([made.visual_tokens(pixels, first=1 if kind == "clip" else 0)[0], made.newline[None]])
     one = vision.prepare_among(image(40, 90))
     with torch.inference_mode():
-        [found] = vision.see([one], frozenset(), clip=False)
+        [found] = vision.encode([one], frozenset(), clip=False)
     assert vision.tells_several and vision.pieces(one, clip=False) == found.pieces == (len(expected),)
     assert torch.allclose(found.tokens, expected, atol=1e-5)
     newline = torch.zeros(llama_checkpoints.HIDDEN)
@@ -195,7 +195,7 @@ def test_frames_of_a_clip_are_one_tile(tmp_path: Path) -> None:
     clip = vision.prepare_clip([image(), image(60, 20)], [0.0, 1.0])
     assert clip["pixels"].shape == (2, 3, SIDE, SIDE)
     with torch.inference_mode():
-        [found] = vision.see([clip], frozenset(), clip=True)
+        [found] = vision.encode([clip], frozenset(), clip=True)
     assert [piece for piece in found.pieces if isinstance(piece, int)] == [4, 5]
 
 
@@ -206,8 +206,8 @@ def test_pictures_seen_together_are_those_seen_alone(tmp_path: Path) -> None:
     pictures = [vision.prepare(image(*size)) for size in ((70, 61), (72, 72), (65, 71))]
     assert {len(one["pixels"]) for one in pictures} == {10}, "more than go through the tower at once"
     with torch.inference_mode():
-        together = vision.see(pictures, vision.evidence, clip=False)
-        alone = [vision.see([one], vision.evidence, clip=False)[0] for one in pictures]
+        together = vision.encode(pictures, vision.evidence, clip=False)
+        alone = [vision.encode([one], vision.evidence, clip=False)[0] for one in pictures]
     assert len({len(one.tokens) for one in together}) == 3
     for one, other in zip(together, alone, strict=True):
         assert torch.allclose(one.tokens, other.tokens, atol=1e-5) and one.pieces == other.pieces

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmserve.core.branches import Branches, branch_room
+from mmserve.core.branches import Branches, branch_capacity
 
 
 @pytest.mark.parametrize("block", [None, 1, 4, 6, 8, 12, 16, 32])
 @pytest.mark.parametrize("page", [1, 4, 8, 16])
 def test_branches_fit_after_a_prompt_of_any_length(page: int, block: int | None) -> None:
     lengths = [3, 17, 9]
-    room = branch_room(lengths, page, block)
+    room = branch_capacity(lengths, page, block)
     most = 0
     for prompt in range(1, 100):
         branches = Branches.laid_out(prompt, lengths, page, block)

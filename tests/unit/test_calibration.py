@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmserve.calibrate.fit import FEWEST, Judged, calibration_error, fitted, unscaled
+from mmserve.calibrate.fit import FEWEST, ScoredQuestion, calibration_error, fitted, unscaled
 from mmserve.calibrate.items import bundled_items, read_items
 from mmserve.cli import main
 from mmserve.core.decisions import CHOICE, SCORE, YES_NO, Calibration, Decided, Scaling
@@ -15,14 +15,14 @@ from mmserve.errors import ConfigError
 from mmserve.models.calibration import CALIBRATION_FILE, load_calibration, save_calibration
 
 
-def drawn(count: int, kind: str, answers: int, scaling: Scaling, seed: int) -> list[Judged]:
+def drawn(count: int, kind: str, answers: int, scaling: Scaling, seed: int) -> list[ScoredQuestion]:
     """Questions whose right answers are drawn from what ``scaling`` makes of their log-probabilities."""
     rng = random.Random(seed)
     made = []
     for _ in range(count):
         logs = tuple(rng.gauss(0, 2) for _ in range(answers))
         right = rng.choices(range(answers), scaling.probabilities(logs))[0]
-        made.append(Judged(kind, logs, right))
+        made.append(ScoredQuestion(kind, logs, right))
     return made
 
 
@@ -58,7 +58,7 @@ def test_kinds_with_too_few_questions_are_left_as_they_are() -> None:
 
 
 def test_what_is_always_right_is_not_scaled_without_end() -> None:
-    judged = [Judged(YES_NO, (-0.01, -5.0), 0) for _ in range(50)]
+    judged = [ScoredQuestion(YES_NO, (-0.01, -5.0), 0) for _ in range(50)]
     scaling = fitted(judged)[YES_NO]
     assert 0.04 < scaling.temperature <= 1.5 and abs(scaling.bias) <= 10
 

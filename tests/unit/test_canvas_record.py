@@ -15,7 +15,7 @@ from mmserve.core.canvas import GIVEN
 from mmserve.core.canvas_record import STATES, CanvasRecord
 from mmserve.core.events import Draft, DraftAlternative, DraftPosition
 from mmserve.core.request import Sampling
-from mmserve.decode.alternatives import NotingLogits, alternatives
+from mmserve.decode.alternatives import RecordingLogits, alternatives
 
 NONE: frozenset[int] = frozenset()
 
@@ -123,8 +123,8 @@ def test_noting_changes_nothing_of_what_is_read() -> None:
     positions = np.array([4, 5, 6, 8, 9])
     expected = alternatives(logits, 3, (), None)
 
-    def noting() -> NotingLogits:
-        return NotingLogits(Rows(logits), positions, blank(4, 6, 6), Sampling(), 3, (), None)
+    def noting() -> RecordingLogits:
+        return RecordingLogits(Rows(logits), positions, blank(4, 6, 6), Sampling(), 3, (), None)
 
     whole = noting()
     assert torch.equal(whole.whole(), logits) and (whole.of(positions).tokens == expected[0]).all()
@@ -141,7 +141,7 @@ def test_noting_changes_nothing_of_what_is_read() -> None:
 
 def test_biases_and_penalties_are_part_of_alternatives() -> None:
     logits = torch.zeros(1, 8)
-    rows = NotingLogits(Rows(logits), np.array([4]), blank(4, 6, 6), Sampling(logit_bias={5: 3.0}), 2, (), None)
+    rows = RecordingLogits(Rows(logits), np.array([4]), blank(4, 6, 6), Sampling(logit_bias={5: 3.0}), 2, (), None)
     list(rows.slices())
     found = rows.of(np.array([4]))
     assert found.tokens[0, 0] == 5

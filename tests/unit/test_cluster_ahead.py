@@ -77,7 +77,7 @@ def test_another_decode_worker_gets_all_of_it_where_the_first_one_ends_before_th
     cluster = Cluster()
     cluster.chunk(0)
     lost, other = cluster.reserved, cluster.other
-    cluster.made.left(lost.name)
+    cluster.made.worker_exited(lost.name)
     cluster.chunk(1)
     [order] = other.orders
     assert (order.expects, ahead(order)) == (True, [(0, "chunk 0"), (1, "chunk 1")])
@@ -93,7 +93,7 @@ def test_another_decode_worker_gets_all_of_it_where_the_first_one_ends_with_the_
     cluster.chunk(1)
     cluster.moved()
     lost, other = cluster.reserved, cluster.other
-    cluster.made.left(lost.name)
+    cluster.made.worker_exited(lost.name)
     [order] = other.orders
     assert (order.expects, order.parcel, ahead(order)) == (False, "rest", [(0, "chunk 0"), (1, "chunk 1")])
     finish(cluster.made, other, "one")
@@ -104,10 +104,10 @@ def test_a_request_begins_anew_where_its_prefill_worker_ends_and_its_chunks_are_
     cluster = Cluster()
     cluster.chunk(0)
     again = Worker("q", frozenset({"encode", "prefill"}))
-    cluster.made.left("p")
+    cluster.made.worker_exited("p")
     assert cluster.reserved.cancelled == ["one"] and not cluster.payloads.held
     cluster.made.equip(again)
-    cluster.made.joined(again)
+    cluster.made.worker_ready(again)
     [order] = again.orders
     assert order.handover.stage is Stage.QUEUED and not order.ahead
 
@@ -163,7 +163,7 @@ def test_a_state_in_the_middle_of_the_answer_needs_no_chunks_any_more() -> None:
     handover = replace(worker.orders[-1].handover, stage=Stage.READY)
     cluster.made.take(worker.name, [Moved(MODEL, "one", None, handover, "saved", stays=True)])
     assert cluster.payloads.held == ["saved"] and not worker.cancelled
-    cluster.made.left(worker.name)
+    cluster.made.worker_exited(worker.name)
     [order] = other.orders
     assert (order.parcel, ahead(order)) == ("saved", [])
 

@@ -14,7 +14,7 @@ from helpers import ask, picture
 
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterSettings
-from mmserve.cluster.messages import Happened, Heartbeat, Moved, StreamSaved
+from mmserve.cluster.messages import Heartbeat, Moved, RequestEvent, StreamSaved
 from mmserve.cluster.metrics import FleetMetrics
 from mmserve.config import Config
 from mmserve.core.cached import Block, Label
@@ -33,7 +33,7 @@ from mmserve.errors import (
     Unavailable,
     Unimplemented,
 )
-from mmserve.video.facts import Facts
+from mmserve.video.support import SessionSupport
 
 
 def reads(digest: str) -> Callable[[str], AdapterInfo]:
@@ -85,7 +85,7 @@ def test_a_state_that_comes_after_its_worker_was_given_up_is_dropped() -> None:
     taking = threading.Thread(target=made.take, args=("0", [moved]))
     taking.start()
     assert payloads.entered.wait(PATIENCE)
-    made.left("0")
+    made.worker_exited("0")
     payloads.go_on.set()
     taking.join(PATIENCE)
     other = Worker("1")
@@ -125,10 +125,10 @@ def test_a_client_learns_once_what_the_prompt_took() -> None:
     first, second = Worker("0"), Worker("1")
     made = coordinator(first)
     call = submit(made, replace(ask("one"), streaming=Streaming(prefilled=True)))
-    made.take("0", [Happened(MODEL, "one", None, Prefilled(Usage(7, 0, 0)))])
-    made.left("0")
+    made.take("0", [RequestEvent(MODEL, "one", None, Prefilled(Usage(7, 0, 0)))])
+    made.worker_exited("0")
     join(made, second)
-    made.take("1", [Happened(MODEL, "one", None, Prefilled(Usage(7, 0, 0, 4)))])
+    made.take("1", [RequestEvent(MODEL, "one", None, Prefilled(Usage(7, 0, 0, 4)))])
     finish(made, second, "one")
     assert [event for event in call.events if isinstance(event, Prefilled)] == [Prefilled(Usage(7, 0, 0))]
     assert call.ended
@@ -139,14 +139,14 @@ def test_memory_of_a_state_that_cannot_be_kept_is_given_back() -> None:
     dropped: list[Any] = []
 
     class Store(PayloadStore):
-        def keep(self, parcel: Any) -> Any:
+        def persist(self, parcel: Any) -> Any:
             raise RuntimeError("it does not come")
 
         def drop(self, parcel: Any) -> None:
             dropped.append(parcel)
 
     worker = Worker("0", frozenset({"encode"}))
-    made = coordinator(worker, payloads=Store(), settings=ClusterSettings(max_losses=1), facts=Facts())
+    made = coordinator(worker, payloads=Store(), settings=ClusterSettings(max_losses=1), facts=SessionSupport())
     call = submit(made, ask("one"))
     streams = made.session_parts(Config()).streams
     moved = Moved(MODEL, "one", None, replace(worker.orders[0].handover, stage=Stage.ENCODED), "state", stays=False)
@@ -169,7 +169,7 @@ def test_a_bug_in_the_end_of_one_request_loses_nothing_of_the_others() -> None:
     call = submit(made, ask("two"))
     times = StageTimes(0.0, 0.0, 0.0, 0.0, 0.0)
     done = Finished(reason="stop", text="", usage=Usage(1, 0, 1), times=times, forwards=1, recomputed_tokens=0)
-    made.take("0", [Happened(MODEL, name, None, done) for name in ("one", "two")])
+    made.take("0", [RequestEvent(MODEL, name, None, done) for name in ("one", "two")])
     assert call.ended and made.stats().live == 0
 
 
@@ -260,7 +260,7 @@ def test_a_worker_without_the_adapter_gets_no_request_for_it() -> None:
     assert {order.key for order in bad.orders} & {f"plain{i}" for i in range(6)}
     assert all(not order.handover.request.adapter for order in bad.orders)
     call = submit(made, with_adapter("last", "red"))
-    made.left("0")
+    made.worker_exited("0")
     error = call.error()
     assert isinstance(error, NotFound) and "has the adapter 'red' any more: load it again" in error.message
 
@@ -270,7 +270,7 @@ def test_a_worker_that_ends_meanwhile_is_left_out() -> None:
     made = coordinator(one, ended)
     made.adapters.load("red")
     assert [each.name for each in made.adapters.listed()] == ["red"]
-    made.left("0")
+    made.worker_exited("0")
     with pytest.raises(Unavailable, match="no worker of 'm' answers"):
         made.adapters.load("blue")
     later = Worker("2", answers={"hold": WorkerEnded("gone")})
@@ -358,7 +358,7 @@ def test_statistics_are_summed_and_counters_outlive_their_worker() -> None:
         assert samples["mmserve:cluster_worker_cache_queries_total", worker, "token"] == 5
         assert samples["mmserve:cluster_worker_cache_hits_total", worker, "prefix"] == 2
         assert samples["mmserve:cluster_worker_cache_bytes", worker, "prefix"] == 300
-    made.left("1")
+    made.worker_exited("1")
     made.take("1", [Heartbeat({MODEL: stats})])  # one that was still under way
     left = made.stats()
     assert (left.pages, left.pages_in_use, left.prefix_lookups) == (8, 1, 8)

@@ -45,7 +45,7 @@ def test_a_worker_is_slow_beside_its_peers_at_passes_of_the_same_size() -> None:
         pace.note("a", passes(1.0, 10, size=4096))
     assert pace.slowness("c") > 4.5
     assert pace.slowness("a") < 1.5 and pace.slowness("b") < 1.5, "large passes take longer"
-    pace.rest("c")
+    pace.reset("c")
     assert pace.slowness("c") == 1.0, "judged anew"
     pace.note("c", passes(0.011, 20))
     assert pace.slowness("c") < 1.5
@@ -57,7 +57,7 @@ def test_a_worker_without_peers_is_slow_beside_what_it_was() -> None:
     assert pace.slowness("a") == pytest.approx(1.0)
     pace.note("a", passes(0.1, 10))
     assert pace.slowness("a") > 3
-    pace.forget("a")
+    pace.discard("a")
     pace.note("a", passes(0.1, 10))
     assert pace.slowness("a") == 1.0, "a successor is not known yet"
 
@@ -85,7 +85,7 @@ def test_a_slow_worker_is_drained_tried_again_and_then_replaced() -> None:
     draining = Draining(factor=4.0)
 
     def look(now: float, slowness: float, *, spared: bool = True, replaceable: bool = False) -> Act | None:
-        return draining.look(now, "w", slowness, spared=spared, replaceable=replaceable)
+        return draining.due_action(now, "w", slowness, spared=spared, replaceable=replaceable)
 
     assert look(0.0, 9.0) is None
     assert look(1.0, 1.0) is None, "a break"
@@ -97,7 +97,7 @@ def test_a_slow_worker_is_drained_tried_again_and_then_replaced() -> None:
     again = drained + REST
     assert look(again + 1, 9.0) is None
     assert look(again + 1 + SUSTAINED, 9.0) is Act.REPLACE, "it did not recover"
-    draining.forget("w")
+    draining.discard("w")
     assert look(again + 9, 9.0) is None, "its successor begins anew"
     assert look(again + 9 + SUSTAINED, 9.0) is Act.DRAIN
     assert look(again + 9 + SUSTAINED + REST, 9.0) is Act.REPLACE, "it is slow without work, too"
@@ -106,23 +106,23 @@ def test_a_slow_worker_is_drained_tried_again_and_then_replaced() -> None:
 def test_a_worker_that_nobody_can_stand_in_for_is_replaced_where_a_spare_is_ready() -> None:
     draining = Draining(factor=4.0)
     for now in (0.0, SUSTAINED):
-        act = draining.look(now, "w", 9.0, spared=False, replaceable=False)
-    assert act is None, "slow is better than nobody"
-    assert draining.look(SUSTAINED, "w", 9.0, spared=False, replaceable=True) is Act.REPLACE
+        act = draining.due_action(now, "w", 9.0, spared=False, replaceable=False)
+    assert act is None, "slow is better than no_worker"
+    assert draining.due_action(SUSTAINED, "w", 9.0, spared=False, replaceable=True) is Act.REPLACE
 
 
 def test_after_a_while_a_worker_that_was_slow_is_as_any_other() -> None:
     draining = Draining(factor=4.0)
     for now in (0.0, SUSTAINED, SUSTAINED + REST):
-        draining.look(now, "w", 9.0 if now <= SUSTAINED else 1.0, spared=True, replaceable=True)
+        draining.due_action(now, "w", 9.0 if now <= SUSTAINED else 1.0, spared=True, replaceable=True)
     later = SUSTAINED + REST + PROBATION + 1
-    acts = [draining.look(later + s, "w", 9.0, spared=True, replaceable=True) for s in (0.0, SUSTAINED)]
+    acts = [draining.due_action(later + s, "w", 9.0, spared=True, replaceable=True) for s in (0.0, SUSTAINED)]
     assert acts == [None, Act.DRAIN]
 
 
 def test_no_factor_drains_nobody() -> None:
     draining = Draining(factor=0.0)
-    assert all(draining.look(now, "w", 99.0, spared=True, replaceable=True) is None for now in (0.0, 10.0, 20.0))
+    assert all(draining.due_action(now, "w", 99.0, spared=True, replaceable=True) is None for now in (0.0, 10.0, 20.0))
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_what_cannot_be_taken_of_a_workers_reports_ends_neither_the_rest_nor_its
             taken.append(items)
             raise KeyError("a bug")
 
-        def left(self, _worker: str) -> None:
+        def worker_exited(self, _worker: str) -> None:
             pass
 
     item: Any = SimpleNamespace(model="m")
@@ -243,7 +243,7 @@ class Model:
     def joined(self, member: Member) -> None:
         self.heard.append(("joined", member.name))
 
-    def left(self, name: str) -> None:
+    def worker_exited(self, name: str) -> None:
         self.entered.set()
         assert self.may.wait(60)
         self.heard.append(("left", name))

@@ -97,7 +97,7 @@ def test_messages_end_with_the_other_end_and_later_ones_are_dropped() -> None:
     one.send(LARGE)  # which is cut off
     one.close()
     assert list(other.messages()) == ["last"]
-    other.send("nobody reads it")
+    other.send("no_worker reads it")
     other.send("nor that")
     one.send("nor here")
     other.close()
@@ -135,7 +135,7 @@ def test_memory_comes_with_its_ticket(arena: Arena) -> None:
     one.send(tickets[:4])
     one.close()
     other.close()
-    eventually(lambda: descriptors("/memfd:") == before - 1, "those that nobody read, too")
+    eventually(lambda: descriptors("/memfd:") == before - 1, "those that no_worker read, too")
 
 
 def broken() -> None:
@@ -216,7 +216,7 @@ def test_a_process_of_another_user_does_not_take_the_place_of_the_front(monkeypa
 
 def test_a_listener_that_is_not_there_or_belongs_to_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match="takes no connection"):
-        connected("mmserve-nobody")
+        connected("mmserve-no_worker")
     served = Served()
     monkeypatch.setattr(links, "is_own_user", lambda _connection: False)
     with pytest.raises(Unavailable, match="another user"):

@@ -81,7 +81,7 @@ def test_only_the_latest_things_are_remembered() -> None:
     assert index.share("xc", "two") == 0.5
     index.dropped("c")
     assert index.share("bc", "two") == 0.5
-    index.left("two")
+    index.worker_exited("two")
     assert index.share("bc", "two") == 0.0 and index.share("b", "one") == 1.0
 
 
@@ -114,12 +114,12 @@ ONE_ONE_FOUR = {"e": (E, 3), "p": (P, 0), **{f"d{i}": (D, i) for i in range(4)}}
 def test_the_idlest_worker_of_a_stage_with_little_to_do_helps_the_one_with_most() -> None:
     switching = Switching(every=5.0)
     busy = demand(encode=40)
-    assert switching.look(0.0, busy, ONE_ONE_FOUR) is None, "once is chance"
-    change = switching.look(1.0, busy, ONE_ONE_FOUR)
+    assert switching.due_change(0.0, busy, ONE_ONE_FOUR) is None, "once is chance"
+    change = switching.due_change(1.0, busy, ONE_ONE_FOUR)
     assert change is not None and (change.name, change.taken_from, change.given_to) == ("d0", "decode", "encode")
-    assert switching.look(2.0, busy, ONE_ONE_FOUR) is None, "the next one takes as long again"
-    assert switching.look(3.0, busy, ONE_ONE_FOUR) is None
-    assert switching.look(6.0, busy, ONE_ONE_FOUR) is not None
+    assert switching.due_change(2.0, busy, ONE_ONE_FOUR) is None, "the next one takes as long again"
+    assert switching.due_change(3.0, busy, ONE_ONE_FOUR) is None
+    assert switching.due_change(6.0, busy, ONE_ONE_FOUR) is not None
 
 
 @given(
@@ -134,8 +134,8 @@ def test_every_stage_keeps_a_worker_and_the_change_helps(
     demand: dict[str, Demand], workers: dict[str, tuple[frozenset[str], int]]
 ) -> None:
     switching = Switching(every=0.0)
-    switching.look(0.0, demand, workers)
-    change = switching.look(1.0, demand, workers)
+    switching.due_change(0.0, demand, workers)
+    change = switching.due_change(1.0, demand, workers)
     if change is None:
         return
     assert workers[change.name][0] == {change.taken_from}

@@ -15,7 +15,7 @@ from harness import Call
 from helpers import ask, picture
 
 from mmserve.cluster.config import ClusterSettings
-from mmserve.cluster.messages import Chunk, Happened, Item, Moved, Order, Refused
+from mmserve.cluster.messages import Chunk, Item, Moved, Order, Refused, RequestEvent
 from mmserve.core.events import Delta, Failed, Finished, StageTimes, Usage
 from mmserve.core.handover import Handover
 from mmserve.core.request import Request, Stage
@@ -34,7 +34,7 @@ ENDED: dict[str, Any] = {
 
 
 @dataclass(eq=False)
-class Live:
+class DecodeState:
     """A request, or sample, on a worker: where it is, and what it was taken in as."""
 
     order: Order
@@ -67,7 +67,7 @@ class Simulated:
     ahead: bool
     calls: deque[Callable[[], None]] = field(default_factory=deque)
     reports: deque[Item] = field(default_factory=deque)
-    live: dict[str, Live] = field(default_factory=dict)
+    live: dict[str, DecodeState] = field(default_factory=dict)
     own: frozenset[str] = frozenset()  # the roles that it knows of
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class Simulated:
         for key in ended:
             del self.live[key]
         if ended and error is not None:
-            self.reports.append(Happened(MODEL, name, None, Failed(error)))
+            self.reports.append(RequestEvent(MODEL, name, None, Failed(error)))
 
     def _taken(self, order: Order) -> None:
         handover = order.handover
@@ -127,7 +127,7 @@ class Simulated:
         for number, _parcel in order.ahead:
             if number == 0:
                 assert name not in self.live, f"{self.name} has {name} already"
-                expected = self.live[name] = Live(order, handover.request, Stage.EXPECTED, expected=True)
+                expected = self.live[name] = DecodeState(order, handover.request, Stage.EXPECTED, expected=True)
             if expected is None or not expected.expected or expected.chunks != number:
                 self.live.pop(name, None)
                 self._refuse(order)
@@ -143,7 +143,7 @@ class Simulated:
             self._refuse(order)
             return
         assert name not in self.live, f"{self.name} has {name} already"
-        self.live[name] = live = Live(order, handover.request, handover.stage, sent=handover.sent)
+        self.live[name] = live = DecodeState(order, handover.request, handover.stage, sent=handover.sent)
         self._leave_if_due(live)
 
     def _refuse(self, order: Order) -> None:
@@ -154,10 +154,10 @@ class Simulated:
         parcel = f"{self.name} {self.chance.random()} {what}"
         self.reports.append(Moved(MODEL, order.key, sample, handover, parcel, stays))
 
-    def _handover(self, live: Live) -> Handover:
+    def _handover(self, live: DecodeState) -> Handover:
         return Handover(live.request, live.stage, None, sent=live.sent)
 
-    def _leave_if_due(self, live: Live) -> None:
+    def _leave_if_due(self, live: DecodeState) -> None:
         role = {Stage.QUEUED: "encode", Stage.ENCODED: "prefill", Stage.PREFILLED: "decode", Stage.READY: "decode"}
         wanted = role.get(live.stage)
         if wanted is None or wanted in self.own or (live.stage is Stage.ENCODED and live.chunks):
@@ -184,7 +184,7 @@ class Simulated:
                 del self.live[live.request.id]
                 for one in samples(live.request):
                     assert one.id not in self.live
-                    self.live[one.id] = each = Live(live.order, one, Stage.ENCODED)
+                    self.live[one.id] = each = DecodeState(live.order, one, Stage.ENCODED)
                     self._leave_if_due(each)
             else:
                 self._leave_if_due(live)
@@ -200,18 +200,18 @@ class Simulated:
         else:
             self._decode(live)
 
-    def _decode(self, live: Live) -> None:
+    def _decode(self, live: DecodeState) -> None:
         live.stage, live.chunks = Stage.READY, 0
         count = self.chance.randrange(1, 5)
         text, live.sent = TEXT[live.sent : live.sent + count], min(len(TEXT), live.sent + count)
         live.steps += 1
         sample = live.sample if live.sample is not None else 0
         if text:
-            self.reports.append(Happened(MODEL, live.order.key, live.sample, Delta(text, sample)))
+            self.reports.append(RequestEvent(MODEL, live.order.key, live.sample, Delta(text, sample)))
         if live.sent == len(TEXT):
             del self.live[live.request.id]
             done = Finished(reason="stop", text=TEXT, sample=sample, **ENDED)
-            self.reports.append(Happened(MODEL, live.order.key, live.sample, done))
+            self.reports.append(RequestEvent(MODEL, live.order.key, live.sample, done))
         elif live.steps % 2 == 0:
             self._moved(live.order, live.sample, self._handover(live), stays=True)
         if live.request.id in self.live:
@@ -235,7 +235,7 @@ def test_nothing_is_lost_or_answered_twice(seed: int) -> None:
     def ends(name: str) -> None:
         gone = workers.pop(name)
         late = [gone.reports.popleft() for _ in range(chance.randrange(len(gone.reports) + 1))]
-        made.left(name)
+        made.worker_exited(name)
         made.take(name, late)  # what it had said, which is taken in too late
         begin(int(name.split(".")[0]), gone.roles)
 

@@ -34,9 +34,9 @@ from mmserve.errors import (
     Unimplemented,
 )
 from mmserve.models.adapters import key_of
-from mmserve.video.base import Frame, Seen, Stream, StreamLost
-from mmserve.video.facts import Facts
+from mmserve.video.base import EncodedFrame, Frame, Stream, StreamLost
 from mmserve.video.standing import StandingQuestion
+from mmserve.video.support import SessionSupport
 
 ASKED = Asked(3, 0.0, 2.0, 0)
 
@@ -51,13 +51,13 @@ class Cluster:
     def __init__(self, **settings: Any) -> None:
         self.owner, self.next, self.rest = encoder("e"), encoder("f"), Worker("0", frozenset({"prefill", "decode"}))
         given = ClusterSettings(**{"save_frames": 4, **settings})
-        self.made = coordinator(self.owner, self.rest, facts=Facts(), settings=given)
+        self.made = coordinator(self.owner, self.rest, facts=SessionSupport(), settings=given)
         self.streams = self.made.session_parts(Config()).streams
         self.stream: Stream = self.streams.open(Memory(), Tenant())
         join(self.made, self.next)
         self.count = 0
 
-    def append(self, count: int = 1) -> list[Future[Seen]]:
+    def append(self, count: int = 1) -> list[Future[EncodedFrame]]:
         made = [Frame(float(self.count + i), Image.new("RGB", (4, 3))) for i in range(count)]
         self.count += count
         return [self.stream.append(frame) for frame in made]
@@ -71,7 +71,7 @@ class Cluster:
 
     def leave(self, worker: Worker) -> None:
         worker.answers = dict.fromkeys(worker.answers, WorkerEnded("it has ended"))
-        self.made.left(worker.name)
+        self.made.worker_exited(worker.name)
 
     def asked_once(self, name: str) -> Call:
         call = Call(ask(name))
@@ -137,7 +137,7 @@ def test_another_worker_goes_on_from_the_saved_state_with_what_came_after_it(clu
     assert of(cluster.next, "stream.open")[0][-1] == "after four"
     cluster.report(cluster.next, 5, 6)
     assert [each.result(PATIENCE).seconds for each in frames] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    cluster.report(cluster.next, 5)  # once more: nobody waits for it
+    cluster.report(cluster.next, 5)  # once more: no_worker waits for it
     cluster.append(2)
     until(lambda: given(cluster.next) == [5, 6, 7, 8])
     until(lambda: len(of(cluster.next, "stream.save")) == 1)  # four frames after the state before
@@ -231,7 +231,7 @@ def test_without_saved_states_a_frame_waits_until_its_stream_is_open_again() -> 
     cluster.next.answers["stream.open"] = lambda *_arguments: 0 if opens.wait(PATIENCE) else 1
     cluster.leave(cluster.owner)
     until(lambda: of(cluster.next, "stream.open"))
-    frames: list[Future[Seen]] = []
+    frames: list[Future[EncodedFrame]] = []
     pushing = threading.Thread(target=lambda: frames.extend(cluster.append()))
     pushing.start()
     pushing.join(0.1)
@@ -368,7 +368,7 @@ def test_frames_wait_while_many_are_not_in_a_saved_state(cluster: Cluster, monke
 
 
 def test_a_state_that_its_worker_did_not_save_any_more_is_saved_by_the_next(cluster: Cluster) -> None:
-    """Else frames wait for a state that nobody was asked for, where no more of them may come before it."""
+    """Else frames wait for a state that no_worker was asked for, where no more of them may come before it."""
     cluster.append(4)
     assert len(of(cluster.owner, "stream.save")) == 1
     cluster.leave(cluster.owner)
@@ -458,7 +458,7 @@ def test_bounds_are_those_of_all_workers_together() -> None:
     encoders = [encoder(name) for name in "ef"]
     for each in encoders:
         each.answers["stream.open"] = 100
-    made = coordinator(*encoders, facts=Facts())
+    made = coordinator(*encoders, facts=SessionSupport())
     streams = made.session_parts(Config(video=VideoConfig(max_sessions=3, total_bytes=250))).streams
     first, _second = (streams.open(Memory(), Tenant()) for _ in range(2))
     assert [len(of(each, "stream.open")) for each in encoders] == [1, 1]
@@ -475,7 +475,7 @@ def test_bounds_are_those_of_all_workers_together() -> None:
 
 
 def test_a_stream_that_ends_while_it_is_opened_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = coordinator(encoder("e"), facts=Facts())
+    made = coordinator(encoder("e"), facts=SessionSupport())
     streams = made.session_parts(Config(video=VideoConfig(max_sessions=1))).streams
     begin = stream.ClusterStream.begin
 
@@ -497,7 +497,7 @@ def test_questions_have_the_checkpoint_s_adapter_where_no_k_v_is_kept() -> None:
     owner = encoder("e")
     owner.answers["hold"] = own
     for kept, default in ((False, "streams"), (True, "")):
-        made = coordinator(owner, facts=Facts(keeps_kv=kept), own=[own])
+        made = coordinator(owner, facts=SessionSupport(keeps_kv=kept), own=[own])
         streams = made.session_parts(Config()).streams
         assert streams.adapter_for("") == default
         if kept:

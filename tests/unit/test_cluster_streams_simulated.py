@@ -27,7 +27,7 @@ from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
 from mmserve.errors import FailedPrecondition
 from mmserve.video.base import Frame
-from mmserve.video.facts import Facts
+from mmserve.video.support import SessionSupport
 
 ENCODES, RUNS = frozenset({"encode"}), frozenset({"prefill", "decode"})
 
@@ -88,7 +88,7 @@ def test_frames_are_in_once_and_questions_see_those_before_them(seed: int) -> No
     rest.roles = RUNS
     first = Encoder("e0", seen)
     settings = ClusterSettings(save_frames=3, max_losses=10_000, shard_pixels=0)
-    made = coordinator(first, rest, facts=Facts(), settings=settings, payloads=payloads, max_running=100)
+    made = coordinator(first, rest, facts=SessionSupport(), settings=settings, payloads=payloads, max_running=100)
     streams = made.session_parts(Config()).streams
     stream = streams.open(Memory(), Tenant())
     encoders, every, over = [first], [first, rest], threading.Event()
@@ -126,7 +126,7 @@ def test_frames_are_in_once_and_questions_see_those_before_them(seed: int) -> No
                 gone = encoders.pop(chance.randrange(len(encoders)))
                 with gone._one:
                     gone.dead = True
-                made.left(gone.name)
+                made.worker_exited(gone.name)
                 join(made, fresh := Encoder(f"e{len(every)}", seen))
                 encoders.append(fresh)
                 every.append(fresh)

@@ -287,4 +287,4 @@ def test_nothing_is_remembered_of_a_schema_that_was_read() -> None:
     caches = (one_of._searched, one_of._apart, derivatives.automaton_of)
     assert [cache.cache_info().currsize for cache in caches] == [0, 0, 0]
     assert one_of._apart("a[0-9]+", "b[0-9]+") and one_of._apart.cache_info().currsize
-    one_of.forget()
+    one_of.clear_caches()

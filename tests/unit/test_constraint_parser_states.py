@@ -290,7 +290,7 @@ def test_an_answer_whose_parser_has_reached_its_limits_goes_on_with_another() ->
         best = np.array([letters]), np.log(np.array([[0.9, 0.1]], np.float32))
         answer.search(known, TopK(np.array([position]), *best), position + 1)
         known[position] = answer.witness.tokens[position]
-        answer.follow(known)
+        answer.advance(known)
     assert answer.parsers == 1 and not answer.broken
     written_text = lexicon.text(answer.witness.tokens[: answer.witness.length].tolist())
     assert re.fullmatch(rb"b{10,}a[ab]{20}", written_text)

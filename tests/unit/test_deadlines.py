@@ -180,7 +180,7 @@ def test_what_is_due_later_does_not_count_against_it() -> None:
     with pytest.raises(ResourceExhausted):
         queue.take(request(fast), 1001.7, of_session=False)
     for when in (1001.5, 1001.6, 1060.0, 1061.0, 1062.0, 1063.0):
-        queue.leave(Tenant(), 1, 100, when)
+        queue.remove(Tenant(), 1, 100, when)
     assert queue.queued == 0 and queue._due == {} and queue.expected_wait() == 0.0
 
 

@@ -12,7 +12,7 @@ from llada_checkpoints import Sighted, image, load
 from mmserve_kernels import dispatch
 
 from mmserve.models import scores
-from mmserve.models.evidence import OF_CLASS, OF_PATCHES, ShownLayer, class_row, column_means
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES, AttentionModules, class_row, column_means
 from mmserve.models.picture import Tile
 from mmserve.models.projectors import NewlineProjector, pool_grid
 from mmserve.models.vision import LlavaVision, VideoSettings
@@ -23,7 +23,7 @@ EVERYTHING = OF_CLASS | OF_PATCHES
 
 def tiles_of(vision: LlavaVision, pixels: torch.Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
     """The one tile of each picture of ``pixels [B, 3, height, width]``."""
-    seen = vision.see([{"pixels": own[None]} for own in pixels], wanted, clip=False)
+    seen = vision.encode([{"pixels": own[None]} for own in pixels], wanted, clip=False)
     return [Tile(picture.tokens, grid.patches, grid.view) for picture in seen for grid in picture.grids]
 
 
@@ -81,7 +81,7 @@ def test_towers_ask_the_dispatcher_for_their_scores(scale: float, monkeypatch: p
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(3, 21, 32, generator=draw) for _ in range(2))
     nothing = torch.nn.Identity()
-    layer = ShownLayer(nothing, nothing, heads=2, scale=scale)
+    layer = AttentionModules(nothing, nothing, heads=2, scale=scale)
     weights = (
         torch.einsum("brhk,bnhk->bhrn", q.view(3, 21, 2, 16), k.view(3, 21, 2, 16)).mul(scale).double().softmax(-1)
     )
@@ -127,8 +127,8 @@ def test_what_is_seen_of_a_clip_is_pooled_as_its_tokens_are(newline: str) -> Non
         for stride in (1, 2):
             vision.video = VideoSettings(frames=3, stride=stride, mode="average", newline=newline)
             clip = {"pixels": pixels, "seconds": torch.zeros(3, dtype=torch.float64)}
-            [seen] = vision.see([clip], EVERYTHING, clip=True)
-            [bare] = vision.see([clip], frozenset(), clip=True)
+            [seen] = vision.encode([clip], EVERYTHING, clip=True)
+            [bare] = vision.encode([clip], frozenset(), clip=True)
             assert torch.equal(seen.tokens, bare.tokens)
             for tile, image_tile in zip(seen.grids, alone, strict=True):
                 assert tile.view.size == (2 // stride) ** 2

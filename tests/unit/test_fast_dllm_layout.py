@@ -92,18 +92,18 @@ def test_what_is_read_is_final_and_what_predicts_is_run(
     canvas = parts(prompt, new, sub, block, shift)
     seen: dict[int, tuple[int, ...]] = {}
 
-    def sight(position: int) -> tuple[int, ...]:
+    def span(position: int) -> tuple[int, ...]:
         return tuple(canvas.tokens[: (position // block + 1) * block])
 
     rows = np.arange(canvas.run_end)
     while canvas.block_start < canvas.size:
         start = canvas.block_start
         assert {int(p) // sub for p in canvas.block_masked()} == {start // sub}
-        seen |= {int(p): sight(int(p)) for p in rows}
+        seen |= {int(p): span(int(p)) for p in rows}
         opens = shift == 1 and start % block == 0 and bool(canvas.masked[start])
         assert (np.diff(rows) == 1).all() and rows[-1] + 1 == canvas.run_end
         assert canvas.run_end == (start if opens else min((start // block + 1) * block, canvas.size))
-        assert all(seen[p] == sight(p) for p in range(canvas.run_end))
+        assert all(seen[p] == span(p) for p in range(canvas.run_end))
         targets = canvas.block_masked()
         targets = targets[np.isin(targets - shift, rows)]
         assert opens <= (targets.tolist() == [start]), "the first token is predicted before all others"

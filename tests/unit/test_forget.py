@@ -36,7 +36,7 @@ def held(seconds: float) -> weakref.ref[Loop]:
 
 def test_an_engine_is_freed_once_the_last_thread_has_let_go_of_it() -> None:
     engine = held(0.2)
-    reload.forget([engine])
+    reload.release_memory([engine])
     assert engine() is None and gc.get_freeze_count() > 0
 
 
@@ -47,7 +47,7 @@ def test_an_engine_that_stays_referenced_is_left_to_the_collector(
     kept = Loop()
     engine = weakref.ref(kept)
     gc.freeze()
-    reload.forget([engine])
+    reload.release_memory([engine])
     assert "still referenced" in caplog.text and gc.get_freeze_count() == 0
     del kept
     gc.collect()

@@ -11,8 +11,8 @@ from helpers import tiny_model
 import mmserve.decoders
 from mmserve.config import EngineConfig, resolve
 from mmserve.errors import ConfigError
+from mmserve.kv.capacity import check_capacity, pool_bytes
 from mmserve.kv.quantized import QuantizedStore
-from mmserve.kv.room import check_room, pool_bytes
 from mmserve.models.base import Attention
 
 GIB = 1 << 30
@@ -39,16 +39,16 @@ def test_a_store_takes_what_was_told(engine: dict[str, float], dtype: torch.dtyp
 
 
 def test_pages_may_not_take_what_is_set_aside_for_images() -> None:
-    check_room([6 * GIB, GIB], 3 * GIB, 10 * GIB, DEVICE)
-    check_room([10 * GIB], 0, 10 * GIB, DEVICE)
+    check_capacity([6 * GIB, GIB], 3 * GIB, 10 * GIB, DEVICE)
+    check_capacity([10 * GIB], 0, 10 * GIB, DEVICE)
     with pytest.raises(ConfigError) as refused:
-        check_room([7 * GIB, GIB], 3 * GIB, 10 * GIB, DEVICE)
+        check_capacity([7 * GIB, GIB], 3 * GIB, 10 * GIB, DEVICE)
     assert str(refused.value) == (
         "[engine] the K/V pages take 8.00 GiB, and [encoder_cache] kv_bytes sets 3.00 GiB aside, but 10.00 GiB are "
         "free on cuda:0: lower max_running, max_tokens or pages, or kv_bytes"
     )
     with pytest.raises(ConfigError, match=r"take 11\.00 GiB, but 10\.00 GiB.*max_tokens or pages$"):
-        check_room([11 * GIB], 0, 10 * GIB, DEVICE)
+        check_capacity([11 * GIB], 0, 10 * GIB, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_only_models_that_reuse_images_set_something_aside(
     engine = resolve(EngineConfig(pages=5, kv_bits=bits))
     pool = pool_bytes(model.decoder.config, engine, model.dtype)
     monkeypatch.setattr(mmserve.decoders, "free_bytes", lambda _device: pool + 100)
-    mmserve.decoders._check_room([model], engine, 100)
+    mmserve.decoders._check_capacity([model], engine, 100)
     if vision and not bits and attention is not Attention.BLOCK_CAUSAL:
         with pytest.raises(ConfigError, match="kv_bytes sets"):
-            mmserve.decoders._check_room([model], engine, 101)
+            mmserve.decoders._check_capacity([model], engine, 101)
     else:
-        mmserve.decoders._check_room([model], engine, 101)
+        mmserve.decoders._check_capacity([model], engine, 101)
     with pytest.raises(ConfigError, match="the K/V pages take"):
-        mmserve.decoders._check_room([model, model], engine, 0)
+        mmserve.decoders._check_capacity([model, model], engine, 0)

@@ -67,7 +67,7 @@ def test_a_picture_becomes_the_tokens_of_llava_arch(tmp_path: Path, size: tuple[
     made, model = Lavida(tmp_path, "llada"), load(tmp_path)
     assert isinstance(model.vision, LlavaVision)
     with torch.inference_mode():
-        [seen] = model.vision.see([model.vision.prepare(image(*size))], frozenset(), clip=False)
+        [seen] = model.vision.encode([model.vision.prepare(image(*size))], frozenset(), clip=False)
     expected = made.visual_tokens(image(*size))
     assert model.vision.pieces(model.vision.prepare(image(*size)), clip=False) == seen.pieces
     assert seen.tokens.shape == expected.shape and (seen.tokens - expected).abs().max() < 1e-5
@@ -84,7 +84,7 @@ def test_one_tile_a_picture(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert model.vision is not None and model.vision.tokens_per_image == 10
     check_foreseen(model)
     with torch.inference_mode():
-        [seen] = model.vision.see([model.vision.prepare(image(31, 45))], frozenset(), clip=False)
+        [seen] = model.vision.encode([model.vision.prepare(image(31, 45))], frozenset(), clip=False)
     assert (seen.tokens - made.visual_tokens(image(31, 45), tiles=False)).abs().max() < 1e-5
 
 

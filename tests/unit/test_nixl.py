@@ -147,7 +147,7 @@ def test_the_front_keeps_a_state_that_outlives_its_worker() -> None:
     with closing(SharedPayloadStore(lambda _: "elsewhere", freed.append)) as store:  # type: ignore[arg-type]
         worker, reader = regions(), regions()
         region = worker.write(PAYLOADS.pack(payload(3)))
-        assert store.keep(region) is region and store.sent(region, "w") is region
+        assert store.persist(region) is region and store.sent(region, "w") is region
         owned = store.own(region)
         assert freed == [region] and store.held == 1
         worker.close()

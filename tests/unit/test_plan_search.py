@@ -183,7 +183,7 @@ def test_costs_and_workloads_are_read_as_they_were_written(tmp_path: Path) -> No
         ({**COSTS.to_json(), "encode": {"x": 1}}, "unexpected"),
         ({**COSTS.to_json(), "kv_bytes": "8"}, "at least 0"),
         ({**COSTS.to_json(), "first_token": "never"}, "first_token"),
-        ({**COSTS.to_json(), "crowding": 0.5}, "crowding must be at least 1"),
+        ({**COSTS.to_json(), "interference": 0.5}, "interference must be at least 1"),
     ],
 )
 def test_wrong_costs_are_refused(data: object, why: str) -> None:

@@ -259,7 +259,7 @@ def test_passes_take_longer_the_more_cores_are_busy(
     cores: int | None, background: float, passes: int, each: float
 ) -> None:
     ended: list[float] = []
-    clock = Clock(cores, background, crowding=1.4)
+    clock = Clock(cores, background, interference=1.4)
     for _ in range(passes):
         clock.run(1.0, lambda: ended.append(clock.now))
     while clock.step():
@@ -268,10 +268,10 @@ def test_passes_take_longer_the_more_cores_are_busy(
 
 
 def test_a_simulation_is_as_crowded_as_its_costs_say() -> None:
-    crowded = replace(COSTS, crowding=1.5, link=Link())
+    crowded = replace(COSTS, interference=1.5, link=Link())
     alone, shared = (
         simulated("2e1p1d", Workload("one", (IMAGES,)), math.inf, 30, costs=costs, cores=2).makespan
-        for costs in (replace(crowded, crowding=1.0), crowded)
+        for costs in (replace(crowded, interference=1.0), crowded)
     )
     assert 1.3 * alone < shared < 1.5 * alone
 

@@ -239,7 +239,7 @@ def test_edit_decodes_a_block_as_sglang(passes: int, seed: int) -> None:
         old = ~canvas.masked[chosen.positions]
         canvas.edit(chosen.positions[old], chosen.tokens[old])
         canvas.commit(chosen.positions[~old], chosen.tokens[~old], hold=True)
-        if policy.settled(canvas, int(old.sum())):
+        if policy.is_final(canvas, int(old.sum())):
             canvas.advance()
         edited, made = edited + int(old.sum()), made + 1
         assert [MASKED if m else t for m, t in zip(canvas.masked[3:], canvas.tokens[3:].tolist(), strict=True)] == block

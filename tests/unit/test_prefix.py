@@ -244,6 +244,6 @@ def test_a_page_that_went_and_came_back_is_known_again_where_one_that_follows_it
             pool.publish(page, key)
         kept.published(prefilled(keys))
         if count == 2:
-            pool.withdraw(keys[:1])
+            pool.unpublish(keys[:1])
             kept.published(prefilled(tuple(bytes([i]) for i in range(8))))  # pages that are not there are forgotten
     assert kept.pin([keys[-1].hex()], pinned=True) == 2

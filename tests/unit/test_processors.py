@@ -104,7 +104,7 @@ def test_frames_are_those_of_transformers(own: OwnFrames) -> None:
     compared = 0
     for frames, rate in VIDEOS:
         times = [i / rate for i in range(frames)]
-        ours = unpacked(json.loads(json.dumps(packed(ProcessorFrames(**vars(own)))))).look(times, frames / rate)
+        ours = unpacked(json.loads(json.dumps(packed(ProcessorFrames(**vars(own)))))).select(times, frames / rate)
         expected = theirs(own.rule, own, frames, rate)
         if expected is not None:
             assert ours == sorted(set(expected)), (frames, rate)

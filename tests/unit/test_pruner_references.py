@@ -57,7 +57,7 @@ class Tower:
         vision = LlavaVision(
             tower, mlp_projector("linear", 32, 32), None, select_layer=-2, has_cls=True, later=torch.nn.ModuleList()
         )
-        seen = vision.see([{"pixels": own[None]} for own in self.pixels], OF_CLASS | OF_PATCHES, clip=False)
+        seen = vision.encode([{"pixels": own[None]} for own in self.pixels], OF_CLASS | OF_PATCHES, clip=False)
         self.views = [picture.grids[0].view for picture in seen]
 
 

@@ -22,7 +22,7 @@ from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Weights
 from mmserve.models.quantized import kind_of, why_not
 from mmserve.models.registry import load_model, sketch_model
-from mmserve.models.tensor_parts import Slab
+from mmserve.models.tensor_parts import ExpertSlice
 
 DATA = Path(__file__).parent.parent / "data" / "quantised"
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_files_of_the_formats_own_packages(file: str) -> None:
     expected = load_file(DATA / file)["expected"]
     made = weights.tensor("layer.weight", expected.shape, torch.float32, CPU)
     assert torch.allclose(made, expected, rtol=1e-6, atol=1e-7)
-    weights.leave("expected")
+    weights.ignore("expected")
     weights.check_all_read()
 
 
@@ -96,7 +96,9 @@ def test_experts_in_one_tensor_have_scales_of_their_own(tmp_path: Path) -> None:
     weights = Weights(tmp_path, config={"quantization_config": settings})
     for expert in range(3):
         for start in (0, 16):
-            made = weights.part(Slab("experts.up", expert, 3, start, 32), torch.Size((16, 40)), torch.float32, CPU)
+            made = weights.part(
+                ExpertSlice("experts.up", expert, 3, start, 32), torch.Size((16, 40)), torch.float32, CPU
+            )
             of_each = scales[expert, start // 16].repeat_interleave(16)[:40]
             assert torch.equal(made, codes[expert, start : start + 16].float() * of_each)
     weights.check_all_read()

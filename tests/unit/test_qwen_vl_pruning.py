@@ -144,7 +144,7 @@ def test_scores_are_column_means_of_the_last_block(
     tower.config._attn_implementation = "eager"
     tower(prepared["pixels"], prepared["grid"])
     expected = weights[-1][0].mean((0, 1)).unflatten(0, (-1, 4)).mean(1)
-    [seen] = vision.see([prepared], frozenset({Evidence.COLUMN_MEANS}), clip=False)
+    [seen] = vision.encode([prepared], frozenset({Evidence.COLUMN_MEANS}), clip=False)
     [grid] = seen.grids
     found = grid.view[Evidence.COLUMN_MEANS]
     assert (grid.view.rows, grid.view.columns) == (3, 4) and abs(float(found.sum()) - 0.25) < 1e-5
@@ -164,11 +164,11 @@ def test_what_is_seen_of_a_token_is_of_its_own_pixels(
     monkeypatch.setattr(type(vision), "_scored", 0)
     plain = vision.prepare(decode_image(picture(1, (40, 30)), MediaConfig()))
     keys = frozenset({Evidence.KEYS})
-    [before] = vision.see([plain], keys, clip=False)
+    [before] = vision.encode([plain], keys, clip=False)
     for unit in (1, 5, 10):
         pixels = plain["pixels"].clone()
         pixels[4 * unit : 4 * unit + 4] += 1
-        [after] = vision.see([{**plain, "pixels": pixels}], keys, clip=False)
+        [after] = vision.encode([{**plain, "pixels": pixels}], keys, clip=False)
         moved = (after.grids[0].view[Evidence.KEYS] != before.grids[0].view[Evidence.KEYS]).any(1)
         assert moved.nonzero().flatten().tolist() == [unit]
 
@@ -183,8 +183,8 @@ def test_pictures_seen_together_are_those_seen_alone(both: tuple[Qwen, LoadedMod
         vision.prepare(decode_image(picture(i, size), MediaConfig())) for i, size in enumerate(((40, 24), (24, 40)))
     ]
     wanted = frozenset({Evidence.COLUMN_MEANS, Evidence.KEYS})
-    for one, prepared in zip(vision.see(batch, wanted, clip=False), batch, strict=True):
-        [alone] = vision.see([prepared], wanted, clip=False)
+    for one, prepared in zip(vision.encode(batch, wanted, clip=False), batch, strict=True):
+        [alone] = vision.encode([prepared], wanted, clip=False)
         assert (one.tokens - alone.tokens).abs().max() < 1e-4
         for kind in wanted:
             assert (one.grids[0].view[kind] - alone.grids[0].view[kind]).abs().max() < 1e-4
@@ -200,7 +200,7 @@ def test_evidence_is_of_its_own_run_whatever_other_threads_look_at(both: tuple[Q
 
     @torch.inference_mode()
     def look(what: Any, kinds: frozenset[Evidence]) -> list[torch.Tensor]:
-        [seen] = vision.see([what], kinds, clip=False)
+        [seen] = vision.encode([what], kinds, clip=False)
         return [grid.view.evidence[kind] for grid in seen.grids for kind in kinds]
 
     def meanwhile(_module: Any, _arguments: Any) -> None:

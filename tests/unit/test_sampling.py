@@ -34,7 +34,7 @@ def chosen(sampler: Sampler, pieces: list[list[tuple[float, Image.Image]]]) -> l
     found: list[Sampled] = []
     for piece in pieces:
         times = [seconds for seconds, _image in piece]
-        for index in sampler.look(times, times[-1] if times else 0.0):
+        for index in sampler.select(times, times[-1] if times else 0.0):
             if (frame := sampler.take(*piece[index])) is not None:
                 found.append(frame)
         sampler = unpacked(json.loads(json.dumps(packed(sampler))))

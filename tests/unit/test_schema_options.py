@@ -23,7 +23,7 @@ from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.session.judge import judge_of
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, SchemaOption
 from mmserve.errors import FailedPrecondition, InvalidArgument
-from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint
+from mmserve.rpc.constraint_messages import parse_constraint, wrong_constraint
 from mmserve.v1 import generation_pb2 as pb
 
 STRICT = ConstraintMode.STRICT
@@ -153,7 +153,7 @@ def test_options_pass_messages_and_processes() -> None:
     asked = ["closed_objects", "white_space", "closed_objects"]
     request = build_request("hi", (), deltas=False, snapshots=False, schema={}, schema_options=asked)
     assert not list(wrong_constraint(request, 100))
-    made = asked_constraint(request)
+    made = parse_constraint(request)
     assert made is not None and made.kind == JsonSchema("{}", (SchemaOption.CLOSED_OBJECTS, SchemaOption.WHITE_SPACE))
     assert to_spec(json.loads(json.dumps(from_spec(made)))) == made
     template = ["a", Hole(schema={}, schema_options=["exponents"])]

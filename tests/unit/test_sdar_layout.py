@@ -102,15 +102,15 @@ def test_block_reads_only_what_is_final_and_runs_every_mask_of_the_block(
     canvas = aligned(prompt, new, block)
     seen: dict[int, tuple[int, ...]] = {}
 
-    def sight(position: int) -> tuple[int, ...]:
+    def span(position: int) -> tuple[int, ...]:
         return tuple(canvas.tokens[: (position // block + 1) * block])
 
     rows = np.arange(canvas.block_end)  # prefill
     while canvas.block_start < canvas.size:
         assert (np.diff(rows) == 1).all()
         assert set(canvas.block_masked().tolist()) <= set(rows.tolist())
-        seen |= {int(p): sight(int(p)) for p in rows}
-        assert all(seen[p] == sight(p) for p in range(canvas.block_end))
+        seen |= {int(p): span(int(p)) for p in rows}
+        assert all(seen[p] == span(p) for p in range(canvas.block_end))
         canvas.count_forward()
         masked = canvas.block_masked()
         chosen = data.draw(st.permutations(masked.tolist()))[: data.draw(st.integers(1, len(masked)))]

@@ -79,7 +79,7 @@ def test_evidence_is_eager_attention_over_squares(tmp_path: Path, kind: str) -> 
     last.register_forward_hook(lambda _module, _args, out: keys.append(out))
     out = attentions(tower, prepared["pixels"])
     with torch.inference_mode():
-        [seen], [plain] = (vision.see([prepared], asked, clip=False) for asked in (wanted, frozenset()))
+        [seen], [plain] = (vision.encode([prepared], asked, clip=False) for asked in (wanted, frozenset()))
     assert torch.equal(seen.tokens, plain.tokens), "what is asked for has no say in the tokens"
     assert len(seen.grids) == len(prepared["pixels"]) > 2
     for i, grid in enumerate(seen.grids):
@@ -104,8 +104,8 @@ def test_tiles_say_what_they_show(tmp_path: Path, make: Callable[[Path], Checkpo
     vision = load(tmp_path).vision
     assert vision is not None
     with torch.inference_mode():
-        wide = vision.see([vision.prepare(Image.new("RGB", (48, 24)))], frozenset(), clip=False)
-        small = vision.see([vision.prepare(Image.new("RGB", (1, 1)))], frozenset(), clip=False)
+        wide = vision.encode([vision.prepare(Image.new("RGB", (48, 24)))], frozenset(), clip=False)
+        small = vision.encode([vision.prepare(Image.new("RGB", (1, 1)))], frozenset(), clip=False)
     assert [grid.view.part for grid in wide[0].grids] == [Part(0, 1, 0, 0.5), Part(0, 1, 0.5, 1), None]
     assert small[0].grids[-1].view.part is None
 
@@ -364,6 +364,6 @@ def test_a_layer_before_the_last(tmp_path: Path) -> None:
     assert vision is not None
     prepared = vision.prepare(Image.fromarray(np.full((24, 24, 3), 99, np.uint8)))
     with torch.inference_mode():
-        [seen] = vision.see([prepared], frozenset(), clip=False)
+        [seen] = vision.encode([prepared], frozenset(), clip=False)
         theirs = made.oracle.get_image_features(prepared["pixels"]).pooler_output
     assert (seen.tokens - theirs.flatten(0, 1)).abs().max() < 1e-5

@@ -17,7 +17,7 @@ from mmserve.models.packed import pack
 from mmserve.models.registry import load_model
 from mmserve.reference.images import yes_no
 from mmserve.reference.scenes import Scene, draw_scene
-from mmserve.video.base import Seen
+from mmserve.video.base import EncodedFrame
 from mmserve.video.standing import MAX_QUESTIONS, MAX_TOKENS, Standing, StandingQuestion
 
 YES_NO = tuple(
@@ -46,11 +46,11 @@ def standing(served: LoadedModel) -> Standing:
 
 
 @torch.inference_mode()
-def frame(model: LoadedModel, scene: Scene) -> Seen:
+def frame(model: LoadedModel, scene: Scene) -> EncodedFrame:
     vision = model.vision
     assert vision is not None
-    tokens = vision.see([vision.prepare(scene.picture)], frozenset(), clip=False)[0].tokens
-    return Seen(0.0, tokens[:9], tokens)
+    tokens = vision.encode([vision.prepare(scene.picture)], frozenset(), clip=False)[0].tokens
+    return EncodedFrame(0.0, tokens[:9], tokens)
 
 
 def sees(spec: ModelSpec, answer: int, by: int, to: int) -> bool:
@@ -67,7 +67,7 @@ def sees(spec: ModelSpec, answer: int, by: int, to: int) -> bool:
 
 
 @torch.inference_mode()
-def plain(model: LoadedModel, seen: Seen, question: StandingQuestion) -> dict[str, float]:
+def plain(model: LoadedModel, seen: EncodedFrame, question: StandingQuestion) -> dict[str, float]:
     """The probability that the answer begins with each choice: each choice by itself, a whole prompt a token."""
     tokenizer, spec = model.tokenizer, model.spec
     content = [{"type": "image"}, {"type": "text", "text": question.text}]
@@ -130,7 +130,7 @@ def test_answers_of_each_kind_of_attention_are_those_of_plain_passes(
     """A tiny model with fewer key/value heads than query heads."""
     spec = replace(model.spec, attention=attention, logit_shift=shift, default_block_length=8)
     tiny = replace(model, spec=spec)
-    seen = Seen(0.0, torch.zeros(0, 64), torch.randn(5, 64, generator=torch.Generator().manual_seed(1)))
+    seen = EncodedFrame(0.0, torch.zeros(0, 64), torch.randn(5, 64, generator=torch.Generator().manual_seed(1)))
     questions = [StandingQuestion("is it?", ("yes", "no")), StandingQuestion("where is it?", ("top", "top left"))]
     for question, judged in zip(questions, Standing(tiny).judge(seen, questions), strict=True):
         expected = plain(tiny, seen, question)

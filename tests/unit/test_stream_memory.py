@@ -16,8 +16,8 @@ from mmserve.encode.visual import VISUAL
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import Attention
 from mmserve.video.archive import Archive, evenly, inside
-from mmserve.video.base import Scope, Seen
-from mmserve.video.layout import Shown
+from mmserve.video.base import EncodedFrame, Scope
+from mmserve.video.layout import FrameRows
 from mmserve.video.memory import POLICIES, Kind, MemoryPolicy, Rows, policy_of
 from mmserve.video.memory.carrier import merged
 from mmserve.video.memory.similarity import Similarity
@@ -54,7 +54,7 @@ def test_a_policy_keeps_its_bound_the_sinks_and_the_newest(
 ) -> None:
     rows = rows_of(sizes, carriers if name == "carrier" else 0)
     most = SINKS + int(share * (len(rows) - SINKS - 1))
-    left = policy_of(Memory(policy=name, carriers=bound)).left(rows, most)
+    left = policy_of(Memory(policy=name, carriers=bound)).retain(rows, most)
     assert len(left) <= most
     assert (np.diff(left.keep) > 0).all()
     assert left.keep[:SINKS].tolist() == list(range(SINKS))
@@ -75,9 +75,9 @@ def test_a_policy_keeps_its_bound_the_sinks_and_the_newest(
 def test_frames_go_in_chunks_but_never_more_than_half_where_few_would_do() -> None:
     policy = policy_of(Memory())
     rows = rows_of([9] * 20, 0)
-    assert len(np.unique(rows.frame[policy.left(rows, len(rows) - 1).keep])) - 1 == 12
+    assert len(np.unique(rows.frame[policy.retain(rows, len(rows) - 1).keep])) - 1 == 12
     few = rows_of([9] * 4, 0)
-    assert len(np.unique(few.frame[policy.left(few, len(few) - 1).keep])) - 1 == 2
+    assert len(np.unique(few.frame[policy.retain(few, len(few) - 1).keep])) - 1 == 2
 
 
 def test_of_similar_neighbours_the_earlier_carrier_goes() -> None:
@@ -96,14 +96,14 @@ def test_rows_that_changed_little_are_dropped_until_the_next_whole_frame() -> No
     assert policy.taken(before, after, 4).all()
     assert policy.taken(None, after, 5).all()
     rows = rows_of([3] * 12, 0)
-    left = policy.left(rows, len(rows) - 18)
+    left = policy.retain(rows, len(rows) - 18)
     assert min(f for f in rows.frame[left.keep] if f >= 0) == 8, "what is left begins with a whole frame"
 
 
 def test_a_group_keeps_the_rows_with_the_smallest_keys() -> None:
     rows = rows_of([4] * 24, 0)
     assert rows.norms is not None
-    left = policy_of(Memory(policy="group")).left(rows, len(rows) - 1)
+    left = policy_of(Memory(policy="group")).retain(rows, len(rows) - 1)
     old = np.flatnonzero((rows.frame >= 0) & (rows.frame < 8) & (rows.kind == Kind.VISUAL))
     stay = np.intersect1d(old, left.keep)
     assert len(stay) == 8
@@ -152,11 +152,11 @@ def test_rows_placed_one_after_another_are_those_laid_out_at_once(
         assert later.following == table.following
 
 
-def shown(number: int) -> Shown:
+def shown(number: int) -> FrameRows:
     ids = np.array([7, VISUAL, VISUAL])
     tokens = torch.full((2, 64), float(number))
     unit = Unit(ids, np.zeros((0, 3), np.int64), float(number), float(number))
-    return Shown(unit, tokens, True, Seen(float(number), tokens, tokens), number=number)
+    return FrameRows(unit, tokens, True, EncodedFrame(float(number), tokens, tokens), number=number)
 
 
 def test_the_archive_keeps_the_newest_frames_within_its_bytes() -> None:
@@ -181,7 +181,7 @@ def test_a_policy_is_a_protocol_of_pure_functions() -> None:
     for name in POLICIES:
         policy: MemoryPolicy = policy_of(Memory(policy=name, carriers=4))
         assert dataclasses.is_dataclass(policy)
-        first, second = policy.left(rows, 60), policy.left(rows, 60)
+        first, second = policy.retain(rows, 60), policy.retain(rows, 60)
         assert first.keep.tolist() == second.keep.tolist()
         assert first.pooled.tolist() == second.pooled.tolist()
 

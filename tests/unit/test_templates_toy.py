@@ -156,7 +156,7 @@ def test_how_a_text_is_split_into_tokens_decides_what_may_follow_it() -> None:
         tokens, scores = np.array([[token for token, _ in rows]]), np.array([[s for _, s in rows]], np.float32)
         answer.search(known, TopK(np.array([position]), tokens, scores), position + 1)
         known[position] = answer.witness.tokens[position]
-        answer.follow(known)
+        answer.advance(known)
     assert [pieces[token] for token in known[:3]] == ["a", "b", "c"]
     assert answer.witness.length == 3
 

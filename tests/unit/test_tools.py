@@ -35,9 +35,9 @@ from mmserve.rpc.tool_messages import (
     MAX_LEVELS,
     MAX_TOOL_BYTES,
     MAX_TOOLS,
-    asked_tools,
     named_tools,
     named_warnings,
+    parse_tools,
     tool_constraint,
     wrong_tools,
 )
@@ -118,7 +118,7 @@ def test_allowed_tools_are_some_of_the_tools() -> None:
     assert dict(wrong_tools(message)) == {"allowed_tools[1]": "must be the name of one of the tools"}
     del message.allowed_tools[1:]
     assert not list(wrong_tools(message))
-    use = asked_tools(message)
+    use = parse_tools(message)
     assert use is not None and [tool.name for tool in use.tools] == ["f", "g"], "the prompt has all of them"
     assert [tool.name for tool in use.callable] == ["g"] and "f" not in lark_of(message).partition("start:")[2]
     message.required_tool = "f"
@@ -171,7 +171,7 @@ def test_arguments_are_an_object_also_where_their_schema_leaves_that_open(
     message = pb.GenerateRequest(tool_choice=pb.TOOL_CHOICE_REQUIRED)
     message.tools.add(name="f", parameters_json_schema=json.dumps(schema), strict=False)
     assert not list(wrong_tools(message))
-    use = asked_tools(message)
+    use = parse_tools(message)
     assert use is not None
     assert takes(admission, use, HERMES, written(HERMES, [("f", '{"a": 1}')]))
     for other in ("5", '"x"'):
@@ -186,7 +186,7 @@ def asked_with(tools: list[dict[str, Any]]) -> pb.GenerateRequest:
 
 
 def lark_of(message: pb.GenerateRequest) -> str:
-    use, info = asked_tools(message), SimpleNamespace(tool_format="hermes")
+    use, info = parse_tools(message), SimpleNamespace(tool_format="hermes")
     assert use is not None
     kind = tool_constraint(use, info).kind  # type: ignore[arg-type]
     assert isinstance(kind, Lark)
@@ -210,7 +210,7 @@ def test_texts_of_tools_are_for_the_prompt_alone(admission: Admission) -> None:
     tools = [{"name": n, "description": "f" * 6000, "parameters_json_schema": json.dumps(schema)} for n in names]
     message = asked_with(tools)
     assert not list(wrong_tools(message)) and len(str(message)) > 150_000
-    use = asked_tools(message)
+    use = parse_tools(message)
     assert use is not None and "d" * 2000 in use.tools[0].parameters, "the prompt has them"
     lark = lark_of(message)
     assert len(lark) < 16_000 and not re.search("xxx|ddd|eee|fff", lark)
@@ -363,7 +363,7 @@ def test_a_strict_tool_is_enforced_completely_beside_one_that_is_not() -> None:
     message = pb.GenerateRequest()
     for name, schema, strict in (("loose", odd, False), ("plain", plain, True), ("strict", odd, True)):
         message.tools.add(name=name, parameters_json_schema=json.dumps(schema), strict=strict)
-    use, info = asked_tools(message), SimpleNamespace(tool_format="hermes")
+    use, info = parse_tools(message), SimpleNamespace(tool_format="hermes")
     assert use is not None
     spec = tool_constraint(use, info)  # type: ignore[arg-type]
     with pytest.raises(Refused) as refused:

@@ -56,7 +56,7 @@ def test_what_is_asked_for_a_trace_gets_nothing() -> None:
     transport, request = LocalTransport(), Request(id="a", model="m", messages=())
     assert traces._recorder is None
     assert traces.begin(Call("/a")) is None
-    assert traces.carried([("traceparent", "00-1-2-01")]) == {}
+    assert traces.context_headers([("traceparent", "00-1-2-01")]) == {}
     assert traces.observed(transport, "decode") is transport
     with traces.stage_pass("encode", [request]):
         pass

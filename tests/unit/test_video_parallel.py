@@ -40,10 +40,10 @@ SHAPES = {
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many threads decode each file, where everything is worth several."""
     found: list[int] = []
-    real = frames.Footage._threads
+    real = frames.VideoFile._threads
     monkeypatch.setattr(frames, "PARALLEL_PIXELS", 0)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    monkeypatch.setattr(frames.Footage, "_threads", lambda self, runs: found.append(n := real(self, runs)) or n)
+    monkeypatch.setattr(frames.VideoFile, "_threads", lambda self, runs: found.append(n := real(self, runs)) or n)
     return found
 
 

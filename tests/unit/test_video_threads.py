@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 from mmserve.config import Config, VideoConfig
-from mmserve.video.facts import Facts
 from mmserve.video.host import Host, Parts, Threads
+from mmserve.video.support import SessionSupport
 
 SESSIONS = 12
 
@@ -17,7 +17,7 @@ def test_judgements_elsewhere_may_all_wait_but_one() -> None:
     config = Config(video=VideoConfig(max_sessions=SESSIONS))
     threads, go, begun = Threads(config.video), threading.Event(), threading.Semaphore(0)
     unused: Any = None
-    parts = Parts(Facts(), unused, unused, unused, unused, here=False)
+    parts = Parts(SessionSupport(), unused, unused, unused, unused, here=False)
     judge = Host(parts, config, threads).session_context(unused, unused, unused).judge
 
     def waits() -> None:

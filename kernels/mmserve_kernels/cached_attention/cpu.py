@@ -106,13 +106,13 @@ def _attends(
 
     def attend(piece: Piece, start: int, q_1GMK: Tensor) -> Tensor:
         nonlocal last
-        request, rows, width, sight = piece
+        request, rows, width, span = piece
         if last is None or last[0] != request:
             last = request, read(request)
         k_1GLK, v_1GLK = last[1]
         if width != ragged.kv_lengths[request]:
             k_1GLK, v_1GLK = k_1GLK.narrow(2, 0, width), v_1GLK.narrow(2, 0, width)
-        mask = None if sight == ALL or mask_of is None else mask_of(piece, start)
+        mask = None if span == ALL or mask_of is None else mask_of(piece, start)
         if not width:
             if lse_TH is not None:
                 lse_TH[start : start + rows] = -torch.inf
@@ -271,8 +271,8 @@ def _masks(ragged: Ragged, limits: Tensor, like: Tensor) -> Callable[[Piece, int
     triangle = like.new_full((rows, seen + behind), -torch.inf).triu_(seen) if rows else like.new_empty(0)
 
     def mask(piece: Piece, start: int) -> Tensor:
-        if piece.sight >= 0:
-            return triangle[: piece.rows].narrow(1, seen - piece.sight, piece.width)
+        if piece.span >= 0:
+            return triangle[: piece.rows].narrow(1, seen - piece.span, piece.width)
         hidden = torch.arange(piece.width, device=like.device) >= limits[start : start + piece.rows, None]
         return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
 

@@ -11,26 +11,26 @@ import numpy as np
 #: Maximum rows of a piece whose rows see different numbers of positions. A piece of a long causal prompt reads only the
 #: positions visible to its last row; with fewer rows a piece, slower matrix products outweigh that saving.
 ROWS = 64
-#: ``sight`` of rows that all see the whole width, and of rows whose limits are in a device tensor.
+#: ``span`` of rows that all see the whole width, and of rows whose limits are in a device tensor.
 ALL, LOOKED_UP = -1, -2
 
 
 class Piece(NamedTuple):
     """Consecutive ``rows`` of one request, over its first ``width`` positions.
 
-    ``sight``: number of positions visible to the first row, if each following row sees one more than the previous one;
+    ``span``: number of positions visible to the first row, if each following row sees one more than the previous one;
     else ``ALL`` or ``LOOKED_UP``.
     """
 
     request: int
     rows: int
     width: int
-    sight: int
+    span: int
 
     @property
     def reach(self) -> int:
         """Number of positions visible to the first row; 0 if its limit is ``LOOKED_UP``."""
-        return 0 if self.sight == LOOKED_UP else self.width if self.sight == ALL else self.sight
+        return 0 if self.span == LOOKED_UP else self.width if self.span == ALL else self.span
 
 
 def pieces(
@@ -61,16 +61,16 @@ def pieces(
 
 def _of_request(request: int, limits: np.ndarray, length: int) -> list[Piece]:
     if len(limits) <= ROWS:
-        return [Piece(request, len(limits), length, _sight(limits, length))]
+        return [Piece(request, len(limits), length, _span(limits, length))]
     limits = np.minimum(limits, length)
     if (limits == limits[0]).all():
         return [Piece(request, len(limits), int(limits[0]), ALL)]
     parts = np.split(limits, range(ROWS, len(limits), ROWS))
     widths = [int(part.max()) for part in parts]
-    return [Piece(request, len(p), width, _sight(p, width)) for p, width in zip(parts, widths, strict=True)]
+    return [Piece(request, len(p), width, _span(p, width)) for p, width in zip(parts, widths, strict=True)]
 
 
-def _sight(limits: np.ndarray, width: int) -> int:
+def _span(limits: np.ndarray, width: int) -> int:
     first, last = int(limits[0]), int(limits[-1])
     if last - first == len(limits) - 1 and (len(limits) > 1 or first < width) and (np.diff(limits) == 1).all():
         return first
@@ -78,9 +78,9 @@ def _sight(limits: np.ndarray, width: int) -> int:
 
 
 def triangle(of: Sequence[Piece]) -> tuple[int, int, int]:
-    """Size of the mask whose views are the masks of all pieces with a ``sight``: rows, columns visible to all rows, and
+    """Size of the mask whose views are the masks of all pieces with a ``span``: rows, columns visible to all rows, and
     further columns. Zero rows if there is no such piece."""
-    own = [piece for piece in of if piece.sight >= 0]
+    own = [piece for piece in of if piece.span >= 0]
     if not own:
         return 0, 0, 0
-    return max(p.rows for p in own), max(p.sight for p in own), max(p.width - p.sight for p in own)
+    return max(p.rows for p in own), max(p.span for p in own), max(p.width - p.span for p in own)

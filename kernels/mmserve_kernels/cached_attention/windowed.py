@@ -40,7 +40,7 @@ def windowed_attention(
         raise ValueError("log-sum-exps of windowed or capped attention are the kernel's and the reference's only")
     out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
     start = 0
-    for request, rows, width, _sight in ragged.pieces:
+    for request, rows, width, _span in ragged.pieces:
         here = slice(start, start + rows)
         start += rows
         k_1GLK, v_1GLK = read(request)

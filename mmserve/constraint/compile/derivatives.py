@@ -190,7 +190,7 @@ def overlap(one: str, other: str, states: int) -> bool | None:
 
 @lru_cache(maxsize=256)
 def automaton_of(expression: str) -> Automaton:
-    """The automaton of ``expression``; its cache is cleared by ``one_of.forget``."""
+    """The automaton of ``expression``; its cache is cleared by ``one_of.clear_caches``."""
     return Automaton(expression)
 
 

@@ -53,7 +53,7 @@ from mmserve.constraint.compile.syntax import (
     regular,
     written,
 )
-from mmserve.constraint.compile.terminals import settled
+from mmserve.constraint.compile.terminals import without_lazy_repetitions
 from mmserve.constraint.findings import Finding, Refused, child
 from mmserve.constraint.limits import LARGE_BYTES, MAX_CHOICE_BYTES, MAX_CHOICES, MAX_GRAMMAR_BYTES, PARSER_LIMITS
 from mmserve.core.constraint import CallsOrJson, Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
@@ -86,7 +86,7 @@ def grammars_of(spec: ConstraintSpec, failed: int = 0) -> Iterator[Grammar]:
             case _:
                 yield _of(spec)
     finally:
-        one_of.forget()
+        one_of.clear_caches()
 
 
 def _documents(kind: JsonSchema, mode: ConstraintMode, failed: int) -> Iterator[Grammar]:
@@ -198,7 +198,7 @@ def _of_text(text: str, kind: str, reader: Callable[[str], Reader]) -> Grammar:
     except RecursionError as error:
         raise Refused.at("", kind, "is nested too deep") from error
     _check_names(syntax, kind)
-    syntax = settled(syntax, kind)
+    syntax = without_lazy_repetitions(syntax, kind)
     known = derivations(syntax)
     if known.least is None:
         lines = {name: syntax.names[name].line for name in known.endless()}

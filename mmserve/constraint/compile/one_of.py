@@ -168,7 +168,7 @@ def _apart(one: str, other: str) -> bool:
 _CACHES = _searched, _apart, automaton_of, with_property
 
 
-def forget() -> None:
+def clear_caches() -> None:
     """Clear the caches of patterns."""
     for cache in _CACHES:
         cache.cache_clear()

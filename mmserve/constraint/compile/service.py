@@ -196,7 +196,7 @@ class Compiler:
         """The reason why the constraint ended ``child``; empty if it was killed from outside."""
         if isinstance(ended, ReplyTooLong):
             return f"becomes an answer of more than {REPLY_BYTES} bytes"
-        if child.overtime:
+        if child.exceeded_cpu_limit:
             return f"takes more than {self._seconds:g} s of processor time to compile"
         return "" if child.killed else "needs too much memory or stack to compile"
 

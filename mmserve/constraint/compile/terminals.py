@@ -55,7 +55,7 @@ COMMON: dict[str, str] = {
 }
 
 
-def settled(syntax: Syntax, kind: str) -> Syntax:
+def without_lazy_repetitions(syntax: Syntax, kind: str) -> Syntax:
     """``syntax``, in which all names are defined, without lazy repetitions. Raises ``Refused`` with the line."""
     own = {name for name, each in syntax.terminals.items() if _is_lazy(each.node)}
     lazy = own | {n for n, each in syntax.terminals.items() if own and own & syntax.reached(each.node).keys()}

@@ -62,9 +62,9 @@ class FirstAnswers:
     def covers(self, budget: int) -> bool:
         """Whether this result decides if an answer fits ``budget`` tokens."""
         fits = self.near is not None and (self.near.exact or len(self.near.tokens) <= budget)
-        return fits or self.asked or self.hopeless(budget)
+        return fits or self.asked or self.too_long(budget)
 
-    def hopeless(self, budget: int) -> bool:
+    def too_long(self, budget: int) -> bool:
         """Whether no answer of ``budget`` tokens was searched, because all are known to be far longer."""
         return self.near is None and not self.asked and self.least > budget
 

@@ -98,9 +98,9 @@ class ParserStateCache:
         self._limited, self._learned = False, 0
         self._built = 0  # growth of the process by creating that parser, in the current search
         self._lexer = 0  # growth of its lexer since
-        self._forget()
+        self._discard()
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
         if self._limited:  # otherwise the parser is kept: creating another can take half a second of a step
             self._start, self._lexer = None, 0
         elif self._start is not None:
@@ -149,7 +149,7 @@ class ParserStateCache:
             self._learned += learned  # mostly the parsers' lexers, which do not report their size
             self.size += learned
             if self._limited or self.size - self._lexer > LIMIT:
-                self._forget()
+                self._discard()
             self._lock.release()
 
     def locate(self, before: Sequence[int], matcher: Callable[[], Matcher], follows: Sequence[int] = ()) -> ParserState:

@@ -38,13 +38,13 @@ class Infeasible(ValueError):
     """The budget is too small for any answer that was found; ``needed`` tokens are known to be enough (None: none
     known).
 
-    ``exact``: whether fewer are known to be too few. ``hopeless``: ``needed`` is a lower bound that exceeds the budget
+    ``exact``: whether fewer are known to be too few. ``too_long``: ``needed`` is a lower bound that exceeds the budget
     so far that no answer was searched.
     """
 
-    def __init__(self, needed: int | None, *, exact: bool = False, hopeless: bool = False) -> None:
+    def __init__(self, needed: int | None, *, exact: bool = False, too_long: bool = False) -> None:
         super().__init__("no answer was found" if needed is None else f"at least {needed} tokens are needed")
-        self.needed, self.exact, self.hopeless = needed, exact, hopeless
+        self.needed, self.exact, self.too_long = needed, exact, too_long
 
 
 class Outcome(Enum):
@@ -99,8 +99,8 @@ def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort 
 
 def fitting(first: FirstAnswers, budget: int) -> Completion | None:
     """The shortest answer found; None if there is none. Raises ``Infeasible`` if no answer fits ``budget`` tokens."""
-    if first.hopeless(budget):
-        raise Infeasible(first.least, hopeless=True)
+    if first.too_long(budget):
+        raise Infeasible(first.least, too_long=True)
     close = first.close(budget)
     if close is not None and len(close.tokens) > budget:
         raise Infeasible(len(close.tokens), exact=close.exact)
@@ -131,7 +131,7 @@ def start_witness(
     )
 
 
-def follow(witness: Witness, known: np.ndarray) -> Witness:
+def advance(witness: Witness, known: np.ndarray) -> Witness:
     """The witness after commits.
 
     Args:

@@ -19,7 +19,7 @@ from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.matcher import Concatenation, Matcher, after
 from mmserve.constraint.search.parser_states import ParserStateCache
 from mmserve.constraint.search.vocabulary import Lexicon, add_tokens
-from mmserve.constraint.search.witness import Outcome, Witness, follow, improve
+from mmserve.constraint.search.witness import Outcome, Witness, advance, improve
 from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.observer import Meter, TopKObserver
 from mmserve.constraint.session.sampling import RejectionSampler, SampledRun, SampleState
@@ -112,7 +112,7 @@ class ConstrainedAnswer:
         answer reaches, because a visible end so near would bias the model to short answers."""
         return np.where(self.given >= 0, mask_id, tokens)
 
-    def settled(self, known: np.ndarray) -> np.ndarray:
+    def padding_positions(self, known: np.ndarray) -> np.ndarray:
         """Open positions (int64) that can only be padding; ``known``: int64 ``[N]``, -1 where open."""
         return np.zeros(0, np.int64)
 
@@ -193,7 +193,7 @@ class ConstrainedAnswer:
         self.late += outcome is Outcome.LATE
         self.meter.searched(outcome)
 
-    def follow(self, known: np.ndarray) -> None:
+    def advance(self, known: np.ndarray) -> None:
         """Advance the witness by committed tokens (``known``: int64 ``[N]``, -1 where open): its own, or other end
         tokens."""
         witness = self.witness
@@ -208,9 +208,9 @@ class ConstrainedAnswer:
     def _followed(self, witness: Witness, known: np.ndarray) -> Witness:
         """``witness`` advanced by the ``known`` tokens."""
         try:
-            found = follow(witness, known)
+            found = advance(witness, known)
         except ValueError:
-            found = follow(self._fresh(witness), known)
+            found = advance(self._fresh(witness), known)
         return self._fresh(found)
 
     def _fresh(self, witness: Witness) -> Witness:

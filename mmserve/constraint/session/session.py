@@ -126,7 +126,7 @@ class Session:
             known = known_tokens(canvas)
             if revises:
                 known[canvas.block_start - canvas.prompt_length :] = -1
-            self.answer.follow(known)
+            self.answer.advance(known)
         self.answer.meter.end_step()
 
     def check(self, canvas: Canvas, text: str) -> None:
@@ -172,7 +172,7 @@ class Session:
 
     def sync_block(self, canvas: Canvas) -> None:
         """Update the witness with a block of random tokens that has become final."""
-        self.answer.follow(self._budgeted(canvas))
+        self.answer.advance(self._budgeted(canvas))
 
     def _budgeted(self, canvas: Canvas) -> np.ndarray:
         return known_tokens(canvas)[: len(self.answer.witness.tokens)]
@@ -216,7 +216,7 @@ def next_tokens(answer: ConstrainedAnswer, canvas: Canvas, ranked: Ranked) -> Ch
             answer.search(known, ranked.top.rows(slice(row, row + 1)), position + 1)
         token = int(answer.witness.tokens[position])
         known[position] = token
-        answer.follow(known)
+        answer.advance(known)
         count += 1
         if token != drafted or token in answer.witness.ends:
             break
@@ -277,7 +277,7 @@ def _padded(answer: ConstrainedAnswer, canvas: Canvas, final: Chosen) -> Chosen:
     """``final`` and the padding after it, if nothing else is possible."""
     known = known_tokens(canvas)
     known[final.positions - canvas.prompt_length] = final.tokens
-    padding = answer.settled(known)
+    padding = answer.padding_positions(known)
     return Chosen(
         np.concatenate([final.positions, canvas.prompt_length + padding]),
         np.concatenate([final.tokens, answer.witness.tokens[padding]]),

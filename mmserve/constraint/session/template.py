@@ -136,12 +136,12 @@ class TemplateAnswer(ConstrainedAnswer):
                 gap.state.search(known[gap.start : gap.stop], inner, min(end, gap.stop) - gap.start)
         self._gather()
 
-    def follow(self, known: np.ndarray) -> None:
+    def advance(self, known: np.ndarray) -> None:
         for gap in self.gaps:
-            gap.state.follow(known[gap.start : gap.stop])
+            gap.state.advance(known[gap.start : gap.stop])
         self._gather()
 
-    def settled(self, known: np.ndarray) -> np.ndarray:
+    def padding_positions(self, known: np.ndarray) -> np.ndarray:
         found = [np.zeros(0, np.int64)]
         for gap in self.gaps:
             inner, length = known[gap.start : gap.stop], gap.state.witness.length

@@ -84,7 +84,7 @@ class Commit(Protocol):
         """The fields of ``Candidates`` (of ``EVERY_FIGURE``) that the policy reads."""
         ...
 
-    def settled(self, canvas: Canvas, edited: int) -> bool:
+    def is_final(self, canvas: Canvas, edited: int) -> bool:
         """Whether a full block is final, after a step that replaced ``edited`` of its tokens."""
         ...
 
@@ -107,7 +107,7 @@ class Commit(Protocol):
 
 
 @runtime_checkable
-class Judged(Protocol):
+class Verified(Protocol):
     """A commit policy whose candidates are verified by a verifier model before any is chosen."""
 
     def verified(self, canvas: Canvas, candidates: Candidates, verdict: Verdict) -> Candidates:
@@ -180,12 +180,12 @@ def is_proposing(commit: Commit) -> TypeGuard[Proposing]:
 
 def is_verified(commit: Commit) -> bool:
     """Whether a draft or verifier model changes its candidates."""
-    return _follows(type(commit), Judged) or _follows(type(commit), Drafted)
+    return _follows(type(commit), Verified) or _follows(type(commit), Drafted)
 
 
-def is_judged(commit: Commit) -> bool:
-    """Whether the policy is ``Judged``; cached as in ``is_proposing``."""
-    return _follows(type(commit), Judged)
+def uses_verifier(commit: Commit) -> bool:
+    """Whether the policy is ``Verified``; cached as in ``is_proposing``."""
+    return _follows(type(commit), Verified)
 
 
 def is_partial(commit: Commit) -> TypeGuard[Partial]:
@@ -216,7 +216,7 @@ class Undrafted(Checked):
         """Empty: only token and confidence are read."""
         return frozenset()
 
-    def settled(self, canvas: Canvas, edited: int) -> bool:
+    def is_final(self, canvas: Canvas, edited: int) -> bool:
         """True: a full block is final immediately."""
         return True
 

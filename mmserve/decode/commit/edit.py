@@ -42,5 +42,5 @@ class Edit(numbers.Edit, Undrafted):
         other = candidates.tokens != canvas.tokens[candidates.positions]
         return chosen | (~masked & ~given & other & (candidates.confidence > min(self.edit_confidence, 2.0)))
 
-    def settled(self, canvas: Canvas, edited: int) -> bool:
+    def is_final(self, canvas: Canvas, edited: int) -> bool:
         return canvas.full_passes >= self.passes or (edited == 0 and canvas.full_passes > 0)

@@ -42,7 +42,7 @@ class Scheduled(BlockWise):
         """Whether the scheduler is configured to edit."""
         return self.scheduler.edits
 
-    def settled(self, canvas: Canvas, edited: int) -> bool:
+    def is_final(self, canvas: Canvas, edited: int) -> bool:
         if not self.revises:
             return True
         return canvas.full_passes >= PASSES or (edited == 0 and canvas.full_passes > 0)

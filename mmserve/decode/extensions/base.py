@@ -26,7 +26,7 @@ from mmserve.decode.commit.base import LogitsObserver
 from mmserve.decode.forward import Pass
 
 if TYPE_CHECKING:
-    from mmserve.decode.state import Answer, Decoding, Live, Prefilling
+    from mmserve.decode.state import Answer, DecodeState, Decoding, Prefilling
 
 E = TypeVar("E")
 
@@ -120,7 +120,7 @@ class RequestExtension:
         """Called after tokens became final; ``reason``: the finish reason, if the answer ended. May raise an error that
         ends the request."""
 
-    def report(self, answer: Answer, d: Live) -> Answer:
+    def report(self, answer: Answer, d: DecodeState) -> Answer:
         """``answer`` of a request that ended, with the extension's fields."""
         return answer
 

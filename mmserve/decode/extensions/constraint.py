@@ -11,10 +11,10 @@ from mmserve.core.candidates import Chosen
 from mmserve.core.canvas import Canvas
 from mmserve.core.constraint import Template
 from mmserve.decode.commit import Candidates, Commit
-from mmserve.decode.commit.base import LogitsObserver, is_judged
+from mmserve.decode.commit.base import LogitsObserver, uses_verifier
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.forward import Pass
-from mmserve.decode.state import Answer, Decoding, Live
+from mmserve.decode.state import Answer, DecodeState, Decoding
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Constraint(RequestExtension):
         self.session.stats.forward_seconds += seconds
 
     def choose(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Chosen:
-        return self.session.choose(canvas, proposed, commit, judged=is_judged(commit))
+        return self.session.choose(canvas, proposed, commit, judged=uses_verifier(commit))
 
     def committed(self, d: Decoding, reason: str | None) -> None:
         """Update the session with the final tokens. Raises ``FailedPrecondition`` if a complete answer violates the
@@ -54,12 +54,12 @@ class Constraint(RequestExtension):
         self.session.sync(d.canvas, revises=d.commit.revises)
         self.check(d, reason)
 
-    def check(self, d: Live, reason: str | None) -> None:
+    def check(self, d: DecodeState, reason: str | None) -> None:
         """Raises ``FailedPrecondition`` if an answer that ended by itself violates the constraint."""
         if reason == "end":
             self.session.check(d.canvas, d.text.text)
 
-    def report(self, answer: Answer, d: Live) -> Answer:
+    def report(self, answer: Answer, d: DecodeState) -> Answer:
         session, asked = self.session, d.request.constraint
         whole = asked is not None and isinstance(asked.kind, Template) and not d.text.stopped
         return replace(

@@ -19,7 +19,7 @@ from mmserve.core.decisions import Calibration, Decided, Decision
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
-from mmserve.decode.state import Answer, Live
+from mmserve.decode.state import Answer, DecodeState
 from mmserve.models.base import LoadedModel
 from mmserve.models.decisions import answer_tokens
 
@@ -83,7 +83,7 @@ class Slots(RequestExtension):
         sure = [values[index] for values, index in zip(read, best, strict=True)]
         return Chosen(proposed.positions, np.array(tokens, np.int64), np.array(sure, np.float32))
 
-    def report(self, answer: Answer, d: Live) -> Answer:
+    def report(self, answer: Answer, d: DecodeState) -> Answer:
         decided = [
             Decided.of(values.tolist(), self.calibration.of(question.kind))
             for question, values in zip(self.questions, self.state.log_probabilities, strict=True)

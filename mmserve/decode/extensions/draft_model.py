@@ -22,12 +22,12 @@ from mmserve.core.encoded import DeepStack
 from mmserve.core.request import Request
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.decode.commit import Candidates, Commit
-from mmserve.decode.commit.base import Drafted, Judged, Verdict, leading
+from mmserve.decode.commit.base import Drafted, Verdict, Verified, leading
 from mmserve.decode.extensions.base import Extension, Opening, RequestExtension, extension_of
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
-from mmserve.decode.state import Answer, Decoding, Live, Prefilling
+from mmserve.decode.state import Answer, DecodeState, Decoding, Prefilling
 from mmserve.encode.embedding import place_features
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
@@ -58,13 +58,13 @@ class Speculation(RequestExtension):
         """The candidates after the policy's verification by the draft or the verdict, which are then cleared."""
         verdict, drafted = self.state.verdict, self.state.drafted
         self.state.verdict = self.state.drafted = None
-        if isinstance(commit, Judged) and verdict is not None:
+        if isinstance(commit, Verified) and verdict is not None:
             return commit.verified(canvas, proposed, verdict)
         if isinstance(commit, Drafted) and drafted is not None:
             return commit.agreed(canvas, proposed, drafted)
         return proposed
 
-    def report(self, answer: Answer, d: Live) -> Answer:
+    def report(self, answer: Answer, d: DecodeState) -> Answer:
         return replace(answer, companion_forwards=self.state.forwards)
 
     def snapshot(self) -> DraftState:
@@ -159,7 +159,7 @@ class DraftModel(Extension):
         waiting = [
             (d, state, _leading_tokens(d.candidates, d.canvas))
             for d in batch
-            if (state := _state_of(d)) is not None and isinstance(d.commit, Judged) and d.candidates is not None
+            if (state := _state_of(d)) is not None and isinstance(d.commit, Verified) and d.candidates is not None
             if state.verdict is None
         ]
         parts = []

@@ -23,7 +23,7 @@ from mmserve.decode.extensions.base import Extension, Opening, RequestExtension,
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
-from mmserve.decode.state import Answer, Decoding, Live
+from mmserve.decode.state import Answer, DecodeState, Decoding
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 from mmserve.models.lora import Stacks
@@ -68,7 +68,7 @@ class BlockByBlock(RequestExtension):
         sure = np.log(np.maximum(final.confidence, np.finfo(np.float32).tiny))
         return Chosen(final.positions, final.tokens, sure)
 
-    def report(self, answer: Answer, d: Live) -> Answer:
+    def report(self, answer: Answer, d: DecodeState) -> Answer:
         return replace(answer, companion_forwards=self.state.forwards)
 
     def snapshot(self) -> FilledBlock:
@@ -195,4 +195,4 @@ class OwnBlocks(Extension):
         end = int(rows[-1]) + 1
         where = each.d.canvas, prefilled.pages, prefilled.embeddings
         wanted = masked - self._model.spec.draft_shift
-        return Pass(*where, rows, masked, wanted, end, adapter=prefilled.adapter, sight=end)
+        return Pass(*where, rows, masked, wanted, end, adapter=prefilled.adapter, span=end)

@@ -23,7 +23,7 @@ from mmserve.decode.extensions.base import Extension, Opening, RequestExtension,
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
-from mmserve.decode.state import Answer, Decoding, Live
+from mmserve.decode.state import Answer, DecodeState, Decoding
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 from mmserve.models.lora import Stacks
@@ -55,7 +55,7 @@ class SelfSpeculation(RequestExtension):
             else proposed
         )
 
-    def report(self, answer: Answer, d: Live) -> Answer:
+    def report(self, answer: Answer, d: DecodeState) -> Answer:
         return replace(answer, companion_forwards=self.state.forwards)
 
     def snapshot(self) -> OwnDraft:
@@ -125,4 +125,4 @@ class SelfDraft(Extension):
         end = first + count
         own = d.canvas, prefilled.pages, prefilled.embeddings
         wanted = rows[1:] - self._model.spec.draft_shift
-        return Pass(*own, rows, rows[1:], wanted, end, adapter=prefilled.adapter, sight=end)
+        return Pass(*own, rows, rows[1:], wanted, end, adapter=prefilled.adapter, span=end)

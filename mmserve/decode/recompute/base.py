@@ -52,7 +52,7 @@ def changed_blocks(canvas: Canvas) -> np.ndarray:
     if canvas.step == 0:
         return np.arange(canvas.run_end)
     first = int(changed[0]) if len(changed) else canvas.block_start
-    return np.arange(max(0, canvas.sight_of(first)), canvas.run_end)
+    return np.arange(max(0, canvas.attention_block_start(first)), canvas.run_end)
 
 
 def every_position(canvas: Canvas) -> np.ndarray:

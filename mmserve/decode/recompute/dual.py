@@ -27,5 +27,5 @@ class Dual:
         and is predicted by that block."""
         if canvas.block_step == 0:
             return True
-        begun = first == canvas.sight_of(first) and canvas.committed_at[first] == canvas.step
+        begun = first == canvas.attention_block_start(first) and canvas.committed_at[first] == canvas.step
         return bool(canvas.logit_shift) and (begun or bool(canvas.masked[first]))

@@ -68,7 +68,7 @@ class UniformStateDecoder:
             canvas.padded = constraint.session.answer.padded
         return CanvasPrefilled(canvas, encoded.features, constraint)
 
-    def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
+    def set_yield_callbacks(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
         """Does nothing: the model's own network runs each pass as a whole."""
 
     def ready(self, _begun: CanvasPrefilled) -> bool:
@@ -152,7 +152,7 @@ class UniformStateDecoder:
             step = pinned(step, seed)
         # in the dtype of the next pass: bf16 halves a request's largest tensor
         step = replace(step, shaped_LV=step.shaped_LV.to(self.model.dtype))
-        ended, begun = d.came_to_rest(step), d.canvas.block_start
+        ended, begun = d.converged(step), d.canvas.block_start
         proposed = None if d.record is None else self._candidates(d, logits, step)
         if ended or d.canvas.block_step >= d.sampler.steps:
             self._finish_canvas(d, logits, step.predicted_L if ended else step.last_L)
@@ -214,7 +214,7 @@ class UniformStateDecoder:
             d.canvas.tokens[block] = noise.cpu().numpy()
             if (seed := seed_of(d.request, d.canvas)) is not None:
                 d.canvas.tokens[block] = seed.tokens
-        d.step, d.still = None, 0
+        d.step, d.stable_steps = None, 0
         return bool(len(block)) and d.constraint is not None and d.constraint.begin_canvas(d.canvas)
 
     def _finish_canvas(self, d: CanvasDecoding, logits_LV: Tensor, final: Tensor) -> None:

@@ -53,7 +53,7 @@ class CanvasDecoding:
     constraint: CanvasConstraint | None = None
     logits_LV: Tensor | None = None  # of the latest pass, until they are used
     step: Step | None = None  # latest step on the open canvas; None = it is still all noise
-    still: int = 0  # consecutive steps with the same predictions
+    stable_steps: int = 0  # consecutive steps with the same predictions
     forwards: int = 0
     edits: int = 0  # always 0: final tokens do not change
     record: CanvasRecord | None = None  # see ``Decoding``
@@ -73,13 +73,13 @@ class CanvasDecoding:
         """The tokens of the open canvas, int64 ``[L]``."""
         return torch.from_numpy(self.canvas.tokens[self.canvas.block()])
 
-    def came_to_rest(self, step: Step) -> bool:
+    def converged(self, step: Step) -> bool:
         """Record the latest ``step``. Returns whether it makes the canvas final: enough consecutive steps predicted the
         same, and its entropy is low enough."""
         same = self.step is not None and bool(torch.equal(step.predicted_L, self.step.predicted_L))
-        self.still = self.still + 1 if same else 0
+        self.stable_steps = self.stable_steps + 1 if same else 0
         self.step = step
-        return self.still >= self.renoising.stable and quiet(step, self.renoising)
+        return self.stable_steps >= self.renoising.stable and quiet(step, self.renoising)
 
     def shown(self) -> Canvas:
         """The canvas as it would be if it were made final now; positions right of it are masked."""
@@ -102,7 +102,7 @@ def payload_of(model: CanvasModel, state: CanvasPrefilled | CanvasDecoding) -> P
         state.log_probabilities,
         state.forwards,
         step=None if state.step is None else vars(state.step),
-        still=state.still,
+        stable_steps=state.stable_steps,
         record=state.record,
     )
 
@@ -127,7 +127,7 @@ def prefilled_of(model: CanvasModel, payload: PrefilledPayload, session: Session
 def go_on(d: CanvasDecoding, payload: CanvasPayload) -> CanvasDecoding:
     """``d``, after prefill, with the decode state of ``payload``."""
     d.text = TextStream.restored(d.text.tokenizer, d.request.sampling.stop, payload.text, within=d.request.keeps_space)
-    d.log_probabilities, d.forwards, d.still = payload.log_probabilities, payload.forwards, payload.still
+    d.log_probabilities, d.forwards, d.stable_steps = payload.log_probabilities, payload.forwards, payload.stable_steps
     d.recomputed, d.record = payload.prefilled.recomputed, payload.record
     d.step = None if payload.step is None else Step(**payload.step)
     return d

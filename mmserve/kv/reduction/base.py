@@ -73,7 +73,7 @@ class Reduction(Protocol):
         """The maximum number of positions held from now on, if ``left`` more follow."""
         ...
 
-    def keep(self, view: LayerView, count: int) -> Tensor:
+    def select(self, view: LayerView, count: int) -> Tensor:
         """The ``count`` positions to keep: int64 ``[G, count]``, ascending."""
         ...
 

@@ -34,7 +34,7 @@ class ExpectedAttention(numbers.ExpectedAttention, Budgeted):
     def first_query(self, prompt: int) -> int:
         return self.sinks
 
-    def keep(self, view: LayerView, count: int) -> Tensor:
+    def select(self, view: LayerView, count: int) -> Tensor:
         expected_GL = self._expected(view) * view.values_LGK[self.sinks :].float().norm(dim=-1).T
         return best(F.pad(expected_GL, (self.sinks, 0), value=torch.inf), count)
 

@@ -21,7 +21,7 @@ class HeavyHitters(numbers.HeavyHitters, Budgeted):
     def first_query(self, prompt: int) -> int:
         return 0
 
-    def keep(self, view: LayerView, count: int) -> Tensor:
+    def select(self, view: LayerView, count: int) -> Tensor:
         assert view.attention_GL is not None
         scores_GL = view.attention_GL.clone()
         scores_GL[:, scores_GL.shape[1] - round(count * self.recent) :] = torch.inf

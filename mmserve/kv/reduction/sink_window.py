@@ -28,7 +28,7 @@ class SinkWindow(numbers.SinkWindow, Budgeted):
     def first_query(self, prompt: int) -> int:
         return prompt  # no query is observed
 
-    def keep(self, view: LayerView, count: int) -> Tensor:
+    def select(self, view: LayerView, count: int) -> Tensor:
         heads, length = view.visual_GL.shape
         places = torch.arange(count, device=view.visual_GL.device)
         places[self.sinks :] += length - count

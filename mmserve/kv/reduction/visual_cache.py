@@ -32,6 +32,6 @@ class VisualCache(numbers.VisualCache, Checked):
     def most(self, held: Held, left: int) -> int:
         return held.positions + left
 
-    def keep(self, view: LayerView, count: int) -> Tensor:
+    def select(self, view: LayerView, count: int) -> Tensor:
         assert view.attention_GL is not None
         return best(view.attention_GL.masked_fill(~view.visual_GL, torch.inf), count)

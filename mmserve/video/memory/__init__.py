@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mmserve.core.session import Memory
 from mmserve.errors import InvalidArgument
-from mmserve.video.memory.base import Kind, Left, MemoryPolicy, Rows
+from mmserve.video.memory.base import Kind, MemoryPolicy, Retained, Rows
 from mmserve.video.memory.carrier import Carrier
 from mmserve.video.memory.group import Group
 from mmserve.video.memory.similarity import Similarity
@@ -28,4 +28,4 @@ def policy_of(memory: Memory) -> MemoryPolicy:
     return POLICIES[memory.policy](memory)
 
 
-__all__ = ["POLICIES", "Kind", "Left", "MemoryPolicy", "Rows", "policy_of"]
+__all__ = ["POLICIES", "Kind", "MemoryPolicy", "Retained", "Rows", "policy_of"]

@@ -43,7 +43,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Left:
+class Retained:
     """The rows that are kept, and the frames that become carriers."""
 
     keep: np.ndarray  # int64, ascending
@@ -67,7 +67,7 @@ class MemoryPolicy(Protocol):
         """
         ...
 
-    def left(self, rows: Rows, most: int) -> Left:
+    def retain(self, rows: Rows, most: int) -> Retained:
         """Selects at most ``most`` rows to keep, or only the sinks if those are more. Called if there are more than
         ``most``."""
         ...

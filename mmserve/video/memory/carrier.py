@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmserve.video.memory.base import Kind, Left, Rows, every_row, whole_frames, without
+from mmserve.video.memory.base import Kind, Retained, Rows, every_row, whole_frames, without
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Carrier:
     def taken(self, before_nD: np.ndarray | None, frame_nD: np.ndarray, number: int) -> np.ndarray:
         return every_row(frame_nD)
 
-    def left(self, rows: Rows, most: int) -> Left:
+    def retain(self, rows: Rows, most: int) -> Retained:
         assert rows.features is not None
         sinks = int(np.count_nonzero(rows.kind == Kind.SINK))
         bound = min(self.carriers, max(0, most - sinks) // 2)
@@ -35,7 +35,7 @@ class Carrier:
         means = [rows.features[(rows.frame == f) & (rows.kind == Kind.VISUAL)].mean(0) for f in gone]
         stay = merged(np.stack([*rows.features[old], *means]), bound)
         keep = np.setdiff1d(without(rows, gone), old[~stay[: len(old)]])
-        return Left(keep, gone[stay[len(old) :]])
+        return Retained(keep, gone[stay[len(old) :]])
 
 
 def merged(tokens_nD: np.ndarray, most: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmserve.video.memory.base import CHUNK, Kind, Left, Rows, every_row, whole_frames, without
+from mmserve.video.memory.base import CHUNK, Kind, Retained, Rows, every_row, whole_frames, without
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Group:
     def taken(self, before_nD: np.ndarray | None, frame_nD: np.ndarray, number: int) -> np.ndarray:
         return every_row(frame_nD)
 
-    def left(self, rows: Rows, most: int) -> Left:
+    def retain(self, rows: Rows, most: int) -> Retained:
         assert rows.norms is not None
         keep = np.arange(len(rows))
         for group in self._groups(rows):
@@ -36,7 +36,7 @@ class Group:
         if len(keep) > most:
             thin = Rows(rows.kind[keep], rows.frame[keep])
             keep = keep[without(thin, whole_frames(thin, most))]
-        return Left(keep)
+        return Retained(keep)
 
     def _groups(self, rows: Rows) -> list[np.ndarray]:
         """Frames (int64) of each group that has not been pruned, oldest first; never the newest ``size`` frames."""

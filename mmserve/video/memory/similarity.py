@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmserve.video.memory.base import CHUNK, Left, Rows, every_row, whole_frames, without
+from mmserve.video.memory.base import CHUNK, Retained, Rows, every_row, whole_frames, without
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Similarity:
         stay[int(cosine.argmin())] = True
         return stay
 
-    def left(self, rows: Rows, most: int) -> Left:
+    def retain(self, rows: Rows, most: int) -> Retained:
         gone = whole_frames(rows, most, chunk=self.every)
         rest = np.setdiff1d(rows.frames, gone)
         whole = rest[rest % self.every == 0]
         if len(whole):  # frames before it depend on evicted ones
             gone = np.concatenate([gone, rest[rest < whole[0]]])
-        return Left(without(rows, gone))
+        return Retained(without(rows, gone))

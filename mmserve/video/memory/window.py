@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmserve.video.memory.base import Left, Rows, every_row, whole_frames, without
+from mmserve.video.memory.base import Retained, Rows, every_row, whole_frames, without
 
 
 @dataclass(frozen=True)
@@ -19,5 +19,5 @@ class Window:
     def taken(self, before_nD: np.ndarray | None, frame_nD: np.ndarray, number: int) -> np.ndarray:
         return every_row(frame_nD)
 
-    def left(self, rows: Rows, most: int) -> Left:
-        return Left(without(rows, whole_frames(rows, most)))
+    def retain(self, rows: Rows, most: int) -> Retained:
+        return Retained(without(rows, whole_frames(rows, most)))

@@ -127,7 +127,7 @@ class ReusedImages(RequestExtension):
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Measured:
     """Measurements of reused positions in the first layers: float32 ``[n]`` each."""
 
     deviation: np.ndarray  # the deviation by which the rule selects positions
@@ -221,7 +221,7 @@ class ImageKVReuse(Extension):
         canvas: Canvas,
         x_LD: Tensor,
         deep: DeepStack | None,
-    ) -> Generator[int, None, _Look]:
+    ) -> Generator[int, None, _Measured]:
         """The deviation of the K/V of ``rows``, at the last of the policy's layers, from their values in this prompt.
 
         ``x_LD``: embeddings of the canvas prefix that is measured. The K/V of all layers up to there are computed for
@@ -251,7 +251,7 @@ class ImageKVReuse(Extension):
             yield len(before)
         moved = moved.abs().sum(1)
         deviation = moved * attended if policy.weighed else squared
-        return _Look(*(x.cpu().numpy() for x in (deviation, moved, attended)))
+        return _Measured(*(x.cpu().numpy() for x in (deviation, moved, attended)))
 
     def _write(self, reused_NLGK: list[Tensor], rows: np.ndarray, canvas: Canvas, pages: np.ndarray) -> None:
         size = self._store.page_size

@@ -54,7 +54,7 @@ class AskingRows:
     attention: Callable[[Tensor], Tensor]  # from rotated queries [A, H, K] to weights, fp32 [L]
     attention_L: Tensor | None = None
 
-    def see(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
+    def observe(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
         """Record the attention of the request's rows in ``layer``; ``q_RHK`` is before rotation. Their keys are in the
         store."""
         if layer == self.layer:

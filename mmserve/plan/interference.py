@@ -77,7 +77,7 @@ class Neighbours:
             self._working.clear()
 
 
-def crowding(alone: Seconds, crowded: Seconds) -> float:
+def interference(alone: Seconds, crowded: Seconds) -> float:
     """The median slowdown over all batches that were run both ways; at least 1, and 1 without any."""
     ratios = [
         statistics.median(seconds) / statistics.median(alone[stage][sums])

@@ -34,7 +34,7 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0] + unused)
 
 
-def check_room(pools: Sequence[int], kept: int, free: int, device: torch.device) -> None:
+def check_capacity(pools: Sequence[int], kept: int, free: int, device: torch.device) -> None:
     """Raises ``ConfigError`` unless ``free`` bytes are enough for the ``pools`` and the ``kept`` bytes of image caches.
 
     Image caches are filled only by requests: without this check, memory could run out during a request.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def image_sight(ids: np.ndarray, image_id: int) -> np.ndarray:
+def image_spans(ids: np.ndarray, image_id: int) -> np.ndarray:
     """Int64 ``[N]``: the number of leading positions that each of ``ids`` (int64 ``[N]``) attends to.
 
     A visual token attends up to the end of its run of visual tokens, any other token up to itself.

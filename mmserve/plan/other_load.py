@@ -13,7 +13,7 @@ from typing import Self
 _EVERY = 0.05
 
 
-class Beside:
+class OtherLoad:
     """Counts the runnable threads of other processes while its context is active.
 
     ``threads`` is their mean; 0 if the system does not report them.

@@ -15,7 +15,7 @@ from mmserve.video.standing import Standing
 
 
 @dataclass(frozen=True)
-class Facts:
+class SessionSupport:
     """Properties of one model. ``refusal``: the reason why it does not support sessions, empty if it does;
     ``standing``: whether it supports standing questions; ``resize``: the first step of preparing every frame, as part
     of a clip and as a separate image; ``label_period``: see ``SessionContext``; ``keeps_kv``: see the function."""
@@ -32,7 +32,7 @@ class Facts:
             raise Unimplemented(self.refusal)
 
 
-def facts_of(model: Model, offered: Capabilities) -> Facts:
+def session_support(model: Model, offered: Capabilities) -> SessionSupport:
     """The properties of ``model`` in an engine that offers ``offered``."""
     vision = model.vision
     refusal = ""
@@ -41,7 +41,7 @@ def facts_of(model: Model, offered: Capabilities) -> Facts:
     except Unimplemented as error:
         refusal = error.message
     first = set() if vision is None else {vision.first_resize(clip=clip, among=False) for clip in (True, False)}
-    return Facts(
+    return SessionSupport(
         refusal,
         standing_of(model) is not None,
         first.pop() if len(first) == 1 else None,

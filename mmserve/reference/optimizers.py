@@ -27,7 +27,8 @@ class Optimizers:
         self.all: tuple[torch.optim.Optimizer, ...] = (adam,)
         self.rates: tuple[float, ...] = (recipe.adam_lr,)
         if matrices:
-            muon = torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+            decay = recipe.muon_decay
+            muon = torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
             self.all, self.rates = (muon, adam), (recipe.muon_lr, recipe.adam_lr)
 
     def step(self, factor: float) -> None:

@@ -174,6 +174,9 @@ class Recipe:
     trained: str = "all"
     rank: int = 0  # of the adapter
     adapter_muon: bool = False  # whether Muon trains its matrices, by muon_lr, rather than AdamW
+    #: weight decay of what Muon trains; a low-rank adapter needs far more than whole matrices: without, the first layer
+    #: adds so much to the embeddings that tokens become alike
+    muon_decay: float = 0.01
     #: weight of the loss on attention when a token is copied (``copying``); diffusion only, in rows of one question
     guide: float = 0.0
     output: bool = False  # whether the adapter changes the output layer, for tokens that the model has never given

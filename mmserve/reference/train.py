@@ -254,7 +254,7 @@ class Run:
             self._add_adapter()
 
     def _add_adapter(self) -> None:
-        """OtherLoad the weights that it is for, which are there now; nothing for other recipes."""
+        """Add the adapter to the weights, which are loaded now; nothing for other recipes."""
         if self.recipe.trained == "adapter":
             for model in (self.model, self.average):
                 add_low_rank(model, self.recipe.rank, output=self.recipe.output)

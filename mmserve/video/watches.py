@@ -97,7 +97,7 @@ class Watches:
             self._wakes.notify()
 
     async def judge(self) -> None:
-        """FrameQuestions frames until the session ends."""
+        """Judge frames until the session ends."""
         while True:
             await self._wakes.until(lambda: bool(self._to_judge))
             seen, watches = self._to_judge.popleft()
@@ -114,7 +114,7 @@ class Watches:
         self._to_judge.clear()
 
     async def _ask(self, standing: FrameQuestions, seen: EncodedFrame, watches: list[Watching]) -> None:
-        """FrameQuestions a frame by some of its questions, in one call."""
+        """Judge a frame by some of its questions, in one call."""
         try:
             judged = await self._around.judge(standing.judge, seen, [each.question for each in watches])
             for each, found in zip(watches, judged, strict=True):

@@ -107,7 +107,7 @@ def test_a_worker_that_nobody_can_stand_in_for_is_replaced_where_a_spare_is_read
     draining = Draining(factor=4.0)
     for now in (0.0, SUSTAINED):
         act = draining.due_action(now, "w", 9.0, spared=False, replaceable=False)
-    assert act is None, "slow is better than no_worker"
+    assert act is None, "slow is better than no worker"
     assert draining.due_action(SUSTAINED, "w", 9.0, spared=False, replaceable=True) is Act.REPLACE
 
 

@@ -368,7 +368,7 @@ def test_frames_wait_while_many_are_not_in_a_saved_state(cluster: Cluster, monke
 
 
 def test_a_state_that_its_worker_did_not_save_any_more_is_saved_by_the_next(cluster: Cluster) -> None:
-    """Else frames wait for a state that no_worker was asked for, where no more of them may come before it."""
+    """Else frames wait for a state that no worker was asked for, where no more of them may come before it."""
     cluster.append(4)
     assert len(of(cluster.owner, "stream.save")) == 1
     cluster.leave(cluster.owner)

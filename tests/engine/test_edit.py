@@ -100,7 +100,7 @@ def test_the_rule() -> None:
 def test_a_block_is_final_only_after_all_of_it_was_judged(bench, recompute: str, monkeypatch) -> None:
     b: Bench = bench(tiny_model(vision=False), watch=False)
     seen: list[int] = []
-    real = Edit.settled
+    real = Edit.is_final
 
     def is_final(self, canvas, edited):
         final = real(self, canvas, edited)

@@ -134,7 +134,7 @@ def test_a_pass_that_fails_for_one_stream_fails_no_other(
         return see(*args)
 
     monkeypatch.setattr(intake, "append", failing)
-    monkeypatch.setattr(intake, "see", held)
+    monkeypatch.setattr(intake, "encode_frame", held)
     first = others[0].append(frame(0))
     assert begun.wait(PATIENCE)
     waiting = [stream.append(frame(i)) for i in (1, 2) for stream in (broken, *others)]

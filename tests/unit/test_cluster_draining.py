@@ -143,7 +143,7 @@ def test_memory_of_a_worker_that_ended_is_not_reused_at_its_successor(fleet: Fle
     actor: Any = SimpleNamespace(call=lambda *given: called.append(given))
     member.actor, member.described = actor, described("first")
     fleet.payloads.drop(Ticket("here", "first", 1, 64))
-    fleet._gone(member, actor)
+    fleet._worker_exited(member, actor)
     member.actor, member.described = actor, described("second")
     fleet.payloads.drop(Ticket("here", "first", 2, 64))
     fleet.payloads.drop(Ticket("here", "second", 3, 64))
@@ -234,19 +234,19 @@ def test_a_worker_that_was_replaced_meanwhile_is_not_given_up(fleet: Fleet) -> N
 
 
 class Model:
-    """Stands in for a coordinator; ``left`` waits until it ``may``."""
+    """Stands in for a coordinator; ``worker_exited`` waits until it ``may``."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, str]] = []
         self.entered, self.may = threading.Event(), threading.Event()
 
-    def joined(self, member: Member) -> None:
-        self.heard.append(("joined", member.name))
+    def worker_ready(self, member: Member) -> None:
+        self.heard.append(("ready", member.name))
 
     def worker_exited(self, name: str) -> None:
         self.entered.set()
         assert self.may.wait(60)
-        self.heard.append(("left", name))
+        self.heard.append(("exited", name))
 
     def tick(self, _now: float) -> None:
         self.heard.append(("tick", ""))
@@ -262,14 +262,14 @@ def test_a_place_is_taken_only_once_all_know_that_its_worker_has_ended(fleet: Fl
     given_up = threading.Thread(target=fleet._give_up, args=(member, actor))  # on the thread that watches
     given_up.start()
     assert model.entered.wait(60)
-    ended = threading.Thread(target=fleet._gone, args=(member, actor))  # on that of the place, which then begins again
+    ended = threading.Thread(target=fleet._worker_exited, args=(member, actor))  # on that of the place, which then begins again
     ended.start()
     ended.join(0.2)
     assert ended.is_alive()
     model.may.set()
     for each in (given_up, ended):
         each.join(60)
-    assert model.heard == [("left", "0")] and fleet.lost == 1
+    assert model.heard == [("exited", "0")] and fleet.lost == 1
 
 
 def test_a_worker_joins_either_before_it_ends_or_not_at_all(fleet: Fleet) -> None:
@@ -280,18 +280,18 @@ def test_a_worker_joins_either_before_it_ends_or_not_at_all(fleet: Fleet) -> Non
     for each in (first, second):
         each.equip = lambda _member: None  # type: ignore[attr-defined]
         each.may.set()
-    ended = threading.Thread(target=fleet._gone, args=(member, actor))
-    joined = first.joined
+    ended = threading.Thread(target=fleet._worker_exited, args=(member, actor))
+    ready = first.worker_ready
 
     def joins(member: Member) -> None:
         ended.start()
         ended.join(0.2)
-        joined(member)
+        ready(member)
 
-    first.joined = joins  # type: ignore[method-assign]
+    first.worker_ready = joins  # type: ignore[method-assign]
     fleet._joined(member, described())
     ended.join(60)
-    assert first.heard == second.heard == [("joined", "0"), ("left", "0")]
+    assert first.heard == second.heard == [("ready", "0"), ("exited", "0")]
 
 
 @pytest.mark.parametrize("act", [Act.DRAIN, Act.RETURN])
@@ -302,11 +302,11 @@ def test_what_is_due_for_a_slow_worker_is_not_done_to_its_successor(
     model, old = Model(), Process()
     fleet.coordinators["m"] = model  # type: ignore[assignment]
     member.actor, member.described = Process(), described()  # type: ignore[assignment]
-    monkeypatch.setattr(fleet._draining, "look", lambda *_given, **_more: act)
+    monkeypatch.setattr(fleet._draining, "due_action", lambda *_given, **_more: act)
     fleet._mind(member, old, 0.0)  # type: ignore[arg-type]
     assert not member.drained and not model.heard
     fleet._mind(member, member.actor, 0.0)
-    assert member.drained == (act is Act.DRAIN) and model.heard == [("joined", "0")] * (act is Act.RETURN)
+    assert member.drained == (act is Act.DRAIN) and model.heard == [("ready", "0")] * (act is Act.RETURN)
 
 
 def test_one_that_fails_keeps_nobody_else_unwatched(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

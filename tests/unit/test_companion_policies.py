@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit import ACCOMPANIED, COMMIT, UNPENALISED, Candidates
-from mmserve.decode.commit.base import Drafted, Judged, Verdict, leading
+from mmserve.decode.commit.base import Drafted, Verdict, Verified, leading
 from mmserve.decode.commit.draft_model import DraftModel
 from mmserve.decode.commit.guided import Guided
 
@@ -88,7 +88,7 @@ def test_candidates_one_behind_the_other() -> None:
 
 def test_the_loop_knows_them_by_what_they_have() -> None:
     made = {name: COMMIT[name]() for name in COMMIT if name not in ("early_commit", "learned")}
-    assert {name for name, policy in made.items() if isinstance(policy, Judged)} == {"guided"}
+    assert {name for name, policy in made.items() if isinstance(policy, Verified)} == {"guided"}
     assert {name for name, policy in made.items() if isinstance(policy, Drafted)} == {"draft_model"}
     assert sorted(ACCOMPANIED) == ["draft_model", "guided"] and ACCOMPANIED <= UNPENALISED
 

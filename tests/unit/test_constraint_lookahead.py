@@ -19,7 +19,7 @@ from mmserve.constraint.search.parser_states import ParserState, ParserStateCach
 from mmserve.constraint.search.prefix_equivalence import prefix_classes
 from mmserve.constraint.search.shortest_completion import find_completion
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
-from mmserve.constraint.search.witness import Outcome, Witness, follow, improve, start_witness
+from mmserve.constraint.search.witness import Outcome, Witness, advance, improve, start_witness
 from mmserve.core.constraint import JsonSchema
 
 Schema = dict[str, Any]
@@ -164,7 +164,7 @@ def cramped(spare: int) -> tuple[Witness, np.ndarray]:
     witness = start_witness(constraint, 40, close, ParserStateCache(LEXICON, constraint.classes))
     known = np.full(40, -1, np.int64)
     known[witness.length + spare :] = END
-    return follow(witness, known), known
+    return advance(witness, known), known
 
 
 def decoded(spare: int, beam: Beam, seed: int) -> tuple[list[Outcome], str]:
@@ -177,7 +177,7 @@ def decoded(spare: int, beam: Beam, seed: int) -> tuple[list[Outcome], str]:
         outcomes.append(outcome)
         at = int(np.flatnonzero(known < 0)[0])
         known[at] = witness.tokens[at]
-        witness = follow(witness, known)
+        witness = advance(witness, known)
     return outcomes, LEXICON.text(known[: witness.length].tolist()).decode()
 
 

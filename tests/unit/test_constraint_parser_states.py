@@ -22,7 +22,7 @@ from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.matcher import Grammar, Matcher, completes
 from mmserve.constraint.search.parser_states import ParserState, ParserStateCache, SharedParserStates
-from mmserve.constraint.search.witness import Outcome, Witness, admit, follow, improve
+from mmserve.constraint.search.witness import Outcome, Witness, admit, advance, improve
 from mmserve.constraint.session.answer import ConstrainedAnswer
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 from mmserve.memory import resident, trim
@@ -75,7 +75,7 @@ def steps(name: str, seed: int, size: int, states: Callable[[], ParserStateCache
         sure = content & (mine > np.log(0.9))
         chosen = here[sure] if sure.any() else here[[np.where(content, mine, -np.inf).argmax()]]
         known[chosen] = found.tokens[chosen]
-        witness = follow(found, known)
+        witness = advance(found, known)
 
 
 def told(found: Iterable[tuple[Witness, Outcome]]) -> list[tuple[list[int], Outcome]]:
@@ -130,13 +130,13 @@ def test_the_parser_of_searches_is_made_once_whatever_is_forgotten(monkeypatch: 
         return grammar("payment").apart().start()
 
     states = ParserStateCache(language().lexicon, grammar("payment").classes, parser)
-    forget = states._forget
+    forget = states._discard
 
     def counted() -> None:
         forgotten.append(1)
         forget()
 
-    monkeypatch.setattr(states, "_forget", counted)
+    monkeypatch.setattr(states, "_discard", counted)
     grown = iter(range(0, 1 << 40, 20 << 20))  # as the parser of a large grammar grows in searches
     monkeypatch.setattr("mmserve.constraint.search.parser_states.resident", lambda: next(grown))
     assert told(steps("payment", 0, SIZE, lambda: states)) == alone("payment", 0, SIZE)

@@ -29,8 +29,8 @@ from mmserve.constraint.search.witness import (
     Outcome,
     Witness,
     admit,
+    advance,
     find_first,
-    follow,
     improve,
 )
 from mmserve.constraint.session.answer import ConstrainedAnswer
@@ -225,7 +225,7 @@ def test_end_tokens_to_the_right_bound_the_answer() -> None:
     ids = tokenizer.encode('{"a":"a very long text that goes on","b":12345678}').ids
     row = np.array([ids[i] if i < len(ids) else END for i in range(kept)])
     top = TopK(np.arange(kept), row[:, None], np.full((kept, 1), -0.1, np.float32))
-    begun = follow(shortest(0, size), known)
+    begun = advance(shortest(0, size), known)
     witness, outcome = improve(begun, known, top, size, lexicon, seconds=60)
     assert outcome is Outcome.FOUND
     holds(0, witness, known, size)
@@ -248,7 +248,7 @@ def test_only_the_witness_can_be_committed() -> None:
     known = np.full(size, -1, np.int64)
     known[2] = 300 if shortest(0, size).tokens[2] != 300 else 301
     with pytest.raises(ValueError, match="only the witness"):
-        follow(shortest(0, size), known)
+        advance(shortest(0, size), known)
 
 
 def test_the_most_likely_token_is_chosen_where_the_policy_and_the_witness_differ() -> None:

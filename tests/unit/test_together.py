@@ -16,7 +16,7 @@ from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.entropy_bound import EntropyBound
 from mmserve.decode.commit.low_confidence import LowConfidence
 from mmserve.decode.logits import by_slices, slice_rows
-from mmserve.decode.sampler import Shared, candidates, judged_mask
+from mmserve.decode.sampler import Shared, candidates, verified_mask
 from mmserve.decode.together import Member, share
 from mmserve.models.base import ModelSpec
 from mmserve.models.packed import FEWEST_ROWS
@@ -67,7 +67,7 @@ def judge(counts: list[int], *, causal: bool) -> tuple[int, int]:
     """Compares candidates bit for bit; how many requests were judged alone, and how many products were made."""
     spec = cast(ModelSpec, SimpleNamespace(causal=causal, banned_ids=BANNED, mask_id=BANNED[0]))
     members, head = requests(counts)
-    rows, mask_id = share(members, spec, None), judged_mask(spec)
+    rows, mask_id = share(members, spec, None), verified_mask(spec)
     together = [
         candidates(r, p.targets, d.canvas, d.request.sampling, BANNED, None, None, d.commit.reads, mask_id)
         for r, (d, p, _logits) in zip(rows, members, strict=True)

@@ -262,7 +262,8 @@ def test_a_place_is_taken_only_once_all_know_that_its_worker_has_ended(fleet: Fl
     given_up = threading.Thread(target=fleet._give_up, args=(member, actor))  # on the thread that watches
     given_up.start()
     assert model.entered.wait(60)
-    ended = threading.Thread(target=fleet._worker_exited, args=(member, actor))  # on that of the place, which then begins again
+    # on the thread of the place, which then begins again
+    ended = threading.Thread(target=fleet._worker_exited, args=(member, actor))
     ended.start()
     ended.join(0.2)
     assert ended.is_alive()

@@ -1,4 +1,6 @@
-"""``mmserve serve --cluster`` as a process of its own, and the loss of its Ray cluster's head."""
+"""``mmserve serve --cluster`` as a process of its own: HTTP, the loss of its Ray cluster's head, and a missing package.
+
+Tests of what else the command serves share the server of ``test_e2e_cluster_sessions``."""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers import picture
 from test_e2e_http import free_port
 
-from mmserve.client import Client, Event, Finished, NotFound, Snapshot
+from mmserve.client import Client, Event, Finished, Snapshot
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -42,28 +44,6 @@ def server(tmp_path: Path) -> Iterator[Process]:
     file.write_text(CLUSTER)
     with serving(tmp_path, "--cluster", str(file), "--set", "engine.torch_threads=1") as found:
         yield found
-
-
-def test_the_command_serves_from_a_cluster_and_ends_in_order(server: Process) -> None:
-    with Client(server.address, timeout=PATIENCE) as client:
-        client.generate("What is it?", images=[picture(1)], max_new_tokens=8)
-        [entry] = client.cache.list().entries
-        assert (entry.kind, entry.workers) == ("visual", ("0",))
-        assert client.cache.warm("Warm.").prompt_tokens > 0
-        assert client.cache.drop([entry.id]) == 1 and client.cache.list().entries == ()
-        assert [adapter.name for adapter in client.adapters()] == ["decisions", "streams", "tools"]
-        with pytest.raises(NotFound, match=r"no adapter 'red', and \[engine\] adapter_folder is not set"):
-            client.load_adapter("red")
-        with client.video_session() as session:
-            session.push(picture(2))
-            assert session.ask("What is it?", max_new_tokens=8).usage.prompt_tokens > 0
-        events = client.stream("Count to ten.", max_new_tokens=64, temperature=1.0, seed=1)
-        first = next(events)
-        server.process.send_signal(signal.SIGTERM)
-        rest = list(events)
-    assert not isinstance(first, Finished) and isinstance(rest[-1], Finished), "a drain lets requests finish"
-    assert server.process.wait(PATIENCE) == 0, server.stderr()
-    assert "SIGTERM: draining" in server.stderr()
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Sessions of video on ``mmserve serve --cluster``: answers as of one process, whatever happens to the workers."""
+"""Sessions of video on ``mmserve serve --cluster``: answers as of one process, whatever happens to the workers; and
+other services of the command, whose server ends in the last test."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from e2e_helpers import Process, serving, settings
 from helpers import picture
 
 from mmserve.assembly import BackgroundServer
-from mmserve.client import Alert, Client, VideoSession
+from mmserve.client import Alert, Client, Finished, NotFound, VideoSession
 from mmserve.config import ModelConfig
 
 pytestmark = [pytest.mark.timeout(900)]
@@ -168,3 +169,22 @@ def test_sessions_have_the_adapters_of_the_checkpoint(cluster: Process) -> None:
             for name in ("bundled", "bundled:streams")
         ]
         assert answers[0] != answers[1]
+
+
+def test_the_command_serves_from_a_cluster_and_ends_in_order(cluster: Process) -> None:
+    with Client(cluster.address, timeout=PATIENCE) as client:
+        before = client.cache.list("bundled").entries
+        client.generate("What is it?", images=[picture(1)], max_new_tokens=8)
+        [entry] = (each for each in client.cache.list("bundled").entries if each not in before)
+        assert entry.kind == "visual" and entry.workers in (("0",), ("1",))
+        assert client.cache.warm("Warm.").prompt_tokens > 0
+        assert client.cache.drop([entry.id]) == 1 and client.cache.list("bundled").entries == before
+        with pytest.raises(NotFound, match=r"no adapter 'red', and \[engine\] adapter_folder is not set"):
+            client.load_adapter("red")
+        events = client.stream("Count to ten.", max_new_tokens=64, temperature=1.0, seed=1)
+        first = next(events)
+        cluster.process.send_signal(signal.SIGTERM)
+        rest = list(events)
+    assert not isinstance(first, Finished) and isinstance(rest[-1], Finished), "a drain lets requests finish"
+    assert cluster.process.wait(PATIENCE) == 0, cluster.stderr()
+    assert "SIGTERM: draining" in cluster.stderr()

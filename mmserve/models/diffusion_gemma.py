@@ -59,7 +59,7 @@ def load(checkpoint: Checkpoint, target: Target) -> CanvasModel:
             attn_implementation={"text_config": ATTENTION},
             experts_implementation=EXPERTS if target.device.type == "cpu" else None,
         )
-    except (OSError, RuntimeError, ValueError, TypeError) as error:
+    except (AssertionError, OSError, RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(f"{checkpoint.folder} cannot be read: {error}") from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -218,8 +218,8 @@ def _spec(checkpoint: Checkpoint, config: Any, name: str, bound: float, *, image
             steps=given.integer("max_denoising_steps", default=_STEPS),
             bound=bound,
             t_max=given.number("t_max", default=_T_MAX),
-            t_min=given.number("t_min", default=_T_MIN),
-            stable=given.integer("stability_threshold", default=_STABLE),
+            t_min=given.number("t_min", default=_T_MIN, zero=True),
+            stable=given.integer("stability_threshold", default=_STABLE, zero=True),
             confident=given.number("confidence_threshold", default=_CONFIDENT),
         ),
     )

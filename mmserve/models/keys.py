@@ -16,13 +16,15 @@ class Keys:
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
         self.values, self.path = values, path
 
-    def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of ``names`` that is set, a positive integer; ``default`` if none is. Raises ``ConfigError``."""
-        return int(self._number(names, (int,), default))
+    def integer(self, *names: str, default: int | None = None, zero: bool = False) -> int:
+        """The first of ``names`` that is set, a positive integer, or 0 if ``zero``; ``default`` if none is. Raises
+        ``ConfigError``."""
+        return int(self._number(names, (int,), default, zero))
 
-    def number(self, *names: str, default: float | None = None) -> float:
-        """The first of ``names`` that is set, a positive number; ``default`` if none is. Raises ``ConfigError``."""
-        return float(self._number(names, (int, float), default))
+    def number(self, *names: str, default: float | None = None, zero: bool = False) -> float:
+        """The first of ``names`` that is set, a positive number, or 0 if ``zero``; ``default`` if none is. Raises
+        ``ConfigError``."""
+        return float(self._number(names, (int, float), default, zero))
 
     def flag(self, name: str) -> bool:
         """A boolean switch; False if it is not set."""
@@ -70,15 +72,16 @@ class Keys:
             )
         raise ConfigError(f"{self.path}: {name} = {value!r} is not one of the tower's {layers} layers{more}")
 
-    def _number(self, names: tuple[str, ...], kinds: tuple[type, ...], default: float | None) -> Any:
+    def _number(self, names: tuple[str, ...], kinds: tuple[type, ...], default: float | None, zero: bool) -> Any:
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
             if default is None:
                 raise ConfigError(f"{self.path} has no {' or '.join(names)}")
             return default
         value: Any = self.values[name]
-        if type(value) not in kinds or not 0 < value < math.inf:
-            raise ConfigError(f"{self.path}: {name} must be a positive number, not {value!r}")
+        if type(value) not in kinds or not 0 <= value < math.inf or (value == 0 and not zero):
+            wanted = "a number of at least 0" if zero else "a positive number"
+            raise ConfigError(f"{self.path}: {name} must be {wanted}, not {value!r}")
         return value
 
 

@@ -247,14 +247,32 @@ def test_a_checkpoint_without_a_tensor_is_refused(folder: Path, tmp_path: Path) 
     ],
 )
 def test_samplers_that_are_not_supported(folder: Path, tmp_path: Path, sampler: Any, message: str) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    path = tmp_path / "generation_config.json"
-    settings = json.loads(path.read_text())
-    path.unlink()
-    path.write_text(json.dumps({**settings, "sampler_config": sampler}))
+    path = _changed(folder, tmp_path, "generation_config.json", {"sampler_config": sampler})
     with pytest.raises(ConfigError, match=message):
-        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+        load_model(ModelConfig(path=str(path), device="cpu"))
+
+
+def test_a_padding_token_beyond_the_vocabulary(folder: Path, tmp_path: Path) -> None:
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    path = _changed(folder, tmp_path, "config.json", {"text_config": {**text, "pad_token_id": 10**6}})
+    with pytest.raises(ConfigError, match="cannot be read: Padding_idx must be within"):
+        load_model(ModelConfig(path=str(path), device="cpu"))
+
+
+def test_a_temperature_of_zero_and_no_stable_step_are_settings_as_in_transformers(folder: Path, tmp_path: Path) -> None:
+    path = _changed(folder, tmp_path, "generation_config.json", {"t_min": 0.0, "stability_threshold": 0})
+    rule = load_model(ModelConfig(path=str(path), device="cpu")).spec.renoising
+    assert rule is not None and (rule.t_min, rule.stable) == (0.0, 0)
+
+
+def _changed(folder: Path, copy: Path, name: str, changed: dict[str, Any]) -> Path:
+    """A ``copy`` of the checkpoint whose file ``name`` has some other values."""
+    for file in folder.iterdir():
+        (copy / file.name).symlink_to(file)
+    settings = json.loads((folder / name).read_text())
+    (copy / name).unlink()
+    (copy / name).write_text(json.dumps({**settings, **changed}))
+    return copy
 
 
 def test_between_steps_logits_take_the_models_dtype(bench: Make, folder: Path) -> None:

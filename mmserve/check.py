@@ -38,8 +38,16 @@ def check(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
 
     Checked are the tables, ports, certificates, cache folders, schedulers, and every model's files: ``config.json``,
     tokenizer, chat template, names, shapes and dtypes of all tensors, and adapters. Models of the hub are reported as
-    not checked.
+    not checked. No finding is repeated, for example if a model is given twice.
     """
+    reported = set[Finding]()
+    for finding in _findings(data, source):
+        if finding not in reported:
+            reported.add(finding)
+            yield finding
+
+
+def _findings(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
     problems, sound = _settle(data, source)
     yield from (Finding("configuration", problem) for problem in problems)
     if not problems:

@@ -1,8 +1,9 @@
 """The effect of hostile requests on other clients: ``mmserve bench attacks``.
 
 For each attack: the latency of short text requests and of health checks while it runs and on an idle server, and the
-server's memory before it and some time after it. Server and attacker run in separate processes. A request or a health
-check that fails has no latency: it misses a goal by itself, as does a server or an attacker that ends.
+server's memory (the median of several readings) before it and some time after it. Server and attacker run in separate
+processes. A request or a health check that fails has no latency: it misses a goal by itself, as does a server or an
+attacker that ends.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from mmserve.reference.items import Question
 CHECK_EVERY = 0.05
 #: Duration of an attack, and time after its end until memory is measured again, in seconds.
 ATTACK_SECONDS, SETTLE_SECONDS = 15.0, 60.0
+#: Readings of the memory for one figure, and seconds between two of them.
+MEMORY_READINGS, MEMORY_EVERY = 5, 1.0
 #: Goals: p99 of text requests relative to the idle server, latency of a health check (ms), memory relative to before.
 SLOWER, CHECK_MS, GROWTH = 3.0, 100.0, 1.2
 PATIENCE = 120.0
@@ -59,6 +62,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
             "attack_seconds": ATTACK_SECONDS,
             "settle_seconds": SETTLE_SECONDS,
             "check_every_seconds": CHECK_EVERY,
+            "memory_readings": MEMORY_READINGS,
         },
     }
 
@@ -71,7 +75,7 @@ def _attacked(served: ServedProcess, name: str, seed: int, progress: Progress) -
     progress(f"{name}: idle")
     _watch(served.address, asks, ATTACK_SECONDS / 4)  # warm-up
     idle = _watch(served.address, asks, ATTACK_SECONDS)
-    before = served.resident_bytes()
+    before = _readings(served)
     progress(f"{name}: attacked for {ATTACK_SECONDS:.0f} s")
     attacker = subprocess.Popen(
         [sys.executable, "-m", "mmserve.bench.attackers", served.address, name], stdout=subprocess.PIPE
@@ -80,19 +84,35 @@ def _attacked(served: ServedProcess, name: str, seed: int, progress: Progress) -
         assert attacker.stdout is not None
         attacker.stdout.readline()  # returns once it has begun, or has failed
         seen = _watch(served.address, asks, ATTACK_SECONDS, idle.answers)
-        during = served.resident_bytes()
+        during = _readings(served)
         alive = attacker.poll() is None
     finally:
         attacker.kill()
         attacker.communicate()
     progress(f"{name}: {SETTLE_SECONDS:.0f} s after it")
     time.sleep(SETTLE_SECONDS)
-    memory = [before, during, served.resident_bytes()]
     return {
         **_row(name, idle, seen),
-        "memory_mib": [held >> 20 for held in memory],
+        **_memory([before, during, _readings(served)]),
         "attack_went_on": alive,
         "server_went_on": served.running,
+    }
+
+
+def _readings(served: ServedProcess) -> list[int]:
+    """Resident bytes of the server, read ``MEMORY_READINGS`` times."""
+    found = [served.resident_bytes()]
+    for _ in range(MEMORY_READINGS - 1):
+        time.sleep(MEMORY_EVERY)
+        found.append(served.resident_bytes())
+    return found
+
+
+def _memory(readings: Sequence[Sequence[int]]) -> Figures:
+    """The median, minimum and maximum of each of the ``readings`` (bytes): before, during and after the attack."""
+    return {
+        "memory_mib": [round(statistics.median(each)) >> 20 for each in readings],
+        "memory_mib_range": [[min(each) >> 20, max(each) >> 20] for each in readings],
     }
 
 

@@ -26,6 +26,9 @@ from typing import Any
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.bench.served import ServedProcess
 from mmserve.bench.settings import named_tasks
+from mmserve.client import Client
+from mmserve.core.info import ModelInfo
+from mmserve.errors import ConfigError
 from mmserve.reference.evaluate import item
 
 CLIENTS, VIEWERS, EACH = 16, 4, 1
@@ -33,6 +36,8 @@ CLIENTS, VIEWERS, EACH = 16, 4, 1
 #: request.
 LEAST_THROUGHPUT, MOST_OWN_MS, MOST_OWN_SHARE = 0.98, 1.0, 0.1
 TASKS = ("viewers", "slow", "front")
+#: Those about drafts, which only diffusion models have.
+_OF_DRAFTS = ("viewers", "slow")
 _TOKENS, _SHORT_TOKENS, _LONG_TOKENS, _SHORT_REQUESTS = 64, 8, 256, 100
 _CHAT = "/v1/chat/completions"
 _PLAIN: dict[str, Any] = {"lowConfidence": {}, "noCache": {}}
@@ -60,13 +65,16 @@ class Streamed:
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     """The measures of the selected tasks."""
-    tasks = named_tasks(arguments, TASKS)
+    named_tasks(arguments, TASKS)  # an unknown one is reported before a server is started
     measures: list[Figures] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     changed = {**vars(arguments), "set": [*arguments.set, f"server.http_port={port}"]}
     with ServedProcess(Namespace(**changed)) as served:
-        client = _Client(port)
+        with Client(served.address) as described:
+            info = described.describe()
+        tasks = _tasks(arguments, info)
+        client = _Client(port, info.name)
         client.stream("What is 3 + 4?", _SHORT_TOKENS)  # warm-up
         if "viewers" in tasks:
             measures += _viewers(client, served, arguments, progress)
@@ -78,11 +86,22 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     return {"measures": measures, "settings": settings}
 
 
-class _Client:
-    """Sends chat completions to ``port`` of this machine, by default over a new connection each."""
+def _tasks(arguments: argparse.Namespace, info: ModelInfo) -> list[str]:
+    """The selected tasks, by default all that the model of ``info`` supports.
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    Raises ``ConfigError`` for a task about drafts if the model has none.
+    """
+    tasks = named_tasks(arguments, TASKS, TASKS if info.diffusion else ("front",))
+    if not info.diffusion and (absent := [task for task in tasks if task in _OF_DRAFTS]):
+        raise ConfigError(f"--tasks: {absent[0]!r} needs a diffusion model, and {info.name!r} has no drafts: use front")
+    return tasks
+
+
+class _Client:
+    """Sends chat completions for ``model`` to ``port`` of this machine, by default over a new connection each."""
+
+    def __init__(self, port: int, model: str) -> None:
+        self._port, self._model = port, model
 
     def connected(self, buffer: int = 0) -> HTTPConnection:
         """A new connection. ``buffer``: size of the client's receive buffer in bytes, 0 = the default."""
@@ -113,7 +132,7 @@ class _Client:
         """
         connection = kept or self.connected(buffer)
         headers = _HEADERS if kept else {**_HEADERS, "connection": "close"}
-        body = _body(prompt, tokens, plain=plain, drafts=drafts)
+        body = _body(self._model, prompt, tokens, plain=plain, drafts=drafts)
         began = time.monotonic()
         connection.request("POST", _CHAT, json.dumps({**body, **_LARGE} if large else body), headers)
         first()
@@ -127,12 +146,12 @@ class _Client:
         return _streamed(data, seconds)
 
 
-def _body(prompt: str, tokens: int, *, plain: bool, drafts: bool) -> dict[str, Any]:
+def _body(model: str, prompt: str, tokens: int, *, plain: bool, drafts: bool) -> dict[str, Any]:
     own: dict[str, Any] = {"stream": _DRAFTS} if drafts else {}
     if plain:
         own["diffusion"] = {**_PLAIN, "blockLength": tokens}
     messages = [{"role": "user", "content": prompt}]
-    return {"model": "bundled", "messages": messages, "max_tokens": tokens, "stream": True, "mmserve": own}
+    return {"model": model, "messages": messages, "max_tokens": tokens, "stream": True, "mmserve": own}
 
 
 def _streamed(data: bytes, seconds: float) -> Streamed:

@@ -17,7 +17,7 @@ from typing import Any
 from llguidance import LLParserLimits
 
 from mmserve.bench.copyist import Copyist, decode, written
-from mmserve.bench.measures import Figures, Progress
+from mmserve.bench.measures import Figures, Progress, percentile
 from mmserve.bench.schemas import SCHEMAS, Wanted
 from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
@@ -120,8 +120,7 @@ def run(
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """The 50th and the 99th percentile, and the maximum."""
-    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [*values] * 99
-    return {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3), "max": round(max(values), 3)}
+    return {name: round(percentile(values, share), 3) for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
 
 
 def _figures(seconds: Sequence[float]) -> dict[str, float]:

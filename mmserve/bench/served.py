@@ -16,7 +16,8 @@ from mmserve.errors import ConfigError
 #: Seconds within which a server must print its address.
 _START_SECONDS = 120.0
 _STOP_SECONDS = 30.0
-_ANNOUNCED = re.compile(r"^mmserve serves .* on (\S+:\d+)$")
+#: The line of a server that is ready, with its gRPC address.
+ANNOUNCED = re.compile(r"^mmserve serves .*? on (\S+:\d+)(?:, and over HTTP on \S+:\d+)?$")
 
 
 class ServedProcess:
@@ -68,7 +69,7 @@ class ServedProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.append(line)
-            if found := _ANNOUNCED.match(line.strip()):
+            if found := ANNOUNCED.match(line.strip()):
                 self.address = found[1]
                 self._ready.set()
         self._ready.set()  # the process ended

@@ -74,7 +74,7 @@ class _Chosen:
         meaning="initial tokens of a diffusion model's canvas, and which of them are pinned (``SeedCanvas``)",
         shown="none",
     )
-    tokens: bool = value(False, meaning="return the tokens of the answer with their log-probabilities", shown="False")
+    tokens: bool = value(False, meaning="return the tokens of the answer with their log-probabilities")
     alternatives: int = value(
         None,
         values(Streaming)["alternatives"].range,
@@ -109,10 +109,9 @@ class _Chosen:
     raw: bool = value(
         False,
         meaning="continue the text or token ids (`TokensPart`) of the prompt, without the model's chat template",
-        shown="False",
     )
     continue_final_message: bool = value(
-        False, meaning="continue the last message of the chat, which must be the assistant's", shown="False"
+        False, meaning="continue the last message of the chat, which must be the assistant's"
     )
     template_options: object = value(
         None,
@@ -134,7 +133,7 @@ class _Chosen:
     allowed_tools: tuple[str, ...] = value(
         None, meaning="names of the tools that can be called; the model is shown all of ``tools``", shown="all"
     )
-    parallel_tool_calls: bool = value(None, meaning="allow several calls in one answer", shown="True")
+    parallel_tool_calls: bool = value(None, meaning="allow several calls in one answer", shown="true")
     pruner: str = value(
         None, meaning="method that drops visual tokens; needs keep_ratio, token_budget or attention_mass", shown="none"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mmserve.bench.measures import percentile
 from mmserve.plan.workload import Ask, Targets
 
 
@@ -52,8 +53,7 @@ class Outcome:
 
     def percentile(self, what: str, share: float) -> float:
         """A percentile of ``ttft`` or ``tpot`` (seconds)."""
-        ordered = sorted(getattr(one, what) for one in self.served)
-        return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))])
+        return percentile([getattr(one, what) for one in self.served], share)
 
     @property
     def utilization(self) -> float:

@@ -30,7 +30,7 @@ def wrong_quality(diffusion: pb.DiffusionParams) -> Iterator[tuple[str, str]]:
     if named:
         yield path, f"must not be set with a policy that is named, as {' and '.join(named)} here: choose one way"
     if diffusion.HasField("steps") and (wanted != "quality" or diffusion.quality != pb.QUALITY_EXACT):
-        yield path, "must be QUALITY_EXACT, or not be set, with steps, which set how many tokens a step commits"
+        yield path, "must be exact, or not be set, with steps, which set how many tokens a step commits"
 
 
 #: Commit policies that never exceed a given number of steps.
@@ -47,7 +47,7 @@ def wrong_max_steps(diffusion: pb.DiffusionParams, info: ModelInfo) -> Iterator[
     elif diffusion.HasField("steps"):
         yield path, "must not be set with steps"
     elif _bounds(diffusion, info) and diffusion.WhichOneof("wanted") and diffusion.quality != pb.QUALITY_EXACT:
-        yield path, "must not be set with a quality but QUALITY_EXACT: it decides how many tokens a step commits"
+        yield path, "must not be set with a quality other than exact: it decides how many tokens a step commits"
     elif _bounds(diffusion, info) and (diffusion.WhichOneof("commit") or _BOUNDED[0]) not in _BOUNDED:
         yield path, f"must not be set with a commit policy but {', '.join(_BOUNDED)}: others take the steps they need"
 

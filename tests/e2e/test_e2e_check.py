@@ -64,6 +64,13 @@ def test_every_problem_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(problems) == len(BROKEN), problems
 
 
+def test_a_problem_of_a_model_that_is_given_twice_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    twice = ("--model", "/no/such", "--model", "/no/such")
+    assert main(["serve", "--check", "--set", "server.port=0", *twice]) == 1
+    parts = [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert parts == ["configuration", "names of models", "port 0", "model such"]
+
+
 def test_models_that_are_no_tables_are_reported_beside_a_companion_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -378,6 +378,16 @@ def test_the_constraint_benchmark_names_its_parts(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
+def test_the_http_benchmark_measures_a_model_that_has_no_drafts() -> None:
+    causal = ("bench", "http", "--model", "bundled-causal", "--repeats", "2", "--set", "engine.torch_threads=1")
+    done = command(*causal, "--json")
+    assert done.returncode == 0, done.stderr
+    names = [measure["name"] for measure in one_json(done.stdout)["measures"]]
+    assert "a short request" in names and not [name for name in names if "drafts" in name]
+    assert_fails_clearly(command(*causal, "--tasks", "front,slow"), "'slow' needs a diffusion model")
+
+
+@pytest.mark.slow
 def test_the_decode_benchmark_sets_a_pair_beside_the_baseline(tmp_path: Path) -> None:
     given = ("--limit", "2", "--tasks", "what", "--commit", "threshold", "--concurrent", "2")
     small = ("--set", "engine.torch_threads=1", "--plot", str(tmp_path / "pairs.png"))

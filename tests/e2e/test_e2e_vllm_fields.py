@@ -142,7 +142,14 @@ def test_most_steps_that_cannot_be_kept_are_refused_by_name(port: int) -> None:
     for model in (MASKED, BLOCKS):
         named = {"diffusion": {"threshold": {"confidence": 0.5}}}
         refused(port, model, field, "commit policy", vllm_xargs=one, mmserve=named)
-        refused(port, model, field, "QUALITY_EXACT", vllm_xargs=one, mmserve={"diffusion": {"quality": "QUALITY_FAST"}})
+        refused(
+            port,
+            model,
+            field,
+            "a quality other than exact",
+            vllm_xargs=one,
+            mmserve={"diffusion": {"quality": "QUALITY_FAST"}},
+        )
 
 
 @pytest.mark.parametrize("model", KINDS)

@@ -146,6 +146,7 @@ def test_a_quality_that_cannot_be_is_invalid(
     with pytest.raises(InvalidArgument) as raised:
         client.generate("x", model="diffusion", **options)
     assert [violation.field for violation in raised.value.violations] == [field]
+    assert "QUALITY_" not in str(raised.value), "the SDK's users name it in lower case"
 
 
 @pytest.mark.parametrize("number", [0, 4, 77])

@@ -13,6 +13,7 @@ import pytest
 from mmserve.bench import attacks, cluster_coded, cluster_kills, load, video_alerts, video_sessions
 from mmserve.bench.attacks import Seen
 from mmserve.bench.in_process import Answer
+from mmserve.bench.served import ANNOUNCED
 
 IDLE = Seen(texts=[100.0] * 5, checks=[10.0] * 5)
 WELL = {"memory_mib": [500, 600, 500], "attack_went_on": True, "server_went_on": True}
@@ -48,6 +49,18 @@ def test_requests_that_are_not_answered_have_no_latency_and_miss_their_goal() ->
 )
 def test_a_server_or_an_attacker_that_ends_misses_a_goal(ended: dict[str, Any], missed: set[str]) -> None:
     assert {name for name, met in measured(IDLE, **ended).items() if not met} == missed
+
+
+@pytest.mark.parametrize("more", ["", ", and over HTTP on 127.0.0.1:81"])
+def test_the_address_of_a_server_is_that_of_grpc(more: str) -> None:
+    found = ANNOUNCED.match(f"mmserve serves bundled, bundled-causal on 127.0.0.1:80{more}")
+    assert found is not None and found[1] == "127.0.0.1:80"
+
+
+def test_memory_is_the_median_of_several_readings() -> None:
+    mib = 1 << 20
+    found = attacks._memory([[500 * mib, 900 * mib, 510 * mib], [0, 0, 0], [700 * mib]])
+    assert found == {"memory_mib": [510, 0, 700], "memory_mib_range": [[500, 900], [0, 0], [700, 700]]}
 
 
 def test_a_load_without_answers_has_no_latency_and_no_accuracy() -> None:

@@ -100,6 +100,7 @@ def test_options_that_may_be_repeated_are_described_so(capsys: pytest.CaptureFix
     for flag in ("--image FILE|ID", "--video FILE|ID", "--stop TEXT", "--choice TEXT"):
         described = text.rpartition(f" {flag} ")[2]
         assert "may be repeated" in described.partition(" --")[0], flag
+    assert "default false" in text and "default False" not in text and "default True" not in text
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from mmserve.errors import ConfigError
 from mmserve.plan.clock import Clock
 from mmserve.plan.costs import Costs, Curve, Link
 from mmserve.plan.layout import Batching, Layout, layouts
-from mmserve.plan.outcome import Outcome
+from mmserve.plan.outcome import Outcome, Served
 from mmserve.plan.simulate import Simulation
 from mmserve.plan.switching import RoleSwitching
-from mmserve.plan.workload import Kind, Workload
+from mmserve.plan.workload import Ask, Kind, Workload
 
 COSTS = Costs(
     "test",
@@ -45,6 +45,11 @@ def simulated(
     costs = options.pop("costs", COSTS)
     asks = workload.draw(count, rate, seed)
     return Simulation(costs, Layout.parse(layout), batching, asks, **options).run()  # type: ignore[arg-type]
+
+
+def test_percentiles_are_those_of_benchmarks() -> None:
+    outcome = Outcome([Served(Ask(number, 0.0, TEXT), float(number), 99.0) for number in range(1, 11)], 99.0)
+    assert [outcome.percentile("ttft", share) for share in (0.5, 0.9, 0.91, 1.0)] == [5.0, 9.0, 10.0, 10.0]
 
 
 @settings(max_examples=30, deadline=None)

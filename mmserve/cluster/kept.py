@@ -74,6 +74,9 @@ class ClusterKept:
         """See ``Leftover``."""
         return ClusterLeftover(self._ask, tuple(served), model)
 
+    def unpin_in_memory(self, successor: object = None) -> None:
+        """Does nothing: the memory of a model's workers is freed when they end."""
+
     def prefix_of(self, request: str) -> str:
         """The id of the prompt prefix of a recently ended request; empty if none is cached."""
         return next(filter(None, self._ask("prefix_of", request).returned.values()), "")

@@ -274,7 +274,6 @@ class Engine:
                 self.info.name,
                 ", ".join(left),
             )
-        self.kept.unpin_in_memory()
         self.stages.decoders.close()
 
     def stats(self) -> Stats:

@@ -155,14 +155,14 @@ class Prefixes:
             self._tier.save(there[-most:])
             self._tier.cache.flush()
 
-    def uses(self, key: bytes, block: Block) -> bool:
-        """Whether requests use the block under this key of the tier, whatever its label."""
-        return self._tier is not None and self._tier.uses(key, block.label)
+    def uses(self, key: bytes, label: Label) -> bool:
+        """Whether requests use the page under this key of the tier; ``label`` may have another model's name."""
+        return self._tier is not None and self._tier.uses(key, label)
 
-    def unpin_in_memory(self) -> None:
-        """Unpin the model's pages in memory, except those pinned on disk."""
+    def unpin_in_memory(self, keep: Callable[[bytes, Label], bool]) -> None:
+        """Unpin the model's pages in memory, except those to ``keep``; those on disk stay pinned."""
         if self._tier is not None:
-            self._tier.cache.unpin_in_memory(self._model)
+            self._tier.cache.unpin_in_memory(self._model, keep)
 
     def _in_pool(self) -> list[Block]:
         labels = ((key, self._labels.get(key)) for key in self._pool.published())
@@ -260,10 +260,19 @@ class Kept:
         """See ``Leftover``."""
         return Leftover(self._shared, served, model, self._prefixes.uses)
 
-    def unpin_in_memory(self) -> None:
-        """Unpin entries in memory: without their engine they could not be unpinned."""
-        self._tokens.unpin_in_memory(self._model)
-        self._prefixes.unpin_in_memory()
+    def unpin_in_memory(self, successor: Kept | None = None) -> None:
+        """Unpin entries in memory, for an engine that has stopped: they would take memory from other models.
+
+        ``successor``: of the engine that serves the model now, if any. Pages that it can use stay pinned, and all
+        visual tokens, of which that is not known.
+        """
+        if successor is None:
+            self._tokens.unpin_in_memory(self._model)
+        self._prefixes.unpin_in_memory(lambda key, label: successor is not None and successor.uses(key, label))
+
+    def uses(self, key: bytes, label: Label) -> bool:
+        """See ``Prefixes.uses``."""
+        return self._prefixes.uses(key, label)
 
     def prefix_of(self, request: str) -> str:
         """The id of the prompt prefix of a recently ended request; empty if none is cached."""

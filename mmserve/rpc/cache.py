@@ -21,12 +21,23 @@ from mmserve.rpc.generation import Generations, answered, deadline_of, logged
 from mmserve.rpc.status import errors_to_status, handler
 from mmserve.v1 import cache_pb2 as pb
 from mmserve.v1 import cache_pb2_grpc
+from mmserve.v1 import generation_pb2 as gen
 from mmserve.wire.cached import KINDS, to_entry
 
 logger = logging.getLogger("mmserve.rpc")
 
-#: Fields of a request that determine its prompt's entry.
-_OF_PROMPT = ("model", "messages", "raw", "template_options", "vision", "image_reuse", "adapter")
+#: Fields of a request that determine its prompt's entry. ``tools`` too, unless ``tool_choice`` excludes them.
+_OF_PROMPT = (
+    "model",
+    "messages",
+    "continue_final_message",
+    "raw",
+    "template_options",
+    "tools",
+    "vision",
+    "image_reuse",
+    "adapter",
+)
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
@@ -72,8 +83,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 del message  # it may hold media
                 if pin:
                     check_admin("pin or drop cache entries")
+                shown = _OF_PROMPT if made.tool_choice != gen.TOOL_CHOICE_NONE else set(_OF_PROMPT) - {"tools"}
                 for field, _ in made.ListFields():
-                    if field.name not in _OF_PROMPT:
+                    if field.name not in shown:
                         made.ClearField(field.name)
                 made.sampling.max_new_tokens, made.sampling.n = 1, 1
                 with logged(own, label), self._generations.watch() as watch:
@@ -87,7 +99,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                         raise error.with_traceback(None) from None  # its frames hold the message
                     finally:
                         del made
-                    request = replace(request, streaming=Streaming(deltas=False))
+                    # without the grammar of calls, which the one token is too short for
+                    request = replace(request, streaming=Streaming(deltas=False), constraint=None)
                     async with aclosing(answered(engine, request, watch)) as events:
                         ends = [event async for event in events if isinstance(event, Finished)]
                 name = await asyncio.to_thread(_kept(engine).prefix_of, own)

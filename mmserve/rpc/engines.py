@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from mmserve.core.cached import Block
 from mmserve.core.constraint import CheckedConstraint
@@ -93,6 +93,9 @@ class KeptLike(EntriesLike, Protocol):
         """Entries of models that are not served (see ``tiers.leftover.Leftover``)."""
 
     def prefix_of(self, request: str) -> str: ...
+
+    def unpin_in_memory(self, successor: Any = None) -> None:
+        """Unpin what a stopped engine has in memory (see ``engine.prefixes.Kept.unpin_in_memory``)."""
 
 
 def kept_of(engine: EngineLike) -> KeptLike | None:

@@ -18,7 +18,7 @@ from mmserve.models.names import served_names
 from mmserve.observe.endpoint import Endpoint
 from mmserve.rpc.auth import BearerAuth
 from mmserve.rpc.certificates import Certificates
-from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.engines import EngineLike, Engines, kept_of
 from mmserve.settle import settle
 from mmserve.tenants import accepted_tokens
 
@@ -146,12 +146,19 @@ class Replacement:
             if self.ending:
                 return in_time
             await self._run(engine.stop)
+            await self._run(self._unpin, engine)
             self.leaving.remove(engine)
             stopped.append(weakref.ref(engine))
             del engine
         if not self.ending:
             await self._run(release_memory, stopped)
         return in_time
+
+    def _unpin(self, stopped: EngineLike) -> None:
+        """Unpin cache entries of a stopped engine that the engine of the same name, if there is one, does not use."""
+        kept, successor = kept_of(stopped), self._engines.get(stopped.info.name)
+        if kept is not None:
+            kept.unpin_in_memory(None if successor is None else kept_of(successor))
 
     async def _replace(self, models: tuple[ModelConfig, ...], load: Load) -> None:
         async with self.lock:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from mmserve.config import Config
@@ -185,7 +186,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
 
     def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> SessionQuestions:
         """The converter of questions of ``session`` to requests of the engine."""
-        info, config = info_with(session.owner, session.adapter), self._config
+        info, config = partial(info_with, session.owner), self._config
         return SessionQuestions(info, config.media, session.tenant, configured.config, session.adapter, config.slo)
 
 

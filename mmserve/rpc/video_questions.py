@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +28,15 @@ _LONGEST = 365 * 86_400.0
 
 
 class SessionQuestions:
-    """Makes requests of the questions of one session, to the model of ``info`` with ``adapter`` (empty = none);
-    ``config``: the session's own; ``slo``: the classes that questions may name."""
+    """Makes requests of the questions of one session; ``adapter``: of those that name none (empty = none).
+
+    ``info``: the description of the model with an adapter; ``config``: the session's own; ``slo``: the classes that
+    questions may name.
+    """
 
     def __init__(
         self,
-        info: ModelInfo,
+        info: Callable[[str], ModelInfo],
         limits: MediaConfig,
         tenant: Tenant,
         config: pb.ConfigureSession,
@@ -49,7 +52,7 @@ class SessionQuestions:
 
     def converted(self, request: Request) -> m.Converted:
         """As ``video.messages.Ask.converted``."""
-        return tool_events(request, self._info)
+        return tool_events(request, self._info(request.adapter))
 
     def typed(self, asked: pb.Decide) -> m.Typed:
         """The request of typed questions; raises as ``free`` does."""
@@ -57,7 +60,7 @@ class SessionQuestions:
             raise InvalidArgument(*wrong)
         message = decision_pb2.DecideRequest(messages=asked.messages, questions=asked.questions)
         ids, questions = parse_decisions(message)
-        request = self._request(generation_of(message, self._info), asked, "decide")
+        request = self._request(generation_of(message, self._info(self._adapter)), asked, "decide")
         request = replace(request, decisions=questions, streaming=replace(request.streaming, deltas=False))
         return m.Typed(ids, questions, request)
 
@@ -68,7 +71,7 @@ class SessionQuestions:
         return to_request(
             message,
             request_id=uuid.uuid4().hex,
-            info=self._info,
+            info=self._info(message.adapter or self._adapter),
             adapter=self._adapter,
             limits=self._limits,
             media=_no_media,

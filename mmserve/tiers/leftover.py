@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from mmserve.core.cached import Block, alone, named
+from mmserve.core.cached import Block, Label, alone, named
 from mmserve.tiers.memory import TensorCache
 
 
@@ -21,7 +21,7 @@ class Leftover:
         caches: Sequence[TensorCache],
         served: Collection[str],
         model: str,
-        usable: Callable[[bytes, Block], bool],
+        usable: Callable[[bytes, Label], bool],
     ) -> None:
         self._caches, self._served, self._model, self._usable = caches, frozenset(served), model, usable
 
@@ -63,4 +63,4 @@ class Leftover:
         ]
 
     def _is_stale(self, key: bytes, block: Block) -> bool:
-        return block.label.kind == "prefix" and not self._usable(key, block)
+        return block.label.kind == "prefix" and not self._usable(key, block.label)

@@ -186,11 +186,11 @@ class TensorCache:
             there.update(key for key in keys if self._disk.pin(key, pinned))
         return len(there)
 
-    def unpin_in_memory(self, model: str) -> None:
-        """Unpin the values of ``model`` in memory; those on disk stay pinned."""
+    def unpin_in_memory(self, model: str, keep: Callable[[bytes, Label], bool] = lambda _key, _label: False) -> None:
+        """Unpin the values of ``model`` in memory, except those to ``keep``; those on disk stay pinned."""
         with self._lock:
-            for kept in self._kept.values():
-                if kept.label is not None and kept.label.model == model:
+            for key, kept in self._kept.items():
+                if kept.pinned and kept.label is not None and kept.label.model == model and not keep(key, kept.label):
                     kept.pinned = False
 
     def drop(self, keys: Sequence[bytes]) -> int:

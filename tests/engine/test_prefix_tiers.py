@@ -202,6 +202,24 @@ def test_pinned_files_of_other_settings_are_listed_unpinned_and_dropped(
     assert other.blocks() == [] == list(tmp_path.iterdir())
 
 
+def test_what_the_next_engine_of_a_model_can_use_stays_pinned_in_memory(bench: Make, causal: LoadedModel) -> None:
+    both, asked = caches(HOST), ask("first", LONG, max_new_tokens=2, recompute=LAST)
+    old, same, other = (bench(causal, cache=both, prefill_tokens=tokens) for tokens in (16, 16, 32))
+    old.ask(asked)
+    [name] = {entry.id for entry in listing(old.engine.kept.blocks()).entries}
+    assert old.engine.kept.pin([name], pinned=True) > 0
+    old.engine.stop()
+
+    def pinned() -> set[bool]:
+        return {block.pinned for block in same.engine.kept.blocks() if block.label.kind == "prefix"}
+
+    assert pinned() == {True}
+    old.engine.kept.unpin_in_memory(same.engine.kept)
+    assert pinned() == {True}
+    old.engine.kept.unpin_in_memory(other.engine.kept)
+    assert pinned() == {False}, "no request to the other one finds them"
+
+
 def test_what_others_begin_with_is_not_dropped(bench: Make, causal: LoadedModel) -> None:
     b = bench(causal)
     for i, end in enumerate(("red", "blue and a triangle")):

@@ -93,6 +93,11 @@ def test_the_most_steps_of_a_block_are_those_of_the_adapters_block(tmp_path: Pat
         assert forwards("bundled:other", **quick) <= 16, "a block of 4 never takes more steps"
         with pytest.raises(InvalidArgument, match="must not be set with a commit policy"):
             forwards("bundled", **quick)
+        with client.video_session(model="bundled", budget=200) as session:
+            session.push(picture(0, (40, 40)), 0.0)
+            asked: dict[str, Any] = {"max_new_tokens": 16, "ignore_end": True, "max_steps": 2}
+            found = [session.stream("what is it?", adapter=name, **asked).result() for name in ("other", "streams")]
+            assert [each.forwards for each in found] == [8, 2], "as requests that name these adapters"
 
 
 def test_requests_with_tools_use_the_adapter_for_tools_or_the_one_they_name(tmp_path: Path) -> None:
@@ -109,5 +114,9 @@ def test_requests_with_tools_use_the_adapter_for_tools_or_the_one_they_name(tmp_
         assert plain != answer("bundled:tools", tool_choice="none", ignore_end=True), (
             "tools that are not shown need no adapter"
         )
+        shown = client.generate("Find it.", tools=[tool], max_new_tokens=48).usage.prompt_tokens
+        assert client.cache.warm("Find it.", tools=[tool], tool_choice="required").prompt_tokens == shown
+        hidden = client.cache.warm("Find it.", tools=[tool], tool_choice="none").prompt_tokens
+        assert hidden == client.cache.warm("Find it.").prompt_tokens < shown
         client.drop_adapter("tools")
         assert answer("") not in (default, other)

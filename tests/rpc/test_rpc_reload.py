@@ -9,7 +9,9 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from harness import eventually
 from mmserve.client import TLS, Client
 from mmserve.config import SLO, Config, EngineConfig, KVCacheConfig, ModelConfig
 from mmserve.errors import ConfigError, MMServeError, NotFound, Unauthenticated
+from mmserve.rpc.engines import Engines
+from mmserve.rpc.reload import Replacement
 from mmserve.rpc.server import Server
 from mmserve.tenants import TenantConfig
 
@@ -264,3 +268,27 @@ def test_a_model_that_cannot_be_loaded_changes_nothing(engine: EchoEngine, log: 
 
     served_while(models("echo"), engine, work, read=lambda: models("echo", "one", "two"), load=load)
     assert started[0].calls == ["start", "stop"]
+
+
+def test_a_stopped_engine_unpins_what_its_successor_cannot_use() -> None:
+    """``old`` is replaced under its name, ``gone`` is removed."""
+    unpinned: dict[str, Any] = {}
+
+    def engine_of(name: str, kept: str) -> EchoEngine:
+        made = EchoEngine(model_info(name))
+        unpin = partial(unpinned.__setitem__, kept)
+        made.kept = SimpleNamespace(name=kept, unpin_in_memory=unpin)
+        return made
+
+    async def nothing(_engine: Any, _seconds: float) -> None:
+        return
+
+    async def reload() -> None:
+        engines = Engines(("a", "b"))
+        engines.add("a", engine_of("a", "old"))
+        engines.add("b", engine_of("b", "gone"))
+        leaving = engines.replace(("a",), {"a": engine_of("a", "new")})
+        assert await Replacement(engines, config(), asyncio.to_thread, nothing).retire(leaving, 1.0)
+        assert unpinned == {"old": engines["a"].kept, "gone": None}  # type: ignore[attr-defined]
+
+    asyncio.run(reload())

@@ -10,7 +10,6 @@ import ctypes
 import os
 import resource
 import select
-import signal
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 from PIL import Image
 
 from mmserve.config import MediaConfig
+from mmserve.core.timers import accept_timers, limited
 from mmserve.encode import wire
 from mmserve.encode.media import OUT_OF_MEMORY, decode_image
 from mmserve.encode.sampling import Sampled, packed, unpacked
@@ -87,8 +87,7 @@ def main() -> None:
     """Serve jobs from standard input."""
     lower_priority()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    accept_timers()
     _return_memory()
     while _readable(IDLE_SECONDS):
         mark = os.read(0, 1)
@@ -104,12 +103,10 @@ def main() -> None:
         kept = {name: message[name] for name in ("clip", "name", "frames", "rate", "sampler", "window")}
         part = tuple(message["part"]) if message["part"] else None
         file = wire.MediaFile(data, resize=resize, piece=piece, part=part, **kept)
-        # A fallback, in case a decoder does not reach its next frame.
-        signal.setitimer(signal.ITIMER_PROF, limits.decode_seconds + 1)
-        most = _BASE_BYTES + _BYTES_A_PIXEL * limits.max_pixels
-        limit_address_space(most)
-        ending = _decode(file, limits)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        with limited(limits.decode_seconds + 1):  # in case a decoder does not reach its next frame
+            most = _BASE_BYTES + _BYTES_A_PIXEL * limits.max_pixels
+            limit_address_space(most)
+            ending = _decode(file, limits)
         last = resident() > _KEPT_BYTES
         _send({**ending, "last": last})
         if last:

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -34,9 +33,10 @@ from mmserve.engine.migration import Migration
 from mmserve.engine.outcomes import StageOutcomes
 from mmserve.engine.prefixes import Kept, Prefixes
 from mmserve.engine.request_state import ClientSink, RequestState, Sink, open_group, pass_size
+from mmserve.engine.shutdown import Shutdown
 from mmserve.engine.waiting import WaitingQueue
 from mmserve.engine.workers import Workers
-from mmserve.errors import Cancelled, ConfigError, Internal, MMServeError, Unavailable
+from mmserve.errors import Cancelled, ConfigError, Internal, MMServeError
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
 from mmserve.models.adapters import Adapters
@@ -49,10 +49,6 @@ logger = logging.getLogger("mmserve.engine")
 
 #: Maximum wait of the inbox (seconds): a client's deadline may be centuries away, which a queue rejects.
 _LONGEST_WAIT = 3600.0
-#: Seconds within which requests that a drain failed must have ended, and how many of those left are logged.
-_ENDING_SECONDS, _LISTED = 30.0, 16
-#: Seconds for which ``stop`` waits for passes that a drain has waited for already.
-_AGAIN_SECONDS = 1.0
 #: The running stage of a request in each worker.
 _RUNNING = {
     "constrain": Stage.CONSTRAINING,
@@ -90,7 +86,6 @@ class Engine:
         self._pool = PagePool(config.pages, unit=self.stages.shared_pages)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queue = WaitingQueue(config)
-        self._abandoned = False  # a drain gave up waiting for requests that it failed
         self._live = LiveRequests(self._queue, self._pool, self.stages)
         self._prefixes = Prefixes(
             self._pool,
@@ -113,8 +108,17 @@ class Engine:
         self.passes: deque[Pass] = deque(maxlen=256)  # the latest, until they are read by metrics
         self._served: Mapping[str, Served] = {}  # by each stage's queue
         self._now = 0.0  # virtual time of decode
-        self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="mmserve-engine", daemon=True)
+        self._shutdown = Shutdown(
+            self.info.name,
+            self._thread,
+            self._inbox.put,
+            self._queue,
+            self._live,
+            self._workers,
+            self._prefixes,
+            self.stages,
+        )
 
     @property
     def kept(self) -> Kept:
@@ -222,59 +226,12 @@ class Engine:
         return self.stages.encoding.prompt_tokens(request)
 
     def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the live ones; after ``timeout`` seconds, fail those that are left, and wait
-        for the passes in progress.
-
-        Returns whether all of them ended by themselves. Questions of open sessions are still accepted until ``stop``:
-        they end with their sessions.
-        """
-        queue = self._queue
-        with queue.lock:
-            queue.refusal = (
-                "the server is shutting down, or unloads the model; send the request again, or to another one"
-            )
-            queue.draining = timeout > 0
-        in_time = queue.idle.wait(timeout)
-        if not in_time:
-            with queue.lock:
-                queue.draining = False
-            self._inbox.put(
-                lambda: self._live.fail_all(
-                    Unavailable("the server shut down, or unloaded the model, before the request finished")
-                )
-            )
-            self.stages.encoding.close()  # else a child process without progress would hold its request for a minute
-            if not self._abandoned and not queue.idle.wait(_ENDING_SECONDS):
-                self._abandoned = True
-                left = ", ".join(islice(self._live.described(), _LISTED)) or "none is known"
-                logger.error(
-                    "requests did not end within %g s after they were failed, and are not waited for (%d samples): %s",
-                    _ENDING_SECONDS,
-                    queue.admitted,
-                    left,
-                )
-        return in_time
+        """See ``Shutdown.drain``."""
+        return self._shutdown.drain(timeout)
 
     def stop(self) -> None:
-        """End all remaining requests, then the threads; those whose pass does not return in time are left."""
-        if self._thread.is_alive():
-            self.drain(0.0)
-            self._inbox.put(lambda: setattr(self, "_stopping", True))
-            self._thread.join(self._patience)
-        self.stages.encoding.close()
-        left = self._workers.stop(self._patience)
-        if self._thread.is_alive():  # it runs passes itself, and owns the page pool
-            left.append("engine")
-        else:
-            self._prefixes.flush()
-        if left:
-            logger.error(
-                "stopped while a pass of %s did not return (threads: %s): they are left, and the model's memory is not "
-                "freed before the process ends",
-                self.info.name,
-                ", ".join(left),
-            )
-        self.stages.decoders.close()
+        """See ``Shutdown.stop``."""
+        self._shutdown.stop()
 
     def stats(self) -> Stats:
         """A snapshot of counters; values may be slightly outdated."""
@@ -299,15 +256,10 @@ class Engine:
             expected_wait=self._queue.expected_wait(),
         )
 
-    @property
-    def _patience(self) -> float:
-        """Seconds to wait for a thread when the engine stops."""
-        return _AGAIN_SECONDS if self._abandoned else _ENDING_SECONDS
-
     # --- the loop: the engine's thread only ---
 
     def _loop(self) -> None:
-        while not self._stopping:
+        while not self._shutdown.stopping:
             try:
                 self._turn()
             except Exception as error:  # noqa: BLE001 - a bug here must leave no client waiting and no page taken

@@ -21,6 +21,7 @@ import mmserve.capabilities
 import mmserve.decode.propose
 import mmserve.decode.runner
 import mmserve.engine.engine
+import mmserve.engine.shutdown
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.constraint import ConstraintSpec, Regex
@@ -999,7 +1000,7 @@ def test_a_drain_out_of_time_fails_what_is_left_at_once_and_waits_for_the_worker
 def test_a_drain_ends_though_a_request_does_not(
     bench: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mmserve.engine.engine, "_ENDING_SECONDS", 0.05)
+    monkeypatch.setattr(mmserve.engine.shutdown, "ENDING_SECONDS", 0.05)
     b = bench()
     gate = b.gate("decode")
     [call] = b.submit(ask("stuck"))
@@ -1077,8 +1078,8 @@ def test_stop_ends_every_live_request_and_every_thread(bench: Make, stages: str)
 def test_stop_returns_though_a_pass_does_not(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stages: str, thread: str
 ) -> None:
-    for name in ("_ENDING_SECONDS", "_AGAIN_SECONDS"):
-        monkeypatch.setattr(mmserve.engine.engine, name, 0.05)
+    for name in ("ENDING_SECONDS", "_AGAIN_SECONDS"):
+        monkeypatch.setattr(mmserve.engine.shutdown, name, 0.05)
     b = Bench(model, stages=stages)
     gate = b.gate("decode")
     [call] = b.submit(ask("stuck"))

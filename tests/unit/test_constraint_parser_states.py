@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -197,6 +198,29 @@ def test_a_parser_that_others_have_spent_changes_nothing(pattern: str, shared: b
     for _ in range(2):
         assert search(new_grammar(), states) == alone
     assert states.size, "states of a parser that can go on are kept"
+
+
+def test_a_parser_is_compiled_once_in_a_search_that_spends_it() -> None:
+    """One that only this search has used is not replaced within it: another would come to the same limits."""
+    lexicon, compiled = language().lexicon, list[int]()
+    limits = LLParserLimits(**{**PARSER_LIMITS, "max_lexer_states": 150})
+    text = grammar_of(ConstraintSpec(Regex("[ab]*a[ab]{20}"))).text
+
+    class Counted(Grammar):
+        def apart(self) -> Grammar:
+            compiled.append(1)
+            return super().apart()
+
+    letters = np.array([lexicon.ids[b"a"], lexicon.ids[b"b"]])
+    rows = np.array([np.roll(letters, shift) for shift in random.Random(0).choices((0, 1), k=30)])
+    top = TopK(np.arange(30), rows, np.full((30, 2), np.log([[0.9, 0.1]]), np.float32))
+    of = Counted(text, language().vocabulary, limits)
+    states = SharedParserStates(lexicon).of(of)
+    witness = replace(admit(Grammar(text, language().vocabulary), lexicon, 30), language=of)
+    found = [improve(witness, np.full(30, -1), top, 30, lexicon, states=states, seconds=60) for _ in range(2)]
+    assert not states.size, "what a spent parser has is not kept"
+    assert len(compiled) == 2 and found[0][1] == found[1][1]
+    assert found[0][0].tokens.tolist() == found[1][0].tokens.tolist()
 
 
 def test_a_search_never_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

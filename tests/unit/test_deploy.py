@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from mmserve.cluster.config import load_cluster
 from mmserve.config import ServerConfig, load
-from mmserve.engine.engine import _ENDING_SECONDS
+from mmserve.engine.shutdown import ENDING_SECONDS
 from mmserve.http.app import APIS
 from mmserve.observe.inventory import Calls
 
@@ -94,7 +94,7 @@ def test_the_deployment_serves_what_its_configuration_says(tmp_path: Path, monke
     assert {port["targetPort"] for port in by_kind["Service"]["spec"]["ports"]} == set(ports)
     for probe in ("startupProbe", "readinessProbe"):
         assert container[probe]["grpc"]["port"] == server.port
-    assert pod["terminationGracePeriodSeconds"] > 5 + server.drain_seconds + _ENDING_SECONDS
+    assert pod["terminationGracePeriodSeconds"] > 5 + server.drain_seconds + ENDING_SECONDS
     [tenant] = config.tenants
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert str(Path(tenant.token_file).parent) == mounts["tokens"]
@@ -225,7 +225,7 @@ def test_compose_services_find_each_other() -> None:
     [compose] = documents(DEPLOY / "compose.yaml")
     services = compose["services"]
     grace = float(services["mmserve"]["stop_grace_period"].removesuffix("s"))
-    assert grace > ServerConfig().drain_seconds + _ENDING_SECONDS
+    assert grace > ServerConfig().drain_seconds + ENDING_SECONDS
     build = services["mmserve"]["build"]
     assert ((DEPLOY / build["context"]) / build["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
     assert all(f"ARG {name}" in DOCKERFILE for name in build["args"])

@@ -126,6 +126,11 @@ class ParserStateCache:
         own = [] if self._start is None else [(self._start, self._follows)]
         return any(matcher.valid(follows) < len(follows) for matcher, follows in (*own, *self._parsers))
 
+    @property
+    def fresh(self) -> bool:
+        """Whether its own parser is not created yet: no other search can have used that parser's limits."""
+        return self._parser is not None and self._start is None and not self._states
+
     @contextmanager
     def acquire(self) -> Iterator[ParserStateCache]:
         """The cache for one search: this one or, while another thread's search uses it, a new one, so that no search

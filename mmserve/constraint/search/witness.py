@@ -194,6 +194,8 @@ def improve(
 
     def within_budget(mine: ParserStateCache) -> tuple[Path | None, Closing] | None:
         """None if the shared parser's limits are used up, maybe by others: results must not depend on them."""
+        if mine.fresh:
+            return searched(mine)  # another fresh parser would return the same, and take as long to compile
         try:
             found = searched(mine)
         except ParserBudgetExhausted:

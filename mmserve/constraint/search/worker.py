@@ -48,6 +48,7 @@ from mmserve.constraint.search import matcher
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import find_first
 from mmserve.core.constraint import ConstraintSpec
+from mmserve.core.timers import accept_timers, limited
 from mmserve.memory import limit_address_space, resident, trim
 
 #: Niceness of this process: the server's other work has priority.
@@ -92,21 +93,15 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICE)
     seconds, patience, most = map(float, sys.argv[1:])
-    timers = (signal.SIGPROF, signal.SIGALRM, signal.SIGVTALRM)
-    for each in timers:  # dispositions are inherited from whatever started the server
-        signal.signal(each, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, timers)
+    accept_timers()
     signal.signal(signal.SIGVTALRM, _interrupt)
     source = sys.stdin.buffer
     searching = Searching(wire.to_vocabulary(wire.read(source)))
     _send({"ready": True})
     begun = resident()
     while (message := wire.read(source)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        signal.setitimer(signal.ITIMER_REAL, patience)  # ends this process if the server is gone
-        reply, broken = _answer(message, searching)
-        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
-            signal.setitimer(timer, 0)
+        with limited(seconds, patience):  # ``patience``: in case the server is gone
+            reply, broken = _answer(message, searching)
         if message["budget"] is not None:
             trim()  # a search creates and frees many parsers
         last = broken or ("slow" not in reply and resident() - begun > most)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import resource
-import signal
 import sys
 from decimal import Decimal
 from functools import lru_cache
@@ -21,6 +20,7 @@ import jsonschema_rs
 from mmserve.constraint.compile import wire
 from mmserve.constraint.findings import Finding, child
 from mmserve.constraint.limits import CHILD_BYTES
+from mmserve.core.timers import accept_timers, limited
 
 #: Backtracking limit of a pattern match: a hundredth of the library's default, far above what useful patterns need.
 _BACKTRACKS = 10_000
@@ -31,16 +31,10 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds, patience = map(float, sys.argv[1:])
-    timers = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, patience))
-    for _timer, number, _seconds in timers:  # dispositions are inherited from whatever started the server
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number for _timer, number, _seconds in timers])
+    accept_timers()
     while (message := wire.read(sys.stdin.buffer)) is not None:
-        for timer, _number, most in timers:
-            signal.setitimer(timer, most)
-        reply = answered(message["schema"], message["answer"])
-        for timer, _number, _most in timers:
-            signal.setitimer(timer, 0)
+        with limited(seconds, patience):
+            reply = answered(message["schema"], message["answer"])
         sys.stdout.buffer.write(wire.packed(reply))
         sys.stdout.buffer.flush()
 

@@ -15,7 +15,7 @@ from mmserve.plan import costs as costs_file
 from mmserve.plan import report
 from mmserve.plan import workload as workload_file
 from mmserve.plan.compare import compare
-from mmserve.plan.costs import Costs
+from mmserve.plan.costs import Costs, Curve
 from mmserve.plan.fleet import cells, fleet
 from mmserve.plan.layout import Batching, Layout
 from mmserve.plan.search import Problem
@@ -57,10 +57,15 @@ def run(arguments: argparse.Namespace, progress: Progress) -> tuple[dict[str, An
 def problem_of(arguments: argparse.Namespace) -> tuple[Problem, Batching]:
     """The planning problem given by the arguments, and the batch limits of the configuration.
 
-    Raises ``ConfigError`` if there are costs without a workload.
+    Raises ``ConfigError`` if there are costs without a workload, or a workload with images and no costs of these.
     """
     costs = costs_file.read(arguments.costs)
     workload = workload_file.read(arguments.workload or arguments.costs)
+    if workload.most_images and costs.encode == Curve():
+        raise ConfigError(
+            f"{arguments.costs} has no costs of images, and the workload has images: measure a model that takes them, "
+            "or use another --workload"
+        )
     targets = Targets(arguments.ttft, arguments.tpot, arguments.share)
     problem = Problem(costs, workload, targets, arguments.requests, arguments.seed, arguments.cores)
     return problem, batching_of(arguments, costs)
@@ -82,14 +87,17 @@ def _measured(arguments: argparse.Namespace, progress: Progress) -> tuple[dict[s
     rows = []
     for stage in ("load", "encode", "prefill", "decode"):
         curve, quality = getattr(costs, stage), costs.quality.get(stage, {})
-        rows.append({"stage": stage, "a": curve.a, "b": curve.b, "c": curve.c, **quality})
+        residuals = {name: quality.get(name) for name in ("rms", "worst", "samples")}  # None: no pass of this stage
+        rows.append({"stage": stage, "a": curve.a, "b": curve.b, "c": curve.c, **residuals})
     link = costs.link
-    measures = [stated(f"{row['stage']}: relative residual (rms)", row.get("rms", 0.0), "of the time") for row in rows]
+    crowded = costs.interference if "interference" in costs.quality else None
+    measures = [stated(f"{row['stage']}: relative residual (rms)", row["rms"], "of the time") for row in rows]
     measures.append(stated("transfer: latency", 1000 * link.latency, "ms"))
     measures.append(stated("transfer: bandwidth", link.bandwidth / 1e9, "GB/s"))
-    measures.append(stated("a pass while all cores are busy", costs.interference, "times as long as alone"))
+    measures.append(stated("a pass while all cores are busy", crowded, "times as long as alone"))
     text = f"{report.table(rows)}\ntransfer: {1000 * link.latency:.3g} ms + bytes / {link.bandwidth / 1e9:.3g} GB/s\n"
-    text += f"while all cores are busy, a pass takes {costs.interference:.3g} times as long as alone\n"
+    if crowded is not None:
+        text += f"while all cores are busy, a pass takes {crowded:.3g} times as long as alone\n"
     made = {"bench": "plan", "measures": measures, "rows": rows, "settings": {"rounds": arguments.rounds}}
     return {**made, "machine": dict(costs.machine)}, text + f"written to {out}"
 

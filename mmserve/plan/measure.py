@@ -31,6 +31,7 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Diffusion, ImagePart, Message, Request, Sampling, Streaming, TextPart
 from mmserve.encode.decoders import InPlace
+from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.registry import load_model
@@ -39,7 +40,7 @@ from mmserve.observe.machine import describe
 from mmserve.plan.costs import Costs, Curve, Link
 from mmserve.plan.fit import Fit, Sample, fit
 from mmserve.plan.handover import handover_costs
-from mmserve.plan.interference import Neighbours, interference
+from mmserve.plan.interference import Case, Neighbours, interference
 from mmserve.plan.pictures import picture
 from mmserve.plan.workload import Kind, Workload
 from mmserve.stages import EncodedPrompt, Stages
@@ -103,17 +104,47 @@ class StageBench:
         cache, decoders = Caches.of(config.encoder_cache), InPlace(config.media)
         self.stages = Stages(self.model, self.engine, config.media, cache=cache, decoders=decoders)
         self.one_thread = self.model.device.type == "cpu" and self.engine.torch_threads == 1
-        self.clock = time.thread_time if self.one_thread else time.perf_counter
+        self.clock = time.thread_time if self.one_thread else self._finished
+        self.clock_name = "CPU time" if self.one_thread else "wall time"
         self.info = self.stages.describe()
         self.pool = PagePool(self.engine.pages, unit=self.stages.shared_pages)
         self.times, self.crowded = Times(), Times()  # without other load, and with all other cores busy
         self.kinds: dict[int, list[Kind]] = defaultdict(list)
+        self.cases: list[Case] = []  # that the model can run; empty before ``warm_up``
+        self.rounds = 0  # so far
         self._numbers = count()
 
     def close(self) -> None:
         """Stop the stages' background threads."""
         self.stages.encoding.close()
         self.stages.decoders.close()
+
+    def _finished(self) -> float:
+        """Wall time (seconds) once the device has done all that was launched: encode returns earlier on a GPU, and its
+        time would count as that of prefill."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+    def warm_up(self, progress: Progress) -> None:
+        """Find the ``cases``, by running each of ``CASES`` once that ``fits``; prompts of models whose visual tokens
+        depend on the image may still be too long.
+
+        Raises ``ConfigError`` if there are none.
+        """
+        for case in CASES:
+            if not self.fits(*case[:3]):
+                continue
+            try:
+                self.run(*case, into=Times())
+            except InvalidArgument as error:
+                progress(f"left out: {case[0]} images of {case[3]} pixels a side: {error}")
+            else:
+                self.cases.append(case)
+        if not self.cases:
+            raise ConfigError(
+                f"no request fits {self.info.name!r} with [engine] max_tokens {self.engine.max_tokens}: set it higher"
+            )
 
     def request(self, images: int, sentences: int, side: int) -> Request:
         """A question with distinct images, decoded with the model's default policies."""
@@ -144,7 +175,12 @@ class StageBench:
             if images:
                 times.add("load", images * side * side / 1e6, 0.0, self.clock() - begun)
         begun = self.clock()
-        prompts: list[EncodedPrompt] = _raised(self.stages.encoding.encode(requests))
+        try:
+            prompts: list[EncodedPrompt] = _raised(self.stages.encoding.encode(requests))
+        except InvalidArgument:
+            for request in requests:
+                self.stages.release(request.id)
+            raise
         seconds = self.clock() - begun
         before = [prompt.usage.visual_tokens_before // max(1, images) for prompt in prompts]
         if images:
@@ -167,7 +203,7 @@ class StageBench:
                 visual_tokens=visual,
                 text_tokens=prompt.usage.prompt_tokens - images * visual,
                 output_tokens=max(1, answer.completion_tokens),
-                steps=passes[request.id],
+                steps=max(passes[request.id], int(answer.completion_tokens > 1)),  # 0 = one for each token
                 rows=0 if ran and min(ran) >= whole else max(1, round(statistics.mean(ran))) if ran else 1,
             )
             if times is self.times and sentences == 1:
@@ -240,24 +276,28 @@ def measure(arguments: argparse.Namespace, rounds: int, progress: Progress) -> M
 
 def measured(bench: StageBench, rounds: int, progress: Progress) -> Measured:
     """Run ``rounds`` more rounds of ``bench``; the costs from all of its rounds so far."""
-    cases = [case for case in CASES if bench.fits(*case[:3])]
+    if not bench.cases:
+        progress("warm-up")
+        bench.warm_up(progress)
+    cases = bench.cases
     with ExitStack() as stack:
         beside = stack.enter_context(Neighbours(bench.config, cases)) if bench.one_thread else None
-        for number in range(-1 if not bench.times.by_stage else 0, rounds):
-            progress(f"round {number + 1} of {rounds}: {len(cases)} batches" if number >= 0 else "warm-up")
+        for number in range(rounds):
+            progress(f"round {number + 1} of {rounds}: {len(cases)} batches")
             for case in cases:
-                bench.run(*case, into=None if number >= 0 else Times())
-            if beside is not None and beside.count and number >= 0:
+                bench.run(*case)
+            if beside is not None and beside.count:
                 with beside.at_work():
                     for case in cases:
                         bench.run(*case, into=bench.crowded)
+            bench.rounds += 1
     fits = {stage: bench.times.fit(stage) for stage in ("load", "encode", "prefill", "decode")}
     link, handover = _link(), handover_costs()
     curves = {stage: Curve() if one is None else one.curve for stage, one in fits.items()}
     embedding, kv = bench.sizes()
     costs = Costs(
         name=f"{bench.info.name} ({bench.info.dtype} on {bench.info.device})",
-        source=f"mmserve plan --measure, medians of {rounds} rounds, {bench.clock.__name__}",
+        source=f"mmserve plan --measure, medians of {bench.rounds} rounds, {bench.clock_name}",
         encode=curves["encode"],
         prefill=curves["prefill"],
         decode=curves["decode"],
@@ -272,6 +312,7 @@ def measured(bench: StageBench, rounds: int, progress: Progress) -> Measured:
             **{stage: one.quality for stage, one in fits.items() if one is not None},
             "transfer": link.quality,
             "handover": handover.quality,
+            **({"interference": {"rounds": float(bench.rounds)}} if bench.crowded.by_stage else {}),
         },
         machine=describe(),
     )

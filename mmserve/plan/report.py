@@ -26,6 +26,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -108,9 +110,10 @@ def of_shape(rows: Sequence[AtTarget], serial: float) -> list[dict[str, Any]]:
     for row in kept[-1:]:
         split, rest = _sides(row.comparison)
         made.append(at_least(f"lead of the split at {row.targets.ttft:.3g} s", split - rest, "requests/s", 1e-3))
-    for row in rows[-1:]:
+    for row in [row for row in rows[-1:] if row.comparison.best.goodput]:
         split, rest = _sides(row.comparison)
-        made.append(at_most(f"split over baselines at {row.targets.ttft:.3g} s", split / max(rest, 1e-9), "x", 1.0))
+        ratio = split / rest if rest else float("inf")
+        made.append(at_most(f"split over baselines at {row.targets.ttft:.3g} s", ratio, "x", 1.0))
     return made
 
 

@@ -119,8 +119,9 @@ def from_json(data: Any, where: str) -> Workload:
             raise ConfigError(f"{at}: unknown key {min(unknown)!r}; known are {known}")
         for key, value in kind.items():
             whole = isinstance(getattr(Kind(), key), int)
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value < 0:
-                raise ConfigError(f"{at}: {key} must be a {'whole ' if whole else ''}number of at least 0")
+            number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value < float("inf"):
+                raise ConfigError(f"{at}: {key} must be a {'whole ' if whole else 'finite '}number of at least 0")
         made.append(Kind(**kind))
         if made[-1].prompt < 1 or made[-1].output_tokens < 1:
             raise ConfigError(f"{at} must have a prompt and an answer of at least one token")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import helpers
 import pytest
+import torch
 from forked import forked
 from harness import eventually
 
@@ -23,7 +27,7 @@ from mmserve.plan import measure
 from mmserve.plan import workload as workload_file
 from mmserve.plan.command import run
 from mmserve.plan.costs import Curve
-from mmserve.plan.interference import Neighbours, interference
+from mmserve.plan.interference import Case, Neighbours, interference
 from mmserve.plan.layout import Batching, Layout
 from mmserve.plan.other_load import OtherLoad
 from mmserve.plan.served import predicted
@@ -72,6 +76,63 @@ def test_costs_of_every_stage_are_measured_and_nothing_is_left_behind(
     whole = texts.prompt + (0 if attention is Attention.CAUSAL else measure.NEW_TOKENS)
     assert (whole, whole**2) in bench.times.by_stage["prefill"]
     assert (2 * whole, 2 * whole**2) in bench.times.by_stage["prefill"]
+
+
+def _small_bench(monkeypatch: pytest.MonkeyPatch, cases: tuple[Case, ...]) -> measure.StageBench:
+    monkeypatch.setattr(measure, "load_model", lambda _: _tiny(Attention.FULL))
+    monkeypatch.setattr(measure, "CASES", cases)
+    engine = EngineConfig(max_tokens=64, torch_threads=1, max_running=4, prefix_cache=False)
+    return measure.StageBench(Config(engine=engine, encoder_cache=EncoderCacheConfig(token_bytes=0, pixel_bytes=0)))
+
+
+def test_prompts_that_turn_out_to_be_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of visual tokens may depend on the image: ``fits`` does not know it."""
+    told: list[str] = []
+    with closing(_small_bench(monkeypatch, ((0, 2, 40, 0), (0, 1, 1, 0)))) as bench:
+        monkeypatch.setattr(bench, "fits", lambda *_: True)
+        bench.warm_up(told.append)
+        assert bench.cases == [(0, 1, 1, 0)] and len(told) == 1 and "max_tokens" in told[0]
+        assert bench.stages.held == 0 and bench.pool.in_use == 0
+        monkeypatch.setattr(bench, "fits", lambda *_: False)
+        bench.cases = []
+        with pytest.raises(ConfigError, match="no request fits"):
+            bench.warm_up(told.append)
+
+
+def test_an_answer_without_a_decode_pass_does_not_count_as_one_with_a_pass_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(_small_bench(monkeypatch, FEW)) as bench:
+        decode = bench._decode
+
+        def at_once(*given: Any) -> tuple[dict[str, int], dict[str, list[int]]]:
+            passes, _rows = decode(*given)
+            return dict.fromkeys(passes, 0), {name: [] for name in passes}
+
+        monkeypatch.setattr(bench, "_decode", at_once)
+        bench.run(0, 1, 1, 0)
+        [kind] = bench.kinds[0]
+        assert kind.output_tokens > 2 and kind.passes == 1
+
+
+def test_times_on_a_gpu_are_those_of_finished_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    gpu: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda", 0)))
+    assert measure.StageBench._finished(gpu) > 0 and waited == [torch.device("cuda", 0)]
+
+
+def test_what_was_not_measured_is_not_reported_as_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = {"rms": 0.1, "worst": 0.2, "samples": 9.0}
+    quality = {"prefill": fitted, "decode": fitted}
+    costs = costs_file.Costs("text", "", Curve(), Curve(b=1e-4), Curve(a=0.01), quality=quality)
+    found = measure.Measured(costs, workload_file.Workload("w", (Kind(),)))
+    monkeypatch.setattr(measure, "measure", lambda *_: found)
+    given = ["plan", "--measure", "--out", str(tmp_path / "costs.json")]
+    report, text = run(build_parser()[0].parse_args(given), lambda _: None)
+    values = {measure["name"].partition(":")[0]: measure["value"] for measure in report["measures"]}
+    assert values["encode"] is values["a pass while all cores are busy"] is None and values["prefill"] == 0.1
+    assert "0.1" in text and "while all cores are busy" not in text
 
 
 def test_other_cores_are_busy_only_while_they_are_asked_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -16,15 +17,16 @@ from hypothesis import strategies as st
 from mmserve.cli import main
 from mmserve.errors import ConfigError
 from mmserve.plan import costs as costs_file
+from mmserve.plan import report
 from mmserve.plan import workload as workload_file
-from mmserve.plan.compare import compare
+from mmserve.plan.compare import Comparison, compare
 from mmserve.plan.costs import Costs, Curve, Link
 from mmserve.plan.fit import Sample, fit
 from mmserve.plan.fleet import HEADROOM, cells, fleet
 from mmserve.plan.layout import Batching, Layout, layouts
 from mmserve.plan.outcome import Outcome
-from mmserve.plan.search import PRECISION, Choice, Problem, best, capacity, choices, goodput, keeps, run
-from mmserve.plan.sweep import over_targets, serial_seconds
+from mmserve.plan.search import PRECISION, Choice, Found, Problem, best, capacity, choices, goodput, keeps, run
+from mmserve.plan.sweep import AtTarget, over_targets, serial_seconds
 from mmserve.plan.workload import Kind, Targets, Workload
 
 COSTS = Costs(
@@ -201,6 +203,8 @@ def test_wrong_costs_are_refused(data: object, why: str) -> None:
         ({"kinds": [{"images": 0.5}]}, "whole number"),
         ({"kinds": [{"text_tokens": 0}]}, "at least one token"),
         ({"kinds": [{"weight": 0}]}, "weight above 0"),
+        ({"kinds": [{"megapixels": math.inf}]}, "megapixels must be a finite number"),
+        ({"kinds": [{"weight": math.nan}]}, "weight must be a finite number"),
     ],
 )
 def test_wrong_workloads_are_refused(data: object, why: str) -> None:
@@ -245,6 +249,27 @@ def test_fleets_and_batches_are_predicted(tmp_path: Path, capsys: pytest.Capture
     assert main([*given, "--batch", "40", "--layout", "1e1p4d", "--json"]) == 0
     stays, switches = json.loads(capsys.readouterr().out)["rows"]
     assert switches["seconds"] <= stays["seconds"]
+
+
+def test_images_without_costs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model without images, for example: they would be free."""
+    file = tmp_path / "costs.json"
+    text_only = replace(COSTS, encode=Curve())
+    file.write_text(json.dumps({"costs": text_only.to_json(), "workload": HEAVY.to_json()}))
+    assert main(["plan", "--costs", str(file), "--workers", "2"]) == 1
+    assert "has no costs of images" in capsys.readouterr().err
+
+
+def test_a_ratio_to_baselines_that_keep_no_targets_is_no_number() -> None:
+    choice = Choice(Layout.parse("4epd"), Batching())
+    split = Found(Choice(Layout.parse("2e1p1d"), Batching()), 2.0)
+    targets = Targets(1.0, 0.1)
+    only_split = AtTarget(targets, Comparison(split, None, Found(choice, 0.0)))
+    [_serial, ratio] = report.of_shape([only_split], 0.5)
+    assert ratio["value"] is None and ratio["met"] is False
+    nothing = AtTarget(targets, Comparison(replace(split, goodput=0.0), None, Found(choice, 0.0)))
+    assert len(report.of_shape([nothing], 0.5)) == 1
+    assert report.table([{"a": None, "b": 1.5}]).splitlines()[1].split() == ["-", "1.5"]
 
 
 @pytest.mark.parametrize(

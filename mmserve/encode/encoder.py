@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,29 +18,24 @@ from mmserve.core.payloads import VisualPayload
 from mmserve.core.request import (
     ImagePart,
     MediaPart,
-    Message,
     Part,
     PixelRange,
     Request,
-    TextPart,
-    TokensPart,
     VideoPart,
 )
 from mmserve.core.share import MediaShare
-from mmserve.core.tools import Tool
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.clip_parts import whole_of
 from mmserve.encode.decoders import Check, Decoders
 from mmserve.encode.lengths import answer_length, check_length
+from mmserve.encode.prompts import prompt_of
 from mmserve.encode.rows import Rows, grids_of, places_of, spans_of, text_rows
 from mmserve.encode.visual import Loaded, Media, Viewer
 from mmserve.encode.visual_tokens import Visual
 from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import EncoderModel
-from mmserve.models.chat import call_arguments, prompt_ids, text_ids
-from mmserve.models.decisions import shared_prompt
 from mmserve.models.picture import VisionEncoder
 from mmserve.prune import pruner_of
 from mmserve.prune.base import judged_by_decoder
@@ -86,7 +79,7 @@ class Encoder:
         Raises ``MMServeError`` subclasses for bad media, for prompts that are too long as soon as that is known, and
         the exceptions of ``check``, which is called between frames.
         """
-        media, prompt = self._media(request), self._prompt(request)
+        media, prompt = self._media(request), prompt_of(self.model, request)
 
         def admit(rows: list[int]) -> None:
             self._check_capacity(request, prompt, rows)
@@ -299,30 +292,7 @@ class Encoder:
         """Tokens of the prompt of ``request``; None if it has images or videos, whose tokens are only known after
         encoding."""
         media = any(isinstance(part, MediaPart) for message in request.messages for part in message.parts)
-        return None if media else len(self._prompt(request))
-
-    def _prompt(self, request: Request) -> np.ndarray:
-        """The chat's ids (int64), with one placeholder for each image and video; for typed questions, their shared
-        prefix."""
-        if request.raw:
-            return self._raw_prompt(request.messages[0])
-        chat = [_chat_message(message) for message in request.messages]
-        tools = [_function(tool) for tool in request.tools.tools] if request.tools is not None else []
-        options = json.loads(request.template_options or "{}")
-        special = self.model.spec.special_tokens
-        ids = prompt_ids(
-            self.model.tokenizer, chat, tools, options=options, special_tokens=special, continues=request.continues
-        )
-        if request.decisions:
-            ids = shared_prompt(self.model.tokenizer, ids, special_tokens=special)
-        return np.asarray(ids, dtype=np.int64)
-
-    def _raw_prompt(self, message: Message) -> np.ndarray:
-        """Ids (int64) of a message's token ids, or of its text."""
-        match message.parts:
-            case (TokensPart(ids),):
-                return np.asarray(ids, dtype=np.int64)
-        return np.asarray(text_ids(self.model.tokenizer, text_of(message)), dtype=np.int64)
+        return None if media else len(prompt_of(self.model, request))
 
     def _check_capacity(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:
         """Reject a prompt whose ids and ``media`` (rows of each item before pruning) are too many for any result of the
@@ -381,40 +351,3 @@ def _left_out(request: Request, kind: str, one: str) -> InvalidArgument:
     return InvalidArgument.of(
         "messages", f"the model's chat format leaves out {one}: put it into a message of the user"
     )
-
-
-def text_of(message: Message) -> str:
-    """The text of a message without media."""
-    return "".join(part.text for part in message.parts if isinstance(part, TextPart))
-
-
-def _chat_message(message: Message) -> dict[str, Any]:
-    """A message in the form expected by chat templates."""
-    found: dict[str, Any] = {"role": message.role, "content": [_content(part) for part in message.parts]}
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": call_arguments(c.arguments)}}
-            for c in message.tool_calls
-        ]
-    if message.tool_call_id:
-        found["tool_call_id"] = message.tool_call_id
-    return found
-
-
-def _function(tool: Tool) -> dict[str, Any]:
-    """A tool in the form expected by chat templates."""
-    described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
-    return {"type": "function", "function": described}
-
-
-def _content(part: Part) -> dict[str, str]:
-    """A part in the form expected by chat templates; raises ``TypeError`` for token ids, which they do not support."""
-    match part:
-        case TokensPart():
-            raise TypeError("a chat template takes no token ids")
-        case TextPart(text):
-            return {"type": "text", "text": text}
-        case ImagePart():
-            return {"type": "image"}
-        case VideoPart():
-            return {"type": "video"}

@@ -20,6 +20,7 @@ from torch import Tensor
 import mmserve.capabilities
 import mmserve.decode.propose
 import mmserve.decode.runner
+import mmserve.encode.encoder
 import mmserve.engine.engine
 import mmserve.engine.shutdown
 from mmserve.config import EngineConfig, MediaConfig
@@ -810,14 +811,14 @@ def test_a_bug_in_encode_fails_its_request_only(
     bench: Make, alone: dict[str, Outcome], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b = bench()
-    prompt = b.engine.stages.encoder._prompt
+    prompt = mmserve.encode.encoder.prompt_of
 
-    def broken(request: Request) -> list[int]:
+    def broken(model: Any, request: Request) -> Any:
         if request.id == "victim":
             raise RuntimeError("broken on purpose")
-        return prompt(request)
+        return prompt(model, request)
 
-    monkeypatch.setattr(b.engine.stages.encoder, "_prompt", broken)
+    monkeypatch.setattr(mmserve.encode.encoder, "prompt_of", broken)
     run_with_victim(b, victim(), alone, caplog)
 
 

@@ -15,8 +15,8 @@ from grammars import accepts, bundled_vocabulary, grammar, matcher
 from llguidance import LLParserLimits
 
 from mmserve.constraint.admission import failures
+from mmserve.constraint.compile.derivations import derivations
 from mmserve.constraint.compile.gbnf import GbnfReader
-from mmserve.constraint.compile.grammar import derivations
 from mmserve.constraint.compile.pattern import whole
 from mmserve.constraint.compile.terminals import COMMON
 from mmserve.constraint.findings import Refused

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from mmserve.constraint.compile.document import meant
 from mmserve.constraint.compile.service import Grammars
 from mmserve.constraint.compile.wire import TokenTable
-from mmserve.constraint.limits import LARGE_BYTES, MAX_TEMPLATE_BYTES, PARSER_LIMITS
+from mmserve.constraint.limits import LARGE_BYTES, MAX_TEMPLATE_BYTES, MAX_TEMPLATE_SECONDS, PARSER_LIMITS
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary, spell
@@ -65,15 +65,20 @@ class _Language:
     cache: str = ""  # the tenants' cache partition
 
     def opened(
-        self, spec: ConstraintSpec, budget: int, field: str, room: Callable[[int], None] = lambda size: None
+        self,
+        spec: ConstraintSpec,
+        budget: int,
+        field: str,
+        count: Callable[[str, float], None] = lambda text, seconds: None,
     ) -> OpenedHole:
         """The grammar of ``spec`` and its first witness of ``budget`` positions; ``field``: the field that sets the
         budget.
 
-        ``room`` is called with the grammar's size in bytes before it is compiled here, and may raise.
+        ``count`` is called with the grammar's text and the CPU seconds that it took, before it is compiled here, and
+        may raise.
         """
-        grammar, found = self.grammars.first(spec, budget, self.cache)
-        room(len(grammar.text))
+        grammar, found, seconds = self.grammars.first(spec, budget, self.cache)
+        count(grammar.text, seconds)
         judge = judge_of(spec, exact=grammar.exact)
         with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
             close = fitting(found, budget)
@@ -84,17 +89,22 @@ class _Language:
 
     def holes(self, template: Template) -> list[str | OpenedHole]:
         """``template`` with the grammars and first witnesses of its holes. Raises ``InvalidArgument``."""
-        used = 0
+        used, took = 0, dict[str, float]()  # bytes; seconds by grammar, as equal holes are compiled once
 
-        def room(size: int) -> None:
+        def count(text: str, seconds: float) -> None:
             nonlocal used
-            used += size
+            used += len(text)
+            took[text] = max(seconds, took.get(text, 0.0))
+            why = ""
             if used > MAX_TEMPLATE_BYTES:
                 why = f"makes the grammars of the template's holes larger than {MAX_TEMPLATE_BYTES} bytes together"
+            elif sum(took.values()) > MAX_TEMPLATE_SECONDS:
+                why = f"takes more than {MAX_TEMPLATE_SECONDS:g} s of processor time to compile the template's holes"
+            if why:
                 raise InvalidArgument.of("constraint", f"{why}; make them simpler, or use fewer holes")
 
         def filled(hole: Hole) -> OpenedHole:
-            return self.opened(ConstraintSpec(hole.kind or ANYTHING, hole.mode), hole.max_tokens, "max_tokens", room)
+            return self.opened(ConstraintSpec(hole.kind or ANYTHING, hole.mode), hole.max_tokens, "max_tokens", count)
 
         return opened(template, filled)
 

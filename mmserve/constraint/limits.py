@@ -39,6 +39,7 @@ LATE_SECONDS = 60.0  # caching time of a result whose search hit its time limit:
 FAR_TOKENS = 1000  # no answer is searched if every answer needs more tokens than this and than the budget
 REPLY_BYTES = 8 << 20  # maximum size of a reply with a grammar
 MAX_TEMPLATE_BYTES = REPLY_BYTES  # of the grammars of all holes: some 20 bytes of memory each, a second for 4 MB
+MAX_TEMPLATE_SECONDS = 20.0  # CPU time of children for all different holes
 FINDING_CHARS = 1000  # of each text of a finding: schemas have names of any length
 
 WALKS = 4  # random walks through a grammar when it is probed

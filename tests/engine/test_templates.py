@@ -19,6 +19,7 @@ from test_constrained import SCHEMAS, like, outcome, pairs_of
 from test_policies import COMMITS, RECOMPUTES, policy
 
 from mmserve.constraint import admission
+from mmserve.constraint.compile.service import Grammars
 from mmserve.core.canvas import MASKED
 from mmserve.core.constraint import (
     Choice,
@@ -228,6 +229,29 @@ def test_the_grammars_of_all_holes_have_a_total(
     assert isinstance(error, InvalidArgument)
     assert [violation.field for violation in error.violations] == ["constraint.template.parts[4].hole.constraint"]
     assert f"larger than {most} bytes together" in error.message
+
+
+def test_the_time_of_all_different_holes_has_a_total(
+    bench: Make, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, seconds = Grammars.first, list[float]()
+
+    def slow(grammars: Grammars, spec: ConstraintSpec, budget: int, cache: str) -> tuple[Any, Any, float]:
+        grammar, found, took = first(grammars, spec, budget, cache)
+        seconds.append(took)
+        return grammar, found, 1.0
+
+    monkeypatch.setattr(Grammars, "first", slow)
+    monkeypatch.setattr(admission, "MAX_TEMPLATE_SECONDS", 1.5)
+    digits, letters = Hole(2, Regex("[0-9]{2}")), Hole(2, Regex("[a-z]{2}"))
+    made = bench(models["full"])
+    [call] = made.submit(templated(ask("equal", max_new_tokens=24), digits, "-", digits))
+    check(call, (str.isdigit,) * 2)
+    [call] = made.submit(templated(ask("different", max_new_tokens=24), digits, "-", letters))
+    error = call.error()
+    assert isinstance(error, InvalidArgument) and "more than 1.5 s of processor time" in error.message
+    assert [violation.field for violation in error.violations] == ["constraint.template.parts[2].hole.constraint"]
+    assert min(seconds) > 0, "also of a grammar that is cached"
 
 
 def test_a_hole_is_judged_in_the_mode_validate(bench: Make, models: dict[str, LoadedModel]) -> None:

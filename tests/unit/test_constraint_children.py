@@ -76,7 +76,7 @@ def test_what_takes_too_long_is_killed_and_the_next_one_served(name: str) -> Non
         assert isinstance(compiler.compile(spec(Choice(("a",))))[0], Grammar)
         second, first = standing_by(compiler), next_of(compiler)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        outcome, lasting, _first = compiler.compile(spec(JsonSchema(json.dumps(SLOW[name]))))
+        outcome, lasting, *_others = compiler.compile(spec(JsonSchema(json.dumps(SLOW[name]))))
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert isinstance(outcome, Refused) and not lasting
         assert "takes more than 0.5 s of processor time to compile; make it smaller" in str(outcome)
@@ -102,7 +102,7 @@ def test_who_kills_a_child_does_not_refuse_what_it_was_at(compiler: Compiler) ->
     os.kill(first, signal.SIGSTOP)
     killer = threading.Timer(0.2, os.kill, (first, signal.SIGKILL))
     killer.start()
-    outcome, lasting, _first = compiler.compile(spec(Regex("b")))
+    outcome, lasting, *_others = compiler.compile(spec(Regex("b")))
     killer.join()
     assert isinstance(outcome, Grammar) and lasting
     assert next_of(compiler) == second
@@ -171,7 +171,7 @@ def test_waiting_for_a_processor_is_no_time_of_a_constraint() -> None:
         os.kill(pid, signal.SIGSTOP)
         later = threading.Timer(0.8, os.kill, (pid, signal.SIGCONT))
         later.start()
-        outcome, lasting, _first = compiler.compile(spec(Regex("b")))
+        outcome, lasting, *_others = compiler.compile(spec(Regex("b")))
         later.join()
         assert isinstance(outcome, Grammar) and lasting
         assert next_of(compiler) == pid, "the same child has answered"

@@ -160,7 +160,7 @@ def test_a_late_search_is_not_made_again_at_once(monkeypatch: pytest.MonkeyPatch
     made = Grammars(BYTES)
     try:
         for _ in range(3):
-            assert made.first(spec(Regex("a")), 8) == (LATE.outcome, LATE.first)
+            assert made.first(spec(Regex("a")), 8) == (LATE.outcome, LATE.first, LATE.seconds)
         assert asked == [8]
     finally:
         made.close()

@@ -65,15 +65,19 @@ class Compiler:
         killed from outside, if one makes no progress, or after ``close``.
         """
         widens = isinstance(spec.kind, JsonSchema | CallsOrJson) and spec.mode is not ConstraintMode.STRICT
+        seconds = 0.0
         for failed in range(_WIDER if widens else 1):
             question = wire.from_spec(spec) | {"budget": budget, "failed": failed}
             reply = self._asked(spec, question | {"quick": QUICK_SECONDS, "known": None})
             if isinstance(reply, dict) and "slow" in reply:
+                seconds += reply["seconds"]
                 with self._slow:
                     reply = self._asked(spec, question | {"quick": None, "known": reply["known"]})
             if isinstance(reply, dict) and not (reply["last"] and "refused" in reply):
                 break
-        return reply if isinstance(reply, CompileReply) else wire.to_reply(reply)
+        if isinstance(reply, CompileReply):
+            return reply
+        return wire.to_reply(reply | {"seconds": seconds + reply["seconds"]})
 
     def _asked(self, spec: ConstraintSpec, message: dict[str, Any]) -> dict[str, Any] | CompileReply:
         """A child's reply to ``message`` about ``spec``, or the refusal if it ends the child."""
@@ -258,9 +262,9 @@ class Grammars:
         self._compiler = Compiler(vocabulary, seconds)
         self._compiler.warm()
 
-    def first(self, spec: ConstraintSpec, budget: int, cache: str = "") -> tuple[Grammar, FirstAnswers]:
-        """The grammar of ``spec``, for matchers with ``limits.PARSER_LIMITS``, and the shortest answers found within
-        ``budget`` tokens.
+    def first(self, spec: ConstraintSpec, budget: int, cache: str = "") -> tuple[Grammar, FirstAnswers, float]:
+        """The grammar of ``spec``, for matchers with ``limits.PARSER_LIMITS``; the shortest answers found within
+        ``budget`` tokens; and the CPU seconds that this took, also if it was done for an earlier request.
 
         Takes microseconds if a tenant of ``cache`` has used it before, else milliseconds; at worst some seconds of CPU
         time and a wait for earlier constraints. Raises ``InvalidArgument`` with a violation for each reason why there
@@ -275,7 +279,7 @@ class Grammars:
         if isinstance(reply.outcome, Refused):
             raise as_error(kind_of(spec), reply.outcome.findings)
         assert reply.first is not None  # every grammar of a child comes with first answers
-        return reply.outcome, reply.first
+        return reply.outcome, reply.first, reply.seconds
 
     def close(self) -> None:
         """Stop the child processes."""

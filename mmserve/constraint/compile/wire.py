@@ -77,11 +77,13 @@ class FirstAnswers:
 
 
 class CompileReply(NamedTuple):
-    """A grammar or a refusal; whether the outcome is reproducible; and the first answers, if a budget was given."""
+    """A grammar or a refusal; whether the outcome is reproducible; the first answers, if a budget was given; and the
+    CPU seconds of the child."""
 
     outcome: Grammar | Refused
     lasting: bool = True
     first: FirstAnswers | None = None
+    seconds: float = 0.0
 
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (JsonSchema, Regex, Choice, Lark, Gbnf, CallsOrJson)}
@@ -141,13 +143,13 @@ def to_outcome(message: Any) -> Grammar | Refused:
 
 def to_reply(message: Any) -> CompileReply:
     """A child's reply: a grammar or refusal, and the first answers (as from ``asdict``), if any."""
-    outcome, found = to_outcome(message), message.get("first")
+    outcome, found, seconds = to_outcome(message), message.get("first"), message["seconds"]
     if found is None:
-        return CompileReply(outcome)
+        return CompileReply(outcome, seconds=seconds)
     ways = (found["near"], found["patient"])
     near, patient = (None if way is None else Completion(tuple(way["tokens"]), way["exact"]) for way in ways)
     first = FirstAnswers(near, patient, found["asked"], found["least"], found["late"])
-    return CompileReply(outcome, not first.late, first)
+    return CompileReply(outcome, not first.late, first, seconds)
 
 
 def _cut(text: str) -> str:

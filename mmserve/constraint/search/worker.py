@@ -100,12 +100,13 @@ def serve() -> None:
     _send({"ready": True})
     begun = resident()
     while (message := wire.read(source)) is not None:
+        used = time.process_time()
         with limited(seconds, patience):  # ``patience``: in case the server is gone
             reply, broken = _answer(message, searching)
         if message["budget"] is not None:
             trim()  # a search creates and frees many parsers
         last = broken or ("slow" not in reply and resident() - begun > most)
-        _send(reply | {"last": last})
+        _send(reply | {"last": last, "seconds": time.process_time() - used})
         if last:
             os._exit(1)  # a panic may leave corrupt state
 

@@ -22,7 +22,7 @@ from mmserve.core.session import PushFailed, Statistics
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Cancelled, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.video import messages as m
-from mmserve.video.base import EncodedFrame, Frame, Stream, StreamLost, StreamStats
+from mmserve.video.base import EncodedFrame, Frame, Stream, StreamLost
 from mmserve.video.connection import Connection
 from mmserve.video.indexes import Requests, Window
 from mmserve.video.overload import Origin, Overload, Waiting, WaitingFrame
@@ -30,6 +30,7 @@ from mmserve.video.questions import Question, Questions
 from mmserve.video.reported import reported
 from mmserve.video.response_queue import ResponseQueue
 from mmserve.video.session_context import Reader, SessionContext
+from mmserve.video.stream_calls import StreamCalls
 from mmserve.video.watches import Watches, Watching
 
 logger = logging.getLogger("mmserve.video")
@@ -102,9 +103,9 @@ class Session:
         self._taking = False  # whether the first waiting item is being processed
         self._appending = 0  # frames being appended to the stream
         self._watches = Watches(around, self._report, self._look_again)
-        self._calls = asyncio.Lock()  # a stream must not be called concurrently
+        self._calls = StreamCalls(stream, around.work)
         self._questions = Questions(
-            around, lambda *args: self._call(stream.ask, *args), self._report, self._soon, self._look_again
+            around, lambda *args: self._calls.call(stream.ask, *args), self._report, self._soon, self._look_again
         )
         self._closing = False
         self._closed = False
@@ -170,7 +171,7 @@ class Session:
         for held in (self._to_decode, self._waiting, self._watches, self._response_queue.responses):
             held.clear()  # immediately: a connection whose client does not read may keep the session object alive
         if not self._closed:
-            self._tasks.append(self._loop.create_task(self._close_stream()))
+            self._tasks.append(self._loop.create_task(self._calls.close()))
         self._response_queue.fail(error)
         self._ended(self)
 
@@ -310,13 +311,13 @@ class Session:
                 self._watches.remove(watch_id)
             case _Closing():
                 await self._changes.until(lambda: not self._questions and not self._in_flight)
-                await self._close_stream()
+                await self._calls.close()
                 self._closed = True
                 self._report(m.Closed())
 
     async def _append(self, waiting: WaitingFrame) -> None:
         try:
-            future: Future[EncodedFrame] = await self._call(self._stream.append, waiting.frame)
+            future: Future[EncodedFrame] = await self._calls.call(self._stream.append, waiting.frame)
         except Exception as error:  # noqa: BLE001 - the same
             self._failed_frame(waiting, error)
             return
@@ -349,11 +350,7 @@ class Session:
     # --- the rest ---
 
     async def _report_statistics(self) -> None:
-        try:
-            of = await self._call(self._stream.stats)
-        except Exception as error:  # noqa: BLE001 - counters are no reason to end
-            logger.error("statistics of a stream: %r", error)
-            of = StreamStats(0, 0, 0, 0, 0)  # each request must have a response: clients count them
+        of = await self._calls.stats()
         self._report(
             replace(
                 self._stats,
@@ -366,23 +363,6 @@ class Session:
                 feature_bytes=of.feature_bytes,
             )
         )
-
-    async def _close_stream(self) -> None:
-        try:
-            await self._around.work(self._stream.close)  # also ends a call that waits for a worker
-        except Exception as error:  # noqa: BLE001 - there is no client any more
-            logger.error("a stream could not be closed: %r", error)
-
-    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call the stream; if cancelled, waits for the call to end, so that calls are never concurrent."""
-        async with self._calls:
-            calling = asyncio.ensure_future(self._around.work(method, *args))
-            try:
-                return await asyncio.shield(calling)
-            except asyncio.CancelledError:
-                await asyncio.wait({calling})
-                calling.exception()  # marks the exception as retrieved
-                raise
 
     # --- responses ---
 

@@ -17,7 +17,7 @@ class Clock:
 
     def __init__(self, cores: int | None, background: float = 0.0, interference: float = 1.0) -> None:
         self.now = 0.0
-        self._cores, self._background, self._crowding = cores, background, interference
+        self._cores, self._background, self._interference = cores, background, interference
         self._work = 0.0  # done so far by a pass active since the start
         self._events: list[tuple[float, int, Action]] = []
         self._passes: list[tuple[float, int, Action]] = []
@@ -60,4 +60,4 @@ class Clock:
             return 1.0
         threads = max(1.0, len(self._passes) + self._background)
         further = (min(threads, self._cores) - 1) / (self._cores - 1) if self._cores > 1 else 0.0
-        return min(1.0, self._cores / threads) / (1 + (self._crowding - 1) * further)
+        return min(1.0, self._cores / threads) / (1 + (self._interference - 1) * further)

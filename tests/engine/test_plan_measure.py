@@ -180,7 +180,7 @@ def test_a_process_that_cannot_load_the_model_is_reported(monkeypatch: pytest.Mo
         pass
 
 
-def test_crowding_is_the_median_of_batches_that_were_run_both_ways() -> None:
+def test_interference_is_the_median_of_batches_that_were_run_both_ways() -> None:
     alone = {"encode": {(4.0, 16.0): [1.0, 9.0, 1.0], (8.0, 64.0): [2.0]}, "decode": {(1.0, 1.0): [1.0]}}
     crowded = {"encode": {(4.0, 16.0): [1.3], (8.0, 64.0): [2.4, 5.0, 2.8]}, "decode": {(1.0, 1.0): [5.0]}}
     assert interference(alone, crowded) == pytest.approx(1.4)

@@ -13,6 +13,7 @@ from harness import Call
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.coordinator import Coordinator
 from mmserve.cluster.messages import Order, RequestEvent
+from mmserve.cluster.questions import QUESTIONS
 from mmserve.config import EngineConfig
 from mmserve.core.events import Finished, StageTimes, Usage
 from mmserve.core.info import AdapterInfo
@@ -71,7 +72,7 @@ class Worker:
         self.roles = frozenset(roles)
 
     def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
-        assert model == MODEL
+        assert model == MODEL and question in QUESTIONS
         self.asked.append((question, tuple(arguments)))
         answer = self.answers[question]
         if isinstance(answer, MMServeError):
@@ -79,11 +80,12 @@ class Worker:
         return answer(*arguments) if callable(answer) else answer
 
     def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
+        assert question in QUESTIONS
         self.asked.append((question, tuple(arguments)))
 
-    def forgot(self) -> list[str]:
-        """Keys of adapters that it was asked to forget."""
-        return [key for question, arguments in self.asked if question == "forget" for key in arguments[0]]
+    def discarded(self) -> list[str]:
+        """Keys of adapters that it was asked to discard."""
+        return [key for question, arguments in self.asked if question == "discard" for key in arguments[0]]
 
 
 def coordinator(

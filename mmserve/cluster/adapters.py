@@ -146,7 +146,7 @@ class ClusterAdapters:
             for name, held in self._held.items():
                 if unused := sorted(held - wanted):
                     held.difference_update(unused)
-                    self._workers[name].post(self._model, "forget", (unused,))
+                    self._workers[name].post(self._model, "discard", (unused,))
 
 
 def unlike(name: str, answers: Answers) -> MMServeError | None:

@@ -203,7 +203,7 @@ def test_a_clip_that_is_not_as_foreseen_begins_again(causal: LoadedModel, monkey
     """Of some files less can be decoded than their packets promise."""
     b, expected = bench_of(causal), bench_of(causal)
     picture_of, again = Watching.picture, []
-    forget = b.engine.stages.prefilling.discard
+    discard = b.engine.stages.prefilling.discard
 
     def other(watching: Watching, decoders: Any, *rest: Any) -> Any:
         class Promising:
@@ -220,7 +220,7 @@ def test_a_clip_that_is_not_as_foreseen_begins_again(causal: LoadedModel, monkey
         answer = told(expected.ask(watching("v")))
         monkeypatch.setattr(Watching, "picture", other)
         monkeypatch.setattr(
-            b.engine.stages.prefilling, "forget", lambda request: (again.append(request), forget(request))
+            b.engine.stages.prefilling, "discard", lambda request: (again.append(request), discard(request))
         )
         assert told(b.ask(watching("v"))) == answer
         eventually(lambda: (b.engine.stats().pages_in_use, b.engine.stats().held) == (0, 0), "nothing is left")

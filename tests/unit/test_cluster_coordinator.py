@@ -205,7 +205,7 @@ def test_unlike_files_are_refused_and_the_worker_is_named() -> None:
     with pytest.raises(FailedPrecondition, match="the adapter 'red' differ: worker 1 has 3, and the other workers 2"):
         made.adapters.load("red")
     assert [each.digest for each in made.adapters.listed()] == ["1"], "what was there before stays"
-    assert [worker.forgot() for worker in workers] == [["red:2"], ["red:3"], ["red:2"]]
+    assert [worker.discarded() for worker in workers] == [["red:2"], ["red:3"], ["red:2"]]
     submit(made, with_adapter("one", "red"))
 
 
@@ -224,7 +224,7 @@ def test_what_one_worker_cannot_read_is_an_error_with_its_name(error: MMServeErr
     with pytest.raises(type(error), match=r"\(worker 1\)") as raised:
         made.adapters.load("red")
     assert error.message in raised.value.message.replace(" (worker 1)", "")
-    assert made.adapters.listed() == [] and one.forgot() == ["red:1"]
+    assert made.adapters.listed() == [] and one.discarded() == ["red:1"]
     one.answers["hold"] = error
     with pytest.raises(type(error)) as raised:
         made.adapters.load("red")
@@ -240,13 +240,13 @@ def test_requests_under_way_keep_their_adapter_until_they_end() -> None:
     made.adapters.load("red")
     made.adapters.drop("red")
     made.tick(0.0)
-    assert worker.forgot() == ["red:2"]
+    assert worker.discarded() == ["red:2"]
     with pytest.raises(NotFound, match="none is loaded"):
         submit(made, with_adapter("two", "red"))
     finish(made, worker, "one")
     assert call.ended
     made.tick(0.0)
-    assert worker.forgot() == ["red:2", "red:1"]
+    assert worker.discarded() == ["red:2", "red:1"]
 
 
 def test_a_worker_without_the_adapter_gets_no_request_for_it() -> None:

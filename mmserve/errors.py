@@ -81,6 +81,10 @@ class NotFound(MMServeError):
     code = "NOT_FOUND"
 
 
+class UnknownModel(NotFound):
+    """A model, or an adapter of one, that the server does not have."""
+
+
 class FailedPrecondition(MMServeError):
     """The request is valid, but not for this model or the present state of the server."""
 

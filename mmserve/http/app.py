@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mmserve.core.events import Admitted, Event, Finished, Prefilled
 from mmserve.core.request import TextPart, TokensPart
 from mmserve.core.tenant import Tenant
-from mmserve.errors import Cancelled, Internal, MMServeError, NotFound
+from mmserve.errors import Cancelled, Internal, MMServeError, UnknownModel
 from mmserve.http import checks, openapi
 from mmserve.http.api import Api, Reply
 from mmserve.http.body import Bodies
@@ -202,7 +202,7 @@ class App:
         model, adapter = self._server.engines.split(name)
         engine = self._server.engines.find(model)
         if adapter and name not in self._server.engines.names_of(engine.info.name):
-            raise NotFound(f"model {model!r} has no adapter {adapter!r}")
+            raise UnknownModel(f"model {model!r} has no adapter {adapter!r}")
         return JSONResponse(self._described(name))
 
     def _described(self, name: str) -> dict[str, Any]:

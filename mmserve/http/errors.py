@@ -11,7 +11,15 @@ from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
-from mmserve.errors import DoesNotFit, FieldViolation, InvalidArgument, MMServeError, ResourceExhausted, Unavailable
+from mmserve.errors import (
+    DoesNotFit,
+    FieldViolation,
+    InvalidArgument,
+    MMServeError,
+    ResourceExhausted,
+    Unavailable,
+    UnknownModel,
+)
 
 #: HTTP status by gRPC code. Unsupported features are client errors, like invalid arguments.
 STATUS = {
@@ -86,7 +94,7 @@ def headers_of(error: MMServeError) -> dict[str, str]:
 
 def openai_error(error: MMServeError, names: Mapping[str, str]) -> dict[str, Any]:
     """The body of ``error``: ``param`` is the first invalid field, ``code`` the gRPC code in lower case, or OpenAI's
-    code for prompts that are too long.
+    code for prompts that are too long and for unknown models.
 
     ``names``: names in the request's API of fields of ``GenerateRequest``.
     """
@@ -100,7 +108,11 @@ def openai_error(error: MMServeError, names: Mapping[str, str]) -> dict[str, Any
         if (left := len(error.violations) - len(wrong)) > 0:
             message += f"; {left} more fields are not acceptable"
     kind = _TYPES.get(status_of(error), "server_error" if status_of(error) >= 500 else "invalid_request_error")
-    code = "context_length_exceeded" if isinstance(error, DoesNotFit) else error.code.lower()
+    code = error.code.lower()
+    if isinstance(error, DoesNotFit):
+        code = "context_length_exceeded"
+    elif isinstance(error, UnknownModel):
+        kind, param, code = "invalid_request_error", "model", "model_not_found"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -13,7 +13,7 @@ import torch
 from mmserve.core.info import AdapterInfo
 from mmserve.core.request import Request, RequestId
 from mmserve.core.samples import samples
-from mmserve.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unimplemented
+from mmserve.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unimplemented, UnknownModel
 from mmserve.models.base import LoadedModel, Model, ModelSpec
 from mmserve.models.checkpoint import GENERATION
 from mmserve.models.lora import Adapter, Stacks
@@ -214,10 +214,10 @@ def name_of(key: str) -> str:
     return key.rpartition(":")[0]
 
 
-def unknown(model: str, name: str, names: Iterable[str]) -> NotFound:
+def unknown(model: str, name: str, names: Iterable[str]) -> UnknownModel:
     """The error for a request with an unknown adapter ``name``; ``names``: those that ``model`` has."""
     known = ", ".join(sorted(names)) or "none is loaded"
-    return NotFound(f"model {model!r} has no adapter {name!r}; there is: {known}")
+    return UnknownModel(f"model {model!r} has no adapter {name!r}; there is: {known}")
 
 
 def no_folder() -> Unimplemented:

@@ -13,7 +13,7 @@ from mmserve.core.info import AdapterInfo, ModelInfo
 from mmserve.core.progress import Progress
 from mmserve.core.request import Request
 from mmserve.core.stats import Stats
-from mmserve.errors import MMServeError, NotFound, Unavailable
+from mmserve.errors import MMServeError, Unavailable, UnknownModel
 
 
 class EngineLike(Protocol):
@@ -170,7 +170,7 @@ class Engines(Mapping[str, EngineLike]):
     def find(self, name: str) -> EngineLike:
         """The engine of model ``name``; that of the default model for an empty name.
 
-        Raises ``NotFound``, listing the known models, or ``Unavailable`` while the model is loading.
+        Raises ``UnknownModel``, listing the known models, or ``Unavailable`` while the model is loading.
         """
         wanted = name or self._names[0]
         engine = self._serving.get(wanted)
@@ -178,7 +178,7 @@ class Engines(Mapping[str, EngineLike]):
             return engine
         if wanted in self._names:
             raise Unavailable(f"the model {wanted!r} is loading; try again in a few seconds")
-        raise NotFound(f"no model {name!r} here; there is {', '.join(self._names)}")
+        raise UnknownModel(f"no model {name!r} here; there is {', '.join(self._names)}")
 
     def any_ready(self) -> list[EngineLike]:
         """All engines that serve; raises ``Unavailable`` if there are none yet."""

@@ -155,7 +155,8 @@ def test_policies_are_set_under_mmserve(served: Running, client: openai.OpenAI) 
 
 
 CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
-    ({"model": "gone"}, 404, None, "there is bundled"),
+    ({"model": "gone"}, 404, "model", "there is bundled"),
+    ({"model": "bundled:gone"}, 404, "model", "no adapter 'gone'"),
     ({"model": None}, 400, "model", "is required"),
     ({"messages": []}, 400, "messages", "at least one message"),
     ({"messages": "hi"}, 400, "messages", "an array"),
@@ -224,7 +225,7 @@ def test_what_is_wrong_is_named(port: int, changes: dict[str, Any], status: int,
     error = body["error"]
     assert (found, headers["x-request-id"]) == (status, "a1")
     assert text in error["message"] and (error["param"] or "").startswith(param or "")
-    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    assert error["type"] == "invalid_request_error" and (error["code"] == "model_not_found") == (status == 404)
 
 
 def nested(depth: int) -> bytes:

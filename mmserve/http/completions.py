@@ -86,14 +86,13 @@ class Completions(OpenAI):
         ids, echo = take_ids(fields, found), _take_echo(fields, found, body)
         names = constrain(fields, found)
         suffix = fields.take("suffix", str, "")
-        if suffix:
-            _pin(found, suffix)
+        gap = _pin(found, suffix) if suffix else 0
         names |= take_xargs(fields, found)
         names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.end()
         parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
-        reply = _Reply(found, suffix, parts, fim=self._fim, prompts=[first, *others], echo=echo and not ids)
+        reply = _Reply(found, suffix, gap, parts, fim=self._fim, prompts=[first, *others], echo=echo and not ids)
         return ParsedRequest(found, stream, reply, names, prompts=others)
 
 
@@ -133,14 +132,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _pin(found: pb.GenerateRequest, suffix: str) -> None:
-    """Constrain the answer to end with ``suffix``; ``max_tokens`` limits the text before it."""
+def _pin(found: pb.GenerateRequest, suffix: str) -> int:
+    """Constrain the answer to end with ``suffix``; ``max_tokens``, which is returned, limits the text before it."""
     if found.HasField("constraint"):
         raise InvalidArgument.of("suffix", "cannot be combined with a constraint")
     room = found.sampling.max_new_tokens
     found.constraint.template.parts.add(hole=pb.Hole(max_tokens=room))
     found.constraint.template.parts.add(text=suffix)
     found.sampling.max_new_tokens = min(room + len(suffix.encode()), _UINT32_MAX)  # at most one token per byte
+    found.stream.tokens = True
+    return room
 
 
 class _Reply(Chunks):
@@ -150,6 +151,7 @@ class _Reply(Chunks):
         self,
         asked: pb.GenerateRequest,
         suffix: str,
+        gap: int,
         parts: ResponseParts,
         *,
         fim: bool,
@@ -158,7 +160,7 @@ class _Reply(Chunks):
     ) -> None:
         kind = "chat.completion.chunk" if fim else "text_completion"
         super().__init__(asked, "cmpl", kind, parts, prompts=len(prompts))
-        self._suffix, self._fim = suffix, fim
+        self._suffix, self._gap, self._fim = suffix, gap, fim
         self._echoed = [part.text if isinstance(part, TextPart) else None for part in prompts] if echo else []
 
     def whole(self, finished: Sequence[Finished], prompts: Sequence[Prefilled] = ()) -> dict[str, Any]:
@@ -183,8 +185,14 @@ class _Reply(Chunks):
                 text = self._text(event) if self._suffix else ""
                 last = len(finished) == self._samples
                 own = {"mmserve": own_fields(finished)} if last else {}
-                line = self._chunk(event.sample, text, own, **ended(event, _REASONS), **self._of_tokens(event))
+                line = self._chunk(event.sample, text, own, **self._ended(event), **self._of_tokens(event))
                 yield line + (self._end(finished) if last else "")
+
+    def _ended(self, one: Finished) -> dict[str, Any]:
+        """The end of a choice: of a gap that has as many tokens as are allowed it is ``length``."""
+        found = ended(one, _REASONS)
+        full = self._suffix and one.reason == "end" and len(self._tokens(one)) >= self._gap
+        return {**found, "finish_reason": "length"} if full else found
 
     def _text(self, one: Finished) -> str:
         """The text before the suffix, or before a stop string, which may be a part of the suffix."""
@@ -225,7 +233,7 @@ class _Reply(Chunks):
         before, ids = ("", {}) if prompt is None else (self._echo(prompt), self._prompt_ids(prompt))
         text = before + self._text(one)
         content = {"message": {"role": "assistant", "content": text}} if self._fim else {"text": text}
-        return {"index": one.sample, **content, **self._of_tokens(one), **ids, **ended(one, _REASONS)}
+        return {"index": one.sample, **content, **self._of_tokens(one), **ids, **self._ended(one)}
 
     def _chunk(self, sample: int, text: str, own: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> str:
         """A chunk of a sample; ``own``: fields of the chunk besides the choice, ``more``: those of the choice."""

@@ -170,8 +170,16 @@ def test_a_gap_in_a_text_is_filled(served: Running, client: openai.OpenAI, model
     asked: dict[str, Any] = {"model": model, "prompt": TEXT, "suffix": SUFFIX, "max_tokens": 6}
     for stop in ([], ["left"], ["?"]):  # parts of the suffix, whose beginning is no part of the text
         assert client.completions.create(**asked, stop=stop).choices[0].text == expected.holes[0]
-    chunks = client.completions.create(**asked, stream=True)
+    chunks = [*client.completions.create(**asked, stream=True)]
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.holes[0]
+    ends = set()
+    for size in (1, 2, 3, 6):
+        found = client.completions.create(**{**asked, "max_tokens": size}, logprobs=0).choices[0]
+        assert found.logprobs is not None and found.logprobs.tokens is not None
+        assert found.finish_reason == ("length" if len(found.logprobs.tokens) == size else "stop")
+        ends.add(found.finish_reason)
+    assert "length" in ends or model == "bundled"  # which ends its gaps earlier
+    assert chunks[-1].choices[0].finish_reason == found.finish_reason
     body = json.dumps({**asked, "random_seed": 1}).encode()
     headers = {"content-type": "application/json"}
     with urlopen(HttpRequest(f"{client.base_url}fim/completions", body, headers), timeout=PATIENCE) as answer:

@@ -75,29 +75,29 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return one[:2] == other[:2] and all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 40, 10_000])
 @pytest.mark.parametrize(("block", "shift"), [(4, 0), (12, 0), (32, 0), (1, 1), (4, 1), (32, 1)])
-def test_chunks_give_the_same_bits(
-    bench: Make, monkeypatch: pytest.MonkeyPatch, block: int, shift: int, chunk: int
-) -> None:
-    model = blocks(block, shift=shift)
-    whole = Watched(bench(model, stages="inline", max_tokens=512), monkeypatch)
-    parts = Watched(bench(model, stages="inline", max_tokens=512, prefill_tokens=chunk), monkeypatch)
+def test_chunks_give_the_same_bits(bench: Make, monkeypatch: pytest.MonkeyPatch, block: int, shift: int) -> None:
+    model, requests = blocks(block, shift=shift), []
     for i, (text, images) in enumerate(((LONG, ()), ("?", (picture(1),)), (LONG + "why?", (picture(2), picture(3))))):
         commit = threshold(0.5) if i == 2 else None
-        request = ask(f"{i}", text, images=images, max_new_tokens=13, recompute=BLOCK, commit=commit)
-        parts.ran.clear()
-        expected, found = whole.ask(request), parts.ask(request)
-        assert (found.text, found.usage, found.forwards) == (expected.text, expected.usage, expected.forwards)
-        assert found.recomputed_tokens == expected.recomputed_tokens
-        assert same(parts.ended[f"{i}"], whole.ended[f"{i}"])
-        prompt = expected.usage.prompt_tokens
-        most = max(chunk, math.lcm(PAGE, block))  # a chunk is whole pages and blocks
-        assert max(parts.chunks) <= most
-        run = min(-(-(prompt + 1 - shift) // block) * block, prompt + 13)  # a shifted block's first token needs no mask
-        assert sum(parts.chunks) == run
-        assert len(parts.chunks) >= prompt // most
-    parts.bench.await_nothing_left()
+        requests.append(ask(f"{i}", text, images=images, max_new_tokens=13, recompute=BLOCK, commit=commit))
+    whole = Watched(bench(model, stages="inline", max_tokens=512), monkeypatch)
+    answers = [whole.ask(request) for request in requests]
+    for chunk in (1, 16, 40, 10_000):
+        parts = Watched(bench(model, stages="inline", max_tokens=512, prefill_tokens=chunk), monkeypatch)
+        for request, expected in zip(requests, answers, strict=True):
+            parts.ran.clear()
+            found = parts.ask(request)
+            assert (found.text, found.usage, found.forwards) == (expected.text, expected.usage, expected.forwards)
+            assert found.recomputed_tokens == expected.recomputed_tokens
+            assert same(parts.ended[request.id], whole.ended[request.id])
+            prompt = expected.usage.prompt_tokens
+            most = max(chunk, math.lcm(PAGE, block))  # a chunk is whole pages and blocks
+            assert max(parts.chunks) <= most
+            run = min(-(-(prompt + 1 - shift) // block) * block, prompt + 13)  # a shifted block's first needs no mask
+            assert sum(parts.chunks) == run
+            assert len(parts.chunks) >= prompt // most
+        parts.bench.await_nothing_left()
 
 
 def test_decode_runs_between_two_chunks(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,13 +91,13 @@ class Worker:
 def coordinator(
     *workers: Worker,
     payloads: PayloadStore | None = None,
-    facts: SessionSupport | None = None,
+    support: SessionSupport | None = None,
     settings: ClusterSettings | None = None,
     own: Sequence[AdapterInfo] = (),
     **engine: Any,
 ) -> Coordinator:
     config = EngineConfig(**{"max_running": 4, "adapter_folder": "/adapters", **engine})
-    more: dict[str, Any] = {"adapters": own} if facts is None else {"adapters": own, "facts": facts}
+    more: dict[str, Any] = {"adapters": own} if support is None else {"adapters": own, "support": support}
     made = Coordinator(
         SimpleNamespace(name=MODEL), config, settings or ClusterSettings(), payloads or PayloadStore(), **more
     )  # type: ignore[arg-type]

@@ -58,8 +58,8 @@ def _row(gop: int, repeats: int, progress: Progress) -> Figures:
     progress(f"decoding: a keyframe every {gop} frames")
     path = _minute(gop)
     data = path.read_bytes()
-    with opened(data, "mov", _LIMITS, "video") as footage:
-        index = footage.index
+    with opened(data, "mov", _LIMITS, "video") as video:
+        index = video.index
         wanted = [index.times[(2 * second + 1) * RATE // 2] for second in range(SECONDS)]
 
     def ours(threads: int) -> Frames:
@@ -181,8 +181,8 @@ def _index_of_an_hour() -> Figures:
     data = black_clip(64, 48, count)
     tracemalloc.start()
     try:
-        with opened(data, "mov", _LIMITS, "video") as footage:
-            list(footage.sequence(range(0, count, count // 4), UNWATCHED))
+        with opened(data, "mov", _LIMITS, "video") as video:
+            list(video.sequence(range(0, count, count // 4), UNWATCHED))
             _now, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

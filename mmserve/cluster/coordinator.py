@@ -59,10 +59,10 @@ class Coordinator:
         engine: EngineConfig,
         settings: ClusterSettings,
         payloads: PayloadStore,
-        facts: SessionSupport = _NO_SESSIONS,
+        support: SessionSupport = _NO_SESSIONS,
         adapters: Sequence[AdapterInfo] = (),
     ) -> None:
-        self.info, self._settings, self._payloads, self._facts = info, settings, payloads, facts
+        self.info, self._settings, self._payloads, self._support = info, settings, payloads, support
         self._queue = WaitingQueue(engine)
         self._lock = threading.RLock()
         self.adapters = ClusterAdapters(info.name, engine.adapter_folder, self._adapters_in_use, adapters)
@@ -89,13 +89,13 @@ class Coordinator:
 
     def session_parts(self, config: Config) -> Parts:
         """As ``video.host.Served``; raises ``Unimplemented`` if the model does not support sessions."""
-        self._facts.check()
+        self._support.check()
         decoders = DecodePool(config.media)
         decoders.open()
         streams = ClusterStreams(self, self._settings, config.video, self._serving, self._payloads, decoders.close)
         self._streams = streams
-        standing = streams if self._facts.standing else None
-        return Parts(self._facts, streams, decoders, standing, self.cancel, here=False)
+        standing = streams if self._support.standing else None
+        return Parts(self._support, streams, decoders, standing, self.cancel, here=False)
 
     def submit_there(
         self, request: Request, sink: Sink, worker: str, ask: Callable[[Order], Asked], again: Callable[[], bool]
@@ -117,7 +117,7 @@ class Coordinator:
     def session_adapter(self, asked: str) -> str:
         """See ``streams.Requests.session_adapter``."""
         known = {each.name for each in self.adapters.listed()}
-        return adapter_of(asked, known, kept=self._facts.keeps_kv)
+        return adapter_of(asked, known, kept=self._support.keeps_kv)
 
     def orders_again(self, request: RequestId, worker: str) -> list[Order]:
         """See ``streams.Requests.orders_again``."""

@@ -92,14 +92,14 @@ class Worker:
             self._subjects[name] = Subject(engine, streams)
         infos = {name: engine.info for name, engine in self._engines.items()}
         stages = {name: engine.stages for name, engine in self._engines.items()}
-        facts = {name: session_support(each.model, each.capabilities) for name, each in stages.items()}
+        support = {name: session_support(each.model, each.capabilities) for name, each in stages.items()}
         adapters = {name: tuple(engine.adapters.listed()) for name, engine in self._engines.items()}
         address = ""
         if linked:
             listener = Listener(self.parcels.arena.offered)
             listener.serve({name: partial(self._called, name) for name in _CALLS}, self.events)
             address = listener.address
-        return Described(infos, facts, adapters, host_id(), os.getpid(), self.parcels.arena.address, address)
+        return Described(infos, support, adapters, host_id(), os.getpid(), self.parcels.arena.address, address)
 
     def take(self, orders: list[Order]) -> None:
         """Accept requests; an error of one is reported by a separate item."""

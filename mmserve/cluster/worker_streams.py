@@ -123,12 +123,12 @@ class WorkerStreams:
 
     def check(self, question: StandingQuestion, path: str) -> None:
         """See ``Standing.check``."""
-        assert self._standing is not None, "facts have it"
+        assert self._standing is not None, "the model supports standing questions"
         self._standing.check(question, path)
 
     def judge(self, name: str, number: int, questions: Sequence[StandingQuestion]) -> list[TypedAnswer]:
         """See ``Standing.judge``; about one of the latest frames."""
-        assert self._standing is not None, "facts have it"
+        assert self._standing is not None, "the model supports standing questions"
         seen = self._kept(name).seen.get(number)
         if seen is None:
             raise FailedPrecondition("the frame is not kept any more")

@@ -65,12 +65,12 @@ class RecordingLogits:
         count: int,
         banned: tuple[int, ...],
         mask_id: int | None,
-        noted: _Recorded | None = None,
+        recorded: _Recorded | None = None,
         *,
         end_ids: Collection[int] = (),
     ) -> None:
         self._rows, self._count = rows, count
-        self._all = noted or _Recorded(positions, Alternatives.none(len(positions), count))
+        self._all = recorded or _Recorded(positions, Alternatives.none(len(positions), count))
         self._positions = positions
         self._given = canvas, sampling, banned, mask_id
         self._end_ids = end_ids
@@ -106,12 +106,12 @@ class RecordingLogits:
     def of(self, positions: np.ndarray) -> Alternatives:
         """The recorded alternatives of ``positions`` (int64, ascending); -inf for positions that the pass did not
         run."""
-        noted = self._all
-        at = np.searchsorted(noted.positions, positions).clip(max=max(0, len(noted.positions) - 1))
-        if not len(noted.positions):
+        recorded = self._all
+        at = np.searchsorted(recorded.positions, positions).clip(max=max(0, len(recorded.positions) - 1))
+        if not len(recorded.positions):
             return Alternatives.none(len(positions), self._count)
-        found = noted.found.where(at)
-        found.log_probabilities[noted.positions[at] != positions] = -np.inf
+        found = recorded.found.where(at)
+        found.log_probabilities[recorded.positions[at] != positions] = -np.inf
         return found
 
     def _note(self, part: Tensor, positions: np.ndarray) -> None:

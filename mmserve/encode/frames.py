@@ -202,9 +202,9 @@ class Decoder:
     Decoding jumps to a keyframe only if there is one between the last decoded frame and the requested one.
     """
 
-    def __init__(self, footage: VideoFile, watch: Watch) -> None:
-        self._index, self._context, self._watch = footage.index, footage.context, watch
-        self._packets = _Packets(footage)
+    def __init__(self, video: VideoFile, watch: Watch) -> None:
+        self._index, self._context, self._watch = video.index, video.context, watch
+        self._packets = _Packets(video)
         self._keys = self._index.keys
         self._frames = self._decode(0)
         self._last: av.VideoFrame | None = None  # the last decoded frame
@@ -269,16 +269,16 @@ class Decoder:
 class _Packets:
     """Packets of a stream by number; going back more than a few of them reads the file again."""
 
-    def __init__(self, footage: VideoFile) -> None:
-        self._open_video = footage
-        self._source, self._next = footage.packets(), 0  # number of the next packet
+    def __init__(self, video: VideoFile) -> None:
+        self._video = video
+        self._source, self._next = video.packets(), 0  # number of the next packet
         self._kept: deque[av.Packet] = deque(maxlen=_KEPT_PACKETS)
 
     def since(self, number: int) -> Iterator[av.Packet]:
         """Packet ``number`` and those after it."""
         while True:
             if number < self._next - len(self._kept):
-                self._source, self._next = self._open_video.packets(), 0
+                self._source, self._next = self._video.packets(), 0
                 self._kept.clear()
             while number >= self._next:
                 packet = next(self._source, None)

@@ -22,15 +22,15 @@ _AHEAD_PIXELS = 48_000_000
 
 
 def in_parallel(
-    footage: VideoFile, runs: Sequence[Sequence[int]], threads: int, watch: Watch, ahead: int | None = None
+    video: VideoFile, runs: Sequence[Sequence[int]], threads: int, watch: Watch, ahead: int | None = None
 ) -> Generator[tuple[int, Image.Image], None, None]:
     """As ``VideoFile.sequence``, for the frames in ``runs`` (``Index.runs``). ``watch.check`` is called by any thread.
 
     ``ahead``: maximum number of frames that wait for earlier ones; None = limited by pixels.
     """
-    room = max(2 * threads, _AHEAD_PIXELS // (footage.width * footage.height)) if ahead is None else ahead
+    room = max(2 * threads, _AHEAD_PIXELS // (video.width * video.height)) if ahead is None else ahead
     order = _Order(runs, room, watch)
-    workers = [threading.Thread(target=order.work, args=(footage, i > 0), daemon=True) for i in range(threads)]
+    workers = [threading.Thread(target=order.work, args=(video, i > 0), daemon=True) for i in range(threads)]
     try:
         for worker in workers:
             worker.start()
@@ -74,14 +74,14 @@ class _Order:
             raise _Ended
         self._watch.check()
 
-    def work(self, footage: VideoFile, again: bool) -> None:
-        """Decode runs until there are no more, on ``footage`` or on the same file opened ``again``."""
+    def work(self, video: VideoFile, again: bool) -> None:
+        """Decode runs until there are no more, on ``video`` or on the same file opened ``again``."""
         try:
             if again:
-                with footage.again() as own:
+                with video.again() as own:
                     self._decode(own)
             else:
-                self._decode(footage)
+                self._decode(video)
         except _Ended:
             return
         except BaseException as error:  # noqa: BLE001 - raised where the frames are waited for
@@ -105,8 +105,8 @@ class _Order:
             self._ended = True
             self._changed.notify_all()
 
-    def _decode(self, footage: VideoFile) -> None:
-        decoder = footage.decoder(self)
+    def _decode(self, video: VideoFile) -> None:
+        decoder = video.decoder(self)
         while True:
             with self._changed:
                 if not self._runs:
@@ -115,7 +115,7 @@ class _Order:
             for place, number in enumerate(run, first):
                 with self._changed:  # the thread that decodes the next frame never waits
                     self._changed.wait_for(lambda place=place: place < self._place + self._room or self._ended)  # type: ignore[misc]
-                frame = footage.frame(decoder, number)
+                frame = video.frame(decoder, number)
                 with self._changed:
                     self._frames[place] = frame
                     self._changed.notify_all()

@@ -79,10 +79,10 @@ def read_segment(
         raise InvalidArgument.of(field, f"is {looks_like(data)}, not a readable {kinds} video or image")
     if cut_off(data, demuxer):
         raise InvalidArgument.of(field, "is cut off: it is shorter than its header states")
-    with opened(data, demuxer, limits, field) as footage:
-        _check(footage, field)
-        yield from _chosen(footage, begin, sampler, field, watch)
-        return begin + footage.seconds
+    with opened(data, demuxer, limits, field) as video:
+        _check(video, field)
+        yield from _chosen(video, begin, sampler, field, watch)
+        return begin + video.seconds
 
 
 def decode_segment(
@@ -115,8 +115,8 @@ def collected(frames: Generator[Sampled, None, float]) -> tuple[list[Sampled], f
             return found, ended.value
 
 
-def _check(footage: VideoFile, field: str) -> None:
-    index = footage.index
+def _check(video: VideoFile, field: str) -> None:
+    index = video.index
     if not index.begins_with_key:
         raise InvalidArgument.of(field, "does not begin with a keyframe: cut the stream in front of keyframes")
     if index.backwards:
@@ -127,19 +127,19 @@ _BACKWARDS = "has times that run backwards: begin a new segment where the clock 
 
 
 def _chosen(
-    footage: VideoFile, begin: float, sampler: Sampler, field: str, watch: Watch
+    video: VideoFile, begin: float, sampler: Sampler, field: str, watch: Watch
 ) -> Generator[Sampled, None, None]:
-    index = footage.index
+    index = video.index
     # frames before the first keyframe reference one outside the segment
     skipped = sum(time < index.keys[0] for time in index.times) if index.keys else 0
-    times = [begin + footage.at(time) for time in index.times[skipped:]]
-    wanted = [skipped + number for number in sampler.select(times, begin + footage.seconds)]
+    times = [begin + video.at(time) for time in index.times[skipped:]]
+    wanted = [skipped + number for number in sampler.select(times, begin + video.seconds)]
     size: tuple[int, int] | None = None
-    for time, image in footage.pick(wanted, watch):
+    for time, image in video.pick(wanted, watch):
         if size not in (None, image.size):
             to = f"{image.width} x {image.height}"
             raise InvalidArgument.of(field, f"changes the size of its frames to {to} pixels: begin a new segment there")
         size = image.size
-        found = sampler.take(begin + footage.at(time), image)
+        found = sampler.take(begin + video.at(time), image)
         if found is not None:
             yield found

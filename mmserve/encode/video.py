@@ -50,18 +50,18 @@ def read_video(
     ``window``, ``part``: as in ``MediaFile``. ``plan`` is called once, with the times of all planned frames (of all
     parts), and the length of the whole file; a damaged or unusual file may turn out to have other frames.
     """
-    with _open_video(data, limits, field) as footage:
+    with _open_video(data, limits, field) as video:
         if rate:
-            frames = min(frames, max(1, round(rate * footage.seconds)))
+            frames = min(frames, max(1, round(rate * video.seconds)))
         found = False
-        wanted = spread(footage.index.times, footage.index.end, frames)
-        plan([footage.at(footage.index.times[number]) for number in wanted], footage.seconds)
-        for time, image in footage.pick(_part(footage, wanted, part), watch, window):
+        wanted = spread(video.index.times, video.index.end, frames)
+        plan([video.at(video.index.times[number]) for number in wanted], video.seconds)
+        for time, image in video.pick(_part(video, wanted, part), watch, window):
             found = True
-            yield footage.at(time), image
+            yield video.at(time), image
         if not found and part is None:
             raise InvalidArgument.of(field, NO_FRAMES)
-        return footage.seconds
+        return video.seconds
 
 
 def sample_video(
@@ -79,9 +79,9 @@ def sample_video(
 
     Also raises ``InvalidArgument`` if it would decode more than ``limits.max_sampled_frames`` frames.
     """
-    with _open_video(data, limits, field) as footage:
-        times = [footage.at(time) for time in footage.index.times]
-        wanted = sampler.select(times, footage.seconds)
+    with _open_video(data, limits, field) as video:
+        times = [video.at(time) for time in video.index.times]
+        wanted = sampler.select(times, video.seconds)
         if len(wanted) > limits.max_sampled_frames:
             why = f"the limit is {limits.max_sampled_frames} {named('max_sampled_frames')}: ask for fewer a second"
             raise InvalidArgument.of(field, f"has {len(wanted)} sampled frames; {why}")
@@ -89,15 +89,15 @@ def sample_video(
         taken = [times[number] for number in wanted]
         if isinstance(sampler, FixedRate):
             taken = sampler.planned(taken)
-        plan(taken if isinstance(sampler, FixedRate | ProcessorFrames) else None, footage.seconds)
-        for time, image in footage.pick(_part(footage, wanted, part), watch, window):
-            chosen = sampler.take(footage.at(time), image)
+        plan(taken if isinstance(sampler, FixedRate | ProcessorFrames) else None, video.seconds)
+        for time, image in video.pick(_part(video, wanted, part), watch, window):
+            chosen = sampler.take(video.at(time), image)
             if chosen is not None:
                 found = True
                 yield chosen
         if not found and part is None:
             raise InvalidArgument.of(field, NO_FRAMES)
-        return footage.seconds
+        return video.seconds
 
 
 def clip_frames(
@@ -118,8 +118,8 @@ def clip_frames(
         yield Sampled(seconds, image)
 
 
-def _part(footage: VideoFile, wanted: Sequence[int], part: tuple[int, int, int] | None) -> Sequence[int]:
-    return wanted if part is None else footage.index.shared(wanted, *part)
+def _part(video: VideoFile, wanted: Sequence[int], part: tuple[int, int, int] | None) -> Sequence[int]:
+    return wanted if part is None else video.index.shared(wanted, *part)
 
 
 @contextmanager
@@ -134,5 +134,5 @@ def _open_video(data: bytes, limits: MediaConfig, field: str) -> Iterator[VideoF
         raise InvalidArgument.of(field, f"is {looks_like(data)}, not a readable {', '.join(CONTAINERS)} video")
     if cut_off(data, demuxer):
         raise InvalidArgument.of(field, "is cut off: the file is shorter than its header states")
-    with opened(data, demuxer, limits, field) as footage:
-        yield footage
+    with opened(data, demuxer, limits, field) as video:
+        yield video

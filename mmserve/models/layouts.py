@@ -56,12 +56,12 @@ class Layout:
     def names(self, decoder: Decoder) -> dict[str, Part]:
         """The tensor name of every parameter of ``decoder``, or its part of a tensor if parameters share one."""
         parameters = dict(decoder.named_parameters(remove_duplicate=False))
-        slabs: dict[str, Part] = {
+        slices: dict[str, Part] = {
             name: self._expert_slice(name, len(p), decoder)
             for name, p in parameters.items()
             if self._lies_stacked(name)
         }
-        names = {name: self.tensor(name) for name in parameters if name not in slabs}
+        names = {name: self.tensor(name) for name in parameters if name not in slices}
         totals: Counter[str] = Counter()
         for name, tensor in names.items():
             totals[tensor] += len(parameters[name])
@@ -71,7 +71,7 @@ class Layout:
             rows, total = len(parameters[name]), totals[tensor]
             found[name] = tensor if rows == total else Rows(tensor, starts[tensor], total)
             starts[tensor] += rows
-        return found | slabs
+        return found | slices
 
     def _lies_stacked(self, parameter: str) -> bool:
         return ".moe.experts." in parameter and parameter.split(".")[-2] in self.stacked

@@ -37,7 +37,7 @@ class Parts:
     ``here``: whether ``standing`` runs the model in this process.
     """
 
-    facts: SessionSupport
+    support: SessionSupport
     streams: Streams
     decoders: Decoders
     standing: FrameQuestions | None
@@ -49,13 +49,13 @@ class Host:
     """One model for sessions."""
 
     def __init__(self, parts: Parts, config: Config, threads: Threads) -> None:
-        self.facts, self.streams = parts.facts, parts.streams
+        self.support, self.streams = parts.support, parts.streams
         self._parts, self._config, self._threads = parts, config, threads
 
     def reader(self, sampler: Sampler) -> PushReader:
         """The decoder of one session's pushes."""
         parts = self._parts
-        return PushReader(parts.decoders, sampler, self._config.video.waiting_bytes, parts.facts.resize)
+        return PushReader(parts.decoders, sampler, self._config.video.waiting_bytes, parts.support.resize)
 
     def session_context(
         self, recorder: Callable[[], QuestionRecorder], metrics: SessionMetrics, fetched: Fetched
@@ -72,7 +72,7 @@ class Host:
             metrics,
             parts.standing,
             fetched,
-            parts.facts.label_period,
+            parts.support.label_period,
         )
 
 
@@ -80,8 +80,8 @@ def parts_of(engine: Engine, config: Config) -> Parts:
     """The parts of a model in this process."""
     model = engine.stages.model
     streams = EngineStreams(engine, config.video)
-    facts = session_support(model, engine.stages.capabilities)
-    return Parts(facts, streams, engine.stages.decoders, standing_of(model), engine.cancel)
+    support = session_support(model, engine.stages.capabilities)
+    return Parts(support, streams, engine.stages.decoders, standing_of(model), engine.cancel)
 
 
 class Threads:
@@ -131,7 +131,7 @@ class Hosts:
             host = self._hosts.get(engine)
             if host is None:
                 host = self._hosts[engine] = Host(self._parts(engine), self._config, self._threads)
-        host.facts.check()
+        host.support.check()
         return host
 
     def takes_sessions(self, engine: Served) -> bool:

@@ -146,7 +146,7 @@ def test_memory_of_a_state_that_cannot_be_kept_is_given_back() -> None:
             dropped.append(parcel)
 
     worker = Worker("0", frozenset({"encode"}))
-    made = coordinator(worker, payloads=Store(), settings=ClusterSettings(max_losses=1), facts=SessionSupport())
+    made = coordinator(worker, payloads=Store(), settings=ClusterSettings(max_losses=1), support=SessionSupport())
     call = submit(made, ask("one"))
     streams = made.session_parts(Config()).streams
     moved = Moved(MODEL, "one", None, replace(worker.orders[0].handover, stage=Stage.ENCODED), "state", stays=False)

@@ -51,7 +51,7 @@ class Cluster:
     def __init__(self, **settings: Any) -> None:
         self.owner, self.next, self.rest = encoder("e"), encoder("f"), Worker("0", frozenset({"prefill", "decode"}))
         given = ClusterSettings(**{"save_frames": 4, **settings})
-        self.made = coordinator(self.owner, self.rest, facts=SessionSupport(), settings=given)
+        self.made = coordinator(self.owner, self.rest, support=SessionSupport(), settings=given)
         self.streams = self.made.session_parts(Config()).streams
         self.stream: Stream = self.streams.open(Memory(), Tenant())
         join(self.made, self.next)
@@ -458,7 +458,7 @@ def test_bounds_are_those_of_all_workers_together() -> None:
     encoders = [encoder(name) for name in "ef"]
     for each in encoders:
         each.answers["stream.open"] = 100
-    made = coordinator(*encoders, facts=SessionSupport())
+    made = coordinator(*encoders, support=SessionSupport())
     streams = made.session_parts(Config(video=VideoConfig(max_sessions=3, total_bytes=250))).streams
     first, _second = (streams.open(Memory(), Tenant()) for _ in range(2))
     assert [len(of(each, "stream.open")) for each in encoders] == [1, 1]
@@ -475,7 +475,7 @@ def test_bounds_are_those_of_all_workers_together() -> None:
 
 
 def test_a_stream_that_ends_while_it_is_opened_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = coordinator(encoder("e"), facts=SessionSupport())
+    made = coordinator(encoder("e"), support=SessionSupport())
     streams = made.session_parts(Config(video=VideoConfig(max_sessions=1))).streams
     begin = stream.ClusterStream.begin
 
@@ -497,7 +497,7 @@ def test_questions_have_the_checkpoint_s_adapter_where_no_k_v_is_kept() -> None:
     owner = encoder("e")
     owner.answers["hold"] = own
     for kept, default in ((False, "streams"), (True, "")):
-        made = coordinator(owner, facts=SessionSupport(keeps_kv=kept), own=[own])
+        made = coordinator(owner, support=SessionSupport(keeps_kv=kept), own=[own])
         streams = made.session_parts(Config()).streams
         assert streams.adapter_for("") == default
         if kept:

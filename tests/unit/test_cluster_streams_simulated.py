@@ -88,7 +88,7 @@ def test_frames_are_in_once_and_questions_see_those_before_them(seed: int) -> No
     rest.roles = RUNS
     first = Encoder("e0", seen)
     settings = ClusterSettings(save_frames=3, max_losses=10_000, shard_pixels=0)
-    made = coordinator(first, rest, facts=SessionSupport(), settings=settings, payloads=payloads, max_running=100)
+    made = coordinator(first, rest, support=SessionSupport(), settings=settings, payloads=payloads, max_running=100)
     streams = made.session_parts(Config()).streams
     stream = streams.open(Memory(), Tenant())
     encoders, every, over = [first], [first, rest], threading.Event()

@@ -91,18 +91,18 @@ def test_threads_end_where_nobody_takes_their_frames(threads: list[int], monkeyp
 
 def test_short_videos_take_one_thread() -> None:
     data = SHAPES["closed groups"]
-    with opened(data, "mov", MediaConfig(), "video") as footage:
-        assert footage._threads(footage.index.runs(range(40))) == 1
+    with opened(data, "mov", MediaConfig(), "video") as opened_video:
+        assert opened_video._threads(opened_video.index.runs(range(40))) == 1
 
 
 def test_a_process_decodes_a_long_video_in_several_threads() -> None:
     data = still_life("mp4", 130, "libx264", (1280, 720), g="13", preset="ultrafast")
     limits = MediaConfig(max_video_seconds=240)
-    with opened(data, "mov", limits, "video") as footage:
-        wanted = video.spread(footage.index.times, footage.index.end, 40)
-        assert footage.index.decoded(footage.index.runs(wanted)) * 1280 * 720 > frames.PARALLEL_PIXELS
-        expected = [time for time, _image in footage.sequence(wanted[:8], video.UNWATCHED)]
-        shown = [round(footage.at(time), 3) for time in expected]
+    with opened(data, "mov", limits, "video") as opened_video:
+        wanted = video.spread(opened_video.index.times, opened_video.index.end, 40)
+        assert opened_video.index.decoded(opened_video.index.runs(wanted)) * 1280 * 720 > frames.PARALLEL_PIXELS
+        expected = [time for time, _image in opened_video.sequence(wanted[:8], video.UNWATCHED)]
+        shown = [round(opened_video.at(time), 3) for time in expected]
     with closing(DecodePool(limits)) as pool:
         file = MediaFile(data, True, "video", 40, resize=(16, 9, 0))
         [found] = pool.map([lambda decode: decode(file)], lambda: None)
@@ -168,12 +168,12 @@ def test_what_is_held_of_a_file_does_not_grow_with_its_packets(kind: str) -> Non
         try:
             demuxer = file_demuxer(data)
             assert demuxer is not None
-            with opened(data, demuxer, MediaConfig(max_video_seconds=1e6), "video") as footage:
+            with opened(data, demuxer, MediaConfig(max_video_seconds=1e6), "video") as opened_video:
                 before = tracemalloc.get_traced_memory()[0]
                 tracemalloc.reset_peak()
-                list(footage.sequence(range(0, count, count // 4), video.UNWATCHED))
+                list(opened_video.sequence(range(0, count, count // 4), video.UNWATCHED))
                 held.append(tracemalloc.get_traced_memory()[1] - before)
-                size = footage.index.times.itemsize * len(footage.index.times)  # type: ignore[attr-defined]
+                size = opened_video.index.times.itemsize * len(opened_video.index.times)  # type: ignore[attr-defined]
                 assert size == 8 * count
         finally:
             tracemalloc.stop()

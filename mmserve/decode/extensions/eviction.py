@@ -41,8 +41,8 @@ class Eviction(RequestExtension):
         return True
 
     def watch(self, p: Pass, *, first: bool) -> Pass:
-        noted = self.evictor.watch(self.policy, self.state, p.rows, p.visible, p.pages)
-        return replace(p, evicted=self.state.evicted, observation=noted)
+        observation = self.evictor.watch(self.policy, self.state, p.rows, p.visible, p.pages)
+        return replace(p, evicted=self.state.evicted, observation=observation)
 
     def after_forward(self, p: Pass, seconds: float) -> None:
         if isinstance(p.observation, Observation):

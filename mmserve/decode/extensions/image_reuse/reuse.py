@@ -44,7 +44,7 @@ class ReusedKV:
     def absorb(self, seen: AskingRows) -> None:
         """Apply the result of a pass: the positions that it ran are no longer reused."""
         if self.selective is None:
-            raise ValueError("nothing was to be noted of this pass")
+            raise ValueError("nothing was to be recorded of this pass")
         self.selective.absorb(seen)
         self.positions[seen.rows] = False
 

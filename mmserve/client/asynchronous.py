@@ -23,7 +23,7 @@ from mmserve.client.retries import Retries
 from mmserve.client.schemas import Adapter
 from mmserve.client.session_options import SessionOptions
 from mmserve.client.video_requests import configuration
-from mmserve.core.events import Event, Finished
+from mmserve.core.events import Event
 from mmserve.core.info import AdapterInfo, ModelInfo
 from mmserve.core.request import VideoSampling
 from mmserve.errors import Cancelled, MMServeError
@@ -91,8 +91,8 @@ class AsyncClient(Base):
             build_request, prompt, images, deltas=False, snapshots=False, schema=schema, **options
         )
         events = self._events(message, self._retries(timeout), label)
-        done = [event async for event in events if isinstance(event, Finished)]
-        return to_result(done, message.sampling.n or 1, label, schema, tools=options.get("tools"))
+        received = [event async for event in events]
+        return to_result(received, message.sampling.n or 1, label, schema, tools=options.get("tools"))
 
     @documented(Options, ARGUMENTS)
     async def stream(

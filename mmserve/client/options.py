@@ -69,6 +69,9 @@ class Options(SharedOptions, total=False):
     seed_canvas: SeedCanvas | None
     tokens: bool
     alternatives: int | None
+    return_prompt: bool
+    prompt_tokens: bool
+    prompt_alternatives: int | None
     videos: Sequence[Video]
     video_sampling: VideoSampling | None
     regex: str | None

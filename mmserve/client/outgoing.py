@@ -93,8 +93,9 @@ def build_request(
     put_policy(request.image_reuse, "policy", options.get("image_reuse"), "image_reuse.")
     request.stream.deltas, request.stream.snapshots = deltas, snapshots
     request.stream.tokens, request.stream.drafts = bool(options.get("tokens")), drafts
-    request.stream.prefilled = prefilled
-    put(request.stream, "stream.", alternatives=options.get("alternatives"))
+    request.stream.prefilled, request.stream.prompt = prefilled, bool(options.get("return_prompt"))
+    request.stream.prompt_tokens = bool(options.get("prompt_tokens"))
+    put(request.stream, "stream.", **_named(options, ("alternatives", "prompt_alternatives")))
     return request
 
 

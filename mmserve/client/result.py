@@ -34,6 +34,7 @@ class Result(events.Finished, Generic[T]):
     request_id: str
     moments: tuple[Moment, ...] = ()  # for a video session: times that the text mentions
     others: tuple[Result[T], ...] = ()  # the other samples
+    prompt: events.Prefilled | None = None  # the prompt as the model got it, if requested
     read: Callable[[str], T] | None = field(default=None, repr=False, compare=False)  # reads an answer to a ``schema``
     readers: Mapping[str, Callable[[str], Any]] = field(default_factory=dict, repr=False, compare=False)  # of tools
 
@@ -69,20 +70,22 @@ class Result(events.Finished, Generic[T]):
 
 
 def to_result(
-    done: Sequence[events.Finished],
+    received: Sequence[events.Event],
     samples: int,
     request_id: str,
     schema: Schema | None = None,
     moments: Mapping[int, tuple[Moment, ...]] | None = None,
     tools: Sequence[ToolLike] | None = None,
 ) -> Result[Any]:
-    """The result from the final events of ``samples`` samples, in any order; raises ``Unavailable`` if one is missing.
+    """The result from the events of ``samples`` samples, in any order; raises ``Unavailable`` if one has no end.
     ``schema`` and ``tools``: the request's; ``moments``: for a video session, by sample."""
+    done = [event for event in received if isinstance(event, events.Finished)]
+    prompts = {event.sample: event for event in received if isinstance(event, events.Prefilled)}
     if sorted(event.sample for event in done) != list(range(samples)):
         raise Unavailable("the server ended the stream without an answer")
     own: dict[str, Any] = {"request_id": request_id, "read": reader(schema), "readers": readers(tools)}
     first, *others = (
-        Result(**vars(event), **own, moments=(moments or {}).get(event.sample, ()))
+        Result(**vars(event), **own, moments=(moments or {}).get(event.sample, ()), prompt=prompts.get(event.sample))
         for event in sorted(done, key=lambda event: event.sample)
     )
     return replace(first, others=tuple(others))

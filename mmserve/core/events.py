@@ -170,16 +170,34 @@ class PromptText:
 
 
 @dataclass(frozen=True)
+class PromptToken:
+    """One token of the prompt: its text alone, its log-probability given the tokens before it, without penalties and
+    logit bias, and its rank among all tokens, from 1 for the most probable one.
+
+    ``log_probability``: None for the first token, for visual tokens, and if no pass of the request predicts it; its
+    rank is then 0. ``alternatives`` and ``text_bytes``: as of ``CommittedToken``.
+    """
+
+    id: int
+    text: str
+    log_probability: float | None = None
+    rank: int = 0
+    alternatives: tuple[Alternative, ...] = ()
+    text_bytes: bytes = b""
+
+
+@dataclass(frozen=True)
 class Prefilled:
     """The prompt has been run: ``usage`` has its tokens, and none of the answer.
 
-    ``prompt_ids`` and ``prompt_text``: see ``PromptText``; empty unless requested.
+    ``prompt_ids`` and ``prompt_text``: see ``PromptText``; empty unless requested, like ``prompt_tokens``.
     """
 
     usage: Usage
     sample: int = 0
     prompt_ids: tuple[int, ...] = ()
     prompt_text: str = ""
+    prompt_tokens: tuple[PromptToken, ...] = ()
 
 
 @dataclass(frozen=True)

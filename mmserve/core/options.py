@@ -81,6 +81,20 @@ class _Chosen:
         "number of most probable tokens returned with each of ``tokens`` and drafts",
         shown="0",
     )
+    return_prompt: bool = value(
+        False, meaning="return the prompt's token ids and text, as ``Result.prompt`` or the event ``Prefilled``"
+    )
+    prompt_tokens: bool = value(
+        False,
+        meaning="return in the same way the prompt's tokens with their log-probabilities (autoregressive models); with "
+        "this or ``return_prompt``, ``max_new_tokens`` may be 0",
+    )
+    prompt_alternatives: int = value(
+        None,
+        values(Streaming)["prompt_alternatives"].range,
+        "number of most probable tokens returned with each of ``prompt_tokens``",
+        shown="0",
+    )
     regex: str = value(None, meaning="regular expression (ECMAScript) that the whole answer must match", shown="none")
     choices: tuple[str, ...] = value(None, meaning="texts, one of which is the answer", shown="none")
     grammar: str = value(None, meaning="context-free grammar of the answer, in Lark or GBNF", shown="none")

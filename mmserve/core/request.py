@@ -227,12 +227,21 @@ class Streaming:
     deltas: bool = True
     prefilled: bool = False  # usage of the prompt, before the answer
     prompt: bool = False  # the same, with the prompt's token ids and text
+    prompt_tokens: bool = False  # the same, with the prompt's tokens and their log-probabilities
+    prompt_alternatives: int = value(
+        0, at_least(0, most=20), "number of most probable tokens returned with each of the prompt's tokens"
+    )
     snapshots: bool = False
     tokens: bool = False  # the answer's tokens with log-probabilities, in the last event
     drafts: bool = False  # each position of the canvas, after each step
     alternatives: int = value(
         0, at_least(0, most=20), "number of most probable tokens returned with each token and draft"
     )
+
+    @property
+    def returns_prompt(self) -> bool:
+        """Whether an event with the prompt is sent before the answer."""
+        return self.prefilled or self.prompt or self.prompt_tokens
 
     @property
     def records(self) -> bool:
@@ -251,6 +260,7 @@ class Request:
     diffusion: Diffusion = Diffusion()
     vision: Vision = Vision()
     streaming: Streaming = Streaming()
+    prompt_only: bool = False  # whether the client wants no answer: the engine makes one token, which is not sent
     raw: bool = False  # whether the answer continues the text of the only message, without the chat template
     continues: bool = False  # whether the answer continues the last message, which is the assistant's
     template_options: str = ""  # additional variables of the chat template: a JSON object as text; empty = none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from mmserve.decode.forward import Pass
 from mmserve.decode.guidance import guidance_of
 from mmserve.decode.parts import Parts
 from mmserve.decode.policies import commit_policy
+from mmserve.decode.prompt_scores import PromptScores
 from mmserve.decode.seeded import write_pinned
 from mmserve.decode.state import Prefilled, Prefilling
 from mmserve.encode.embedding import embedded
@@ -81,6 +83,7 @@ class Prefill:
             deep=deep,
             guidance=guidance,
             adapter=parts.adapters.of(request),
+            prompt_scores=self._prompt_scores(request, encoded),
         )
 
     @torch.inference_mode()
@@ -98,10 +101,14 @@ class Prefill:
         parts = self._parts
         passes = [self._first(begun) for _request, begun in batch]
         guided = [
-            (p, None if begun.lacks_masks else begun.guidance)
+            (_scored(p, begun), None if begun.lacks_masks else begun.guidance)
             for p, (_request, begun) in zip(passes, batch, strict=True)
         ]
-        logits, seconds = parts.runner.run("prefill", guided, self._written(batch, passes))
+        computed, seconds = parts.runner.run("prefill", guided, self._written(batch, passes))
+        logits = [
+            rows if begun.prompt_scores is None else begun.prompt_scores.add(p, rows)
+            for (_request, begun), p, rows in zip(batch, passes, computed, strict=True)
+        ]
         proposed = [
             parts.proposer.propose(request, begun.commit, begun.extensions, p, rows) if len(p.targets) else None
             for (request, begun), p, rows in zip(batch, passes, logits, strict=True)
@@ -129,11 +136,23 @@ class Prefill:
             if p.canvas.branches is not None:
                 run -= not_run(p.canvas.branches, parts.model.spec)
             rest = begun.extensions, begun.deep, begun.guidance, begun.adapter
-            results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, p.visible, *rest))
+            scores, tokenizer = begun.prompt_scores, parts.model.tokenizer
+            tokens = () if scores is None else scores.tokens(tokenizer)
+            own = (p.canvas, p.pages, p.embeddings, found, run, p.visible)
+            results.append(Prefilled(*own, *rest, prompt_tokens=tokens))
         for (_request, begun), result in zip(batch, results, strict=True):
             if result is not None and begun.outgoing is not None:
                 result.ahead = begun.outgoing.finish(result.held)
         return results
+
+    def _prompt_scores(self, request: Request, encoded: Encoded) -> PromptScores | None:
+        model = self._parts.model
+        if not request.streaming.prompt_tokens:
+            return None
+        if not model.spec.causal:
+            raise Unimplemented("stream.prompt_tokens is only for autoregressive models: leave it out")
+        vocabulary = model.decoder.config.vocab_size
+        return PromptScores(encoded, model.spec, vocabulary, request.streaming.prompt_alternatives)
 
     def _written(self, batch: list[tuple[Request, Prefilling]], passes: list[Pass]) -> Callable[[int], None] | None:
         """A callback that reports the layers of a pass to requests whose K/V are sent ahead; None if there are none."""
@@ -159,3 +178,8 @@ class Prefill:
         """The next pass of a request; extensions observe only its own sequence."""
         p = self._parts.passes.first(begun)
         return p if begun.lacks_masks else watched(p, begun.extensions, first=True)
+
+
+def _scored(p: Pass, begun: Prefilling) -> Pass:
+    """``p``, with the logits that the scores of the prompt need."""
+    return p if begun.prompt_scores is None else replace(p, wanted=begun.prompt_scores.wanted(p))

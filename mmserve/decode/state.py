@@ -12,11 +12,12 @@ from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.canvas_record import CanvasRecord
 from mmserve.core.decisions import Decided
 from mmserve.core.encoded import DeepStack
-from mmserve.core.events import CommittedToken, ConstraintStats, Draft, Snapshot
+from mmserve.core.events import CommittedToken, ConstraintStats, Draft, PromptToken, Snapshot
 from mmserve.core.progress import Step
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.extensions.base import RequestExtension
+from mmserve.decode.prompt_scores import PromptScores
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.text import TextStream
 from mmserve.kv.ahead import Outgoing
@@ -128,6 +129,7 @@ class Prefilling:
     adapter: Adapter | None = None
     masks_run: int = 0  # positions of the guided second sequence that have been run
     outgoing: Outgoing | None = None  # transfer of its K/V to another store, ahead of the handover
+    prompt_scores: PromptScores | None = None  # of the prompt's tokens, if requested
 
     @property
     def lacks_masks(self) -> bool:
@@ -156,6 +158,7 @@ class Prefilled:
     guidance: Guidance | None = None
     adapter: Adapter | None = None
     ahead: int = 0  # number of chunks in which its K/V were sent ahead; 0 = not sent
+    prompt_tokens: tuple[PromptToken, ...] = ()  # with log-probabilities, if requested
 
 
 @dataclass

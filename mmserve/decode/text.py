@@ -174,12 +174,13 @@ def listed(
     if tokens and not within:
         spelled[0] = [beginning(tokenizer, *one) for one in zip(tokens[0], spelled[0], strict=True)]
     return [
-        tuple(Alternative(i, _shown(data), p, data) for i, data, p in zip(*row, strict=True) if p > -np.inf)
+        tuple(Alternative(i, shown(data), p, data) for i, data, p in zip(*row, strict=True) if p > -np.inf)
         for row in zip(tokens, spelled, likely, strict=True)
     ]
 
 
-def _shown(data: bytes) -> str:
+def shown(data: bytes) -> str:
+    """The text of a token with the bytes ``data``; a part of a character is U+FFFD."""
     return data.decode(errors="replace")
 
 
@@ -208,7 +209,7 @@ def committed_tokens(
     spelled = [data for [data] in token_bytes(tokenizer, canvas.tokens[at, None])]
     spelled[:1] = [data if within else beginning(tokenizer, ids[0], data) for data in spelled[:1]]
     rows = zip(ids, spelled, likely, steps, beside, strict=True)
-    return tuple(CommittedToken(i, _shown(data), p, step, more, data) for i, data, p, step, more in rows)
+    return tuple(CommittedToken(i, shown(data), p, step, more, data) for i, data, p, step, more in rows)
 
 
 def canvas_text(canvas: Canvas, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> str:

@@ -144,9 +144,10 @@ class StageOutcomes:
             self._begin_again(state)
             return
         wanted = state.request.streaming
-        if run is None and (wanted.prefilled or wanted.prompt):
+        if run is None and wanted.returns_prompt:
             prompt, state.prompt = state.prompt or PromptText(), None
-            state.group.sink(Prefilled(state.usage, state.sample, prompt.ids, prompt.text))
+            tokens = self._stages.prefilling.prompt_tokens.pop(state.request.id, ())
+            state.group.sink(Prefilled(state.usage, state.sample, prompt.ids, prompt.text, tokens))
         self._leave_if_due(state)
 
     def _leave_if_due(self, state: RequestState) -> None:

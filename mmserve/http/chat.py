@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.core.events import Alternative, CommittedToken, Delta, Draft, Event, Finished, Prefilled, ToolCallDelta
+from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, Prefilled, ToolCallDelta
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
 from mmserve.http.api import Neutral, ParsedRequest, draft_line, model_in, own_fields, sse, take_neutral
@@ -16,6 +16,7 @@ from mmserve.http.constraints import constrain
 from mmserve.http.content import Placed, add_messages, message, refusal_part, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
+from mmserve.http.logprobs import content_logprobs, prompt_logprobs
 from mmserve.http.tools import take_chat_tools
 from mmserve.http.vllm import take_template_options, take_xargs
 from mmserve.v1 import generation_pb2 as pb
@@ -35,6 +36,8 @@ NAMES = api.names_in_errors(
         "sampling.stop": "stop",
         "sampling.logit_bias": "logit_bias",
         "stream.alternatives": "top_logprobs",
+        "stream.prompt_tokens": "prompt_logprobs",
+        "stream.prompt_alternatives": "prompt_logprobs",
         "constraint": "response_format",
         "allowed_tools": "tool_choice.allowed_tools.tools",
         **api.names_of_tools("function.", "parameters"),
@@ -87,6 +90,7 @@ class Chat(OpenAI):
         take_bias(fields, found)
         stream, usage_chunk = take_stream(fields, body, found)
         logprobs, ids = take_logprobs(fields, found), take_ids(fields, found)
+        of_prompt = take_prompt_logprobs(fields, found)
         names = constrain(fields, found)
         take_chat_tools(fields, found)
         take_template_options(fields, found)
@@ -97,7 +101,7 @@ class Chat(OpenAI):
         fields.take("metadata", dict)
         fields.take("prediction", dict)  # predicted output: would only affect speed
         fields.end()
-        parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
+        parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids, prompt_logprobs=of_prompt)
         return ParsedRequest(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", parts), names, places)
 
 
@@ -138,6 +142,17 @@ def take_ids(fields: Fields, found: pb.GenerateRequest) -> bool:
     found.stream.tokens |= asked
     found.stream.prompt |= asked
     return asked
+
+
+def take_prompt_logprobs(fields: Fields, found: pb.GenerateRequest) -> int | None:
+    """Read vLLM's ``prompt_logprobs``, which is returned: the number of alternatives of each token of the prompt."""
+    if not fields.has("prompt_logprobs"):
+        return None
+    if found.stream.deltas:
+        raise InvalidArgument.of("prompt_logprobs", "is only for stream = false")
+    copy_fields(fields, found, {"prompt_logprobs": "stream.prompt_alternatives"})
+    found.stream.prompt_tokens = True
+    return found.stream.prompt_alternatives
 
 
 def take_bias(fields: Fields, found: pb.GenerateRequest) -> None:
@@ -192,11 +207,13 @@ def _video(fields: Fields) -> pb.ContentPart:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseParts:
-    """Optional parts of a response: a last chunk with the usage, log-probabilities, and ids of prompt and answer."""
+    """Optional parts of a response: a last chunk with the usage, log-probabilities, ids of prompt and answer, and
+    ``prompt_logprobs`` with so many alternatives."""
 
     usage_chunk: bool
     logprobs: bool
     ids: bool
+    prompt_logprobs: int | None = None
 
 
 class Chunks:
@@ -210,6 +227,7 @@ class Chunks:
     ) -> None:
         self._each = asked.sampling.n or 1  # samples per prompt
         self._samples, self._logprobs, self._ids = self._each * prompts, parts.logprobs, parts.ids
+        self._prompt_alternatives = parts.prompt_logprobs
         self._kind, self._usage_chunk = kind, parts.usage_chunk
         self._common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
@@ -227,6 +245,16 @@ class Chunks:
     def _token_ids(self, tokens: Sequence[CommittedToken]) -> dict[str, list[int]]:
         """The ids of ``tokens`` as a field of a choice, if requested."""
         return {"token_ids": [token.id for token in tokens]} if self._ids else {}
+
+    def _of_prompt(self, event: Event | None) -> dict[str, Any]:
+        """The ids of the prompt, and vLLM's ``prompt_logprobs``, as fields of a response or choice, if requested and if
+        ``event`` has them."""
+        if not isinstance(event, Prefilled):
+            return {}
+        found: dict[str, Any] = {"prompt_token_ids": list(event.prompt_ids)} if self._ids else {}
+        if self._prompt_alternatives is not None:
+            found["prompt_logprobs"] = prompt_logprobs(event.prompt_tokens, self._prompt_alternatives)
+        return found
 
     def _end(self, finished: Sequence[Finished]) -> str:
         """The lines after the end of the last sample."""
@@ -248,7 +276,8 @@ class _Reply(Chunks):
             }
             for one in finished
         ]
-        own = {"usage": self._usage(finished), "mmserve": own_fields(finished), **_prompt(next(iter(prompts), None))}
+        own = {"usage": self._usage(finished), "mmserve": own_fields(finished)}
+        own |= self._of_prompt(next(iter(prompts), None))
         return {**self._common, "object": "chat.completion", "choices": choices, **own}
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
@@ -258,7 +287,7 @@ class _Reply(Chunks):
         async for event in events:
             line = ""
             if not begun:
-                line = "".join(self._chunk(sample, role, **_prompt(event)) for sample in range(self._samples))
+                line = "".join(self._chunk(sample, role, **self._of_prompt(event)) for sample in range(self._samples))
                 begun = True
             if isinstance(event, Draft):
                 line += draft_line(event)
@@ -291,11 +320,6 @@ def ended(last: Finished | None, reasons: Mapping[str, str]) -> dict[str, Any]:
     return {"finish_reason": reasons[last.reason], "stop_reason": last.stop or None}
 
 
-def _prompt(event: Event | None) -> dict[str, Any]:
-    """The ids of the prompt in a response, if ``event`` has them."""
-    return {"prompt_token_ids": list(event.prompt_ids)} if isinstance(event, Prefilled) else {}
-
-
 def _answer(one: Finished) -> dict[str, Any]:
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -325,31 +349,3 @@ def usage(finished: Sequence[Finished], samples: int) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts.values())},
     }
-
-
-def content_logprobs(tokens: Sequence[CommittedToken]) -> dict[str, Any]:
-    """``tokens`` in the format of a choice's ``logprobs``."""
-    return {"content": token_logprobs(tokens), "refusal": None}
-
-
-def token_logprobs(tokens: Sequence[CommittedToken]) -> list[dict[str, Any]]:
-    """Log-probabilities of ``tokens`` and of their alternatives."""
-    return [{**_logprob(token), "top_logprobs": [_logprob(other) for other in token.alternatives]} for token in tokens]
-
-
-def _logprob(token: CommittedToken | Alternative) -> dict[str, Any]:
-    data = token.text_bytes
-    return {"token": shown(data), "logprob": finite(token.log_probability), "bytes": list(data)}
-
-
-def finite(log_probability: float) -> float:
-    """``log_probability``, or -9999 for less, as in OpenAI's API: JSON has no infinities."""
-    return max(log_probability, -9999.0)
-
-
-def shown(data: bytes) -> str:
-    r"""The text of a token with the bytes ``data``; if it is not valid UTF-8, as ``bytes:\xe2\x80``."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(chr(b) if 0x20 <= b < 0x7F else f"\\x{b:02x}" for b in data)

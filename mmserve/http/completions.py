@@ -6,12 +6,11 @@ to end with it. ``max_tokens`` limits the text before it.
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, Prefilled
+from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, Prefilled, PromptToken
 from mmserve.core.request import TextPart, TokensPart
 from mmserve.errors import InvalidArgument
 from mmserve.http import api
@@ -22,16 +21,15 @@ from mmserve.http.chat import (
     Chunks,
     OpenAI,
     ResponseParts,
-    content_logprobs,
     ended,
-    finite,
-    shown,
     take_bias,
     take_ids,
+    take_prompt_logprobs,
     take_stream,
 )
 from mmserve.http.constraints import constrain
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
+from mmserve.http.logprobs import completion_logprobs, content_logprobs
 from mmserve.http.vllm import take_xargs
 from mmserve.v1 import generation_pb2 as pb
 
@@ -48,7 +46,10 @@ NEUTRAL: Neutral = {
     "best_of": ((1,), "is not supported; use n"),
 }
 #: The same for fill-in-the-middle only.
-FIM_NEUTRAL: Neutral = dict.fromkeys(("echo", "return_token_ids"), ((False,), "is not supported"))
+FIM_NEUTRAL: Neutral = {
+    **dict.fromkeys(("echo", "return_token_ids"), ((False,), "is not supported")),
+    "prompt_logprobs": ((), "is not supported"),
+}
 LABELS = ("user",)
 #: OpenAI's default.
 DEFAULT_TOKENS = 16
@@ -83,29 +84,43 @@ class Completions(OpenAI):
         copy_fields(fields, found, {"logprobs": "stream.alternatives"})
         if self._fim:
             take_neutral(fields, FIM_NEUTRAL, ())
-        ids, echo = take_ids(fields, found), _take_echo(fields, found, body)
-        names = constrain(fields, found)
+        ids, of_prompt = take_ids(fields, found), take_prompt_logprobs(fields, found)
+        echo: bool = fields.take("echo", bool, False)
+        names = _echo(found, body) if echo else {}
+        _check_room(found, body)
+        names |= constrain(fields, found)
         suffix = fields.take("suffix", str, "")
         gap = _pin(found, suffix) if suffix else 0
         names |= take_xargs(fields, found)
         names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.end()
-        parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids)
-        reply = _Reply(found, suffix, gap, parts, fim=self._fim, prompts=[first, *others], echo=echo and not ids)
+        parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids, prompt_logprobs=of_prompt)
+        reply = _Reply(found, suffix, gap, parts, fim=self._fim, prompts=[first, *others], echo=echo)
         return ParsedRequest(found, stream, reply, names, prompts=others)
 
 
-def _take_echo(fields: Fields, found: pb.GenerateRequest, body: dict[str, Any]) -> bool:
-    """Read ``echo``, which is returned: whether the text of a choice begins with its prompt."""
-    echo: bool = fields.take("echo", bool, False)
-    if echo and body.get("logprobs") is not None:
-        why = "cannot be combined with logprobs: log-probabilities of a prompt's tokens are not computed"
-        raise InvalidArgument.of("echo", why)
-    if echo and body.get("suffix"):
+def _echo(found: pb.GenerateRequest, body: dict[str, Any]) -> dict[str, str]:
+    """Request the prompt that a choice begins with, with log-probabilities if it has them. Returns the names in errors
+    of fields of ``found``."""
+    if body.get("suffix"):
         raise InvalidArgument.of("echo", "cannot be combined with suffix")
-    found.stream.prompt |= echo
-    return echo
+    found.stream.prompt = True
+    if not found.stream.tokens or body.get("logprobs") is None:
+        return {}
+    found.stream.prompt_tokens = True
+    found.stream.prompt_alternatives = max(found.stream.prompt_alternatives, found.stream.alternatives)
+    if body.get("prompt_logprobs") is not None:
+        return {}
+    return {"stream.prompt_tokens": "echo", "stream.prompt_alternatives": "logprobs"}
+
+
+def _check_room(found: pb.GenerateRequest, body: dict[str, Any]) -> None:
+    """Raises ``InvalidArgument`` for an answer without tokens of which nothing else is returned."""
+    returned = (found.stream.prompt or found.stream.prompt_tokens) and not body.get("suffix")
+    if not found.sampling.max_new_tokens and not returned:
+        why = "must be at least 1, or 0 with echo, prompt_logprobs or return_token_ids, and without suffix"
+        raise InvalidArgument.of("max_tokens", why)
 
 
 def _prompts(fields: Fields, *, one: bool) -> list[TextPart | TokensPart]:
@@ -161,7 +176,10 @@ class _Reply(Chunks):
         kind = "chat.completion.chunk" if fim else "text_completion"
         super().__init__(asked, "cmpl", kind, parts, prompts=len(prompts))
         self._suffix, self._gap, self._fim = suffix, gap, fim
-        self._echoed = [part.text if isinstance(part, TextPart) else None for part in prompts] if echo else []
+        self._alternatives = asked.stream.alternatives
+        self._echo_tokens = echo and parts.logprobs
+        texts = [part.text if isinstance(part, TextPart) else None for part in prompts]
+        self._echoed = texts if echo and not parts.ids else []  # with ids as in vLLM
 
     def whole(self, finished: Sequence[Finished], prompts: Sequence[Prefilled] = ()) -> dict[str, Any]:
         of_sample = {prompt.sample: prompt for prompt in prompts}
@@ -173,11 +191,14 @@ class _Reply(Chunks):
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """Chunks of text as it becomes final; with a suffix, all of it at the end."""
         finished: list[Finished] = []
+        lengths: dict[int, int] = {}  # of the echoed tokens' texts, by sample
         async for event in events:
             if isinstance(event, Draft):
                 yield draft_line(event)
             elif isinstance(event, Prefilled):
-                yield self._chunk(event.sample, self._echo(event), **self._prompt_ids(event))
+                own = {"logprobs": self._completion_logprobs(event.prompt_tokens)} if self._echo_tokens else {}
+                lengths[event.sample] = _length(event.prompt_tokens)
+                yield self._chunk(event.sample, self._echo(event), **own, **self._of_prompt(event))
             elif isinstance(event, Delta) and not self._suffix:
                 yield self._chunk(event.sample, event.text)
             elif isinstance(event, Finished):
@@ -185,7 +206,8 @@ class _Reply(Chunks):
                 text = self._text(event) if self._suffix else ""
                 last = len(finished) == self._samples
                 own = {"mmserve": own_fields(finished)} if last else {}
-                line = self._chunk(event.sample, text, own, **self._ended(event), **self._of_tokens(event))
+                of_tokens = self._of_tokens(event, start=lengths.get(event.sample, 0))
+                line = self._chunk(event.sample, text, own, **self._ended(event), **of_tokens)
                 yield line + (self._end(finished) if last else "")
 
     def _ended(self, one: Finished) -> dict[str, Any]:
@@ -220,20 +242,22 @@ class _Reply(Chunks):
         given = self._echoed[prompt.sample // self._each]
         return prompt.prompt_text if given is None else given
 
-    def _prompt_ids(self, prompt: Prefilled) -> dict[str, Any]:
-        return {"prompt_token_ids": list(prompt.prompt_ids)} if self._ids else {}
+    def _completion_logprobs(self, tokens: Sequence[CommittedToken | PromptToken], start: int = 0) -> dict[str, Any]:
+        return completion_logprobs(tokens, self._alternatives, start)
 
-    def _of_tokens(self, one: Finished) -> dict[str, Any]:
-        """The fields of a choice with the tokens of its text, if requested."""
+    def _of_tokens(self, one: Finished, before: Sequence[PromptToken] = (), *, start: int = 0) -> dict[str, Any]:
+        """The fields of a choice with the tokens of its text, if requested, after those ``before`` it; ``start``: the
+        length of the text sent before."""
         tokens = self._tokens(one) if self._logprobs or self._ids else ()
-        given = content_logprobs(tokens) if self._fim else _logprobs(tokens)
+        given = content_logprobs(tokens) if self._fim else self._completion_logprobs([*before, *tokens], start)
         return {"logprobs": given if self._logprobs else None, **self._token_ids(tokens)}
 
     def _choice(self, one: Finished, prompt: Prefilled | None) -> dict[str, Any]:
-        before, ids = ("", {}) if prompt is None else (self._echo(prompt), self._prompt_ids(prompt))
-        text = before + self._text(one)
+        text = ("" if prompt is None else self._echo(prompt)) + self._text(one)
         content = {"message": {"role": "assistant", "content": text}} if self._fim else {"text": text}
-        return {"index": one.sample, **content, **self._of_tokens(one), **ids, **self._ended(one)}
+        before = prompt.prompt_tokens if prompt is not None and self._echo_tokens else ()
+        of_tokens = self._of_tokens(one, before)
+        return {"index": one.sample, **content, **of_tokens, **self._of_prompt(prompt), **self._ended(one)}
 
     def _chunk(self, sample: int, text: str, own: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> str:
         """A chunk of a sample; ``own``: fields of the chunk besides the choice, ``more``: those of the choice."""
@@ -241,22 +265,6 @@ class _Reply(Chunks):
         return self._chunk_of({"index": sample, **content, "logprobs": None, **ended(None, _REASONS), **more}, own)
 
 
-def _logprobs(tokens: Sequence[CommittedToken]) -> dict[str, Any]:
-    """Log-probabilities of ``tokens``; ``text_offset`` counts complete characters before a token."""
-    whole = getincrementaldecoder("utf-8")("replace")
-    offsets, at = [], 0
-    for token in tokens:
-        offsets.append(at)
-        at += len(whole.decode(token.text_bytes))
-    return {
-        "tokens": [shown(token.text_bytes) for token in tokens],
-        "token_logprobs": [finite(token.log_probability) for token in tokens],
-        "top_logprobs": [_most_probable(token) for token in tokens],
-        "text_offset": offsets,
-    }
-
-
-def _most_probable(token: CommittedToken) -> dict[str, float]:
-    """Log-probabilities of the alternatives of ``token``, and of itself, as in OpenAI's API."""
-    found = {shown(other.text_bytes): finite(other.log_probability) for other in token.alternatives}
-    return {shown(token.text_bytes): finite(token.log_probability), **found}
+def _length(tokens: Sequence[PromptToken]) -> int:
+    """The length of the text of ``tokens``."""
+    return len(b"".join(token.text_bytes for token in tokens).decode(errors="replace"))

@@ -161,6 +161,17 @@ def _tools(tool: Any, **changed: Field) -> dict[str, Field]:
     return {**_TOOL_FIELDS, "tools": Field(array(OBJECT), _TOOL_FIELDS["tools"].meaning, [tool]), **changed}
 
 
+def _prompt_logprobs(where: str) -> Field:
+    """vLLM's ``prompt_logprobs``, which are in ``where``."""
+    return Field(
+        {"type": "integer", "minimum": 0, "maximum": 20},
+        f"vLLM's, for autoregressive models: {where} has `prompt_logprobs`, of each token of the prompt and of this "
+        "many most probable tokens of its position, at most 20; null for the first token and for visual tokens; not "
+        "with `stream`",
+        2,
+    )
+
+
 _NESTED = {"type": "function", "function": _TOOL}
 _FLAT = {"type": "function", **_TOOL}
 _CONTINUED = Field(
@@ -192,6 +203,7 @@ _CHAT_FIELDS = {
         True,
     ),
     "top_logprobs": Field({"type": "integer", "minimum": 0, "maximum": 20}, f"{_ALTERNATIVES}, with `logprobs`", 0),
+    "prompt_logprobs": _prompt_logprobs("the response"),
     "return_token_ids": Field(
         {"type": "boolean"},
         "vLLM's: the response, or the first chunk of each choice, has `prompt_token_ids`, and each choice, in a stream "
@@ -222,8 +234,9 @@ _COMPLETION_FIELDS = {
     "suffix": Field(TEXT, "fill-in-the-middle: the text after the gap; `max_tokens` is the size of the gap", "b"),
     **numbers(completions.SAMPLING, _EXAMPLES),
     "max_tokens": Field(
-        {"type": "integer", "minimum": 1},
-        f"largest number of tokens of the answer, at least 1; default {completions.DEFAULT_TOKENS}",
+        {"type": "integer", "minimum": 0},
+        "largest number of tokens of the answer, at least 1, or 0 with `echo`, `prompt_logprobs` or "
+        f"`return_token_ids`; default {completions.DEFAULT_TOKENS}",
         4,
     ),
     "stop": _STOPS,
@@ -237,10 +250,12 @@ _COMPLETION_FIELDS = {
     ),
     "echo": Field(
         {"type": "boolean"},
-        "the text begins with that of the prompt, unless `return_token_ids` asks for its ids (as in vLLM); not with "
-        "`logprobs` or `suffix`",
+        "the text begins with that of the prompt, unless `return_token_ids` asks for its ids (as in vLLM); with "
+        "`logprobs`, which is then only for autoregressive models, these begin with those of the prompt's tokens, null "
+        "for the first; not with `suffix`",
         True,
     ),
+    "prompt_logprobs": _prompt_logprobs("each choice"),
     "return_token_ids": Field(
         {"type": "boolean"},
         "vLLM's: each choice, in a stream its first chunk, has `prompt_token_ids`, and, in a stream its last chunk, "
@@ -362,6 +377,11 @@ BODIES: dict[str, dict[str, Field]] = {
             required=True,
         ),
         **numbers({"random_seed": "sampling.seed"}, _EXAMPLES),
+        "max_tokens": Field(
+            {"type": "integer", "minimum": 1},
+            f"largest number of tokens of the answer, at least 1; default {completions.DEFAULT_TOKENS}",
+            4,
+        ),
         **neutral(completions.FIM_NEUTRAL),
     },
     "/v1/responses": _RESPONSE_FIELDS,

@@ -17,11 +17,11 @@ from mmserve.core.tools import ToolCall
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import api, media
 from mmserve.http.api import Neutral, ParsedRequest, draft_line, model_in, own_fields, sse, take_neutral
-from mmserve.http.chat import token_logprobs
 from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import Placed, add_messages, message, refusal_part, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, typed
+from mmserve.http.logprobs import token_logprobs
 from mmserve.http.tools import take_response_tools
 from mmserve.http.vllm import take_template_options, take_xargs
 from mmserve.v1 import generation_pb2 as pb

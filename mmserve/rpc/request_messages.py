@@ -68,6 +68,7 @@ def to_request(
         id=request_id,
         model=info.name,
         messages=tuple(_message(m, media) for m in message.messages),
+        prompt_only=message.sampling.HasField("max_new_tokens") and not message.sampling.max_new_tokens,
         raw=message.raw,
         continues=message.continue_final_message,
         template_options=message.template_options,
@@ -120,6 +121,7 @@ def _bytes(item: pb.Image | pb.Video, media: Callable[[str], bytes]) -> bytes:
 def _sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Sampling:
     own = {} if sampling.HasField("max_new_tokens") else {"max_new_tokens": info.max_new_tokens}
     found = from_message(Sampling, sampling, **own)
+    found = replace(found, max_new_tokens=max(1, found.max_new_tokens))  # 0: see ``Request.prompt_only``
     if not found.ignore_end:
         return found
     return replace(found, logit_bias={**found.logit_bias, **dict.fromkeys(info.end_ids, NEVER)})

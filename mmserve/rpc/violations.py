@@ -37,8 +37,8 @@ def violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig
     """Yields the violations of ``message`` for the model of ``info`` that can be determined from the message alone."""
     for field, description in (
         *_wrong_messages(message, info, limits),
-        *_wrong_sampling(message.sampling, info),
-        *_wrong_stream(message.stream),
+        *_wrong_sampling(message.sampling, info, prompt_only=message.stream.prompt or message.stream.prompt_tokens),
+        *_wrong_stream(message.stream, info),
         *_wrong_diffusion(message.diffusion, info),
         *_wrong_answer(message, info),
         *wrong_constraint(message, info.max_tokens),
@@ -124,9 +124,11 @@ def _wrong_media(item: pb.Image | pb.Video, path: str, limits: MediaConfig) -> W
             yield f"{path}.media_id", "must be 'sha256:' and 64 lower-case hexadecimal digits"
 
 
-def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
+def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo, *, prompt_only: bool) -> Wrong:
+    """Yields the violations of ``sampling``; ``prompt_only``: whether the answer may have no tokens."""
     for name, rule in wrong(Sampling, options_of(sampling)):
-        yield f"sampling.{name}", rule
+        if name != "max_new_tokens" or sampling.max_new_tokens or not prompt_only:
+            yield f"sampling.{name}", rule
     if sampling.max_new_tokens > info.max_tokens:
         yield "sampling.max_new_tokens", f"must be in [1, {info.max_tokens}], not {sampling.max_new_tokens}"
     if len(sampling.logit_bias) > MAX_BIASES:
@@ -140,11 +142,16 @@ def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
             yield f"sampling.stop[{i}]", "must not be empty"
 
 
-def _wrong_stream(stream: pb.StreamOptions) -> Wrong:
+def _wrong_stream(stream: pb.StreamOptions, info: ModelInfo) -> Wrong:
     for name, rule in wrong(Streaming, options_of(stream)):
         yield f"stream.{name}", rule
     if stream.alternatives and not (stream.tokens or stream.drafts):
         yield "stream.alternatives", "must be 0 without tokens and drafts, which it is for"
+    if stream.prompt_alternatives and not stream.prompt_tokens:
+        yield "stream.prompt_alternatives", "must be 0 without prompt_tokens, which it is for"
+    if stream.prompt_tokens and info.diffusion:
+        why = "a diffusion model does not predict a token from those before it"
+        yield "stream.prompt_tokens", f"log-probabilities of a prompt are only for autoregressive models: {why}"
 
 
 def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:

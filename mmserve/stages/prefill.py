@@ -11,6 +11,7 @@ import torch
 
 from mmserve.constraint.restored import Restorer
 from mmserve.core.encoded import Encoded
+from mmserve.core.events import PromptToken
 from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Request, RequestId
@@ -19,7 +20,7 @@ from mmserve.decode.decoder_pruning import DecoderPruning
 from mmserve.decode.extensions.base import extension_of
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
-from mmserve.decode.state import Prefilling
+from mmserve.decode.state import Prefilled, Prefilling
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.embedding import place_features
 from mmserve.kv.ahead import Outgoing, Send
@@ -63,6 +64,8 @@ class PrefillStage:
         self._tier = tier
         self.fetched: dict[RequestId, Fetched] = {}  # pages from host memory or disk, of requests that have not begun
         self.restored: dict[RequestId, int] = {}  # number of them that were used, until read by the engine
+        #: Tokens of prompts with log-probabilities, if requested, until read by the engine.
+        self.prompt_tokens: dict[RequestId, tuple[PromptToken, ...]] = {}
         #: K/V sent ahead of requests that are decoded elsewhere, in chunks of bounded size.
         self.leads: dict[RequestId, tuple[Send, int]] = {}
         self._leading = ThreadPoolExecutor(1, "mmserve-ahead")
@@ -94,6 +97,8 @@ class PrefillStage:
                 del self.begun[request.id]
                 self.leads.pop(request.id, None)
                 self._arriving.pop(request.id, None)
+                if isinstance(outcome, Prefilled) and outcome.prompt_tokens:
+                    self.prompt_tokens[request.id] = outcome.prompt_tokens
                 outcomes += run_isolated(self._handed_over, [(request, outcome)])
         return outcomes
 
@@ -107,6 +112,7 @@ class PrefillStage:
             begun.outgoing.close()
         self._arriving.pop(request, None)
         self.restored.pop(request, None)
+        self.prompt_tokens.pop(request, None)
         fetched = self.fetched.pop(request, None)
         if fetched is not None:
             fetched.close()

@@ -96,7 +96,7 @@ class Summaries:
 
     def _may_share(self, request: Request) -> bool:
         keeps = request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None
-        return self.shares and keeps
+        return self.shares and keeps and not request.streaming.prompt_tokens  # rows of shared pages are not run
 
     def _keys(self, encoded: Encoded, cache: str) -> tuple[bytes, ...]:
         """Hashed here and not where pages are allocated: hashing megabytes of features would block the engine's

@@ -729,7 +729,7 @@ class KvShare(_message.Message):
     def __init__(self, recompute: _Optional[float] = ..., layers: _Optional[int] = ..., each_step: _Optional[int] = ...) -> None: ...
 
 class StreamOptions(_message.Message):
-    __slots__ = ("deltas", "snapshots", "tokens", "drafts", "alternatives", "prefilled", "prompt")
+    __slots__ = ("deltas", "snapshots", "tokens", "drafts", "alternatives", "prefilled", "prompt", "prompt_tokens", "prompt_alternatives")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -737,6 +737,8 @@ class StreamOptions(_message.Message):
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     deltas: bool
     snapshots: bool
     tokens: bool
@@ -744,7 +746,9 @@ class StreamOptions(_message.Message):
     alternatives: int
     prefilled: bool
     prompt: bool
-    def __init__(self, deltas: bool = ..., snapshots: bool = ..., tokens: bool = ..., drafts: bool = ..., alternatives: _Optional[int] = ..., prefilled: bool = ..., prompt: bool = ...) -> None: ...
+    prompt_tokens: bool
+    prompt_alternatives: int
+    def __init__(self, deltas: bool = ..., snapshots: bool = ..., tokens: bool = ..., drafts: bool = ..., alternatives: _Optional[int] = ..., prefilled: bool = ..., prompt: bool = ..., prompt_tokens: bool = ..., prompt_alternatives: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("admitted", "snapshot", "delta", "finished", "tool_call_delta", "draft", "prefilled", "sample")
@@ -775,14 +779,32 @@ class Admitted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., queued_ahead: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("usage", "prompt_ids", "prompt_text")
+    __slots__ = ("usage", "prompt_ids", "prompt_text", "prompt_tokens")
     USAGE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     usage: Usage
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_text: str
-    def __init__(self, usage: _Optional[_Union[Usage, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prompt_text: _Optional[str] = ...) -> None: ...
+    prompt_tokens: _containers.RepeatedCompositeFieldContainer[PromptToken]
+    def __init__(self, usage: _Optional[_Union[Usage, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prompt_text: _Optional[str] = ..., prompt_tokens: _Optional[_Iterable[_Union[PromptToken, _Mapping]]] = ...) -> None: ...
+
+class PromptToken(_message.Message):
+    __slots__ = ("id", "text", "log_probability", "rank", "alternatives", "text_bytes")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    text: str
+    log_probability: float
+    rank: int
+    alternatives: _containers.RepeatedCompositeFieldContainer[Alternative]
+    text_bytes: bytes
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., rank: _Optional[int] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., text_bytes: _Optional[bytes] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("text", "committed", "total", "forwards", "edited")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ from urllib.request import urlopen
 
 import openai
 import pytest
+import torch
 from e2e_helpers import PATIENCE, Running, running, settings
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmserve.client import Hole, InvalidArgument, Message, TextPart, TokensPart
 from mmserve.config import ModelConfig
@@ -103,10 +106,9 @@ def test_token_ids_and_the_prompt_are_returned_on_request(client: openai.OpenAI,
         for choice in chunk.choices:
             joined[choice.index] += choice.text
     assert joined == expected
-    for field, value in (("logprobs", 1), ("suffix", SUFFIX)):
-        with pytest.raises(openai.BadRequestError, match=f"cannot be combined with {field}") as refused:
-            client.completions.create(model=model, prompt=TEXT, echo=True, **{field: value})
-        assert refused.value.param == "echo"
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with suffix") as refused:
+        client.completions.create(model=model, prompt=TEXT, echo=True, suffix=SUFFIX)
+    assert refused.value.param == "echo"
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -129,6 +131,111 @@ def test_a_chat_returns_token_ids_on_request(client: openai.OpenAI, model: str) 
     refused = {**asked, "extra_body": {"return_token_ids": 1}}
     with pytest.raises(openai.BadRequestError, match="return_token_ids: must be true or false"):
         client.chat.completions.create(**refused)
+
+
+@pytest.fixture(scope="module")
+def likely() -> Callable[[list[int]], torch.Tensor]:
+    """Log-probabilities ``[n, V]`` after each of some tokens, by transformers' model."""
+    folder = Path(model_folder("bundled-causal"))
+    config = LlamaConfig(**json.loads((folder / "config.json").read_text()))
+    oracle: Any = LlamaForCausalLM(config).eval()
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    weights = {name: tensor.float() for file in files for name, tensor in file.items()}
+    oracle.load_state_dict({name: weights[name] for name in oracle.state_dict()})
+
+    def computed(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.log_softmax(oracle(torch.tensor([ids])).logits[0], -1)
+
+    return computed
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_prompt_is_scored_as_by_a_forward_pass(
+    client: openai.OpenAI, likely: Callable[[list[int]], torch.Tensor], most: int
+) -> None:
+    """``echo`` with ``logprobs``, as the harness of EleutherAI asks for log-likelihoods."""
+    tokenizer = load_tokenizer(Path(model_folder("bundled-causal")))
+    prompts = [text_ids(tokenizer, text) for text in (TEXT, SUFFIX)]
+    asked: dict[str, Any] = {"model": "bundled-causal", "prompt": prompts, "max_tokens": most, "logprobs": 1}
+    whole = client.completions.create(**asked, echo=True)
+    assert whole.usage is not None and whole.usage.completion_tokens == 2 * most
+    chunks = [*client.completions.create(**asked, echo=True, stream=True)]
+    for ids, choice in zip(prompts, whole.choices, strict=True):
+        scores = choice.logprobs
+        assert scores is not None and scores.tokens and scores.token_logprobs and scores.top_logprobs
+        assert scores.text_offset is not None and len(scores.tokens) == len(ids) + most
+        assert "".join(scores.tokens) == choice.text and choice.text.startswith(tokenizer.decode(ids))
+        pairs = zip(scores.text_offset, scores.tokens, strict=True)
+        assert all(choice.text[at:].startswith(each) for at, each in pairs)
+        assert (scores.token_logprobs[0], scores.top_logprobs[0]) == (None, None)
+        expected = likely(ids)
+        for at, token in enumerate(ids[1:], 1):
+            row = expected[at - 1]
+            assert scores.token_logprobs[at] == pytest.approx(float(row[token]), abs=0.05)
+            best = max(scores.top_logprobs[at].values())
+            assert best == pytest.approx(float(row.max()), abs=0.05) and len(scores.top_logprobs[at]) <= 2
+        own = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        joined = [each.logprobs.to_dict() for each in own if each.logprobs is not None]
+        for name, values in scores.to_dict().items():
+            assert [value for each in joined for value in each[name]] == values, name  # type: ignore[attr-defined]
+        assert "".join(each.text for each in own) == choice.text
+        assert most or choice.finish_reason == own[-1].finish_reason == "length"
+
+
+def test_a_prompt_is_scored_in_the_format_of_vllm(
+    served: Running, client: openai.OpenAI, likely: Callable[[list[int]], torch.Tensor]
+) -> None:
+    """``prompt_logprobs`` of completions and chats; over gRPC and in the SDK these are ``prompt_tokens``."""
+    tokenizer = load_tokenizer(Path(model_folder("bundled-causal")))
+    chat: Any = [{"role": "user", "content": TEXT}]
+    asked: dict[str, Any] = {"model": "bundled-causal", "max_tokens": 1, "extra_body": {"prompt_logprobs": 2}}
+    completion = client.completions.create(prompt=TEXT, **asked).choices[0].to_dict()
+    whole = client.chat.completions.create(messages=chat, **asked).to_dict()
+    ids = text_ids(tokenizer, TEXT)
+    for row, own in ((completion, ids), (whole, prompt_ids(tokenizer, chat))):
+        first, *others = row["prompt_logprobs"]  # type: ignore[index]
+        assert first is None and len(others) == len(own) - 1
+        expected = likely(own)
+        for at, entry in enumerate(others, 1):
+            found, best = entry[str(own[at])], next(each for each in entry.values() if each["rank"] == 1)
+            assert found["logprob"] == pytest.approx(float(expected[at - 1, own[at]]), abs=0.05)
+            assert found["decoded_token"] == tokenizer.decode([own[at]])
+            assert best["logprob"] == pytest.approx(float(expected[at - 1].max()), abs=0.05)
+            assert 2 <= len(entry) <= 3
+    same = served.client.generate(
+        TEXT, model="bundled-causal", raw=True, max_new_tokens=0, return_prompt=True, prompt_tokens=True
+    )
+    assert (same.text, same.finish_reason, same.usage.completion_tokens) == ("", "length", 0)
+    assert same.prompt is not None and same.prompt.prompt_text.endswith(TEXT)
+    assert list(same.prompt.prompt_ids) == [token.id for token in same.prompt.prompt_tokens] == ids
+    for token, entry in zip(same.prompt.prompt_tokens, completion["prompt_logprobs"], strict=True):  # type: ignore
+        assert token.log_probability == (None if entry is None else entry[str(token.id)]["logprob"])
+
+
+def test_prompts_that_cannot_be_scored_are_refused_by_name(served: Running, client: openai.OpenAI) -> None:
+    why = "log-probabilities of a prompt are only for autoregressive models"
+    wrong: list[tuple[dict[str, Any], str, str]] = [
+        ({"echo": True, "logprobs": 1}, "echo", why),
+        ({"extra_body": {"prompt_logprobs": 0}}, "prompt_logprobs", why),
+        ({"model": "bundled-causal", "extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs", "at most 20"),
+        ({"model": "bundled-causal", "extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs", "is out of range"),
+        ({"stream": True, "extra_body": {"prompt_logprobs": 0}}, "prompt_logprobs", "is only for stream = false"),
+        ({"max_tokens": 0}, "max_tokens", "must be at least 1, or 0 with echo"),
+        ({"max_tokens": 0, "extra_body": {"return_token_ids": True}, "suffix": "b"}, "max_tokens", "without suffix"),
+    ]
+    for options, param, message in wrong:
+        with pytest.raises(openai.BadRequestError, match=message) as refused:
+            client.completions.create(**{"model": "bundled", "prompt": TEXT, **options})
+        assert refused.value.param == param, options
+    found = client.completions.create(model="bundled", prompt=TEXT, max_tokens=0, echo=True)
+    assert (found.choices[0].text, found.choices[0].finish_reason) == (TEXT, "length")
+    with pytest.raises(InvalidArgument, match=f"stream.prompt_tokens: {why}"):
+        served.client.generate(TEXT, prompt_tokens=True)
+    with pytest.raises(InvalidArgument, match=r"stream\.prompt_alternatives: must be 0 without prompt_tokens"):
+        served.client.generate(TEXT, prompt_alternatives=1)
+    with pytest.raises(InvalidArgument, match=r"sampling\.max_new_tokens: must be at least 1"):
+        served.client.generate(TEXT, max_new_tokens=0)
 
 
 @pytest.mark.parametrize("model", MODELS)

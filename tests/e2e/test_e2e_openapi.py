@@ -68,6 +68,9 @@ def test_every_field_is_honoured_by_every_kind_of_model(port: int, path: str, mo
             connection.request("POST", path, body, {"content-type": "application/json"})
             response = connection.getresponse()
             answer = response.read().decode()
+            if name == "prompt_logprobs" and BODIES[path][name].example is not None and model == "bundled":
+                assert response.status == 400 and "prompt_logprobs: log-probabilities" in answer, answer
+                continue
             assert response.status == 200, (name, answer)
             assert name != "stream" or answer.startswith(("data: {", "event: ")), answer
 

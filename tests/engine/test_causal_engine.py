@@ -16,8 +16,8 @@ from llama_checkpoints import SHAPES, Sighted, greedy, llama, load, save, withou
 from qwen_checkpoints import KINDS, qwen
 
 from mmserve.core.encoded import Encoded
-from mmserve.core.events import Finished
-from mmserve.core.request import Diffusion, Policy, Request
+from mmserve.core.events import Finished, Prefilled
+from mmserve.core.request import Diffusion, Policy, Request, Streaming
 from mmserve.encode.media import decode_image
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import LoadedModel
@@ -124,6 +124,42 @@ def spliced(made: Sighted, prompt: Encoded, pictures: tuple[bytes, ...], bench: 
     assert len(prompt.image_rows) == 16 * len(pictures)
     text[torch.from_numpy(prompt.image_rows)] = torch.cat(visual)
     return text
+
+
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_log_probabilities_of_a_prompt_are_those_of_transformers(
+    sighted: Sighted, causal: LoadedModel, bench: Make, chunk: int
+) -> None:
+    """Of text and after images, whole and in chunks, and also of a prompt whose pages others have."""
+    b = bench(causal, stages="inline", prefill_tokens=chunk)
+    streaming = Streaming(prompt_tokens=True, prompt_alternatives=3)
+    for pictures in ((), (picture(1, (30, 30)),)):
+        request = say("x", "what is left of the red circle? " * 3, images=pictures, max_new_tokens=3)
+        plain = b.ask(dataclasses.replace(request, id="before"))
+        [prompt] = b.engine.stages.encoder.encode([request])
+        embeddings = spliced(sighted, prompt, pictures, b) if pictures else None
+        with torch.no_grad():
+            ids = torch.from_numpy(prompt.ids)[None]
+            given: Any = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings[None]}
+            expected = torch.log_softmax(sighted.oracle(**given).logits[0].float(), -1).numpy()
+        [call] = b.submit(dataclasses.replace(request, streaming=streaming))
+        assert call.finished().text == plain.text
+        [found] = [event for event in call.events if isinstance(event, Prefilled)]
+        assert [token.id for token in found.prompt_tokens] == prompt.ids.tolist() and found.usage.cached_tokens == 0
+        unknown = {0, *prompt.image_rows.tolist()}
+        for at, token in enumerate(found.prompt_tokens):
+            if at in unknown:
+                assert (token.log_probability, token.rank) == (None, 0)
+                continue
+            row = expected[at - 1]
+            assert token.log_probability == pytest.approx(row[token.id], abs=1e-4)
+            higher = [(row > row[token.id] + margin).sum() for margin in (1e-4, -1e-4)]
+            assert 1 + higher[0] <= token.rank <= higher[1]  # the token itself is within the margin
+            assert [other.id for other in token.alternatives] == np.argsort(-row)[:3].tolist()
+            assert [other.log_probability for other in token.alternatives] == pytest.approx(
+                np.sort(row)[:-4:-1].tolist(), abs=1e-4
+            )
+    b.await_nothing_left()
 
 
 @pytest.mark.parametrize("spare", [True, False], ids=["an embedding for <image>", "none"])

@@ -158,11 +158,14 @@ def test_three_engines_answer_as_one(fleets: Callable[[str], Fleet], name: str) 
     for request in CASES[name]:
         done = fleet.answer(request)
         trip, streaming = Trip(fleet.route), dataclasses.replace(request.streaming, prompt=True)
+        streaming = dataclasses.replace(streaming, prompt_tokens=name == "causal", prompt_alternatives=2)
         fleet.encode.engine.submit(dataclasses.replace(request, streaming=streaming), trip.sink(request.id))
         trip.wait()
         assert [each.stage for each in trip.handovers] == [Stage.ENCODED, Stage.PREFILLED]
         [prompt] = trip.prompts
         assert len(prompt.prompt_ids) == prompt.usage.prompt_tokens > 0 and prompt.prompt_text
+        scored = prompt.prompt_ids if name == "causal" else ()
+        assert tuple(token.id for token in prompt.prompt_tokens) == scored
         same(done, trip.finished[request.id])
         assert trip.text.get(request.id, "") == ("" if request.decisions else done.text)
 

@@ -33,7 +33,7 @@ PNG = b"\x89PNG and so on"
 
 def test_public_names() -> None:
     events = ["Admitted", "CommittedToken", "ConstraintStats", "Delta", "Event", "Finished", "Snapshot"]
-    events += ["Alternative", "Draft", "DraftAlternative", "DraftPosition", "Prefilled"]
+    events += ["Alternative", "Draft", "DraftAlternative", "DraftPosition", "Prefilled", "PromptToken"]
     events += ["Call", "StageTimes", "Tool", "ToolCall", "ToolCallDelta", "Usage"]
     inputs = [
         "Hole",

@@ -20,6 +20,7 @@ from mmserve.core.events import (
     Failed,
     Finished,
     Prefilled,
+    PromptToken,
     Snapshot,
     StageTimes,
     Usage,
@@ -447,6 +448,7 @@ EVENTS = [
     Delta("é"),
     Prefilled(Usage(5, 2, 0, 3, 9, 8, 6)),
     Prefilled(Usage(2, 0, 0), prompt_ids=(1, 2**32 - 1), prompt_text="é"),
+    Prefilled(Usage(2, 0, 0), prompt_tokens=(PromptToken(1, "a"), PromptToken(2, "b", -0.5, 3, (), b"b"))),
     Finished("stop", "é", Usage(5, 2, 4, 3, 9, 8, 6), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v"), stop="."),
     Finished("length", "", Usage(1, 0, 0), 0, 0, StageTimes()),
     Finished(
@@ -481,7 +483,7 @@ def test_events_there_and_back(event: Any) -> None:
 
 def test_odd_events() -> None:
     assert to_response(Admitted(0), "r").admitted.request_id == "r"
-    assert to_response(EVENTS[5], "r").finished.tokens_per_forward == 2.0
+    assert to_response(EVENTS[6], "r").finished.tokens_per_forward == 2.0
     with pytest.raises(TypeError):
         to_response(Failed(Cancelled("x")), "r")
     with pytest.raises(Internal, match="does not know"):

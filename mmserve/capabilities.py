@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.info import ModelInfo, lacking, undecided
@@ -202,7 +203,7 @@ class Capabilities:
             spec = self.model.spec
             raise Unimplemented(lacking(spec.name, kind, asked, allowed, diffusion=not spec.causal))
 
-    @property
+    @cached_property
     def _recompute_policies(self) -> tuple[str, ...]:
         if self.model.spec.renoising:
             return RENOISING
@@ -213,7 +214,7 @@ class Capabilities:
             Attention.CAUSAL: CAUSAL_ATTENTION,
         }[self.model.spec.attention]
 
-    @property
+    @cached_property
     def _pruners(self) -> tuple[str, ...]:
         """Pruners whose evidence the tower or the decoder provides; none if a network manages its own K/V without
         gaps."""
@@ -221,7 +222,7 @@ class Capabilities:
             return ()
         return pruners_for(self.model.vision.evidence | shown_by(self.model))
 
-    @property
+    @cached_property
     def _commit_policies(self) -> tuple[str, ...]:
         model = self.model
         known: tuple[str, ...] = CAUSAL_COMMIT if model.spec.causal else DIFFUSION_COMMIT

@@ -16,6 +16,8 @@ import h11
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mmserve.http.writes import JoinedWrites
+
 logger = logging.getLogger("mmserve.http")
 
 #: Maximum bytes of a request's head (request line and headers).
@@ -101,7 +103,7 @@ class Limits(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start with the limits of a first request."""
-        super().connection_made(transport)
+        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
         self._beyond = 0 < self._most < len(self.connections)
         # asyncio sets TCP_NODELAY only for sockets with a named protocol, not for those of ``create_server``. Without
         # it the second write of a response waits for the client's delayed acknowledgement of the first: 40 ms.

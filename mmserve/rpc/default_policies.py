@@ -58,8 +58,8 @@ def _bounds(diffusion: pb.DiffusionParams, info: ModelInfo) -> bool:
     return masked and 0 < diffusion.max_steps < (diffusion.block_length or info.block_length)
 
 
-def parse_diffusion(message: pb.GenerateRequest, info: ModelInfo) -> Diffusion:
-    """The diffusion parameters of the valid ``message`` for the model of ``info``.
+def parse_diffusion(message: pb.GenerateRequest, sampling: Sampling, info: ModelInfo) -> Diffusion:
+    """The diffusion parameters of the valid ``message``, which has ``sampling``, for the model of ``info``.
 
     Policies that are not named are the model's for the requested quality or, if these conflict with other options,
     those of plain decoding.
@@ -69,7 +69,7 @@ def parse_diffusion(message: pb.GenerateRequest, info: ModelInfo) -> Diffusion:
     recompute, commit = pair.recompute, pair.commit
     if not info.diffusion and (message.HasField("kv_reduction") or message.HasField("image_reuse")):
         recompute = tuning.plain.recompute
-    if not _leaves_room(message, commit) or _bounds(asked, info):
+    if not _leaves_room(message, sampling, commit) or _bounds(asked, info):
         commit = tuning.plain.commit
     return Diffusion(
         steps=asked.steps,
@@ -91,14 +91,13 @@ def _quality(diffusion: pb.DiffusionParams) -> str | float:
     return BALANCED
 
 
-def _leaves_room(message: pb.GenerateRequest, commit: Policy) -> bool:
+def _leaves_room(message: pb.GenerateRequest, sampling: Sampling, commit: Policy) -> bool:
     """Whether the other options of ``message`` are compatible with ``commit``; see ``Capabilities.check`` for the
     reasons."""
     names = {commit.name, *([commit.base.name] if commit.base is not None else [])}
-    changes = from_message(Sampling, message.sampling).changes_logits
     return not (
         message.diffusion.HasField("steps")
-        or (changes and names & UNPENALISED)
+        or (sampling.changes_logits and names & UNPENALISED)
         or (message.HasField("kv_reduction") and names & DRAFTING)
         or (message.HasField("image_reuse") and names & (DRAFTING | ACCOMPANIED))
         or message.constraint.sampling in _SAMPLED

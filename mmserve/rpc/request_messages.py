@@ -60,7 +60,8 @@ def to_request(
     """
     if wrong := (*violations(message, info, limits), *_wrong_class(message, slo)):
         raise InvalidArgument(*wrong)
-    diffusion = parse_diffusion(message, info)
+    sampling = _sampling(message.sampling, info)
+    diffusion = parse_diffusion(message, sampling, info)
     _require_capabilities(message, diffusion, info)
     tools = parse_tools(message)
     constraint = parse_constraint(message)
@@ -72,7 +73,7 @@ def to_request(
         raw=message.raw,
         continues=message.continue_final_message,
         template_options=message.template_options,
-        sampling=_sampling(message.sampling, info),
+        sampling=sampling,
         diffusion=diffusion,
         vision=parse_vision(message.vision),
         streaming=from_message(Streaming, message.stream),

@@ -28,7 +28,7 @@ class Outbox:
     """
 
     def __init__(self, samples: int = 1) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._lock = threading.Lock()
         self._unsent: list[Event] = []
         self._open = samples  # samples whose last event was not put yet
@@ -49,7 +49,10 @@ class Outbox:
                 return
             self._waking = True
         try:
-            self._loop.call_soon_threadsafe(self._ready.set)
+            if threading.get_ident() == self._thread:  # waking the loop is a system call
+                self._ready.set()
+            else:
+                self._loop.call_soon_threadsafe(self._ready.set)
         except RuntimeError:  # the loop is closed: there is no reader any more
             logger.debug("event after the end of the server: %r", event)
 

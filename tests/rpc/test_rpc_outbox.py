@@ -185,6 +185,20 @@ def test_from_another_thread() -> None:
     asyncio.run(main())
 
 
+def test_events_of_the_loops_own_thread_do_not_wake_it() -> None:
+    async def main() -> None:
+        outbox = Outbox()
+        loop = asyncio.get_running_loop()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "call_soon_threadsafe", lambda *_: pytest.fail("a system call"))
+            reader = asyncio.ensure_future(outbox.__anext__())
+            await asyncio.sleep(0)
+            outbox.put(Admitted(0))
+            assert await reader == Admitted(0)
+
+    asyncio.run(main())
+
+
 def test_nothing_follows_the_last_event(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         outbox = Outbox()
@@ -201,6 +215,8 @@ def test_events_after_the_loop_has_closed_are_dropped(caplog: pytest.LogCaptureF
         return Outbox()
 
     outbox = asyncio.run(make())
+    engine = threading.Thread(target=outbox.put, args=(END,))
     with caplog.at_level(logging.DEBUG, "mmserve.rpc"):
-        outbox.put(END)
+        engine.start()
+        engine.join()
     assert "after the end of the server" in caplog.text

@@ -31,6 +31,7 @@ from mmserve.http.constraints import constrain
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.logprobs import completion_logprobs, content_logprobs
 from mmserve.http.vllm import take_xargs
+from mmserve.rpc.violations import MAX_STOP_STRINGS
 from mmserve.v1 import generation_pb2 as pb
 
 SAMPLING = {name: path for name, path in CHAT_SAMPLING.items() if name != "max_completion_tokens"}
@@ -77,7 +78,8 @@ class Completions(OpenAI):
         copy_fields(fields, found, {**SAMPLING, **({"random_seed": "sampling.seed"} if self._fim else {})})
         if not found.sampling.HasField("max_new_tokens"):
             found.sampling.max_new_tokens = DEFAULT_TOKENS
-        found.sampling.stop.extend(stops(fields, "stop"))
+        stop, suffix = stops(fields, "stop"), fields.take("suffix", str, "")
+        found.sampling.stop.extend(stop)
         take_bias(fields, found)
         stream, usage_chunk = take_stream(fields, body, found)
         logprobs = found.stream.tokens = body.get("logprobs") is not None
@@ -89,14 +91,14 @@ class Completions(OpenAI):
         names = _echo(found, body) if echo else {}
         _check_room(found, body)
         names |= constrain(fields, found)
-        suffix = fields.take("suffix", str, "")
         gap = _pin(found, suffix) if suffix else 0
         names |= take_xargs(fields, found)
         names |= merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.end()
         parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids, prompt_logprobs=of_prompt)
-        reply = _Reply(found, suffix, gap, parts, fim=self._fim, prompts=[first, *others], echo=echo)
+        within = _stops_of_gap(found, suffix) if suffix else ()
+        reply = _Reply(found, suffix, gap, within, parts, fim=self._fim, prompts=[first, *others], echo=echo)
         return ParsedRequest(found, stream, reply, names, prompts=others)
 
 
@@ -159,14 +161,33 @@ def _pin(found: pb.GenerateRequest, suffix: str) -> int:
     return room
 
 
+def _stops_of_gap(found: pb.GenerateRequest, suffix: str) -> Sequence[str]:
+    """Remove from ``found`` the stop strings that could occur in the answer but not in its gap, and return them: those
+    within ``suffix``, and those that begin before it and end in it. The others end the decoding.
+
+    A stop string with which the suffix begins is left: the text before it is the gap.
+    """
+    stop = [*found.sampling.stop]
+    if len(stop) > MAX_STOP_STRINGS or not all(stop):
+        return ()  # the request is refused
+    across = [one for one in stop if any(suffix.startswith(one[i:]) for i in range(1, len(one)))]
+    held = [one for one in stop if one in across or suffix.find(one) > 0]
+    found.sampling.stop[:] = [one for one in stop if one not in held]
+    return held
+
+
 class _Reply(Chunks):
-    """The response to one body, with the samples of all its prompts."""
+    """The response to one body, with the samples of all its prompts.
+
+    ``stops``: the stop strings that are applied to the gap when it is complete.
+    """
 
     def __init__(
         self,
         asked: pb.GenerateRequest,
         suffix: str,
         gap: int,
+        stops: Sequence[str],
         parts: ResponseParts,
         *,
         fim: bool,
@@ -175,7 +196,7 @@ class _Reply(Chunks):
     ) -> None:
         kind = "chat.completion.chunk" if fim else "text_completion"
         super().__init__(asked, "cmpl", kind, parts, prompts=len(prompts))
-        self._suffix, self._gap, self._fim = suffix, gap, fim
+        self._suffix, self._gap, self._stops, self._fim = suffix, gap, stops, fim
         self._alternatives = asked.stream.alternatives
         self._echo_tokens = echo and parts.logprobs
         texts = [part.text if isinstance(part, TextPart) else None for part in prompts]
@@ -213,15 +234,25 @@ class _Reply(Chunks):
     def _ended(self, one: Finished) -> dict[str, Any]:
         """The end of a choice: of a gap that has as many tokens as are allowed it is ``length``."""
         found = ended(one, _REASONS)
+        if (stop := self._cut(one)[1]) is not None:
+            return {"finish_reason": "stop", "stop_reason": stop}
         full = self._suffix and one.reason == "end" and len(self._tokens(one)) >= self._gap
         return {**found, "finish_reason": "length"} if full else found
 
     def _text(self, one: Finished) -> str:
-        """The text before the suffix, or before a stop string, which may be a part of the suffix."""
-        if one.holes:
-            return one.holes[0]
-        size = self._suffix.find(one.stop) if one.reason == "stop" else len(self._suffix)
-        return one.text.removesuffix(self._suffix[:size] if size > 0 else "")
+        """The text before the suffix, or before a stop string."""
+        return self._cut(one)[0]
+
+    def _cut(self, one: Finished) -> tuple[str, str | None]:
+        """The text before the suffix, cut before the first of ``stops`` in it, and that stop string, if any."""
+        text = one.holes[0] if one.holes else one.text
+        if not one.holes and one.reason != "stop":
+            text = text.removesuffix(self._suffix)
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if not found:
+            return text, None
+        at, stop = min(found)
+        return text[:at], stop
 
     def _tokens(self, one: Finished) -> Sequence[CommittedToken]:
         """The tokens of the text before the suffix."""

@@ -231,7 +231,7 @@ _COMPLETION_FIELDS = {
         _QUESTION,
         required=True,
     ),
-    "suffix": Field(TEXT, "fill-in-the-middle: the text after the gap; `max_tokens` is the size of the gap", "b"),
+    "suffix": Field(TEXT, "fill-in-the-middle: the text after the gap, which `max_tokens` and `stop` are for", "b"),
     **numbers(completions.SAMPLING, _EXAMPLES),
     "max_tokens": Field(
         {"type": "integer", "minimum": 0},

@@ -275,7 +275,8 @@ def test_a_gap_in_a_text_is_filled(served: Running, client: openai.OpenAI, model
     )
     assert expected.text.endswith(SUFFIX)
     asked: dict[str, Any] = {"model": model, "prompt": TEXT, "suffix": SUFFIX, "max_tokens": 6}
-    for stop in ([], ["left"], ["?"]):  # parts of the suffix, whose beginning is no part of the text
+    across = expected.holes[0][-1:] + SUFFIX[:2]
+    for stop in ([], ["left"], ["?"], [across]):  # in the suffix, and across its beginning
         assert client.completions.create(**asked, stop=stop).choices[0].text == expected.holes[0]
     chunks = [*client.completions.create(**asked, stream=True)]
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.holes[0]

@@ -135,7 +135,9 @@ def test_the_end_of_the_prompt_is_run_once(bench: Make, model: LoadedModel, atte
     for more in range(4):
         request = asked("once", *QUESTIONS, context=f"a red circle{'!' * more}")
         done = bench(kind).ask(request)
-        own, prompt = done.usage.completion_tokens, done.usage.prompt_tokens
+        ids = questions_ids(kind.tokenizer, request.decisions, special_tokens=kind.spec.special_tokens)
+        own, prompt = sum(ids.lengths), done.usage.prompt_tokens
+        assert done.usage.completion_tokens == 0, "no text is generated"
         if attention is Attention.CAUSAL:
             own -= len(QUESTIONS)  # slots are not run
         repeated = prompt % block if attention is Attention.BLOCK_CAUSAL else 0  # these see the question

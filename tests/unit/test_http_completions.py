@@ -54,15 +54,38 @@ def test_log_probabilities_are_of_the_text_before_the_suffix(fim: bool, gap: str
 
 
 @pytest.mark.parametrize(
-    ("text", "suffix", "expected"), [("ab", "b", "ab"), ("ab", "bx", "a"), ("ab", "xb", "ab"), ("ab", "cx", "ab")]
+    ("gap", "suffix", "stop", "decoded", "expected"),
+    [
+        ("ab", "cd", ["x"], ["x"], "ab"),
+        ("ab", "xb", ["x"], ["x"], "ab"),  # the suffix begins with it
+        ("ab", "bx", ["x"], [], "ab"),
+        ("axb", "bx", ["x"], [], "a"),
+        ("ab", "cd", ["bc"], [], "ab"),  # across the boundary
+        ("abc", "cd", ["bc", "x"], ["x"], "a"),
+        ("abcb", "cd", ["bcd", "x"], ["x"], "abcb"),
+        ("a\n", "\nb", ["\n\n"], [], "a\n"),
+    ],
 )
-def test_a_text_that_a_stop_string_ends_has_nothing_of_the_suffix(text: str, suffix: str, expected: str) -> None:
-    """Which does not follow it, or of which the stop string is a part."""
-    reply = Completions().read({"model": "m", "prompt": "a", "suffix": suffix, "stop": "x"}).reply
-    one = replace(finished(text, ()), reason="stop", stop="x")
-    [whole] = reply.whole([one])["choices"]
-    [last] = asyncio.run(choices_of(reply, one))
-    assert [(each["text"], each["stop_reason"]) for each in (whole, last)] == [(expected, "x")] * 2
+def test_a_stop_string_ends_the_gap_and_not_the_suffix(
+    gap: str, suffix: str, stop: list[str], decoded: list[str], expected: str
+) -> None:
+    """Those that could also occur with the suffix are no stop strings of the decoding."""
+    asked = Completions().read({"model": "m", "prompt": "a", "suffix": suffix, "stop": stop})
+    assert asked.message.sampling.stop == decoded
+    one = finished(gap + suffix, (gap,))
+    [whole] = asked.reply.whole([one])["choices"]
+    [last] = asyncio.run(choices_of(asked.reply, one))
+    by = None if expected == gap else next(each for each in stop if gap.find(each) == len(expected))
+    assert [(each["text"], each["finish_reason"], each["stop_reason"]) for each in (whole, last)] == [
+        (expected, "stop", by)
+    ] * 2
+
+
+def test_a_text_that_a_stop_string_ends_has_all_before_it() -> None:
+    """Also what is equal to the beginning of the suffix."""
+    reply = Completions().read({"model": "m", "prompt": "a", "suffix": "bc", "stop": "x"}).reply
+    [whole] = reply.whole([replace(finished("ab"), reason="stop", stop="x")])["choices"]
+    assert (whole["text"], whole["stop_reason"]) == ("ab", "x")
 
 
 def test_an_answer_that_was_shortened_to_end_within_its_budget_is_reported() -> None:

@@ -88,10 +88,8 @@ class Slots(RequestExtension):
             Decided.of(values.tolist(), self.calibration.of(question.kind))
             for question, values in zip(self.questions, self.state.log_probabilities, strict=True)
         ]
-        branches = d.canvas.branches
-        assert branches is not None, "typed questions are branches"
         text = "\n".join(question.answers[each.best] for question, each in zip(self.questions, decided, strict=True))
-        return replace(answer, text=text, completion_tokens=branches.own, decisions=tuple(decided))
+        return replace(answer, text=text, completion_tokens=0, decisions=tuple(decided))  # the canvas is of questions
 
     def snapshot(self) -> SlotState:
         return self.state

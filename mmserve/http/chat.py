@@ -48,7 +48,6 @@ NAMES = api.names_in_errors(
 )
 NEUTRAL: Neutral = {
     **api.VLLM,
-    "echo": ((False,), "is not supported"),
     "add_special_tokens": ((False,), "must be false: the chat template has them"),
     "functions": (([],), "is not supported; use tools"),
     "function_call": (("none", "auto"), "is not supported; use tool_choice"),
@@ -82,6 +81,7 @@ class Chat(OpenAI):
         found.model = model_in(fields)
         places = add_messages(found, (_message(each) for each in fields.each("messages")))
         take_continuation(fields, found)
+        echoed = _last_text(found) if fields.take("echo", bool, False) else ""
         older, newer = body.get("max_tokens"), body.get("max_completion_tokens")
         if older is not None and newer is not None and older != newer:
             raise InvalidArgument.of("max_tokens", "and max_completion_tokens are the same: set one of them")
@@ -102,7 +102,14 @@ class Chat(OpenAI):
         fields.take("prediction", dict)  # predicted output: would only affect speed
         fields.end()
         parts = ResponseParts(usage_chunk=usage_chunk, logprobs=logprobs, ids=ids, prompt_logprobs=of_prompt)
-        return ParsedRequest(found, stream, _Reply(found, "chatcmpl", "chat.completion.chunk", parts), names, places)
+        return ParsedRequest(found, stream, _Reply(found, parts, echoed), names, places)
+
+
+def _last_text(found: pb.GenerateRequest) -> str:
+    """The text of the last message, if it is the assistant's: vLLM's ``echo`` returns it before the answer."""
+    if not found.messages or found.messages[-1].role != pb.ROLE_ASSISTANT:
+        return ""
+    return "".join(part.text for part in found.messages[-1].parts)
 
 
 def take_continuation(fields: Fields, found: pb.GenerateRequest) -> None:
@@ -263,13 +270,17 @@ class Chunks:
 
 
 class _Reply(Chunks):
-    """The response of one chat completion."""
+    """The response of one chat completion, whose texts begin with ``echoed``."""
+
+    def __init__(self, asked: pb.GenerateRequest, parts: ResponseParts, echoed: str) -> None:
+        super().__init__(asked, "chatcmpl", "chat.completion.chunk", parts)
+        self._echoed = echoed
 
     def whole(self, finished: Sequence[Finished], prompts: Sequence[Prefilled] = ()) -> dict[str, Any]:
         choices: list[dict[str, Any]] = [
             {
                 "index": one.sample,
-                "message": _answer(one),
+                "message": _answer(one, self._echoed),
                 "logprobs": content_logprobs(one.tokens) if self._logprobs else None,
                 **ended(one, _REASONS),
                 **self._token_ids(one.tokens),
@@ -288,6 +299,9 @@ class _Reply(Chunks):
             line = ""
             if not begun:
                 line = "".join(self._chunk(sample, role, **self._of_prompt(event)) for sample in range(self._samples))
+                if self._echoed:
+                    echoed = {"content": self._echoed}
+                    line += "".join(self._chunk(sample, echoed) for sample in range(self._samples))
                 begun = True
             if isinstance(event, Draft):
                 line += draft_line(event)
@@ -320,12 +334,13 @@ def ended(last: Finished | None, reasons: Mapping[str, str]) -> dict[str, Any]:
     return {"finish_reason": reasons[last.reason], "stop_reason": last.stop or None}
 
 
-def _answer(one: Finished) -> dict[str, Any]:
+def _answer(one: Finished, echoed: str) -> dict[str, Any]:
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in (*one.tool_calls, *([] if one.cut_call is None else [one.cut_call]))
     ]
-    content = None if calls and not one.text else one.text
+    text = echoed + one.text
+    content = None if calls and not text else text
     found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
     return {**found, "tool_calls": calls} if calls else found
 

@@ -192,6 +192,9 @@ _CHAT_FIELDS = {
         required=True,
     ),
     "continue_final_message": _CONTINUED,
+    "echo": Field(
+        {"type": "boolean"}, "vLLM's: if the last message is an assistant's, its text comes before the answer's", True
+    ),
     "add_generation_prompt": Field({"type": "boolean"}, "`true`, or `false` with `continue_final_message`", True),
     **numbers(chat.SAMPLING, _EXAMPLES),
     "stop": _STOPS,

@@ -55,6 +55,12 @@ def test_the_answer_is_what_follows(served: Running, url: str, of_openai: openai
     assert found.choices[0].message.content == REST
     chunks = of_openai.chat.completions.create(**asked, extra_body=CONTINUE, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == REST
+    echo = {**CONTINUE, "echo": True}
+    assert of_openai.chat.completions.create(**asked, extra_body=echo).choices[0].message.content == BEGUN + REST
+    chunks = of_openai.chat.completions.create(**asked, extra_body=echo, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == BEGUN + REST
+    new: Any = {**asked, "messages": CHAT[:1], "extra_body": {"echo": True}}
+    assert of_openai.chat.completions.create(**new).choices[0].message.content == whole.text
     with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=PATIENCE) as client:
         [block] = client.messages.create(**asked).content
         assert block.type == "text" and block.text == REST

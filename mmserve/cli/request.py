@@ -30,6 +30,8 @@ _POLICY = "NAME[:KEY=VALUE,…]"
 _DEFAULTS: dict[str, Any] = {"max_new_tokens": 64}
 #: Fields whose option has another name, as it reads a file or may be repeated.
 _FLAGS = {"videos": "video", "choices": "choice", "schema_options": "schema_option"}
+#: Options of the SDK that the command line does not have.
+_SDK_ONLY = frozenset({"return_prompt", "prompt_tokens", "prompt_alternatives"})
 #: Options that are another name for a field of a message.
 _FIELDS = {
     "json_schema": "schema",
@@ -68,7 +70,8 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 def request_options(arguments: argparse.Namespace) -> Options:
     """The request options given by ``arguments``; reads the files that they name."""
-    given = {name: getattr(arguments, _FLAGS.get(name, name)) for name in Options.__annotations__ if name != "model"}
+    names = Options.__annotations__.keys() - _SDK_ONLY - {"model"}
+    given = {name: getattr(arguments, _FLAGS.get(name, name)) for name in names}
     given["videos"] = [_media("videos", video) for video in arguments.video]
     given["grammar"] = None if arguments.grammar is None else _text("grammar", arguments.grammar)
     given["template"] = _template(arguments.template)

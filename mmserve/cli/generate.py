@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from mmserve.cli.options import add_common, connected, print_json, requested_model
 from mmserve.cli.request import add_request, by_flags, request_images, request_options, request_prompt, request_schema
 from mmserve.cli.screen import CanvasLine, empty_note
-from mmserve.client import Finished, Snapshot
+from mmserve.client import Finished, Prefilled, Snapshot
 from mmserve.errors import InvalidArgument
 
 
@@ -40,6 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
     images = request_images(arguments)  # before a server is started
     screen = CanvasLine()
     done: list[Finished] = []
+    prompts: dict[int, Prefilled] = {}
     with connected(arguments) as client:
         events = client.stream(
             messages, images, schema=schema, snapshots=screen.live, timeout=arguments.timeout, **options
@@ -47,30 +49,36 @@ def _run(arguments: argparse.Namespace) -> int:
         for event in events:
             if isinstance(event, Snapshot) and event.sample == 0:
                 screen.show(event.text)
+            elif isinstance(event, Prefilled):
+                prompts[event.sample] = event
             elif isinstance(event, Finished):
                 done.append(event)
     screen.clear()
-    _print(sorted(done, key=lambda event: event.sample), as_json=arguments.json)
-    for event in done if not arguments.json else ():
+    _print(sorted(done, key=lambda event: event.sample), prompts, as_json=arguments.json)
+    if arguments.json or arguments.max_new_tokens == 0:
+        return 0
+    for event in done:
         if not _shown(event):
             which = f"sample {event.sample}: " if len(done) > 1 else ""
             print(f"{which}{empty_note(event.reason)}", file=sys.stderr)
-    if any(event.reason == "length" for event in done) and not arguments.json:
+    if any(event.reason == "length" for event in done):
         used = f"all of --max-new-tokens {arguments.max_new_tokens} were used"
         print(f"mmserve generate: {used}, and the answer may be cut off", file=sys.stderr)
     return 0
 
 
-def _row(event: Finished) -> dict[str, Any]:
-    """An answer as a JSON object; an infinite ``log_weight`` (a zero weight) is a string, as JSON has no infinities."""
+def _row(event: Finished, prompt: Prefilled | None) -> dict[str, Any]:
+    """An answer as a JSON object, with its prompt if requested; an infinite ``log_weight`` (a zero weight) is a string,
+    as JSON has no infinities."""
     row = {**asdict(event), "tokens_per_forward": event.tokens_per_forward}
+    row |= {} if prompt is None else {"prompt": asdict(prompt)}
     return {**row, "log_weight": "-Infinity"} if event.log_weight == -math.inf else row
 
 
-def _print(done: list[Finished], *, as_json: bool) -> None:
+def _print(done: list[Finished], prompts: Mapping[int, Prefilled], *, as_json: bool) -> None:
     """Print one answer alone, several with their numbers."""
     if as_json:
-        rows = [_row(event) for event in done]
+        rows = [_row(event, prompts.get(event.sample)) for event in done]
         print_json(rows[0] if len(rows) == 1 else {"samples": rows})
     elif len(done) == 1:
         print(_shown(done[0]))

@@ -115,8 +115,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one line of JSON on stdout."""
-    print(json.dumps(value, ensure_ascii=False))
+    """Print one line of JSON on stdout; bytes are arrays of numbers."""
+    print(json.dumps(value, ensure_ascii=False, default=list))
 
 
 def show_progress(text: str) -> None:

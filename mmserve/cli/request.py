@@ -30,8 +30,6 @@ _POLICY = "NAME[:KEY=VALUE,…]"
 _DEFAULTS: dict[str, Any] = {"max_new_tokens": 64}
 #: Fields whose option has another name, as it reads a file or may be repeated.
 _FLAGS = {"videos": "video", "choices": "choice", "schema_options": "schema_option"}
-#: Options of the SDK that the command line does not have.
-_SDK_ONLY = frozenset({"return_prompt", "prompt_tokens", "prompt_alternatives"})
 #: Options that are another name for a field of a message.
 _FIELDS = {
     "json_schema": "schema",
@@ -70,8 +68,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 def request_options(arguments: argparse.Namespace) -> Options:
     """The request options given by ``arguments``; reads the files that they name."""
-    names = Options.__annotations__.keys() - _SDK_ONLY - {"model"}
-    given = {name: getattr(arguments, _FLAGS.get(name, name)) for name in names}
+    given = {name: getattr(arguments, _FLAGS.get(name, name)) for name in Options.__annotations__ if name != "model"}
     given["videos"] = [_media("videos", video) for video in arguments.video]
     given["grammar"] = None if arguments.grammar is None else _text("grammar", arguments.grammar)
     given["template"] = _template(arguments.template)
@@ -179,6 +176,9 @@ def _add_answer(group: argparse._ArgumentGroup) -> None:
     _add(group, "ignore_end", action="store_true")
     _add(group, "tokens", action="store_true")
     _add(group, "alternatives", type=int, metavar="N")
+    _add(group, "return_prompt", action="store_true")
+    _add(group, "prompt_tokens", action="store_true")
+    _add(group, "prompt_alternatives", type=int, metavar="N")
 
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:

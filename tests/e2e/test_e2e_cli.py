@@ -184,6 +184,22 @@ def test_what_a_running_server_is_asked_for_is_its_own(server: Running, capsys: 
             assert out == "" and err.count("\n") == 1 and word in err
 
 
+def test_generate_prints_the_tokens_of_the_prompt_and_the_answer(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["generate", "Hi", "--server", server.address, "--json", "--raw"]
+    assert main([*asked, "--max-new-tokens", "2", "--tokens", "--return-prompt"]) == 0
+    found = one_json(capsys.readouterr().out)
+    for token in found["tokens"]:
+        assert bytes(token["text_bytes"]).decode(errors="replace") == token["text"]
+    assert found["prompt"]["prompt_text"].endswith("Hi") and len(found["prompt"]["prompt_ids"]) > 0
+    assert main([*asked[:-2], "--raw", "--max-new-tokens", "0", "--return-prompt"]) == 0
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("\n", "")
+    assert main([*asked, "--prompt-tokens", "--prompt-alternatives", "1"]) == 1
+    assert "--prompt-tokens" in capsys.readouterr().err
+
+
 def test_generate_says_where_the_budget_was_used_up(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["generate", "Describe the scene as JSON.", "--server", server.address, "--max-new-tokens", "2"]
     assert main(asked) == 0

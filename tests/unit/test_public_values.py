@@ -169,9 +169,7 @@ ELSEWHERE = {
     "stream.snapshots": "",  # shown on a terminal
     "stream.drafts": "",  # for viewers: the playground shows them
     "stream.prefilled": "",  # the usage of the whole answer has the same
-    "stream.prompt": "",  # for programs: the SDK's and the HTTP APIs return it
-    "stream.prompt_tokens": "",
-    "stream.prompt_alternatives": "",
+    "stream.prompt": "--return-prompt",
 }
 #: Messages that one option reads as a whole, and what each of its fields is there.
 WHOLE = {

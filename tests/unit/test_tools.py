@@ -357,6 +357,23 @@ def test_arguments_of_a_tool_that_is_not_strict_are_enforced_in_part(part: Any) 
             grammar(text, mode)
 
 
+@pytest.mark.parametrize("part", [{"minProperties": 1 << 40}, {"allOf": [{"$ref": "#/gone"}]}, {"$schema": "x:/y"}])
+def test_arguments_are_an_object_if_nothing_of_their_schema_is_enforced(part: Any) -> None:
+    text = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, **part})
+    use = ToolUse(tools=(Tool("f", text, strict=False),), choice=ToolChoice.REQUIRED)
+    made = Lark(tool_grammar(use, HERMES))
+    assert grammar(made, ConstraintMode.LENIENT).warnings
+    at = matcher(made, ConstraintMode.LENIENT)
+    assert accepts(at, written(HERMES, [("f", '{"b": 1}')])) and not accepts(at, written(HERMES, [("f", '"x"')]))
+
+
+@pytest.mark.parametrize("part", [{"properties": {"a": "x"}}, {"properties": []}, {"required": "a"}])
+def test_a_malformed_schema_of_a_tool_that_is_not_strict_is_refused(part: Any) -> None:
+    use = ToolUse(tools=(Tool("f", json.dumps({"type": "object", **part}), strict=False),), choice=ToolChoice.REQUIRED)
+    with pytest.raises(Refused, match=f"/{next(iter(part))}"):
+        grammar(Lark(tool_grammar(use, HERMES)), ConstraintMode.LENIENT)
+
+
 def test_a_strict_tool_is_enforced_completely_beside_one_that_is_not() -> None:
     """Each tool has its own ``strict``; a schema that cannot be enforced is refused by the name of the strict tool."""
     odd, plain = ({"type": "object", "properties": {"a": part}} for part in ({"$ref": "#/gone"}, {"type": "integer"}))

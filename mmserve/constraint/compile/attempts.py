@@ -218,7 +218,7 @@ def _canonical(root: Any, layout: Layout) -> Rewritten | None:
 
 
 def _wider(root: Any, mode: ConstraintMode, refusal: Refused | None, layout: Layout) -> Iterator[Grammar]:
-    if refusal is not None and not _well_formed(root):
+    if refusal is not None and not well_formed(root):
         raise refusal
     done = _DONE[mode]
     loose = _rewritten(root, layout, strict=False)
@@ -233,7 +233,8 @@ def _wider(root: Any, mode: ConstraintMode, refusal: Refused | None, layout: Lay
         yield from _grammars(layout, schema, [warning, *warnings], exact=False)
 
 
-def _well_formed(root: Any) -> bool:
+def well_formed(root: Any) -> bool:
+    """Whether a schema is valid under its meta-schema."""
     try:
         return jsonschema_rs.meta.is_valid(root)
     except (ValueError, jsonschema_rs.ReferencingError):

@@ -14,7 +14,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mmserve.constraint.compile import one_of
-from mmserve.constraint.compile.attempts import JSON_LAYOUT, Grammar, Sketch, attempts, widest
+from mmserve.constraint.compile.attempts import JSON_LAYOUT, Grammar, Sketch, attempts, well_formed, widest
 from mmserve.constraint.compile.derivations import Derivations, derivations
 from mmserve.constraint.compile.document import has_surrogate, read_schema
 from mmserve.constraint.compile.expression import (
@@ -132,9 +132,10 @@ def kind_of(spec: ConstraintSpec) -> str:
 
 
 def _inline(text: str, *, strict: bool) -> tuple[Json, tuple[Finding, ...]]:
-    """A schema within a grammar; ``strict``: whether it is refused if a part of it cannot be enforced. It is only a
-    part of the answer, so nothing of it can be validated afterwards."""
-    rewritten = rewrite(read_schema(text), strict=strict)
+    """A schema within a grammar; ``strict``: whether it is refused if a part of it cannot be enforced, as it is if it
+    is malformed. It is only a part of the answer, so nothing of it can be validated afterwards."""
+    root = read_schema(text)
+    rewritten = rewrite(root, strict=strict or not well_formed(root))
     if rewritten.loose and strict:
         raise Refused(*rewritten.loose)
     schema = {} if rewritten.schema is True else rewritten.schema

@@ -18,6 +18,7 @@ from mmserve.constraint.compile.keywords import (
     ALL,
     IN_PLACE,
     KNOWN,
+    TYPES,
     Schema,
     dialect,
     finite,
@@ -54,7 +55,7 @@ def rewrite(
     """The schema that accepts what ``root`` (of ``read_schema``) does, or, with findings in ``loose``, a superset.
 
     Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value. If not
-    ``strict``, a subschema that would be refused is left open, with the reason in ``loose``; ``root`` must be valid
+    ``strict``, a subschema that would be refused becomes its type, with the reason in ``loose``; ``root`` must be valid
     under its meta-schema. ``exponents``: whether numbers without bounds may have exponents, and so be of any size.
     ``apart``: whether schemas should preferably not be joined with others. ``distinct``: whether arrays may have the
     keyword ``unordered.DISTINCT``, which is not a keyword of llguidance's schemas.
@@ -64,8 +65,16 @@ def rewrite(
     except Refused as refusal:
         if strict:
             raise
-        return Rewritten(True, refusal.findings, ())
+        return Rewritten(_type_alone(root), refusal.findings, ())
     return writer.all()
+
+
+def _type_alone(node: Any) -> Any:
+    """The schema of the values of the type of ``node``; true if it has none. Beside ``$ref``, some drafts ignore it."""
+    if not isinstance(node, dict) or "type" not in node or "$ref" in node:
+        return True
+    given = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    return {"type": node["type"]} if given and all(name in TYPES for name in given) else True
 
 
 class _Rewriter:
@@ -94,14 +103,14 @@ class _Rewriter:
         return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
 
     def _schema(self, node: Any, pointer: str) -> Any:
-        """``node`` for llguidance; if it would be refused and is not required to be enforced, true."""
+        """``node`` for llguidance; if it would be refused and is not required to be enforced, its type alone."""
         try:
             return self._of(node, pointer)
         except Refused as refusal:
             if self._strict:
                 raise
             self._notes.loose += [finding for finding in refusal.findings if finding not in self._notes.loose]
-            return True
+            return _type_alone(node)
 
     def _of(self, node: Any, pointer: str) -> Any:
         self._count += 1

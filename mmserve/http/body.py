@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from http import HTTPStatus
@@ -120,7 +121,10 @@ def _parsed(data: bytes) -> Any:
     except RecursionError:
         raise InvalidArgument.of("body", "is nested too deeply") from None
     except ValueError as error:  # also what is no UTF-8, and integers of thousands of digits
-        raise InvalidArgument.of("body", f"must be JSON: {str(error)[:200]}") from None
+        why = str(error)[:200]
+        if why.startswith("Exceeds the limit"):
+            why = f"an integer has more than {sys.get_int_max_str_digits()} digits"
+        raise InvalidArgument.of("body", f"must be JSON: {why}") from None
 
 
 def _too_deep(found: Any) -> bool:

@@ -88,7 +88,7 @@ class Fields:
     def end(self, why: str = "is not a field of this API") -> None:
         """Raises ``InvalidArgument`` with every field that was not taken."""
         if self._left:
-            wrong = [FieldViolation(self.path(name[:200]), why) for name in islice(self._left, _NAMED)]
+            wrong = [FieldViolation(self.path(name[:200] or '""'), why) for name in islice(self._left, _NAMED)]
             if (more := len(self._left) - len(wrong)) > 0:
                 wrong.append(FieldViolation(self._path or "body", f"has {more} more fields that are not known"))
             raise InvalidArgument(*wrong)
@@ -166,4 +166,5 @@ def merge_own(fields: Fields, message: pb.GenerateRequest) -> dict[str, str]:
     if constrained and message.constraint.WhichOneof("kind") is not None:
         raise InvalidArgument.of("mmserve.constraint", "cannot be combined with another constraint")
     message.MergeFrom(given)
-    return {"constraint": "mmserve.constraint"} if constrained else {}
+    names = {"stream.alternatives": "mmserve.stream.alternatives"} if given.stream.HasField("alternatives") else {}
+    return names | ({"constraint": "mmserve.constraint"} if constrained else {})

@@ -216,6 +216,8 @@ CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"mmserve": {"diffusion": {"threshold": {"confidence": 10**400}}}}, 400, "mmserve", "too large"),
     ({"mmserve": {"kv_reduction": {"heavy_hitters": {"budget": 8}}}}, 400, None, ""),
     ({"colour": "red"}, 400, "colour", "not a field"),
+    ({"": 1}, 400, '""', "not a field"),
+    ({"mmserve": {"stream": {"alternatives": 21}}}, 400, "mmserve.stream.alternatives", "at most 20"),
 ]
 
 

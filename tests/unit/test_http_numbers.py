@@ -35,3 +35,5 @@ def test_a_body_with_a_number_beyond_all_floats_is_refused() -> None:
     assert _parsed(b'{"a": [1e308, 2.5]}') == {"a": [1e308, 2.5]}
     with pytest.raises(InvalidArgument, match="body: must be JSON: 1e999 is too large a number"):
         _parsed(b'{"metadata": {"a": 1e999}}')
+    with pytest.raises(InvalidArgument, match=r"body: must be JSON: an integer has more than 4300 digits$"):
+        _parsed(f'{{"max_tokens": {"9" * 5000}}}'.encode())

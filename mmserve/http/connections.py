@@ -101,6 +101,10 @@ class Limits(asyncio.Protocol):
         """Whether the client must send something now: not between two requests, nor while one is running."""
         raise NotImplementedError
 
+    def _unfinished(self) -> Iterable[Any]:
+        """The requests without a complete response; maybe also some with one."""
+        return () if self.cycle is None else (self.cycle,)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start with the limits of a first request."""
         super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
@@ -139,9 +143,11 @@ class Limits(asyncio.Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers, and mark a running request as disconnected."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.scope[LEFT] = True
+        """Stop the timers, and mark running and waiting requests as disconnected."""
+        for cycle in self._unfinished():
+            if not cycle.response_complete:
+                cycle.scope[LEFT] = cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
         for timer in (self._slow, self._stalled):
             if timer is not None:

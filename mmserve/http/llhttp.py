@@ -5,6 +5,8 @@ llhttp, as used by uvicorn, checks less than h11 does: what h11 refuses is refus
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import httptools
@@ -12,6 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mmserve.http.connections import HEAD_BYTES, TINY, Limits, Parts, wrong_head
 
+#: Requests of a pipeline, the running one included, while the connection is read further.
+_PIPELINED = 8
 _LENGTHS = (b"content-length", b"transfer-encoding")
 
 
@@ -29,6 +33,11 @@ class LlhttpConnection(Limits, HttpToolsProtocol):
         self._known_head = False  # whether the head was parsed before, only for its length
         self._known = self._fed = 0  # bytes of the head: of its fields, and of reads after its first
         self._parts = Parts()
+        #: A running request, and those of a pipeline that wait for it: ``cycle`` is the last one.
+        self._cycles: deque[Any] = deque()
+
+    def _unfinished(self) -> Iterable[Any]:
+        return self._cycles
 
     def _awaited(self) -> bool:
         return self._in_head or (self._in_body and self.cycle.response_complete)
@@ -105,6 +114,11 @@ class LlhttpConnection(Limits, HttpToolsProtocol):
         self._in_head, self._in_body, self._known = False, True, 0
         self._parts = Parts()
         super().on_headers_complete()
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        self._cycles.append(self.cycle)
+        if 1 < len(self._cycles) <= _PIPELINED:
+            self.flow.resume_reading()  # uvicorn pauses, and would not notice that the client disconnects
 
     def on_body(self, body: bytes) -> None:
         """A part of the body was received."""

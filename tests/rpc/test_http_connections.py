@@ -245,6 +245,20 @@ def test_a_pipeline_is_answered_in_order(served: Served) -> None:
     assert texts(found)[::2] == [f"number {i}" for i in range(0, 20, 2)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_a_pipeline_cancels_the_running_request(served: Served, stream: bool) -> None:
+    """And not only the one that was received last."""
+    served.engine.go.clear()
+    before = len(served.engine.requests)
+    with served.connect() as connection:
+        connection.sendall(ask("a b c", stream=stream, close=False) * 2)
+        wait_for("the first request", lambda: len(served.engine.requests) > before)
+    running = served.engine.requests[before]
+    wait_for("its end", lambda: running.id in served.engine.cancelled)
+    served.engine.go.set()
+    assert len(served.engine.requests) == before + 1, "the second one is not begun"
+
+
 def test_requests_for_another_protocol_are_taken_one_after_another(served: Served) -> None:
     upgrade = [ask(f"number {i}", *OTHER[1:], "connection: upgrade", close=False) for i in range(3)]
     found = served.send(b"".join(upgrade) + ask("the last"))

@@ -64,12 +64,15 @@ def to_request(
     diffusion = parse_diffusion(message, sampling, info)
     _require_capabilities(message, diffusion, info)
     tools = parse_tools(message)
-    constraint = parse_constraint(message)
+    prompt_only = message.sampling.HasField("max_new_tokens") and not message.sampling.max_new_tokens
+    constraint = None if prompt_only else parse_constraint(message)
+    if tools is not None and not prompt_only:
+        constraint = tool_constraint(tools, info, constraint)
     return Request(
         id=request_id,
         model=info.name,
         messages=tuple(_message(m, media) for m in message.messages),
-        prompt_only=message.sampling.HasField("max_new_tokens") and not message.sampling.max_new_tokens,
+        prompt_only=prompt_only,
         raw=message.raw,
         continues=message.continue_final_message,
         template_options=message.template_options,
@@ -77,7 +80,7 @@ def to_request(
         diffusion=diffusion,
         vision=parse_vision(message.vision),
         streaming=from_message(Streaming, message.stream),
-        constraint=constraint if tools is None else tool_constraint(tools, info, constraint),
+        constraint=constraint,
         tools=tools,
         kv_reduction=chosen_policy(message.kv_reduction, "policy"),
         image_reuse=chosen_policy(message.image_reuse, "policy"),

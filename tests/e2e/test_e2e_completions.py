@@ -228,8 +228,10 @@ def test_prompts_that_cannot_be_scored_are_refused_by_name(served: Running, clie
         with pytest.raises(openai.BadRequestError, match=message) as refused:
             client.completions.create(**{"model": "bundled", "prompt": TEXT, **options})
         assert refused.value.param == param, options
-    found = client.completions.create(model="bundled", prompt=TEXT, max_tokens=0, echo=True)
-    assert (found.choices[0].text, found.choices[0].finish_reason) == (TEXT, "length")
+    for constraint in ({}, {"guided_regex": "abc"}):  # which a single token does not satisfy
+        alone: Any = {"model": "bundled", "prompt": TEXT, "max_tokens": 0, "echo": True, "extra_body": constraint}
+        found = client.completions.create(**alone).choices[0]
+        assert (found.text, found.finish_reason) == (TEXT, "length")
     with pytest.raises(InvalidArgument, match=f"stream.prompt_tokens: {why}"):
         served.client.generate(TEXT, prompt_tokens=True)
     with pytest.raises(InvalidArgument, match=r"stream\.prompt_alternatives: must be 0 without prompt_tokens"):

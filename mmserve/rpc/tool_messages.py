@@ -42,6 +42,8 @@ _LARK = re.compile(r"^lark: (at [0-9]{1,9}\([0-9]{1,9}\): )?")
 _WARNING = re.compile(r"/([0-9]{1,9})(?=/|: )")
 #: Keywords without effect on a grammar.
 _TEXTS = ("$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly")
+#: Keywords that have an effect, and for which null is no value.
+_NEVER_NULL = KNOWN - ANNOTATIONS - {"const"}
 LEVELS = f", with at most {MAX_LEVELS} levels and without halves of surrogate pairs"
 _ARGUMENTS = (
     f"must be the JSON text of an object{LEVELS}, or the beginning of one, with at most {MAX_CUT_CHARACTERS} "
@@ -164,8 +166,22 @@ def _takes_objects(schema: dict[str, Any]) -> bool:
 
 
 def _tool(tool: pb.Tool) -> Tool:
-    schema = _of_objects(tool.parameters_json_schema or NO_PARAMETERS)
-    return Tool(tool.name, schema, tool.description, strict=tool.strict if tool.HasField("strict") else True)
+    text, strict = tool.parameters_json_schema or NO_PARAMETERS, tool.strict if tool.HasField("strict") else True
+    schema = _of_objects(text if strict else _without_nulls(text))
+    return Tool(tool.name, schema, tool.description, strict=strict)
+
+
+def _without_nulls(text: str) -> str:
+    """The schema in ``text`` without keywords whose value is null, which some programs write for those that are absent
+    (``"required": null``)."""
+    schema: dict[str, Any] = json.loads(text)
+    left: list[Any] = [schema]
+    while left:
+        if isinstance(node := left.pop(), dict):
+            for name in [name for name, value in node.items() if value is None and name in _NEVER_NULL]:
+                del node[name]
+            left += (inner for _keyword, inner, _pointer in subschemas(node, ""))
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def _of_objects(text: str) -> str:

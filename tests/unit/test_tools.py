@@ -367,6 +367,27 @@ def test_arguments_are_an_object_if_nothing_of_their_schema_is_enforced(part: An
     assert accepts(at, written(HERMES, [("f", '{"b": 1}')])) and not accepts(at, written(HERMES, [("f", '"x"')]))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_null_is_no_keyword_in_a_schema_of_a_tool_that_is_not_strict(strict: bool) -> None:
+    """Encoders of some languages write it for empty lists."""
+    message = pb.GenerateRequest()
+    part = {"type": "integer", "enum": None}
+    schema = {"type": "object", "properties": {"a": part}, "required": None, "additionalProperties": False}
+    message.tools.add(name="f", parameters_json_schema=json.dumps(schema), strict=strict)
+    message.tool_choice = pb.TOOL_CHOICE_REQUIRED
+    use = parse_tools(message)
+    assert use is not None
+    text = Lark(tool_grammar(use, HERMES), (1,) if strict else ())
+    if strict:
+        with pytest.raises(Refused, match="/required"):
+            grammar(text, ConstraintMode.LENIENT)
+        return
+    assert not grammar(text, ConstraintMode.LENIENT).warnings
+    at = matcher(text, ConstraintMode.LENIENT)
+    assert accepts(at, written(HERMES, [("f", "{}")])) and accepts(at, written(HERMES, [("f", '{"a": 1}')]))
+    assert not accepts(at, written(HERMES, [("f", '{"a": "x"}')]))
+
+
 @pytest.mark.parametrize("part", [{"properties": {"a": "x"}}, {"properties": []}, {"required": "a"}])
 def test_a_malformed_schema_of_a_tool_that_is_not_strict_is_refused(part: Any) -> None:
     use = ToolUse(tools=(Tool("f", json.dumps({"type": "object", **part}), strict=False),), choice=ToolChoice.REQUIRED)

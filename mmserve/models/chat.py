@@ -153,7 +153,8 @@ def prompt_ids(
     try:
         return encoded(tokenizer, chat, [*tools, dict(options)], render, special_tokens=special_tokens)
     except (TemplateError, TypeError) as error:  # a template that adds strings to a message's list of parts
-        raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
+        what = "them, or the tools" if tools else "them"
+        raise InvalidArgument.of("messages", f"the model's chat template refuses {what}: {error}") from error
 
 
 def call_arguments(text: str) -> Any:

@@ -337,6 +337,12 @@ def test_what_a_template_writes_has_few_levels(tokenizer: PreTrainedTokenizerFas
         assert len(prompt_ids(tokenizer, chat, [tool])) > levels
 
 
+def test_tools_that_a_template_cannot_write_are_in_the_error(tokenizer: PreTrainedTokenizerFast) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"properties": 3}}}
+    with pytest.raises(InvalidArgument, match="the model's chat template refuses them, or the tools: "):
+        prompt_ids(tokenizer, [{"role": "user", "content": "a"}], [tool])
+
+
 @pytest.mark.parametrize("part", [{"$ref": "#/components/schemas/X"}, {"enum": [0.12345678901234567]}])
 def test_arguments_of_a_tool_that_is_not_strict_are_enforced_in_part(part: Any) -> None:
     schema = {"type": "object", "properties": {"a": part, "b": {"type": "integer"}}}

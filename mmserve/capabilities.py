@@ -6,7 +6,7 @@ import json
 from functools import cached_property
 
 from mmserve.config import EngineConfig, MediaConfig
-from mmserve.core.info import ModelInfo, lacking, undecided
+from mmserve.core.info import ModelInfo, decisions_unsupported, policy_unsupported
 from mmserve.core.request import Request, TextPart, TokensPart
 from mmserve.decode.checks import check_sampling, check_uniform_state
 from mmserve.decode.commit import (
@@ -154,7 +154,7 @@ class Capabilities:
         if not request.decisions:
             return
         if not self.model.spec.decides:
-            raise Unimplemented(undecided(self.model.spec.name))
+            raise Unimplemented(decisions_unsupported(self.model.spec.name))
 
     def _check_reduction(self, request: Request) -> None:
         """Reject a reduction of K/V that is incompatible with this model or with other options of the request."""
@@ -201,7 +201,7 @@ class Capabilities:
         """Raise ``Unimplemented`` for a policy that exists but is not allowed for this model."""
         if exists(asked) and asked not in allowed:
             spec = self.model.spec
-            raise Unimplemented(lacking(spec.name, kind, asked, allowed, diffusion=not spec.causal))
+            raise Unimplemented(policy_unsupported(spec.name, kind, asked, allowed, diffusion=not spec.causal))
 
     @cached_property
     def _recompute_policies(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.policies.image_reuse import ImageReuse
 from mmserve.core.request import ImagePart, Message, Part, Policy, Request, Sampling, TextPart
 from mmserve.decode.extensions.image_reuse.checks import no_reuse
-from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, in_one_go
+from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, run_to_completion
 from mmserve.decode.extensions.image_reuse.selective import RowWatcher, SelectiveRecompute
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.encode.embedding import embedded
@@ -227,7 +227,7 @@ class _Logits:
         rows, wanted = np.arange(size), np.arange(first, min(first + len(answer) + 1, size))
         if (reuse := reuse_of(request)) is not None:
             prompt = replace(prompt, span_keys=self._reuse.keys(prompt))
-            reused = in_one_go(self._reuse.make(reuse, prompt, made, embeddings, deep, pages))
+            reused = run_to_completion(self._reuse.make(reuse, prompt, made, embeddings, deep, pages))
             rows, selective = rows[~reused.positions[:size]], reused.selective
 
         def run(rows: np.ndarray, wanted: np.ndarray, selective: SelectiveRecompute | None = None) -> Tensor:

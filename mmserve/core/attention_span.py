@@ -11,8 +11,8 @@ def image_spans(ids: np.ndarray, image_id: int) -> np.ndarray:
     A visual token attends up to the end of its run of visual tokens, any other token up to itself.
     """
     visual = ids == image_id
-    seen = np.arange(1, len(ids) + 1)
+    limits = np.arange(1, len(ids) + 1)
     if visual.any():
         ends = np.flatnonzero(visual & ~np.append(visual[1:], False)) + 1
-        seen[visual] = ends[np.searchsorted(ends, np.flatnonzero(visual), side="right")]
-    return seen
+        limits[visual] = ends[np.searchsorted(ends, np.flatnonzero(visual), side="right")]
+    return limits

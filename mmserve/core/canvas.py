@@ -13,7 +13,6 @@ import numpy as np
 from mmserve.core.branches import Branches
 
 #: Values of ``committed_at`` for the prompt, for tokens given before the first pass, and for masked positions.
-#: masked.
 PROMPT, GIVEN, MASKED = -1, 0, 1 << 30
 
 

@@ -13,8 +13,9 @@ from mmserve.core.canvas import GIVEN, MASKED, Canvas, among
 #: Names of the states of a position (``DraftPosition.state``), indexed by the numbers in ``CanvasRecord.states``.
 STATES = ("masked", "draft", "committed", "edited", "pinned")
 _MASKED, _DRAFT, _COMMITTED, _EDITED, _PINNED = range(len(STATES))
-#: Smaller changes of a probability are not sent, nor are alternatives that are less probable.
-SHOWN = 5e-3
+#: A probability is sent again when it differs from the one last sent by at least this; less probable alternatives are
+#: not sent.
+RESOLUTION = 5e-3
 
 
 @dataclass(eq=False)
@@ -23,7 +24,7 @@ class CanvasRecord:
 
     states: np.ndarray  # uint8 [L]
     tokens: np.ndarray  # int64 [L], 0 where masked
-    confidence: np.ndarray  # float32 [L], 0 where masked
+    confidence: np.ndarray  # float32 [L], as last sent; 0 where masked
     alternatives: Alternatives  # [L, k]
     sent: bool = False  # a draft has shown all positions
 
@@ -52,15 +53,16 @@ class CanvasRecord:
         pinned = (committed_at == GIVEN) & ~among(tokens, end_ids)
         self.states[final] = np.where(pinned, _PINNED, np.where(replaced, _EDITED, _COMMITTED))[final]
         changed = (self.states != before[0]) | (self.tokens != before[1])
-        changed |= np.abs(self.confidence - before[2]) >= SHOWN
+        changed |= np.abs(self.confidence - before[2]) >= RESOLUTION
         changed |= (self._likely() != before[3]).any(-1)
         if not self.sent:
             changed[:], self.sent = True, True
+        self.confidence[~changed] = before[2][~changed]  # as last sent, so that small changes add up
         return np.flatnonzero(changed)
 
     def _likely(self) -> np.ndarray:
         """The ids of alternatives that are probable enough to be sent, ``[L, k]``; -1 for others."""
-        return np.where(self.alternatives.log_probabilities >= np.log(SHOWN), self.alternatives.tokens, -1)
+        return np.where(self.alternatives.log_probabilities >= np.log(RESOLUTION), self.alternatives.tokens, -1)
 
     def _take_candidates(self, canvas: Canvas, candidates: Candidates, committed_at: np.ndarray) -> None:
         """Record the candidates of open positions, and the alternatives of those that this step made final."""

@@ -17,9 +17,9 @@ class Changes:
         event, self._event = self._event, asyncio.Event()
         event.set()
 
-    async def until(self, so: Callable[[], bool]) -> None:
-        """Wait until ``so()`` is true."""
-        while not so():
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition()`` is true."""
+        while not condition():
             await self.changed()
 
     async def changed(self) -> None:

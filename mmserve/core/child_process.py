@@ -15,7 +15,7 @@ import mmserve
 #: Interval of calls of ``check`` while nothing can be read or written (milliseconds).
 _POLL = 20
 #: Maximum number of bytes in one write.
-_WRITTEN = 1 << 20
+_MAX_WRITE_BYTES = 1 << 20
 
 
 class ChildExited(Exception):
@@ -40,7 +40,7 @@ class ChildProcess:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        self._found = bytearray()  # partial read interrupted by ``check``; the next read begins with it
+        self._partial = bytearray()  # partial read interrupted by ``check``; the next read begins with it
         os.set_blocking(self._in, False)
 
     @property
@@ -81,13 +81,13 @@ class ChildProcess:
 
         The same read can then be repeated without loss. Raises ``ChildExited``.
         """
-        while len(self._found) < size:
+        while len(self._partial) < size:
             _wait(self._out, select.POLLIN, check)
-            part = os.read(self._out, size - len(self._found))
+            part = os.read(self._out, size - len(self._partial))
             if not part:
                 raise ChildExited
-            self._found += part
-        found, self._found = bytes(self._found[:size]), self._found[size:]
+            self._partial += part
+        found, self._partial = bytes(self._partial[:size]), self._partial[size:]
         return found
 
     def _write(self, data: bytes, check: Callable[[], None]) -> None:
@@ -96,7 +96,7 @@ class ChildProcess:
         while left:
             _wait(self._in, select.POLLOUT, check)
             try:
-                left = left[os.write(self._in, left[:_WRITTEN]) :]
+                left = left[os.write(self._in, left[:_MAX_WRITE_BYTES]) :]
             except OSError as error:
                 raise ChildExited from error
 

@@ -81,12 +81,12 @@ NEEDS = {
 }
 
 
-def undecided(model: str) -> str:
+def decisions_unsupported(model: str) -> str:
     """The error message for a ``model`` that does not answer typed questions."""
     return f"model {model!r} answers no typed questions: open positions hold random tokens, and no slot can be masked"
 
 
-def lacking(model: str, kind: str, policy: str, known: Sequence[str] = (), *, diffusion: bool = True) -> str:
+def policy_unsupported(model: str, kind: str, policy: str, known: Sequence[str] = (), *, diffusion: bool = True) -> str:
     """The error message for a ``model`` that does not support a ``policy`` of this ``kind``; ``known``: supported
     ones."""
     reasons = [f"model {model!r} has no {kind} policy {policy!r}"]

@@ -70,14 +70,14 @@ class RecordingLogits:
         end_ids: Collection[int] = (),
     ) -> None:
         self._rows, self._count = rows, count
-        self._all = recorded or _Recorded(positions, Alternatives.none(len(positions), count))
+        self._recorded = recorded or _Recorded(positions, Alternatives.none(len(positions), count))
         self._positions = positions
-        self._given = canvas, sampling, banned, mask_id
+        self._context = canvas, sampling, banned, mask_id
         self._end_ids = end_ids
 
     def only(self, rows: np.ndarray) -> RecordingLogits:
         """The logits of some rows (see ``RowLogits.only``); their alternatives are recorded in the same object."""
-        canvas, sampling, banned, mask_id = self._given
+        canvas, sampling, banned, mask_id = self._context
         kept = self._positions[rows]
         return RecordingLogits(
             self._rows.only(rows),
@@ -87,26 +87,26 @@ class RecordingLogits:
             self._count,
             banned,
             mask_id,
-            self._all,
+            self._recorded,
             end_ids=self._end_ids,
         )
 
     def slices(self) -> Iterator[Tensor]:
         done = 0
         for part in self._rows.slices():
-            self._note(part, self._positions[done : done + len(part)])
+            self._record(part, self._positions[done : done + len(part)])
             done += len(part)
             yield part
 
     def whole(self) -> Tensor:
         made = self._rows.whole()
-        self._note(made, self._positions)
+        self._record(made, self._positions)
         return made
 
     def of(self, positions: np.ndarray) -> Alternatives:
         """The recorded alternatives of ``positions`` (int64, ascending); -inf for positions that the pass did not
         run."""
-        recorded = self._all
+        recorded = self._recorded
         at = np.searchsorted(recorded.positions, positions).clip(max=max(0, len(recorded.positions) - 1))
         if not len(recorded.positions):
             return Alternatives.none(len(positions), self._count)
@@ -114,13 +114,13 @@ class RecordingLogits:
         found.log_probabilities[recorded.positions[at] != positions] = -np.inf
         return found
 
-    def _note(self, part: Tensor, positions: np.ndarray) -> None:
-        canvas, sampling, banned, mask_id = self._given
+    def _record(self, part: Tensor, positions: np.ndarray) -> None:
+        canvas, sampling, banned, mask_id = self._context
         logits = part.float()
         penalties = Penalties.of(canvas, sampling, logits.shape[-1], logits.device, self._end_ids)
         if penalties is not None:
             logits = logits.clone()
             penalties.apply(logits)
-        at = np.searchsorted(self._all.positions, positions)
+        at = np.searchsorted(self._recorded.positions, positions)
         tokens, found = alternatives(logits, self._count, banned, mask_id)
-        self._all.found.tokens[at], self._all.found.log_probabilities[at] = tokens, found
+        self._recorded.found.tokens[at], self._recorded.found.log_probabilities[at] = tokens, found

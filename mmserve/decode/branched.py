@@ -85,7 +85,7 @@ def fork_of(branches: Branches, pages: np.ndarray, page_size: int) -> Fork:
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionSequence:
     """Rows that attention treats as one sequence: their positions in it (int64, ascending), its pages (int64), how many
     positions are visible, and how many prompt positions do not attend to later ones. ``together``: all rows are always
     run in the same pass. ``shared``: the number of leading pages that the sequence has in common with the adjacent
@@ -99,9 +99,9 @@ class Attended:
     shared: int = 0
 
 
-def attended(
+def attention_sequences(
     branches: Branches, rows: np.ndarray, pages: np.ndarray, visible: int, page_size: int
-) -> Iterator[Attended]:
+) -> Iterator[AttentionSequence]:
     """Splits ``rows`` (int64, ascending positions of a canvas with ``pages``) into sequences for attention, in order.
 
     ``visible``: the number of leading positions that have K/V after the pass. With prefix attention, a question does
@@ -111,7 +111,7 @@ def attended(
     own = rows[rows < branches.prompt]
     if len(own):
         seen = min(visible, branches.alike)
-        yield Attended(own, pages[: -(-seen // page_size)], seen, seen)
+        yield AttentionSequence(own, pages[: -(-seen // page_size)], seen, seen)
     for positions in branches.each():
         first, last = int(positions[0]), int(positions[-1])
         run = rows[(rows >= first) & (rows <= last)]
@@ -119,4 +119,4 @@ def attended(
             continue
         end = branches.fork + (int(run[-1]) - first) + 1
         table = np.concatenate([pages[:fork], pages[first // page_size : last // page_size + 1]])
-        yield Attended(run - first + branches.fork, table, end, end - 1, together=True, shared=fork)
+        yield AttentionSequence(run - first + branches.fork, table, end, end - 1, together=True, shared=fork)

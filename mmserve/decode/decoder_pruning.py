@@ -61,14 +61,14 @@ class DecoderPruning:
             for rows, plan in zip(grids, pruner.plans(views, amount), strict=True):
                 kept[rows] = False
                 kept[rows[plan.places.cpu().numpy()]] = True
-        return _kept(encoded, kept)
+        return _keep_rows(encoded, kept)
 
 
 def _at(scores: Tensor, rows: np.ndarray) -> Tensor:
     return scores[torch.from_numpy(rows).to(scores.device)]
 
 
-def _kept(encoded: Encoded, kept: np.ndarray) -> Encoded:
+def _keep_rows(encoded: Encoded, kept: np.ndarray) -> Encoded:
     """The rows of a prompt where ``kept`` (bool ``[prompt]``) is True, with their original positions; without grids."""
     if kept.all():
         return replace(encoded, grids=())
@@ -78,7 +78,7 @@ def _kept(encoded: Encoded, kept: np.ndarray) -> Encoded:
     visual[encoded.image_rows] = True
     chosen = torch.from_numpy(kept[visual])
     left = np.concatenate([[0], np.cumsum(kept)])  # number of kept rows before each row
-    features, beside = (
+    features, companion_features = (
         None if tokens is None else tokens[chosen.to(tokens.device)]
         for tokens in (encoded.features, encoded.companion_features)
     )
@@ -86,7 +86,7 @@ def _kept(encoded: Encoded, kept: np.ndarray) -> Encoded:
         encoded.ids[kept],
         np.flatnonzero(visual[kept]),
         features,
-        beside,
+        companion_features,
         places[..., np.append(kept, True)],
         encoded.pruned + int((~kept).sum()),
         tuple(replace(s, start=int(left[s.start]), stop=int(left[s.stop])) for s in encoded.spans),

@@ -24,25 +24,25 @@ def record_for(streaming: Streaming, positions: int) -> CanvasRecord | None:
 
 def draft_of(d: DecodeState, model: EncoderModel, canvas: Canvas, candidates: Candidates) -> Draft | None:
     """Record a step that made some of ``candidates`` final. Returns the changes, if the request streams drafts."""
-    kept = d.record
-    if kept is None:
+    record = d.record
+    if record is None:
         return None
-    at = kept.take(canvas, candidates, d.log_probabilities, model.spec.end_ids)
+    at = record.take(canvas, candidates, d.log_probabilities, model.spec.end_ids)
     if not d.request.streaming.drafts:
         return None
-    found = kept.alternatives.where(at)
-    likely = found.log_probabilities
-    texts = token_texts(model.tokenizer, np.concatenate([kept.tokens[at, None], found.tokens], axis=1))
-    states = [STATES[state] for state in kept.states[at].tolist()]
-    sure = np.round(kept.confidence[at].astype(np.float64), _DIGITS).tolist()
-    shares = np.round(np.exp(likely, dtype=np.float64), _DIGITS).tolist()
+    found = record.alternatives.where(at)
+    log_probabilities = found.log_probabilities
+    texts = token_texts(model.tokenizer, np.concatenate([record.tokens[at, None], found.tokens], axis=1))
+    states = [STATES[state] for state in record.states[at].tolist()]
+    confidence = np.round(record.confidence[at].astype(np.float64), _DIGITS).tolist()
+    probabilities = np.round(np.exp(log_probabilities, dtype=np.float64), _DIGITS).tolist()
     alternatives = [
-        tuple(zip(ids, words[1:], row, strict=True))
-        for ids, words, row in zip(found.tokens.tolist(), texts, shares, strict=True)
+        tuple(zip(ids, own_texts[1:], row, strict=True))
+        for ids, own_texts, row in zip(found.tokens.tolist(), texts, probabilities, strict=True)
     ]
-    if np.isneginf(likely).any():
-        counts = np.isfinite(likely).sum(-1).tolist()
+    if np.isneginf(log_probabilities).any():
+        counts = np.isfinite(log_probabilities).sum(-1).tolist()
         alternatives = [each[:count] for each, count in zip(alternatives, counts, strict=True)]
-    own = [words[0] if state != STATES[0] else "" for words, state in zip(texts, states, strict=True)]
-    columns = at.tolist(), kept.tokens[at].tolist(), own, states, sure, alternatives
-    return Draft(tuple(zip(*columns, strict=True)), len(kept.states), d.forwards)
+    own = [each[0] if state != STATES[0] else "" for each, state in zip(texts, states, strict=True)]
+    columns = at.tolist(), record.tokens[at].tolist(), own, states, confidence, alternatives
+    return Draft(tuple(zip(*columns, strict=True)), len(record.states), d.forwards)

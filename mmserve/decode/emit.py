@@ -20,16 +20,16 @@ def advanced(d: DecodeState, answer: np.ndarray, complete: bool, budget: int) ->
     """
     delta, reason = d.text.advance(answer, complete, budget)
     delta = delta if d.canvas.branches is None else ""
-    if reason == "length" and any(extension.ends_whole for extension in d.extensions):
+    if reason == "length" and any(extension.complete_at_budget for extension in d.extensions):
         reason = "end"
     return delta, reason
 
 
-def snapshot_of(d: DecodeState, model: Model, shown: Canvas, edited: int = 0) -> Snapshot:
-    """The snapshot of the canvas ``shown``; ``edited``: tokens that this step replaced."""
-    committed = int((~d.canvas.masked[shown.prompt_length : shown.size]).sum())
+def snapshot_of(d: DecodeState, model: Model, canvas: Canvas, edited: int = 0) -> Snapshot:
+    """The snapshot of ``canvas``; ``edited``: tokens that this step replaced."""
+    committed = int((~d.canvas.masked[canvas.prompt_length : canvas.size]).sum())
     return Snapshot(
-        canvas_text(shown, model.tokenizer, model.spec.end_ids), committed, shown.new_tokens, d.forwards, edited
+        canvas_text(canvas, model.tokenizer, model.spec.end_ids), committed, canvas.new_tokens, d.forwards, edited
     )
 
 
@@ -49,7 +49,7 @@ def tokens_of(d: DecodeState, model: Model) -> tuple[CommittedToken, ...]:
     others = None if d.record is None else d.record.alternatives
     return committed_tokens(
         d.canvas,
-        d.text.shown,
+        d.text.covered_tokens,
         d.log_probabilities,
         others,
         model.tokenizer,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import DeepStack
-from mmserve.decode.branched import Attended, attended, fork_of
+from mmserve.decode.branched import AttentionSequence, attention_sequences, fork_of
 from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits, RowAdapters, by_slices, padded_rows
 from mmserve.encode.embedding import deep_rows
@@ -138,7 +138,7 @@ def _adapted(batch: list[tuple[int, Adapter | None]], model: LoadedModel, stacks
     adapter."""
     if all(adapter is None for _rows, adapter in batch):
         return None
-    assert stacks is not None, "callers that give passes adapters have their weights side by side"
+    assert stacks is not None, "passes with adapters need the stacked weights"
     return Adapted([rows for rows, _adapter in batch], [adapter for _rows, adapter in batch], model.device, stacks)
 
 
@@ -156,7 +156,7 @@ def _attention_spans(spec: ModelSpec, batch: list[Pass], page_size: int) -> list
     found = []
     for p in batch:
         span = spec.attention_spans(p.canvas.tokens[: p.canvas.prompt_length]) if within else None
-        for part in _attended(p, page_size):
+        for part in _sequences(p, page_size):
             rows = part.rows + p.evicted
             own = np.full(len(rows), p.span) if p.span else rows + 1
             if span is not None and not p.span:
@@ -193,12 +193,12 @@ class Pass:
     span: int = 0  # leading positions that each row attends to; 0 = set by the model's attention
 
 
-def _attended(p: Pass, page_size: int) -> Iterator[Attended]:
+def _sequences(p: Pass, page_size: int) -> Iterator[AttentionSequence]:
     """A request's rows, split into sequences for attention."""
     if p.canvas.branches is None:
-        yield Attended(p.rows - p.evicted, p.pages, p.visible - p.evicted, p.canvas.prompt_length)
+        yield AttentionSequence(p.rows - p.evicted, p.pages, p.visible - p.evicted, p.canvas.prompt_length)
     else:
-        yield from attended(p.canvas.branches, p.rows, p.pages, p.visible, page_size)
+        yield from attention_sequences(p.canvas.branches, p.rows, p.pages, p.visible, page_size)
 
 
 def _forks(p: Pass, page_size: int) -> Iterator[Fork]:
@@ -229,7 +229,7 @@ def forward(
     ``between``: called in each layer of other passes, so that passes of other requests can be interleaved. ``written``:
     called after each layer's attention with the number of layers whose K/V are in the store.
     """
-    parts = [part for p in batch for part in _attended(p, store.page_size)]
+    parts = [part for p in batch for part in _sequences(p, store.page_size)]
     rows = [part.rows for part in parts]
     layout = store.layout(
         rows,
@@ -283,7 +283,7 @@ def _head_adapters(
     """The adapters of the output layer for each request's wanted rows; None if there are none."""
     if not any(adapter is not None and adapter.has_head for _rows, adapter in batch):
         return None
-    assert stacks is not None, "callers that give passes adapters have their weights side by side"
+    assert stacks is not None, "passes with adapters need the stacked weights"
     of_rows = [adapter for rows, adapter in batch for _ in range(rows)]
     return RowAdapters(of_rows, model.device, stacks)
 

@@ -46,7 +46,7 @@ MOST_ROWS = 512
 MOST_GRAPHS = 64
 
 #: A process can capture only one graph at a time, for all its models.
-_RECORDING = threading.Lock()
+_CAPTURE_LOCK = threading.Lock()
 
 Run = Callable[[], Tensor]
 #: Captures what a run launches. The returned callable replays it, with the output in the same buffer.
@@ -88,7 +88,7 @@ def obstacle(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | 
     if sparse is not None:
         return "attention is sparse (sparse_*)"
     if model.decoder.config.moe is not None:
-        return "how many rows are routed to an expert is not known before"
+        return "the number of rows routed to each expert varies (mixture of experts)"
     slow = [op for op in ("cached_attention", "rope_scatter") if store.kernels[op] != "triton"]
     return f"{slow[0]} runs as {store.kernels[slow[0]]}" if slow else ""
 
@@ -160,7 +160,7 @@ class Graphs:
         except RuntimeError as error:  # out of memory, a driver error, or a model that synchronises: continue without
             self._refused.add(wanted)
             logger.warning(
-                "the decode step of %s cannot be recorded and runs as ever (size %d of which this is so): %s",
+                "the decode step of %s cannot be captured and runs without a graph (failed captures: %d): %s",
                 wanted,
                 self.failures,
                 str(error).partition("\n")[0],
@@ -171,7 +171,7 @@ class Graphs:
         store.kernels["decode_step"] = "cuda_graphs"
         if len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)
-        logger.info("recorded the decode step of up to %s: graph %d", wanted, len(self._graphs))
+        logger.info("captured the decode step of up to %s: graph %d", wanted, len(self._graphs))
         return self._graphs[wanted]
 
 
@@ -209,8 +209,8 @@ class _Buffers:
         limits[:rows] = np.repeat(layout.kv_lengths, layout.row_counts) if seen is None else seen
         tables = table.reshape(self._bucket.requests, self._bucket.pages)
         for row, pages, length in zip(tables, layout.page_tables, layout.kv_lengths, strict=False):
-            held = pages_for(length, self._page_size)
-            row[:held] = pages[:held]
+            count = pages_for(length, self._page_size)
+            row[:count] = pages[:count]
         self._ints.copy_(on_device(host, self._ints.device))
         for buffer, fresh in ((self.x_TD, x_TD), (self.cos, cos), (self.sin, sin)):
             buffer[: len(fresh)].copy_(fresh)
@@ -230,19 +230,19 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def __call__(self, run: Run) -> Run:
         """Raises ``RuntimeError`` if ``run`` cannot be captured; earlier graphs remain valid."""
-        with _RECORDING, torch.cuda.device(self._device):
+        with _CAPTURE_LOCK, torch.cuda.device(self._device):
             here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
             try:
-                self._aside.wait_stream(here)
-                with torch.cuda.stream(self._aside):
+                self._stream.wait_stream(here)
+                with torch.cuda.stream(self._stream):
                     run()  # compiles kernels and allocates library workspaces before capture
-                self._aside.synchronize()
+                self._stream.synchronize()
                 # Other stages' threads can allocate and synchronise meanwhile.
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     out = run()
             except RuntimeError:
                 self._abandon()
@@ -265,7 +265,7 @@ class CudaCapture:
         """
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device_index(), self._pool)
-        self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
 
     def _device_index(self) -> int:
         return torch.cuda.current_device() if self._device.index is None else self._device.index

@@ -1,8 +1,9 @@
 """Classifier-free guidance of masked diffusion (LLaDA, arXiv 2502.09992; ML-GSAI/LLaDA, generate.py: ``cfg_scale``).
 
 Each pass of a guided request runs its positions twice: with the prompt, and with masks in place of the whole prompt.
-The logits of a position are ``without + (scale + 1) * (with - without)``. The second sequence is a separate sequence of
-the same forward pass, with its own pages and embeddings, so that recompute policies apply to its K/V in the same way.
+The logits of a position are ``unconditional + (scale + 1) * (conditional - unconditional)``. The unconditional sequence
+is a separate sequence of the same forward pass, with its own pages and embeddings, so that recompute policies apply to
+its K/V in the same way.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ from mmserve.models.base import LoadedModel, ModelSpec
 
 
 class GuidedLogits:
-    """The guided logits of some rows (see ``RowLogits``), fp32."""
+    """The guided logits of some rows (see ``RowLogits``), fp32, from those with the prompt (``conditional``) and with
+    masks in its place."""
 
-    def __init__(self, shown: Logits, without: Logits, scale: float) -> None:
-        self._shown, self._without, self._scale = shown, without, scale
+    def __init__(self, conditional: Logits, unconditional: Logits, scale: float) -> None:
+        self._conditional, self._unconditional, self._scale = conditional, unconditional, scale
 
     def only(self, rows: np.ndarray) -> GuidedLogits:
         """The logits of some of the rows (int64, ascending)."""
-        return GuidedLogits(self._shown.only(rows), self._without.only(rows), self._scale)
+        return GuidedLogits(self._conditional.only(rows), self._unconditional.only(rows), self._scale)
 
     def slices(self) -> Iterator[Tensor]:
         """Yields logits ``[rows, V]`` of the next rows; the caller may modify them."""
-        for shown, without in zip(self._shown.slices(), self._without.slices(), strict=True):
-            base = without.float()
-            yield (shown.float() - base).mul_(self._scale + 1).add_(base)
+        for conditional, unconditional in zip(self._conditional.slices(), self._unconditional.slices(), strict=True):
+            base = unconditional.float()
+            yield (conditional.float() - base).mul_(self._scale + 1).add_(base)
 
     def whole(self) -> Tensor:
         """Logits ``[rows, V]`` of all rows at once; use for few rows only."""
         made = list(self.slices())
-        return torch.cat(made) if made else self._shown.whole()
+        return torch.cat(made) if made else self._conditional.whole()
 
 
 def guidance_of(
@@ -58,9 +60,9 @@ def guidance_of(
     if not scale:
         return pages, None
     half = len(pages) // 2
-    without = embeddings.clone()
-    without[: canvas.prompt_length] = model.decoder.embed(torch.tensor([model.spec.mask_id], device=model.device))
-    return pages[:half], Guidance(scale, pages[half:], without)
+    unconditional = embeddings.clone()
+    unconditional[: canvas.prompt_length] = model.decoder.embed(torch.tensor([model.spec.mask_id], device=model.device))
+    return pages[:half], Guidance(scale, pages[half:], unconditional)
 
 
 def check_guidance(request: Request, spec: ModelSpec) -> None:
@@ -83,17 +85,17 @@ def check_guidance(request: Request, spec: ModelSpec) -> None:
         raise InvalidArgument.of("diffusion.cfg_scale", "must be 0 with image_reuse: masks have no image to reuse")
 
 
-def spread(batch: list[tuple[Pass, Guidance | None]]) -> list[Pass]:
+def with_unconditional(batch: list[tuple[Pass, Guidance | None]]) -> list[Pass]:
     """The passes of a batch; each guided request's pass is followed by one over the same rows of its second
     sequence."""
-    return [each for p, g in batch for each in ((p,) if g is None else (p, _beside(p, g)))]
+    return [each for p, g in batch for each in ((p,) if g is None else (p, _unconditional_pass(p, g)))]
 
 
 def combined(batch: list[tuple[Pass, Guidance | None]], logits: list[Logits]) -> list[RowLogits]:
-    """The logits of each request, from those of the passes that ``spread`` returned."""
+    """The logits of each request, from those of the passes that ``with_unconditional`` returned."""
     made = iter(logits)
     return [next(made) if g is None else GuidedLogits(next(made), next(made), g.scale) for _p, g in batch]
 
 
-def _beside(p: Pass, guidance: Guidance) -> Pass:
+def _unconditional_pass(p: Pass, guidance: Guidance) -> Pass:
     return replace(p, pages=guidance.pages, embeddings=guidance.embeddings, deep=None, observation=None)

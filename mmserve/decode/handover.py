@@ -103,9 +103,9 @@ def _received(
     ids = np.asarray(pages.ids, dtype=np.int64)
     guidance, held = None, payload.kv.positions
     if payload.guidance is not None:
-        ids, beside = ids[: len(ids) // 2], ids[len(ids) // 2 :]
-        _fill(parts.store, beside, payload.guidance.kv)
-        guidance = Guidance(payload.guidance.scale, beside, payload.guidance.embeddings)
+        ids, unconditional = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+        _fill(parts.store, unconditional, payload.guidance.kv)
+        guidance = Guidance(payload.guidance.scale, unconditional, payload.guidance.embeddings)
     if not payload.kv.ahead:
         _fill(parts.store, ids, payload.kv)
     parts.runner.record_loaded(ids[: pages_for(held, parts.store.page_size)], held)
@@ -113,7 +113,7 @@ def _received(
     if payload.draft_kv is not None:
         draft_model = extension_of(parts.extensions, DraftModel)
         if draft_model is None:
-            raise TransferError("a canvas came with the K/V of a draft model, and this server has none")
+            raise TransferError("the received canvas has K/V of a draft model, and this server has none")
         _fill(draft_model.store, ids, payload.draft_kv)
     if session is not None:
         extensions.append(Constraint(session))
@@ -163,7 +163,9 @@ def _restored(parts: Parts, request: Request, payload: PrefilledPayload, plain: 
         if restored is not None:
             return restored
     name = type(snapshot).__name__
-    raise TransferError(f"a canvas came with {name!r}, and this server or its request has no extension for that")
+    raise TransferError(
+        f"the received canvas has the state {name!r}, and this server or its request has no extension for it"
+    )
 
 
 def _kv(store: KVStore, pages: np.ndarray, positions: int) -> KVState:
@@ -178,10 +180,12 @@ def _draft_kv(store: KVStore, state: DraftState, pages: np.ndarray) -> KVState:
 
 def _fill(store: KVStore, pages: np.ndarray, kv: KVState) -> None:
     if kv.page_size != store.page_size:
-        raise TransferError(f"pages of {kv.page_size} positions came to a store of pages of {store.page_size}")
+        raise TransferError(
+            f"received K/V have pages of {kv.page_size} positions, and this store has pages of {store.page_size}"
+        )
     count = pages_for(kv.positions, kv.page_size)
     if count > len(pages):
-        raise TransferError(f"{count} pages came, and {len(pages)} are there for them")
+        raise TransferError(f"{count} pages were received, and {len(pages)} are allocated for them")
     store.write_pages(pages[:count], kv.tensors)
 
 
@@ -192,7 +196,7 @@ def _plain(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     name = type(value).__name__
-    assert name in _BY_NAME, f"{name} is in no table of states"
+    assert name in _BY_NAME, f"{name} is not in _STATES"
     return {_KIND: name, **{field.name: _plain(getattr(value, field.name)) for field in fields(value)}}
 
 
@@ -206,4 +210,4 @@ def _live(plain: Any) -> Any:
     try:
         return _BY_NAME[str(name)](**{key: _live(value) for key, value in plain.items() if key != _KIND})
     except (KeyError, TypeError) as error:
-        raise TransferError(f"a canvas came with the state {name!r}, which this server does not know") from error
+        raise TransferError(f"the received canvas has the state {name!r}, which this server does not have") from error

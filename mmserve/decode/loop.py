@@ -54,7 +54,7 @@ class DiffusionDecoder:
 
     @torch.inference_mode()
     def propose(self, batch: list[Decoding]) -> list[None]:
-        """draft → rows → forward → candidates, for each request that has no candidates and does not wait.
+        """draft → rows → forward → candidates, for each request without candidates and without ``pending_rows``.
 
         A request's state is changed only when its candidates are complete: after a failure the call can be repeated.
         """
@@ -62,15 +62,15 @@ class DiffusionDecoder:
         embed_fresh(parts.model, running)
         for extension in parts.extensions:
             extension.before_rows(running)
-        running = [d for d in running if not d.waits]
+        running = [d for d in running if not d.pending_rows]
         if running:
             rows = rows_of(running, parts.runner)
             passes = [watched(parts.passes.next(d, r), d.extensions) for d, r in zip(running, rows, strict=True)]
             guided = [(p, d.prefilled.guidance) for p, d in zip(passes, running, strict=True)]
             logits, seconds = parts.runner.run("decode", guided)
             shared = parts.proposer.share(list(zip(running, passes, logits, strict=True)))
-            for d, p, mine in zip(running, passes, shared, strict=True):
-                d.candidates = parts.proposer.propose(d.request, d.commit, d.extensions, p, mine)
+            for d, p, own_logits in zip(running, passes, shared, strict=True):
+                d.candidates = parts.proposer.propose(d.request, d.commit, d.extensions, p, own_logits)
                 d.count_pass(len(p.rows), p.visible - p.evicted)
                 for each in d.extensions:
                     each.after_forward(p, seconds)
@@ -79,10 +79,10 @@ class DiffusionDecoder:
         return [None] * len(batch)
 
     def commit(self, d: Decoding) -> Stepped:
-        """choose → commit → emit; does nothing for a request that waits."""
+        """choose → commit → emit; does nothing for a request with ``pending_rows``."""
         proposed, d.candidates = d.candidates, None
-        if proposed is None and d.waits:
-            return Stepped("", None, None, rows=d.waits)
+        if proposed is None and d.pending_rows:
+            return Stepped("", None, None, rows=d.pending_rows)
         if proposed is None:
             raise ValueError("commit before propose")
         spec = self.parts.model.spec
@@ -96,14 +96,16 @@ class DiffusionDecoder:
         pages = len(d.prefilled.pages)
         for each in d.extensions:
             each.committed(d, reason)
-        shown = snapshot_of(d, self.parts.model, d.canvas, edited) if d.request.streaming.snapshots else None
+        snapshot = snapshot_of(d, self.parts.model, d.canvas, edited) if d.request.streaming.snapshots else None
         draft = draft_of(d, self.parts.model, d.canvas, proposed)
         committed = len(final.positions) - edited
         step = step_of(d, begun, committed, edited)
         if reason is not None:
-            return Stepped(delta, shown, reason, committed=committed, step=step, draft=draft)
+            return Stepped(delta, snapshot, reason, committed=committed, step=step, draft=draft)
         left = len(d.prefilled.pages)
-        return Stepped(delta, shown, None, left if left < pages else None, count_next_rows(d), committed, step, draft)
+        return Stepped(
+            delta, snapshot, None, left if left < pages else None, count_next_rows(d), committed, step, draft
+        )
 
     def answer(self, d: Decoding) -> Answer:
         return answer_of(d, self.parts.model)

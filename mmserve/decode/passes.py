@@ -153,7 +153,7 @@ class Passes:
 
         The rows that predict these positions are added to ``rows``. With causal or block-causal attention, rows to the
         right of them are left out. Policies with ``whole_block`` get all of a block, even if its first token is
-        predicted by the block before. ``drafted``: the draft of this pass; None = ask the policy.
+        predicted by the block before. ``drafted``: the draft of this pass; None = the policy's draft.
         """
         spec = self.model.spec
         end = None
@@ -178,8 +178,8 @@ class Passes:
             targets = targets[: len(drafted) + 1]
         targets = targets[_within(targets, rows) | _within(targets - spec.logit_shift, rows)]
         if is_partial(commit):
-            regarded = commit.regarded(canvas)
-            targets = np.union1d(targets, regarded[_within(regarded - spec.logit_shift, rows)])
+            also_scored = commit.also_scored(canvas)
+            targets = np.union1d(targets, also_scored[_within(also_scored - spec.logit_shift, rows)])
         wanted = targets - spec.logit_shift
         visible = end or (int(wanted[-1]) + 1 if spec.causal else canvas.size)
         rows = rows[rows < visible]

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mmserve.core.info import lacking
+from mmserve.core.info import policy_unsupported
 from mmserve.core.request import Policy, Request
 from mmserve.decode.commit import COMMIT, UNPENALISED, Commit
 from mmserve.decode.commit.scheduled import Scheduled
@@ -102,7 +102,7 @@ def _policy(
         shared["base"] = _policy(path, "base", COMMIT, base, request, offered)
     if "commit_filter" in taken:
         if offered.commit_filter is None:
-            raise Unimplemented(lacking(request.model, kind, policy.name))
+            raise Unimplemented(policy_unsupported(request.model, kind, policy.name))
         shared["commit_filter"] = offered.commit_filter
     try:
         return known[policy.name](**{name: value for name, value in shared.items() if name in taken}, **policy.options)

@@ -156,12 +156,12 @@ class Prefill:
 
     def _written(self, batch: list[tuple[Request, Prefilling]], passes: list[Pass]) -> Callable[[int], None] | None:
         """A callback that reports the layers of a pass to requests whose K/V are sent ahead; None if there are none."""
-        going = [(begun, p) for (_request, begun), p in zip(batch, passes, strict=True) if begun.outgoing is not None]
-        if not going:
+        sending = [(begun, p) for (_request, begun), p in zip(batch, passes, strict=True) if begun.outgoing is not None]
+        if not sending:
             return None
 
         def written(layers: int) -> None:
-            for begun, p in going:
+            for begun, p in sending:
                 self._final(begun, p, layers)
 
         return written

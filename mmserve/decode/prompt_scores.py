@@ -13,7 +13,7 @@ from mmserve.core.events import PromptToken
 from mmserve.decode.alternatives import alternatives
 from mmserve.decode.forward import Pass
 from mmserve.decode.logits import RowLogits
-from mmserve.decode.text import listed, shown
+from mmserve.decode.text import listed, text_of
 from mmserve.decode.token_texts import beginning, token_bytes
 from mmserve.models.base import ModelSpec
 
@@ -53,7 +53,7 @@ class PromptScores:
         others = listed(tokenizer, self._others, within=True) if self._count else [()] * len(spelled)
         likely = [None if p != p else p for p in self._likely.tolist()]  # NaN
         rows = zip(self._ids.tolist(), spelled, likely, self._ranks.tolist(), others, strict=True)
-        return tuple(PromptToken(i, shown(data), p, rank, more, data) for i, data, p, rank, more in rows)
+        return tuple(PromptToken(i, text_of(data), p, rank, more, data) for i, data, p, rank, more in rows)
 
     def _positions(self, rows: np.ndarray) -> np.ndarray:
         """The positions of the prompt that ``rows`` predict (int64, ascending)."""

@@ -43,11 +43,11 @@ class Proposer:
         if not (request.streaming.records and request.streaming.alternatives):
             return self._proposed(request, commit, extensions, p, logits)
         count, mask_id = request.streaming.alternatives, verified_mask(spec)
-        noting = RecordingLogits(
+        recording = RecordingLogits(
             logits, p.targets, p.canvas, sampling, count, spec.banned_ids, mask_id, end_ids=spec.end_ids
         )
-        found = self._proposed(request, commit, extensions, p, noting)
-        return replace(found, alternatives=noting.of(found.positions))
+        found = self._proposed(request, commit, extensions, p, recording)
+        return replace(found, alternatives=recording.of(found.positions))
 
     def _proposed(
         self, request: Request, commit: Commit, extensions: Extensions, p: Pass, logits: RowLogits
@@ -55,7 +55,7 @@ class Proposer:
         spec, sampling = self._spec, request.sampling
         reads = commit.reads
         if is_partial(commit):
-            return self._in_part(commit, reads, request, extensions, p, logits)
+            return self._partial(commit, reads, request, extensions, p, logits)
         observer = _observer(extensions, p.canvas, p.targets)
         if is_proposing(commit):
             return commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, observer)
@@ -86,7 +86,7 @@ class Proposer:
             end_ids=spec.end_ids,
         )
 
-    def _in_part(
+    def _partial(
         self,
         commit: Partial,
         reads: frozenset[str],

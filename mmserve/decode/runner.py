@@ -10,7 +10,7 @@ import numpy as np
 
 from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
 from mmserve.decode.graphs import Graphs
-from mmserve.decode.guidance import combined, spread
+from mmserve.decode.guidance import combined, with_unconditional
 from mmserve.decode.logits import RowLogits
 from mmserve.decode.state import Guidance
 from mmserve.kv.sparse import Sparse
@@ -40,7 +40,7 @@ class Runner:
         self.graphs = graphs
         #: Passes run a multiple of this many rows (see ``row_floor``).
         self.floor = row_floor(model)
-        self.ways: dict[str, Callable[[], None]] = {}
+        self.yield_callbacks: dict[str, Callable[[], None]] = {}
         self._model, self._store, self._sparse, self._stacks = model, store, sparse, stacks
         model.decoder.set_row_floor(self.floor)
 
@@ -51,7 +51,7 @@ class Runner:
 
     def set_yield_callbacks(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
         """Set callbacks that prefill and decode passes call in each layer, to let other passes use the thread."""
-        self.ways = {"prefill": prefill, "decode": decode}
+        self.yield_callbacks = {"prefill": prefill, "decode": decode}
 
     def run(
         self,
@@ -61,21 +61,21 @@ class Runner:
     ) -> tuple[list[RowLogits], float]:
         """One forward pass of the ragged batch: each request's logits, and the pass's CPU time (seconds). ``written``:
         see ``forward``."""
-        begun, given, way = time.thread_time(), 0.0, self.ways.get(stage)
+        begun, yielded, yield_callback = time.thread_time(), 0.0, self.yield_callbacks.get(stage)
 
         def between() -> None:
-            nonlocal given
-            if way is not None:
+            nonlocal yielded
+            if yield_callback is not None:
                 since = time.thread_time()
-                way()
-                given += time.thread_time() - since
+                yield_callback()
+                yielded += time.thread_time() - since
 
         sparse, first = self._sparse, stage == "prefill"
         selection = None if sparse is None else sparse.prefill if first else sparse.decode
         logits = forward(
             self._model,
             self._store,
-            spread(batch),
+            with_unconditional(batch),
             self.floor,
             sparse=sparse,
             selection=selection,
@@ -84,7 +84,7 @@ class Runner:
             stacks=self._stacks,
             written=written,
         )
-        return combined(batch, logits), time.thread_time() - begun - given
+        return combined(batch, logits), time.thread_time() - begun - yielded
 
     def changes(self, batch: list[Watch]) -> list[np.ndarray]:
         """The changes of watched positions (``value_changes``)."""

@@ -22,7 +22,7 @@ from mmserve.models.base import ModelSpec
 #: Temperatures below this are greedy: dividing by them would overflow fp32.
 GREEDY_BELOW = 1e-4
 #: Higher temperatures are clamped to this, at which the distribution is uniform: they may overflow fp32.
-HOTTEST = 1e30
+MAX_TEMPERATURE = 1e30
 #: Odd multipliers that map (seed, step) to the generator's 64-bit seeds.
 _SEED_MIX, _STEP_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
@@ -40,12 +40,12 @@ def candidates(
     canvas: Canvas,
     sampling: Sampling,
     banned: tuple[int, ...],
-    best: LogitsObserver | None = None,
+    observer: LogitsObserver | None = None,
     scores: Scores | None = None,
     reads: frozenset[str] = EVERY_FIGURE,
     mask_id: int | None = None,
     *,
-    confident: bool = True,
+    with_confidence: bool = True,
     end_ids: Collection[int] = (),
 ) -> Candidates:
     """One token for each of ``positions`` (ascending), from the logits of those positions.
@@ -53,12 +53,13 @@ def candidates(
     The confidence is the chosen token's probability before temperature and filters; gap and entropy are of the same
     distribution, and are computed only if ``reads`` names them. ``mask_id``: a token of ``banned`` that is never chosen
     but counts in that distribution, like the mask in the softmax of LLaDA's ``generate.py``; where it has the highest
-    logit, the gap is negative. With ``best``, the confidence excludes it, and the probabilities that ``best`` records
-    include it. The confidence is 1 unless ``confident``.
+    logit, the gap is negative. With ``observer``, the confidence excludes it, and the probabilities that ``observer``
+    records include it. The confidence is 1 unless ``with_confidence``.
 
     A drawn token depends only on logits, seed, step and position: not on the batch, nor on which other positions run or
-    have candidates. Rows are processed slice by slice (``decode/logits.py``), so that temporaries are bounded. ``best``
-    restricts and observes the logits of each row. ``end_ids``: the model's end tokens, which penalties do not count.
+    have candidates. Rows are processed slice by slice (``decode/logits.py``), so that temporaries are bounded.
+    ``observer`` restricts and observes the logits of each row. ``end_ids``: the model's end tokens, which penalties do
+    not count.
 
     ``scores``: a kernel for rows that are not observed and are greedy or sampled without filters, in one pass. All
     noise then comes from its counter-based generator, so that a seed gives the same noise with and without filters.
@@ -70,9 +71,9 @@ def candidates(
     greedy = sampling.temperature < GREEDY_BELOW
     counted = None if greedy or scores is None else CountedNoise(canvas, sampling.seed)
     noise = None if greedy else counted or _Noise(canvas, sampling.seed)
-    temperature = min(sampling.temperature, HOTTEST)
-    fused = scores if best is None and (noise is None or not _filters(sampling)) else None
-    judged: list[tuple[Tensor | None, ...]] = []
+    temperature = min(sampling.temperature, MAX_TEMPERATURE)
+    fused = scores if observer is None and (noise is None or not _filters(sampling)) else None
+    results: list[tuple[Tensor | None, ...]] = []
     done = 0
     for part in slices(logits_nV):
         offsets = positions[done : done + len(part)] - canvas.block_start
@@ -84,31 +85,31 @@ def candidates(
             penalties.apply(logits)
         if fused is not None:
             draw = None if counted is None else counted.draw(offsets, temperature, logits.device)
-            judged.append(scored(fused, logits, banned, draw, reads, mask_id))
+            results.append(scored(fused, logits, banned, draw, reads, mask_id))
             continue
         masks = None if mask_id is None else logits[:, mask_id].clone()
         if banned:
             logits.index_fill_(1, torch.tensor(banned, device=logits.device), -torch.inf)
-        if best is not None:
-            best.restrict(logits)
+        if observer is not None:
+            observer.restrict(logits)
         if noise is None:
             tempered = drawn = None
             tokens = _largest(logits)
         else:
             tempered = _filter(logits / temperature, sampling)
             gumbel = noise.rows(offsets, logits.shape[-1], logits.device)
-            drawn = tempered.add_(gumbel) if best is None else tempered + gumbel
+            drawn = tempered.add_(gumbel) if observer is None else tempered + gumbel
             tokens = _largest(drawn)
-        log_z = torch.logsumexp(logits, -1) if best is not None else None
-        if best is not None and log_z is not None:
-            best.take(logits, log_z, tempered, drawn, masks)
+        log_z = torch.logsumexp(logits, -1) if observer is not None else None
+        if observer is not None and log_z is not None:
+            observer.take(logits, log_z, tempered, drawn, masks)
         if masks is not None:
             logits[:, mask_id] = masks
-        if not confident and not reads:
-            judged.append((tokens, torch.ones(len(tokens)), None, None))
+        if not with_confidence and not reads:
+            results.append((tokens, torch.ones(len(tokens)), None, None))
             continue
-        judged.append((tokens, *_figures(logits, tokens, log_z, reads, masks)))
-    tokens_n, confidence_n, gap_n, entropy_n = (_whole(parts) for parts in zip(*judged, strict=True))
+        results.append((tokens, *_figures(logits, tokens, log_z, reads, masks)))
+    tokens_n, confidence_n, gap_n, entropy_n = (_whole(parts) for parts in zip(*results, strict=True))
     assert tokens_n is not None
     assert confidence_n is not None
     return Candidates(positions, tokens_n, confidence_n, gap_n, entropy_n)

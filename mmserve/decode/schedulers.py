@@ -21,14 +21,14 @@ from torch import Tensor
 
 from mmserve.config import SchedulerConfig
 from mmserve.core.request import Sampling
-from mmserve.decode.sampler import HOTTEST
+from mmserve.decode.sampler import MAX_TEMPERATURE
 from mmserve.errors import ConfigError, FieldViolation, InvalidArgument
 
 #: Sampling parameters that ``step`` may accept, with the values that have no effect.
 _SAMPLING: dict[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _STEP = frozenset({"model_output", "timestep", "sample", "generator"})
 #: The canvas size of the trial step of a new scheduler.
-_TRIED_LENGTH, _TRIED_VOCABULARY = 4, 8
+_TRIAL_LENGTH, _TRIAL_VOCABULARY = 4, 8
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class Discrete:
         optional = {"block_length": block_length, "device": sample_L.device}
         known = inspect.signature(scheduler.set_timesteps).parameters
         scheduler.set_timesteps(steps, **{k: v for k, v in optional.items() if k in known})
-        asked = {name: getattr(sampling, name) for name in _SAMPLING} | {"mask_token_id": mask_id}
-        asked["temperature"] = min(sampling.temperature, HOTTEST)
+        options = {name: getattr(sampling, name) for name in _SAMPLING} | {"mask_token_id": mask_id}
+        options["temperature"] = min(sampling.temperature, MAX_TEMPERATURE)
         return scheduler.step(
             model_output=logits_LV[None],
             timestep=min(index, steps - 1),
             sample=sample_L[None],
             generator=generator,
-            **{name: value for name, value in asked.items() if name in self.takes},
+            **{name: value for name, value in options.items() if name in self.takes},
         )
 
 
@@ -147,9 +147,9 @@ def _try(scheduler: Any, **mask: int | None) -> bool:
     fails."""
     scheduler.set_timesteps(2)
     before = pickle.dumps(vars(scheduler))
-    sample = torch.zeros(1, _TRIED_LENGTH, dtype=torch.long)
+    sample = torch.zeros(1, _TRIAL_LENGTH, dtype=torch.long)
     generator = torch.Generator().manual_seed(0)
-    logits = torch.zeros(1, _TRIED_LENGTH, _TRIED_VOCABULARY)
+    logits = torch.zeros(1, _TRIAL_LENGTH, _TRIAL_VOCABULARY)
     out = scheduler.step(model_output=logits, timestep=0, sample=sample, generator=generator, **mask)
     for name in ("prev_sample", "sampled_tokens", "sampled_probs"):
         value = getattr(out, name, None)

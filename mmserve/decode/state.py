@@ -197,9 +197,9 @@ class Decoding:
         return self.prefilled.held
 
     @property
-    def waits(self) -> int:
+    def pending_rows(self) -> int:
         """Number of rows that its extensions run before its next pass can run; 0 = it can run."""
-        return sum(extension.waits for extension in self.extensions)
+        return sum(extension.pending_rows for extension in self.extensions)
 
     def count_pass(self, rows: int, held: int) -> None:
         """Record a pass that ran ``rows`` rows, after which ``held`` positions have K/V."""

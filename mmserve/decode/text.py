@@ -65,7 +65,7 @@ class TextStream:
         return len(self._tokens)
 
     @property
-    def shown(self) -> int:
+    def covered_tokens(self) -> int:
         """Number of tokens that the text covers; a stop string may begin within the last one."""
         return bisect_left(self._starts, len(self._decoded)) if self.stopped else len(self._tokens)
 
@@ -76,7 +76,7 @@ class TextStream:
                 break
             self._add(token)
             self._cut()
-        return self._take(len(self._decoded) - self._held())
+        return self._take(len(self._decoded) - self._held_back())
 
     def _add(self, token: int) -> None:
         """Take in ``token``."""
@@ -139,7 +139,7 @@ class TextStream:
             at, self.stop = min(found)
             self._decoded, self.stopped = self._decoded[:at], True
 
-    def _held(self) -> int:
+    def _held_back(self) -> int:
         """Length of the longest suffix of the text that is a prefix of a stop string.
 
         As the text grows, that suffix never begins further left, so no character is compared twice.
@@ -170,16 +170,16 @@ def listed(
 ) -> list[tuple[Alternative, ...]]:
     """The alternatives of each position of an answer, with their texts and bytes; ``within``: see ``TextStream``."""
     spelled = token_bytes(tokenizer, found.tokens)
-    tokens, likely = found.tokens.tolist(), found.log_probabilities.tolist()
+    tokens, log_probs = found.tokens.tolist(), found.log_probabilities.tolist()
     if tokens and not within:
         spelled[0] = [beginning(tokenizer, *one) for one in zip(tokens[0], spelled[0], strict=True)]
     return [
-        tuple(Alternative(i, shown(data), p, data) for i, data, p in zip(*row, strict=True) if p > -np.inf)
-        for row in zip(tokens, spelled, likely, strict=True)
+        tuple(Alternative(i, text_of(data), p, data) for i, data, p in zip(*row, strict=True) if p > -np.inf)
+        for row in zip(tokens, spelled, log_probs, strict=True)
     ]
 
 
-def shown(data: bytes) -> str:
+def text_of(data: bytes) -> str:
     """The text of a token with the bytes ``data``; a part of a character is U+FFFD."""
     return data.decode(errors="replace")
 
@@ -204,12 +204,12 @@ def committed_tokens(
     content = ~np.isin(canvas.tokens[canvas.prompt_length :], list(end_ids))
     first = canvas.prompt_length
     at = first + np.flatnonzero(content)[:count]
-    beside = listed(tokenizer, others.where(at - first), within=within) if others is not None else [()] * len(at)
-    ids, steps, likely = canvas.tokens[at].tolist(), canvas.committed_at[at].tolist(), log_probabilities[at].tolist()
+    alternatives = listed(tokenizer, others.where(at - first), within=within) if others is not None else [()] * len(at)
+    ids, steps, log_probs = canvas.tokens[at].tolist(), canvas.committed_at[at].tolist(), log_probabilities[at].tolist()
     spelled = [data for [data] in token_bytes(tokenizer, canvas.tokens[at, None])]
     spelled[:1] = [data if within else beginning(tokenizer, ids[0], data) for data in spelled[:1]]
-    rows = zip(ids, spelled, likely, steps, beside, strict=True)
-    return tuple(CommittedToken(i, shown(data), p, step, more, data) for i, data, p, step, more in rows)
+    rows = zip(ids, spelled, log_probs, steps, alternatives, strict=True)
+    return tuple(CommittedToken(i, text_of(data), p, step, more, data) for i, data, p, step, more in rows)
 
 
 def canvas_text(canvas: Canvas, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> str:

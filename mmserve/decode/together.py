@@ -61,9 +61,9 @@ def share(members: Sequence[Member], spec: ModelSpec, scores: Scores | None) -> 
 class _Group:
     """Requests whose logits are read together; their policies read the same fields of candidates."""
 
-    def __init__(self, spec: ModelSpec, scores: Scores | None, confident: bool) -> None:
+    def __init__(self, spec: ModelSpec, scores: Scores | None, with_confidence: bool) -> None:
         self.members: list[tuple[Decoding, Pass, Logits]] = []
-        self._spec, self._scores, self._confident = spec, scores, confident
+        self._spec, self._scores, self._with_confidence = spec, scores, with_confidence
         self._made: list[Candidates] | None = None
 
     def candidates(self, index: int) -> Candidates:
@@ -81,7 +81,7 @@ class _Group:
                 self._scores,
                 first.commit.reads,
                 verified_mask(self._spec),
-                confident=self._confident,
+                with_confidence=self._with_confidence,
             )
             self._made = found.split([len(p) for p in positions])
         return self._made[index]

@@ -61,12 +61,12 @@ class Arrivals:
         """
         chunk, request = handover.payload, self._stages.resolved(handover.request)
         if not isinstance(chunk, KVChunk):
-            raise TransferError("what came ahead of a request are no K/V")
+            raise TransferError("the payload sent ahead of a request is no K/V")
         if number == 0:
             self._begin(replace(handover, request=request), sink)
         try:
             if (incoming := self._coming.get(request.id)) is None:
-                raise TransferError("K/V came ahead of a request that is not expected")
+                raise TransferError("K/V were received for a request that is not expected")
             incoming.add(number, chunk)
         except TransferError:
             self._withdraw(request.id)
@@ -97,7 +97,7 @@ class Arrivals:
         if ahead:
             try:
                 if incoming is None:
-                    raise TransferError("a request came without the K/V that went ahead of it")
+                    raise TransferError("a request was received without the K/V sent ahead of it")
                 incoming.check(kv)
             except TransferError:
                 self._withdraw(handover.request.id)

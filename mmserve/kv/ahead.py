@@ -35,7 +35,7 @@ class Outgoing:
 
     def __init__(self, store: KVStore, pages: np.ndarray, least: int, send: Send, threads: Executor) -> None:
         self._store, self._pages, self._least, self._send, self._threads = store, pages, least, send, threads
-        self._gone = [0] * store.num_layers  # number of leading pages of each layer that are sent
+        self._sent = [0] * store.num_layers  # number of leading pages of each layer that are sent
         page = store.read_pages(pages[:1])
         self._bytes = max(1, sum(each.nbytes for each in page.values()) // store.num_layers)  # of a page of a layer
         self._chunks: list[Future[None]] = []
@@ -44,24 +44,24 @@ class Outgoing:
     @property
     def worthwhile(self) -> bool:
         """Whether there is enough K/V to be sent ahead."""
-        return len(self._pages) * len(self._gone) * self._bytes >= LEAST_CHUNKS * self._least
+        return len(self._pages) * len(self._sent) * self._bytes >= LEAST_CHUNKS * self._least
 
     def final(self, layers: int, positions: int) -> None:
         """Report that K/V of the first ``layers`` layers are final in the pages of the first ``positions``
         positions."""
-        self._cut(layers, positions, self._least)
+        self._send_final(layers, positions, self._least)
 
     def finish(self, positions: int) -> int:
         """Send the rest of the K/V of the first ``positions`` positions, which are final, and wait for it. Returns the
         number of chunks; 0 = a chunk failed: the receiver cannot use the others."""
         if not self._chunks:  # too little: send it with the request
             return 0
-        self._cut(self._store.num_layers, positions, 1)
+        self._send_final(self._store.num_layers, positions, 1)
         try:
             for chunk in self._chunks:
                 chunk.result()
         except Exception:
-            logger.warning("K/V cannot go ahead of a request, and go with it", exc_info=True)
+            logger.warning("K/V could not be sent ahead of a request, and are sent with it", exc_info=True)
             return 0
         return len(self._chunks)
 
@@ -69,27 +69,27 @@ class Outgoing:
         """Send nothing more; thread-safe."""
         self._closed = True
 
-    def _cut(self, layers: int, positions: int, least: int) -> None:
+    def _send_final(self, layers: int, positions: int, least: int) -> None:
         """Send chunks of final K/V; each has as few layers as reach ``least`` bytes, or all that are left."""
         pages, begin = pages_for(positions, self._store.page_size), 0
         while begin < layers:
-            first, end, size = self._gone[begin], begin, 0
-            while end < layers and self._gone[end] == first and size < self._least:
+            first, end, size = self._sent[begin], begin, 0
+            while end < layers and self._sent[end] == first and size < self._least:
                 size += (pages - first) * self._bytes
                 end += 1
             if size >= least and pages > first:
                 number, chosen = len(self._chunks), range(begin, end)
-                self._gone[begin:end] = [pages] * len(chosen)
-                self._chunks.append(self._threads.submit(self._go, number, chosen, first, positions))
+                self._sent[begin:end] = [pages] * len(chosen)
+                self._chunks.append(self._threads.submit(self._send_chunk, number, chosen, first, positions))
             begin = end
 
     @torch.inference_mode()
-    def _go(self, number: int, layers: range, first: int, positions: int) -> None:
+    def _send_chunk(self, number: int, layers: range, first: int, positions: int) -> None:
         if self._closed:
             return
         size = self._store.page_size
-        held = self._store.read_pages(self._pages[first : pages_for(positions, size)], layers)
-        self._send(number, KVChunk(first, size, held, positions - first * size))
+        tensors = self._store.read_pages(self._pages[first : pages_for(positions, size)], layers)
+        self._send(number, KVChunk(first, size, tensors, positions - first * size))
 
 
 class Incoming:
@@ -103,7 +103,7 @@ class Incoming:
         self._lock = threading.Lock()
         self._pages: np.ndarray | None = None  # int64
         self._waiting: list[KVChunk] = []
-        self._placed: dict[str, set[int]] = {name: set() for name in store.names()}  # page indices
+        self._written: dict[str, set[int]] = {name: set() for name in store.names()}  # page indices
         self.count = 0  # number of chunks received
         self._closed = False
 
@@ -111,13 +111,13 @@ class Incoming:
         """Receive the next chunk. Raises ``TransferError`` if one is missing, or does not fit."""
         with self._lock:
             if number != self.count:
-                raise TransferError(f"chunk {number} of a request's K/V came after {self.count} of them")
+                raise TransferError(f"chunk {number} of a request's K/V was received after {self.count} chunks")
             if chunk.page_size != self._store.page_size:
-                sizes = f"{chunk.page_size} positions came to a store of pages of {self._store.page_size}"
-                raise TransferError(f"pages of {sizes}")
+                sizes = f"pages of {chunk.page_size} positions, and this store has pages of {self._store.page_size}"
+                raise TransferError(f"received K/V have {sizes}")
             self.count += 1
             self._waiting.append(chunk)
-            self._place()
+            self._write_waiting()
 
     def open(self, pages: np.ndarray) -> None:
         """Set the request's pages (int64) in this store; received chunks are written with the next one, or by
@@ -129,16 +129,16 @@ class Incoming:
         """Raises ``TransferError`` unless all K/V that ``kv`` lacks were received, and can be written."""
         with self._lock:
             if kv.ahead != self.count or self._closed:
-                raise TransferError(f"of {kv.ahead} chunks of K/V that went ahead {self.count} came")
+                raise TransferError(f"{self.count} of {kv.ahead} chunks of K/V that were sent ahead were received")
 
     def finish(self, kv: KVState) -> None:
         """Write chunks that were not written yet, after the last one. Raises ``TransferError`` if some of ``kv`` is
         missing."""
         with self._lock:
-            self._place()
+            self._write_waiting()
             whole = set(range(pages_for(kv.positions, self._store.page_size)))
-            if missing := [name for name, placed in self._placed.items() if not placed >= whole]:
-                raise TransferError(f"not all K/V of {missing[0]!r} came ahead of their request")
+            if missing := [name for name, placed in self._written.items() if not placed >= whole]:
+                raise TransferError(f"not all K/V of {missing[0]!r} were received")
 
     def close(self) -> None:
         """Write nothing from now on; waits for a write in progress."""
@@ -147,14 +147,16 @@ class Incoming:
             self._waiting.clear()
 
     @torch.inference_mode()
-    def _place(self) -> None:
+    def _write_waiting(self) -> None:
         if self._pages is None or self._closed:
             return
         while self._waiting:
             chunk = self._waiting.pop(0)
             count = len(next(iter(chunk.tensors.values()), ()))
             if chunk.first < 0 or chunk.first + count > len(self._pages):
-                raise TransferError(f"K/V of pages up to {chunk.first + count} came for {len(self._pages)} pages")
+                raise TransferError(
+                    f"K/V of pages up to {chunk.first + count} were received for {len(self._pages)} pages"
+                )
             self._store.write_pages(self._pages[chunk.first : chunk.first + count], chunk.tensors, some=True)
             for name in chunk.tensors:
-                self._placed[name].update(range(chunk.first, chunk.first + count))
+                self._written[name].update(range(chunk.first, chunk.first + count))

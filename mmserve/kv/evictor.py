@@ -81,7 +81,7 @@ class EvictionState:
 
 
 @dataclass
-class _Seen:
+class _LayerObservation:
     attention_GL: Tensor | None = None
     q_RHK: Tensor | None = None
 
@@ -95,7 +95,7 @@ class Observation:
     which: Tensor  # int64: the rows that are observed
     ragged: Ragged  # for those rows only
     outputs: int
-    layers: list[_Seen] = field(repr=False)
+    layers: list[_LayerObservation] = field(repr=False)
 
     def observe(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
         """Record the request's rows in ``layer``; ``q_RHK`` is before rotation. Their keys are in the store."""
@@ -141,7 +141,7 @@ class Evictor:
             kv_limit=self._tensor(slots + 1),
         )
         outputs = int((rows >= state.prompt - 1).sum())
-        layers = [_Seen() for _ in state.layers]
+        layers = [_LayerObservation() for _ in state.layers]
         return Observation(self, policy.signals, self._tensor(which), ragged, outputs, layers)
 
     def attention(self, layer: int, rotated_RHK: Tensor, ragged: Ragged) -> Tensor:

@@ -111,7 +111,7 @@ class PagePool:
         """Publish a page whose K/V are final; no effect if another page has that key already. Raises ``ValueError`` for
         a page that is not allocated, or has another key."""
         if page not in self._references or self._key_of.get(page, key) != key:
-            raise ValueError(f"page {page} cannot be published: it is not handed out, or has another key")
+            raise ValueError(f"page {page} cannot be published: it is not allocated, or has another key")
         if key not in self._page_of:
             self._page_of[key], self._key_of[page] = page, key
             self._duplicates.pop(page, None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mmserve.config import EngineConfig
 from mmserve.core.cached import Block, Label
 from mmserve.errors import TransferError
-from mmserve.kv.store import KVStore, check_form
+from mmserve.kv.store import KVStore, check_shapes
 from mmserve.models.base import LoadedModel
 from mmserve.tiers.keys import digest, settings_digest, software, weights_digest
 from mmserve.tiers.memory import Entry, TensorCache
@@ -28,7 +28,7 @@ logger = logging.getLogger("mmserve.kv")
 #: Engine settings that may affect the bits of K/V.
 _BITS = ("page_size", "prefill_tokens", "sparse_", "kv_")
 #: Pages that are copied at once; their bytes are in memory twice meanwhile.
-_AT_ONCE = 64
+_COPIED_AT_ONCE = 64
 
 
 def decoder_digest(model: LoadedModel) -> bytes:
@@ -73,17 +73,17 @@ class PrefixTier:
         self.cache, self._model, self._store, self._made_by = cache, model, store, made_by
         self.page_size = store.page_size
         page = store.read_pages(np.zeros(1, np.int64))  # any page
-        self._form = {name: (*tensor.shape, tensor.dtype) for name, tensor in page.items()}
+        self._shapes = {name: (*tensor.shape, tensor.dtype) for name, tensor in page.items()}
         self.page_bytes = sum(tensor.nbytes for tensor in page.values())
 
     def save(self, pages: Sequence[tuple[int, Label]]) -> None:
         """Save copies of these pages; errors are logged, and only lose the copies."""
-        for begin in range(0, len(pages), _AT_ONCE):
-            some = pages[begin : begin + _AT_ONCE]
+        for begin in range(0, len(pages), _COPIED_AT_ONCE):
+            some = pages[begin : begin + _COPIED_AT_ONCE]
             try:
                 self._save(some)
-            except Exception as error:  # noqa: BLE001 - what cannot be kept fails no request
-                logger.warning("%d K/V pages are not kept: %s", len(some), error)
+            except Exception as error:  # noqa: BLE001 - a failed copy fails no request
+                logger.warning("%d K/V pages were not saved: %s", len(some), error)
 
     @torch.inference_mode()
     def _save(self, pages: Sequence[tuple[int, Label]]) -> None:
@@ -123,9 +123,9 @@ class PrefixTier:
         if not count:
             return 0
         try:
-            self._store.write_pages(pages[:count], {name: _joined(found[:count], name) for name in self._form})
+            self._store.write_pages(pages[:count], {name: _concatenated(found[:count], name) for name in self._shapes})
         except TransferError as error:
-            logger.warning("K/V pages that were kept do not fit: %s", error)
+            logger.warning("saved K/V pages do not match this store: %s", error)
             return 0
         return count
 
@@ -159,11 +159,11 @@ class PrefixTier:
 
     def _fits(self, entry: Entry) -> bool:
         try:
-            check_form(self._form, entry)
+            check_shapes(self._shapes, entry)
         except TransferError:
             return False
         return True
 
 
-def _joined(entries: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
+def _concatenated(entries: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
     return torch.cat([entry[name] for entry in entries])

@@ -97,9 +97,9 @@ class QuantizedStore(KVStore):
     ) -> Attend:
         """As ``KVStore.attend``: new keys and values are rotated, quantised and written, then all are read."""
         if read is not None or observe is not None:
-            raise ValueError("sparse attention and reductions read pages at full precision: build a KVStore for them")
+            raise ValueError("sparse attention and reductions need pages at full precision: use a KVStore")
         if isinstance(ragged, FixedBatch):
-            raise ValueError("which pages a pass writes is asked of the device: give a Ragged batch")
+            raise ValueError("a quantised store needs the pages that a pass writes on the host: use a Ragged batch")
         count = len(ragged.slots)
         whole = -(-count // self.page_size)
         filled = (count - torch.arange(whole, device=self.device) * self.page_size).clamp(max=self.page_size)
@@ -119,7 +119,7 @@ class QuantizedStore(KVStore):
                     copied(old)
             if keep is not None:
                 keep(*pair, *(x.flatten(0, 1)[:count] for x in fresh))
-            rows = self._seen(layer, rotated, *pair, ragged)
+            rows = self._attention(layer, rotated, *pair, ragged)
             out = rows.new_zeros(len(q), *rows.shape[1:])
             out[:count] = rows
             return out

@@ -24,7 +24,7 @@ from mmserve.models.base import LoadedModel
 from mmserve.models.decoder_config import UNEVEN
 
 #: In TidalDecode the first layers are dense; layer 2 (from 0) selects for later ones, and so does layer 13 of 32.
-_DENSE_LAYERS, _AGAIN = 2, 11 / 30
+_DENSE_LAYERS, _SECOND_SELECTION = 2, 11 / 30
 #: Share of a head's channels that DoubleSparse uses for scores.
 _CHANNELS = 4
 
@@ -117,16 +117,16 @@ class Sparse:
         if selection is None and self._bounds is None:
             return None
         dense = frozenset() if selection is None else self.dense_layers(selection)
-        choosing = choosing_layers(self._layers)
-        touched = None if self._bounds is None else self._bounds.touched(ragged)
+        selecting = selecting_layers(self._layers)
+        written = None if self._bounds is None else self._bounds.written(ragged)
         positions = [torch.from_numpy(r).to(self._store.device) for r in rows]
         kept: list[BlockIndex] = []  # of the last layer that selected
         before: list[Tensor | None] = [None] * len(rows)  # estimates of each request in that layer
 
         def read(layer: int, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor) -> Tensor:
-            if self._bounds is not None and touched is not None:
-                self._bounds.update(layer, k_PSGK, *touched)
-            if selection is not None and (selection.builder != "tidal" or layer in choosing):
+            if self._bounds is not None and written is not None:
+                self._bounds.update(layer, k_PSGK, *written)
+            if selection is not None and (selection.builder != "tidal" or layer in selecting):
                 kept[:] = [self._index(selection, layer, q_THK, k_PSGK, ragged, positions, before)]
             if selection is None or layer in dense:
                 return self._store.dense(q_THK, k_PSGK, v_PSGK, ragged)
@@ -139,7 +139,7 @@ class Sparse:
         """Layers that are always dense: TidalDecode's first ones, and those that select for others."""
         if selection.builder != "tidal":
             return frozenset()
-        return frozenset({*range(_DENSE_LAYERS), *choosing_layers(self._layers)} & {*range(self._layers)})
+        return frozenset({*range(_DENSE_LAYERS), *selecting_layers(self._layers)} & {*range(self._layers)})
 
     def record_loaded(self, pages: np.ndarray, positions: int) -> None:
         """Record that the first ``positions`` of ``pages`` (int64) hold keys that were not written by a pass."""
@@ -185,14 +185,14 @@ class Sparse:
         return block_index(masks, s.row_block, s.kv_block)
 
     def _pages(self, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        assert self._bounds is not None, "only `quest` asks for them, and then there are some"
+        assert self._bounds is not None, "only `quest` uses them, and creates them"
         pages = table[: -(-length // self._store.page_size)]
         return self._bounds.low[layer][pages], self._bounds.high[layer][pages]
 
 
-def choosing_layers(layers: int) -> tuple[int, int]:
+def selecting_layers(layers: int) -> tuple[int, int]:
     """The layers (from 0) at which TidalDecode selects, for a model of ``layers`` layers: 2 and 13 of 32."""
-    return _DENSE_LAYERS, _DENSE_LAYERS + round((layers - _DENSE_LAYERS) * _AGAIN)
+    return _DENSE_LAYERS, _DENSE_LAYERS + round((layers - _DENSE_LAYERS) * _SECOND_SELECTION)
 
 
 def _gathered(k_PSGK: Tensor, table: Tensor, length: int) -> Tensor:
@@ -207,7 +207,7 @@ class _Bounds:
         self.low = [torch.zeros_like(k[:, 0]) for k in store.keys]
         self.high = [torch.zeros_like(k[:, 0]) for k in store.keys]
 
-    def touched(self, ragged: Ragged) -> tuple[Tensor, Tensor]:
+    def written(self, ragged: Ragged) -> tuple[Tensor, Tensor]:
         """See ``written_pages``."""
         return written_pages(ragged, len(self.low[0]), self._page)
 

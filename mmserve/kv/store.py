@@ -71,8 +71,8 @@ class KVStore:
         with memory_of(pages, page_size):
             self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
             self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        asked = partial(pick, device=device, dtype=dtype, head_size=config.head_dim, quantized=self.quantized)
-        ops = [asked(op) for op in ("rope_scatter", "cached_attention")]
+        pick_op = partial(pick, device=device, dtype=dtype, head_size=config.head_dim, quantized=self.quantized)
+        ops = [pick_op(op) for op in ("rope_scatter", "cached_attention")]
         self.kernels = {op.op: op.path for op in ops}
         self._rope_scatter, self._cached_attention = (op.run for op in ops)
         self._special: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
@@ -175,7 +175,7 @@ class KVStore:
         at, stored = self._tensor(pages), dict(self._stored())
         if some:
             stored = {name: into for name, into in stored.items() if name in held}
-        check_form({name: (len(at), *into.shape[1:], into.dtype) for name, into in stored.items()}, held)
+        check_shapes({name: (len(at), *into.shape[1:], into.dtype) for name, into in stored.items()}, held)
         for name, into in stored.items():
             into[at] = self._absolute(name, held[name].to(into.device), at)
 
@@ -229,9 +229,9 @@ class KVStore:
 
     def dense(self, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged | FixedBatch) -> Tensor:
         """Attention ``[T, H, K]`` of rotated queries over all of each request's pages."""
-        return self._seen(0, q_THK, k_PSGK, v_PSGK, ragged)
+        return self._attention(0, q_THK, k_PSGK, v_PSGK, ragged)
 
-    def _seen(self, layer: int, q_THK: Tensor, k: Any, v: Any, ragged: Ragged | FixedBatch) -> Tensor:
+    def _attention(self, layer: int, q_THK: Tensor, k: Any, v: Any, ragged: Ragged | FixedBatch) -> Tensor:
         """Attention ``[T, H, K]`` of ``layer``, with its sliding window and its cap of scores, if it has them."""
         rows: Tensor = self._cached_attention(q_THK, k, v, ragged, **self._special[layer])
         return rows
@@ -261,7 +261,7 @@ class KVStore:
             copied(values)
             if observe is not None:
                 observe(layer, fresh[0], rotated)
-            rows = read(layer, rotated, keys, values) if read else self._seen(layer, rotated, keys, values, ragged)
+            rows = read(layer, rotated, keys, values) if read else self._attention(layer, rotated, keys, values, ragged)
             return rows if len(q) == count else F.pad(rows, (0, 0, 0, 0, 0, len(q) - count))
 
         return attend
@@ -299,12 +299,14 @@ def layer_of(name: str) -> int:
     return int(name.split(".")[1])
 
 
-def check_form(wanted: Mapping[str, tuple[Any, ...]], held: Mapping[str, Tensor]) -> None:
+def check_shapes(wanted: Mapping[str, tuple[Any, ...]], held: Mapping[str, Tensor]) -> None:
     """Raises ``TransferError`` unless ``held`` has exactly the tensors ``wanted``: name to shape, followed by dtype."""
     found = {name: (*tensor.shape, tensor.dtype) for name, tensor in held.items()}
     if found != wanted:
         name = next(name for name in (*wanted, *found) if wanted.get(name) != found.get(name))
-        raise TransferError(f"K/V {name!r} came as {found.get(name)}, and this store has {wanted.get(name)}")
+        raise TransferError(
+            f"K/V {name!r} have the shape and dtype {found.get(name)}, and this store has {wanted.get(name)}"
+        )
 
 
 def written_pages(ragged: Ragged, pages: int, page_size: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from mmserve.core.decisions import (
     Decision,
 )
 from mmserve.core.events import Finished
-from mmserve.core.info import ModelInfo, undecided
+from mmserve.core.info import ModelInfo, decisions_unsupported
 from mmserve.errors import FieldViolation, InvalidArgument, Unimplemented
 from mmserve.v1 import decision_pb2
 from mmserve.v1 import generation_pb2 as pb
@@ -50,7 +50,7 @@ def generation_of(message: decision_pb2.DecideRequest, info: ModelInfo) -> pb.Ge
     """The request whose prompt is the context and the instruction, followed by the questions; raises ``Unimplemented``
     if the model of ``info`` does not support them."""
     if not info.decisions:
-        raise Unimplemented(undecided(info.name))
+        raise Unimplemented(decisions_unsupported(info.name))
     made = pb.GenerateRequest(model=message.model, messages=message.messages)
     if message.HasField("vision"):
         made.vision.CopyFrom(message.vision)

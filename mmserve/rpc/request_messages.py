@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mmserve.config import MediaConfig
-from mmserve.core.info import ModelInfo, lacking
+from mmserve.core.info import ModelInfo, policy_unsupported
 from mmserve.core.request import (
     Diffusion,
     ImagePart,
@@ -145,4 +145,4 @@ def _require_capabilities(message: pb.GenerateRequest, diffusion: Diffusion, inf
         ("commit", diffusion.commit, info.commit_policies),
     ):
         if policy.name not in known:
-            raise Unimplemented(lacking(info.name, kind, policy.name, known, diffusion=info.diffusion))
+            raise Unimplemented(policy_unsupported(info.name, kind, policy.name, known, diffusion=info.diffusion))

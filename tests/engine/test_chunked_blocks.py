@@ -44,7 +44,7 @@ class Watched:
         run, finished, store = stages.decoder.parts.runner.run, stages.decoding.finished, stages.store
 
         def ran(stage: Any, batch: Any, *rest: Any) -> Any:
-            given = runner.spread(batch)
+            given = runner.with_unconditional(batch)
             self.ran.append((stage, sum(len(p.rows) for p in given)))
             return run(stage, batch, *rest)
 

@@ -202,7 +202,7 @@ def test_what_cannot_be_recorded_runs_all_the_same_and_is_tried_once(
     assert len(tried) == 1 and (graphs.runs, graphs.failures) == (0, 1)
     assert graphs._store.kernels["decode_step"] == "eager"
     [line] = caplog.messages
-    assert "cannot be recorded" in line and line.endswith("not permitted when stream is capturing")
+    assert "cannot be captured" in line and line.endswith("not permitted when stream is capturing")
     wanted = logits(text_model, store_of(text_model), passes(text_model, [3], [5], 1))
     assert torch.equal(found[0].nan_to_num(7.0), wanted.nan_to_num(7.0))
     # Another size is another matter.

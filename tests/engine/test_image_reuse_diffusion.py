@@ -22,7 +22,7 @@ from mmserve.core.events import Finished
 from mmserve.core.request import Message, Policy, Request, TextPart
 from mmserve.core.samples import sample_seed
 from mmserve.decode import runner
-from mmserve.decode.extensions.image_reuse.selective import AskingRows, SelectiveRecompute
+from mmserve.decode.extensions.image_reuse.selective import PredictingRows, SelectiveRecompute
 from mmserve.decode.forward import Pass
 from mmserve.decode.passes import Passes
 from mmserve.decode.propose import Proposer
@@ -136,7 +136,7 @@ def test_the_answer_is_that_of_the_rule_written_out(
     passes, attended = watched(monkeypatch), []
     absorb = SelectiveRecompute.absorb
 
-    def noted(self: SelectiveRecompute, seen: AskingRows) -> None:
+    def noted(self: SelectiveRecompute, seen: PredictingRows) -> None:
         assert seen.attention_L is not None
         attended.append(seen.attention_L)
         absorb(self, seen)

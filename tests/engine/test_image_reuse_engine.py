@@ -307,7 +307,7 @@ def test_what_cannot_be_is_refused_at_once(bench: Make, causal: LoadedModel) -> 
 
     blocks = dataclasses.replace(causal.spec, attention=Attention.BLOCK_CAUSAL, logit_shift=0)
     by_blocks = say("b", PARTS[1], None, recompute=Policy(name="block"), block=8).diffusion
-    refused(Unimplemented, "no further than their block", dataclasses.replace(causal, spec=blocks), diffusion=by_blocks)
+    refused(Unimplemented, "its attention is block-causal", dataclasses.replace(causal, spec=blocks), diffusion=by_blocks)
     blind = dataclasses.replace(causal, vision=None)
     refused(Unimplemented, "it takes no images", blind)
     refused(Unimplemented, r"the server has \[engine\] sparse_\* or kv_bits", kv_bits=8)
@@ -318,4 +318,4 @@ def test_what_cannot_be_is_refused_at_once(bench: Make, causal: LoadedModel) -> 
     refused(InvalidArgument, "there is no policy 'merge'", image_reuse=Policy(name="merge"))
     accompanied = dataclasses.replace(causal, companion=causal)
     commit = dataclasses.replace(say("r", PARTS[1], None).diffusion, commit=Policy(name="draft_model"))
-    refused(InvalidArgument, "must not be a policy that asks a companion", accompanied, diffusion=commit)
+    refused(InvalidArgument, "must not be a policy with a companion model", accompanied, diffusion=commit)

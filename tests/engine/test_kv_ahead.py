@@ -226,14 +226,14 @@ def test_chunks_out_of_order_and_missing_ones_are_refused(fleets: Callable[[str]
     led.wait()
     there, chunks = fleet.decode.engine, led.chunks
     there.expect(chunks[0], 0, led.sink(request.id))
-    with pytest.raises(TransferError, match="chunk 2 of a request's K/V came after 1"):
+    with pytest.raises(TransferError, match="chunk 2 of a request's K/V was received after 1"):
         there.expect(chunks[2], 2, led.sink(request.id))
     fleet.decode.await_nothing_left()
     there.expect(chunks[0], 0, led.sink(request.id))
-    with pytest.raises(TransferError, match=f"of {len(chunks)} chunks of K/V that went ahead 1 came"):
+    with pytest.raises(TransferError, match=f"1 of {len(chunks)} chunks of K/V that were sent ahead"):
         there.adopt(over_the_wire(led.handovers[0]), led.sink(request.id))
     fleet.decode.await_nothing_left()
-    with pytest.raises(TransferError, match="without the K/V that went ahead"):
+    with pytest.raises(TransferError, match="without the K/V sent ahead"):
         there.adopt(over_the_wire(led.handovers[0]), led.sink(request.id))
     wrong = chunks[0].payload
     assert isinstance(wrong, KVChunk)

@@ -53,7 +53,7 @@ def test_short_requests_end_within_one_layer_of_a_long_pass(
     b = make(bench)
     decoder = b.engine.stages.decoder
     method = {"prefill": "prefill", "decode": "propose"}[stage]
-    way, run = decoder.parts.runner.ways[stage], getattr(decoder, method)
+    way, run = decoder.parts.runner.yield_callbacks[stage], getattr(decoder, method)
     entered, ended, in_flight = threading.Event(), threading.Event(), list[set[str]]()
 
     def running(batch: list[Any]) -> Any:
@@ -71,7 +71,7 @@ def test_short_requests_end_within_one_layer_of_a_long_pass(
                 way()
 
     setattr(decoder, method, running)
-    decoder.parts.runner.ways[stage] = patient
+    decoder.parts.runner.yield_callbacks[stage] = patient
     [long] = b.submit(long_one())
     assert entered.wait(PATIENCE)
     shorts = b.submit(*short_ones())
@@ -101,7 +101,7 @@ def test_a_long_request_that_is_cancelled_leaves_those_within_its_pass(
 ) -> None:
     b = make(bench)
     decoder, held = b.engine.stages.decoder, threading.Event()
-    way, entered = decoder.parts.runner.ways["decode"], threading.Event()
+    way, entered = decoder.parts.runner.yield_callbacks["decode"], threading.Event()
 
     def patient() -> None:
         if not held.is_set() and not entered.is_set():
@@ -110,7 +110,7 @@ def test_a_long_request_that_is_cancelled_leaves_those_within_its_pass(
             while not held.wait(0.001):
                 way()
 
-    decoder.parts.runner.ways["decode"] = patient
+    decoder.parts.runner.yield_callbacks["decode"] = patient
     [long] = b.submit(long_one())
     assert entered.wait(PATIENCE)
     long.error()

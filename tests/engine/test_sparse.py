@@ -19,7 +19,7 @@ from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Regex
 from mmserve.core.request import Policy
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.errors import ConfigError, Unimplemented
-from mmserve.kv.sparse import DECODE, PREFILL, Selection, Sparse, View, choosing_layers
+from mmserve.kv.sparse import DECODE, PREFILL, Selection, Sparse, View, selecting_layers
 from mmserve.kv.store import KVStore
 from mmserve.models.base import Attention, LoadedModel
 
@@ -148,8 +148,8 @@ def test_a_request_has_its_own_tokens_in_any_batch(bench: Make, prefill: str, de
 
 
 def test_tidal_decode_chooses_twice_wherever_there_are_layers_between() -> None:
-    assert choosing_layers(32) == (2, 13), "as the paper has it"
-    assert choosing_layers(6) == (2, 3)
+    assert selecting_layers(32) == (2, 13), "as the paper has it"
+    assert selecting_layers(6) == (2, 3)
 
 
 def test_what_runs_is_told(bench: Make) -> None:

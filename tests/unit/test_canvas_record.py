@@ -51,6 +51,17 @@ def test_a_position_goes_from_masked_to_draft_to_committed_to_edited() -> None:
     assert record.take(canvas, nothing, logs, NONE).tolist() == [] and states(record)[1] == "edited"
 
 
+def test_small_changes_of_a_probability_add_up_until_they_are_sent() -> None:
+    canvas, record, logs = blank(3, 2, 2), CanvasRecord.nothing(2, 0), np.zeros(5, np.float32)
+    changed = []
+    for step in range(11):
+        canvas.count_forward()
+        slowly = proposal(canvas, np.array([0.5 + 0.002 * step, 0.5]), np.array([10, 12]))
+        changed.append(record.take(canvas, slowly, logs, NONE).tolist())
+    assert changed == [[0, 1], [], [], [0], [], [], [0], [], [], [0], []]
+    assert record.confidence.tolist() == pytest.approx([0.518, 0.5]), "as last sent"
+
+
 def test_given_text_is_pinned_and_padding_is_not() -> None:
     canvas, record = blank(2, 4, 4), CanvasRecord.nothing(4, 0)
     canvas.commit(np.array([2, 5]), np.array([7, 9]), hold=True)

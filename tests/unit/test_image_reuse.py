@@ -24,7 +24,7 @@ from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded, Span
 from mmserve.core.request import Amount, ImagePart, Message, Part, Policy, Request, TextPart, VideoPart, Vision
 from mmserve.decode.extensions.image_reuse.checks import reused
-from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, in_one_go
+from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, run_to_completion
 from mmserve.decode.forward import Pass, forward
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
@@ -84,7 +84,7 @@ class Prompt:
         """Which positions of the prompt are not run."""
         encoded = dataclasses.replace(self.encoded, span_keys=self.reuse.keys(self.encoded))
         making = self.reuse.make(policy, encoded, self.canvas, self.embeddings, self.deep, self.pages)
-        return in_one_go(making).positions[: self.size]
+        return run_to_completion(making).positions[: self.size]
 
     def run(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of the last row."""

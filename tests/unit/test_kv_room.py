@@ -44,7 +44,7 @@ def test_pages_may_not_take_what_is_set_aside_for_images() -> None:
     with pytest.raises(ConfigError) as refused:
         check_capacity([7 * GIB, GIB], 3 * GIB, 10 * GIB, DEVICE)
     assert str(refused.value) == (
-        "[engine] the K/V pages take 8.00 GiB, and [encoder_cache] kv_bytes sets 3.00 GiB aside, but 10.00 GiB are "
+        "[engine] the K/V pages take 8.00 GiB, and [encoder_cache] kv_bytes reserves 3.00 GiB, but 10.00 GiB are "
         "free on cuda:0: lower max_running, max_tokens or pages, or kv_bytes"
     )
     with pytest.raises(ConfigError, match=r"take 11\.00 GiB, but 10\.00 GiB.*max_tokens or pages$"):

@@ -278,10 +278,10 @@ def test_an_answer_region_is_judged_by_all_its_positions_and_commits_all(
     shown: list[list[int]] = []
     policy = early(shown, early=4.0, middle=4.0, late=4.0, answer_start=start, answer_length=length)
     assert policy.whole_canvas
-    regarded = policy.regarded(canvas)
+    also_scored = policy.also_scored(canvas)
     answer = list(range(2 + start, min(2 + start + length, 14)))
-    assert regarded.tolist() == [p for p in answer if p in final]
-    run = data.draw(st.sets(st.sampled_from(regarded.tolist()))) if len(regarded) else set()
+    assert also_scored.tolist() == [p for p in answer if p in final]
+    run = data.draw(st.sets(st.sampled_from(also_scored.tolist()))) if len(also_scored) else set()
     positions = np.array(sorted({*masked.tolist(), *run}))
     gaps = data.draw(hnp.arrays(np.float32, len(positions), elements=st.sampled_from([0.0, 2.0, 10.0])))
     taken = chosen_by(policy, canvas, proposal(canvas, gap=gaps, positions=positions))

@@ -174,10 +174,10 @@ def test_the_tokens_shown_are_those_that_the_text_goes_to(
     text, _deltas, _rest = stream(tokens, stop, chunks)
     pieces = [piece for [piece] in token_bytes(TOKENIZER, np.array(tokens, np.int64)[:, None])]
     written = text.text.encode()
-    assert b"".join(pieces[: text.shown]).startswith(written)
-    assert len(b"".join(pieces[: max(0, text.shown - 1)])) < max(1, len(written))
+    assert b"".join(pieces[: text.covered_tokens]).startswith(written)
+    assert len(b"".join(pieces[: max(0, text.covered_tokens - 1)])) < max(1, len(written))
     moved = TextStream.restored(TOKENIZER, stop, text.state())
-    assert (moved.text, moved.tokens, moved.shown) == (text.text, text.tokens, text.shown)
+    assert (moved.text, moved.tokens, moved.covered_tokens) == (text.text, text.tokens, text.shown)
 
 
 def test_nothing_comes_after_a_stop() -> None:
@@ -190,7 +190,7 @@ def test_nothing_comes_after_a_stop() -> None:
     assert text.finish() == ""
     assert text.text == "red"
     assert text.tokens == 4, "tokens past the stop are not counted"
-    assert text.shown == 3, "those of the stop string are not shown"
+    assert text.covered_tokens == 3, "those of the stop string are not shown"
 
 
 def test_the_stop_string_that_came_first_is_reported() -> None:

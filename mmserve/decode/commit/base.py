@@ -99,9 +99,9 @@ class Commit(Protocol):
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         """Bool ``[n]``: which candidates become final; at least one.
 
-        Final positions are among the candidates only if the policy asks for them (``whole_block``,
-        ``Partial.regarded``). ``canvas.block_step`` counts the forward passes of the block, including the one that gave
-        the candidates.
+        Final positions are among the candidates only if the policy requests them (``whole_block``,
+        ``Partial.also_scored``). ``canvas.block_step`` counts the forward passes of the block, including the one that
+        gave the candidates.
         """
         ...
 
@@ -140,12 +140,12 @@ class Proposing(Protocol):
         sampling: Sampling,
         mask_id: int,
         banned: tuple[int, ...],
-        best: LogitsObserver | None = None,
+        observer: LogitsObserver | None = None,
     ) -> Candidates:
         """Candidates for positions of the current block, from its logits ``[block, V]``.
 
-        Masked positions hold ``mask_id``; tokens of ``banned`` are never proposed. ``best``, if given, restricts and
-        observes each row. Deterministic for a given request and canvas, independent of other requests.
+        Masked positions hold ``mask_id``; tokens of ``banned`` are never proposed. ``observer``, if given, restricts
+        and observes each row. Deterministic for a given request and canvas, independent of other requests.
         """
         ...
 
@@ -155,7 +155,7 @@ class Partial(Protocol):
     """A whole-canvas policy that can usually choose from a part of the candidates, so that the rest need not be
     computed."""
 
-    def regarded(self, canvas: Canvas) -> np.ndarray:
+    def also_scored(self, canvas: Canvas) -> np.ndarray:
         """Final positions (int64, ascending) whose candidates are also used, if their logits are computed anyway."""
         ...
 
@@ -193,7 +193,7 @@ def is_partial(commit: Commit) -> TypeGuard[Partial]:
     return _follows(type(commit), Partial)
 
 
-class Undrafted(Checked):
+class CommitDefaults(Checked):
     """Defaults of policies that draft nothing and, unless overridden, neither replace tokens nor close canvases."""
 
     @property
@@ -225,7 +225,7 @@ class Undrafted(Checked):
         return canvas.tokens[:0]
 
 
-class BlockWise(Undrafted):
+class BlockWise(CommitDefaults):
     """Base of policies that use only the current block."""
 
     @property

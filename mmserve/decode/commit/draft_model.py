@@ -15,11 +15,11 @@ import numpy as np
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.policies import commit as numbers
-from mmserve.decode.commit.base import Candidates, Undrafted, leading
+from mmserve.decode.commit.base import Candidates, CommitDefaults, leading
 
 
 @dataclass(frozen=True)
-class DraftModel(numbers.DraftModel, Undrafted):
+class DraftModel(numbers.DraftModel, CommitDefaults):
     """``length``: number of drafted tokens."""
 
     @property

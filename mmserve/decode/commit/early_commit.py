@@ -25,14 +25,14 @@ import numpy as np
 
 from mmserve.core.canvas import GIVEN, MASKED, Canvas
 from mmserve.core.policies import commit as numbers
-from mmserve.decode.commit.base import GAP, Candidates, Commit, Undrafted
+from mmserve.decode.commit.base import GAP, Candidates, Commit, CommitDefaults
 
 #: Progress (0 to 1) from which ``middle`` and ``late`` apply.
 MIDDLE, LATE = 0.33, 0.67
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyCommit(numbers.EarlyCommit, Undrafted):
+class EarlyCommit(numbers.EarlyCommit, CommitDefaults):
     """Commit what is left once the answer's mean gap reaches ``early`` (then ``middle``, then ``late``); else ``base``.
 
     ``answer_start`` and ``answer_length`` define the answer's positions, relative to the first generated one; if
@@ -74,7 +74,7 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
         """The gap, and the values read by ``base``."""
         return self.base.reads | {GAP}
 
-    def regarded(self, canvas: Canvas) -> np.ndarray:
+    def also_scored(self, canvas: Canvas) -> np.ndarray:
         """The answer's final positions, whose gaps are part of the mean."""
         start, end = (0, 0) if self.mistakes else self._region(canvas)
         return start + np.flatnonzero(canvas.committed_at[start:end] != MASKED)
@@ -85,22 +85,22 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
         return inside | self.base.whole_canvas
 
     def enough(self, canvas: Canvas, candidates: Candidates) -> bool:
-        return not self.answer_length or not self._sure(canvas, candidates)
+        return not self.answer_length or not self._is_confident(canvas, candidates)
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         masked = canvas.committed_at[candidates.positions] == MASKED
         block = masked & (candidates.positions < canvas.block_end)
-        if self._sure(canvas, candidates):
+        if self._is_confident(canvas, candidates):
             return masked if self.answer_length else block
-        shown = masked if self.base.whole_canvas else block
+        eligible = masked if self.base.whole_canvas else block
         chosen = np.zeros_like(masked)
-        chosen[shown] = self.base.choose(canvas, candidates.where(shown))
+        chosen[eligible] = self.base.choose(canvas, candidates.where(eligible))
         return chosen
 
-    def _sure(self, canvas: Canvas, candidates: Candidates) -> bool:
+    def _is_confident(self, canvas: Canvas, candidates: Candidates) -> bool:
         masked = canvas.committed_at[candidates.positions] == MASKED
         start, end = self._region(canvas)
-        end = self._ended(canvas, candidates.where(masked), start, end)
+        end = self._end_of_answer(canvas, candidates.where(masked), start, end)
         region = (candidates.positions >= start) & (candidates.positions < end)
         # A region past the end of the canvas has no effect, nor one that was complete from the start, nor one with a
         # masked position that the recompute policy did not run in this pass.
@@ -121,30 +121,30 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
 
     def _region(self, canvas: Canvas) -> tuple[int, int]:
         """The answer's first position, and the one after its last."""
-        start = self._found(canvas) if self.answer_after else canvas.prompt_length + self.answer_start
+        start = self._answer_begin(canvas) if self.answer_after else canvas.prompt_length + self.answer_start
         if not self.answer_length:
             return max(start if self.answer_after else 0, canvas.block_start), canvas.block_end
         start = min(start, canvas.size)
         return start, min(start + self.answer_length, canvas.size)
 
-    def _ended(self, canvas: Canvas, candidates: Candidates, start: int, end: int) -> int:
+    def _end_of_answer(self, canvas: Canvas, candidates: Candidates, start: int, end: int) -> int:
         """The position after the first end of text in ``start`` to ``end``; ``end`` if there is none."""
         tokens = canvas.tokens.copy()
         tokens[candidates.positions] = candidates.tokens
         over = np.flatnonzero(np.isin(tokens[start:end], list(self.ends)))
         return start + int(over[0]) + 1 if len(over) else end
 
-    def _found(self, canvas: Canvas) -> int:
+    def _answer_begin(self, canvas: Canvas) -> int:
         """The first position after the text ``answer_after``; ``canvas.size`` if it is not found."""
         final = canvas.committed_at[canvas.prompt_length :] != MASKED
         edges = np.flatnonzero(np.diff(np.concatenate([[False], final, [False]]))) + canvas.prompt_length
         for start, end in edges.reshape(-1, 2).tolist():
-            length = self._until(canvas.tokens[start:end])
+            length = self._length_through_text(canvas.tokens[start:end])
             if length is not None:
                 return int(start) + length
         return canvas.size
 
-    def _until(self, tokens: np.ndarray) -> int | None:
+    def _length_through_text(self, tokens: np.ndarray) -> int | None:
         """The length of the shortest prefix of ``tokens`` whose text contains ``answer_after``; None if there is
         none."""
         spell = self.spell

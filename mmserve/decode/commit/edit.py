@@ -12,11 +12,11 @@ import numpy as np
 
 from mmserve.core.canvas import GIVEN, MASKED, Canvas
 from mmserve.core.policies import commit as numbers
-from mmserve.decode.commit.base import Candidates, Undrafted
+from mmserve.decode.commit.base import Candidates, CommitDefaults
 
 
 @dataclass(frozen=True)
-class Edit(numbers.Edit, Undrafted):
+class Edit(numbers.Edit, CommitDefaults):
     """Commit above ``confidence`` (and always the best one), replace above ``edit_confidence`` (both ``>``).
 
     ``passes``: maximum number of passes over a block after it is full.

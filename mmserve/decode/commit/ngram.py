@@ -16,11 +16,11 @@ import numpy as np
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.policies import commit as numbers
-from mmserve.decode.commit.base import Candidates, Undrafted
+from mmserve.decode.commit.base import Candidates, CommitDefaults
 
 
 @dataclass(frozen=True)
-class Ngram(numbers.Ngram, Undrafted):
+class Ngram(numbers.Ngram, CommitDefaults):
     """Look up the last ``longest`` tokens, or as few as ``shortest``, and draft the ``length`` tokens after them."""
 
     def __post_init__(self) -> None:

@@ -54,14 +54,14 @@ class Scheduled(BlockWise):
         sampling: Sampling,
         mask_id: int,
         banned: tuple[int, ...],
-        best: LogitsObserver | None = None,
+        observer: LogitsObserver | None = None,
     ) -> Candidates:
         """The positions and tokens that the scheduler changes in the block, from the logits of all its positions."""
         logits = logits_nV.float().clone()
         logits[:, list(banned)] = -torch.inf
-        if best is not None:
-            best.restrict(logits)
-            best.take(logits, torch.logsumexp(logits, -1), None, None)
+        if observer is not None:
+            observer.restrict(logits)
+            observer.take(logits, torch.logsumexp(logits, -1), None, None)
         positions = canvas.block()
         sample = torch.from_numpy(canvas.tokens[positions]).to(logits.device)
         out = self.scheduler.step(

@@ -61,7 +61,7 @@ class RequestExtension:
         return False
 
     @property
-    def waits(self) -> int:
+    def pending_rows(self) -> int:
         """Number of rows that ``before_rows`` runs in the next step, if it needs more work before the next pass can
         run; 0 = the pass can run."""
         return 0
@@ -72,7 +72,7 @@ class RequestExtension:
         return 0.0
 
     @property
-    def ends_whole(self) -> bool:
+    def complete_at_budget(self) -> bool:
         """Whether an answer that fills its budget is complete, rather than truncated."""
         return False
 

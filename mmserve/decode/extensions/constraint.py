@@ -32,7 +32,7 @@ class Constraint(RequestExtension):
         return self.session.stats.seconds
 
     @property
-    def ends_whole(self) -> bool:
+    def complete_at_budget(self) -> bool:
         return True
 
     def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:

@@ -70,7 +70,7 @@ class Slots(RequestExtension):
         return True
 
     @property
-    def ends_whole(self) -> bool:
+    def complete_at_budget(self) -> bool:
         return True
 
     def observe(self, canvas: Canvas, positions: np.ndarray, *, more: bool) -> _Reader:

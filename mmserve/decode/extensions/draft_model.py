@@ -134,17 +134,17 @@ class DraftModel(Extension):
             if (state := _state_of(d)) is not None and isinstance(d.commit, Drafted) and state.drafted is None
         ]
         ends = self._served.spec.end_ids
-        while growing := [
+        while unfinished := [
             (d, state, made)
             for d, state, wanted, made in drafts
             if len(made) < wanted and not (made and made[-1] in ends)
         ]:
-            places = [np.array([d.canvas.known() + len(made)]) for d, _state, made in growing]
+            places = [np.array([d.canvas.known() + len(made)]) for d, _state, made in unfinished]
             parts = [
                 _after_known(d, state, np.asarray(made, np.int64), place)
-                for (d, state, made), place in zip(growing, places, strict=True)
+                for (d, state, made), place in zip(unfinished, places, strict=True)
             ]
-            for (d, _state, made), place, logits in zip(growing, places, self._forward(parts), strict=True):
+            for (d, _state, made), place, logits in zip(unfinished, places, self._forward(parts), strict=True):
                 made.append(int(self._candidates(logits, place, d.canvas, d).tokens[0]))
         for _d, state, _wanted, made in drafts:
             state.drafted = np.asarray(made, np.int64)
@@ -170,7 +170,7 @@ class DraftModel(Extension):
             asked = asked[d.canvas.masked[asked]]  # the position after the draft may be given
             parts.append(_after_known(d, state, drafted, asked))
         for (d, state, drafted), part, logits in zip(waiting, parts, self._forward(parts), strict=True):
-            rank, relative = self._standing(logits, drafted)
+            rank, relative = self._rank_and_ratio(logits, drafted)
             before = replace(d.canvas, step=d.canvas.step - 1)  # its state when the candidates were drawn
             state.verdict = Verdict(self._candidates(logits, part.asked, before, d), rank, relative)
 
@@ -178,14 +178,14 @@ class DraftModel(Extension):
         sampling, reads, ends = d.request.sampling, d.commit.reads, self._served.spec.end_ids
         return candidates(logits, positions, canvas, sampling, self._banned, None, self._scores, reads, end_ids=ends)
 
-    def _standing(self, logits: Tensor, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _rank_and_ratio(self, logits: Tensor, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each drafted token: the number of more probable tokens, and its probability relative to the most probable
         one."""
         scores = logits[: len(drafted)].clone()
         scores[:, list(self._banned)] = -torch.inf
-        mine = scores.gather(-1, torch.from_numpy(drafted).to(scores.device)[:, None])
-        rank = (scores > mine).sum(-1)
-        relative = (mine[:, 0] - scores.amax(-1)).exp()
+        drafted_scores = scores.gather(-1, torch.from_numpy(drafted).to(scores.device)[:, None])
+        rank = (scores > drafted_scores).sum(-1)
+        relative = (drafted_scores[:, 0] - scores.amax(-1)).exp()
         return rank.cpu().numpy(), relative.cpu().numpy()
 
     def _forward(self, parts: list[_Part]) -> list[Tensor]:

@@ -49,7 +49,7 @@ class BlockByBlock(RequestExtension):
     filling: _Filling | None = None  # the block in progress; restarted if the request moves to another process
 
     @property
-    def waits(self) -> int:
+    def pending_rows(self) -> int:
         return 0 if self.filling is None else len(self.filling.rows)
 
     def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:

@@ -40,7 +40,7 @@ from mmserve.decode.uniform_state.samplers import (
     pinned,
     seed_of,
 )
-from mmserve.decode.uniform_state.state import CanvasDecoding, CanvasPrefilled, go_on, payload_of, prefilled_of
+from mmserve.decode.uniform_state.state import CanvasDecoding, CanvasPrefilled, payload_of, prefilled_of, resumed
 from mmserve.kv.table import PageTable
 from mmserve.models.base import CanvasModel, OpenCanvas
 
@@ -120,7 +120,7 @@ class UniformStateDecoder:
     ) -> CanvasDecoding:
         begun = prefilled_of(self.model, payload.prefilled, session)
         if isinstance(payload, CanvasPayload):
-            return go_on(self._opened(request, begun), payload)
+            return resumed(self._opened(request, begun), payload)
         return self.open(request, begun)
 
     @torch.inference_mode()
@@ -131,7 +131,7 @@ class UniformStateDecoder:
         waiting = [d for d in batch if d.logits_LV is None]
         for d in waiting:
             self._read(d)
-        for d, logits in zip(waiting, self.model.network.predict([self._open(d) for d in waiting]), strict=True):
+        for d, logits in zip(waiting, self.model.network.predict([self._open_canvas(d) for d in waiting]), strict=True):
             d.logits_LV = logits
             d.canvas.count_forward()
             d.forwards += 1
@@ -163,11 +163,11 @@ class UniformStateDecoder:
         delta, reason = advanced(d, answer[:new], complete or len(answer) >= new, new)
         if d.constraint is not None:
             d.constraint.check(d, reason)
-        shown = snapshot_of(d, self.model, d.shown()) if d.request.streaming.snapshots else None
+        snapshot = snapshot_of(d, self.model, d.predicted_canvas()) if d.request.streaming.snapshots else None
         draft = None if proposed is None else draft_of(d, self.model, d.canvas, proposed)
         committed = d.canvas.block_start - begun
         report = step_of(d, begun, committed)
-        return Stepped(delta, shown, reason, None, self.model.spec.block_length(), committed, report, draft)
+        return Stepped(delta, snapshot, reason, None, self.model.spec.block_length(), committed, report, draft)
 
     def answer(self, d: CanvasDecoding) -> Answer:
         return answer_of(d, self.model)
@@ -199,10 +199,10 @@ class UniformStateDecoder:
         return max(1, asked // canvases) if asked else own
 
     def _begin_canvas(self, d: CanvasDecoding) -> None:
-        while self._begun_whole(d):
+        while self._begin_next(d):
             self._close_canvas(d, d.canvas.tokens[d.canvas.block()])
 
-    def _begun_whole(self, d: CanvasDecoding) -> bool:
+    def _begin_next(self, d: CanvasDecoding) -> bool:
         """Begin a canvas with noise or the request's seed, and write the fixed tokens of a template. Returns whether
         nothing is left to decode."""
         block = d.canvas.block()
@@ -229,7 +229,7 @@ class UniformStateDecoder:
         if d.constraint is not None:
             d.constraint.sync(d.canvas)
 
-    def _open(self, d: CanvasDecoding) -> OpenCanvas:
+    def _open_canvas(self, d: CanvasDecoding) -> OpenCanvas:
         before = None if d.step is None else d.step.shaped_LV
         return OpenCanvas(d.noise.to(self.model.device), d.past, before)
 

@@ -92,13 +92,13 @@ class ScheduledSampler:
             sampling=self.sampling,
             generator=generator,
         )
-        noise, shown = out.prev_sample[0], getattr(out, "pred_logits", None)
-        shaped = logits_LV if shown is None else shown[0].float()
+        noise, pred_logits = out.prev_sample[0], getattr(out, "pred_logits", None)
+        shaped = logits_LV if pred_logits is None else pred_logits[0].float()
         sure, best = noise == out.sampled_tokens[0], shaped.argmax(-1)
         return Step(noise, sure, best, torch.where(sure, noise, best), shaped, float(_entropy(shaped).mean()))
 
 
-def quiet(step: Step, rule: Renoising) -> bool:
+def is_entropy_low(step: Step, rule: Renoising) -> bool:
     """Whether the entropy of the canvas is low enough for the step to be the last, if its predictions equal the
     previous ones."""
     return step.entropy < rule.confident

@@ -17,7 +17,7 @@ from mmserve.core.request import Request
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.text import TextStream
 from mmserve.decode.uniform_state.constraint import CanvasConstraint
-from mmserve.decode.uniform_state.samplers import CanvasSampler, Step, quiet
+from mmserve.decode.uniform_state.samplers import CanvasSampler, Step, is_entropy_low
 from mmserve.models.base import CanvasModel, Renoising
 
 
@@ -79,9 +79,9 @@ class CanvasDecoding:
         same = self.step is not None and bool(torch.equal(step.predicted_L, self.step.predicted_L))
         self.stable_steps = self.stable_steps + 1 if same else 0
         self.step = step
-        return self.stable_steps >= self.renoising.stable and quiet(step, self.renoising)
+        return self.stable_steps >= self.renoising.stable and is_entropy_low(step, self.renoising)
 
-    def shown(self) -> Canvas:
+    def predicted_canvas(self) -> Canvas:
         """The canvas as it would be if it were made final now; positions right of it are masked."""
         size = self.canvas.prompt_length + self.request.sampling.max_new_tokens
         tokens, final = self.canvas.tokens.copy(), self.canvas.committed_at.copy()
@@ -124,7 +124,7 @@ def prefilled_of(model: CanvasModel, payload: PrefilledPayload, session: Session
     return CanvasPrefilled(payload.canvas, payload.features, constraint, past, kv.positions)
 
 
-def go_on(d: CanvasDecoding, payload: CanvasPayload) -> CanvasDecoding:
+def resumed(d: CanvasDecoding, payload: CanvasPayload) -> CanvasDecoding:
     """``d``, after prefill, with the decode state of ``payload``."""
     d.text = TextStream.restored(d.text.tokenizer, d.request.sampling.stop, payload.text, within=d.request.keeps_space)
     d.log_probabilities, d.forwards, d.stable_steps = payload.log_probabilities, payload.forwards, payload.stable_steps

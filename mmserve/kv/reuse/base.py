@@ -25,7 +25,7 @@ class Reuse(Protocol):
         ...
 
     @property
-    def weighed(self) -> bool:
+    def by_attention(self) -> bool:
         """Whether the deviation is that of values alone, weighted by the attention that the position receives."""
         ...
 
@@ -42,7 +42,7 @@ class Reuse(Protocol):
         """The positions to recompute: int64, ascending, counted through all images.
 
         ``deviation``: float32, for each position the squared difference between the reused and this prompt's keys and
-        values in the last of its ``layers``; if ``weighed``, the sum of absolute differences of values times the
+        values in the last of its ``layers``; if ``by_attention``, the sum of absolute differences of values times the
         attention that the position receives there from all rows that attend to it. Empty if ``layers`` is 0.
         """
         ...

@@ -22,7 +22,7 @@ class Blend(numbers.Blend, Checked):
     """The share ``recompute`` of all images' positions with the largest deviation at the last of the first ``layers``
     layers; in those layers, the K/V of all positions are recomputed. Ties go to the first position."""
 
-    weighed: ClassVar[bool] = False
+    by_attention: ClassVar[bool] = False
     each_step: ClassVar[int] = 0
 
     def count(self, sizes: Sequence[int]) -> int:

@@ -30,7 +30,7 @@ class KvShare(numbers.KvShare, Checked):
     """The share ``recompute`` of all images' positions with the highest scores at the last of ``layers``, and
     ``each_step`` more in every decode pass, until all were recomputed; ties go to the first position."""
 
-    weighed: ClassVar[bool] = True
+    by_attention: ClassVar[bool] = True
 
     def count(self, sizes: Sequence[int]) -> int:
         return share_of(sum(sizes), self.recompute)

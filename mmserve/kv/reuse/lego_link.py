@@ -19,7 +19,7 @@ class LegoLink(numbers.LegoLink, Checked):
     """The first ``recompute`` share of each image's positions. The paper has a fixed number, such as 16."""
 
     layers: ClassVar[int] = 0
-    weighed: ClassVar[bool] = False
+    by_attention: ClassVar[bool] = False
     each_step: ClassVar[int] = 0
 
     def count(self, sizes: Sequence[int]) -> int:

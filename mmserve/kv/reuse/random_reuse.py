@@ -18,7 +18,7 @@ class RandomReuse(numbers.RandomReuse, Checked):
     """The share ``recompute`` of all images' positions, drawn at random with ``seed``."""
 
     layers: ClassVar[int] = 0
-    weighed: ClassVar[bool] = False
+    by_attention: ClassVar[bool] = False
     each_step: ClassVar[int] = 0
     seed: int = 0
 

@@ -30,9 +30,9 @@ def no_reuse(model: Model, *, reads_pages: bool) -> str:
     if model.vision is None:
         return "it takes no images"
     if isinstance(model, CanvasModel):
-        return "its network keeps its K/V to itself"
+        return "its network has its own K/V cache"
     if model.spec.attention is Attention.BLOCK_CAUSAL:
-        return "its positions look no further than their block, and an image may be in two of them"
+        return "its attention is block-causal, and an image may span two blocks"
     if not model.decoder.config.plain_attention:
         return UNEVEN
     return "" if reads_pages else "the server has [engine] sparse_* or kv_bits"
@@ -53,7 +53,7 @@ def check_reuse(request: Request, model: Model, *, reads_pages: bool) -> None:
     if model.spec.causal and request.diffusion.recompute.name != "last":
         raise InvalidArgument.of("diffusion.recompute", "must be 'last' with image_reuse")
     if request.diffusion.commit.name in ACCOMPANIED:
-        raise InvalidArgument.of("diffusion.commit", "must not be a policy that asks a companion with image_reuse")
+        raise InvalidArgument.of("diffusion.commit", "must not be a policy with a companion model with image_reuse")
     if policy.each_step and request.diffusion.commit.name in DRAFTING:  # a draft is run in fewer passes than its tokens
         why = "must not be a policy that drafts with an image_reuse that runs positions again at each step"
         raise InvalidArgument.of("diffusion.commit", f"{why}; set its each_step to 0")

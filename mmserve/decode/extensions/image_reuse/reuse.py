@@ -22,7 +22,7 @@ from mmserve.core.request import Request
 from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
 from mmserve.decode.extensions.image_reuse.checks import reusable, reused
 from mmserve.decode.extensions.image_reuse.image_kv import ImageKV
-from mmserve.decode.extensions.image_reuse.selective import AskingRows, RowWatcher, SelectiveRecompute
+from mmserve.decode.extensions.image_reuse.selective import PredictingRows, RowWatcher, SelectiveRecompute
 from mmserve.decode.forward import Pass
 from mmserve.encode.embedding import deep_rows
 from mmserve.kv.reuse import Reuse, reuse_of
@@ -41,24 +41,24 @@ class ReusedKV:
     positions: np.ndarray  # bool [canvas]: positions whose reused K/V are kept; no policy runs them
     selective: SelectiveRecompute | None = None  # if some of them are recomputed during decode
 
-    def absorb(self, seen: AskingRows) -> None:
+    def absorb(self, rows: PredictingRows) -> None:
         """Apply the result of a pass: the positions that it ran are no longer reused."""
         if self.selective is None:
             raise ValueError("nothing was to be recorded of this pass")
-        self.selective.absorb(seen)
-        self.positions[seen.rows] = False
+        self.selective.absorb(rows)
+        self.positions[rows.rows] = False
 
 
 #: Incremental work that writes K/V into a request's pages: yields positions times layers of each increment, and returns
 #: the result.
-Making = Generator[int, None, ReusedKV]
+KVWork = Generator[int, None, ReusedKV]
 
 
-def in_one_go(making: Making) -> ReusedKV:
-    """Run ``making`` to completion and return its result."""
+def run_to_completion(work: KVWork) -> ReusedKV:
+    """Run ``work`` to completion and return its result."""
     while True:
         try:
-            next(making)
+            next(work)
         except StopIteration as ended:
             made: ReusedKV = ended.value
             return made
@@ -70,7 +70,7 @@ class ReusedImages(RequestExtension):
 
     watcher: RowWatcher
     prefix: bool  # whether the prompt does not attend to later positions
-    making: Making | None = None  # until the K/V are in the request's pages
+    work: KVWork | None = None  # until the K/V are in the request's pages
     kv: ReusedKV | None = None  # from then on
     _reused: int = field(default=0, init=False)
 
@@ -92,16 +92,16 @@ class ReusedImages(RequestExtension):
         return self.kv is None or self.kv.selective is None
 
     def ready(self, most: int) -> bool:
-        """Continue ``making``. If any work was left and ``most`` is set, the first pass is due only at the next
+        """Continue ``work``. If any work was left and ``most`` is set, the first pass is due only at the next
         call."""
         ran = 0
-        while self.making is not None and (ran < most or not most):
+        while self.work is not None and (ran < most or not most):
             try:
-                ran += next(self.making)
+                ran += next(self.work)
             except StopIteration as ended:
-                self.making, self.kv = None, ended.value
+                self.work, self.kv = None, ended.value
                 self._reused = int(ended.value.positions.sum())
-        return self.making is None and not (most and ran)
+        return self.work is None and not (most and ran)
 
     def rows(self, rows: np.ndarray, *, first: bool) -> np.ndarray:
         """``rows`` without reused positions, except for those that are selected for recompute."""
@@ -113,13 +113,13 @@ class ReusedImages(RequestExtension):
     def watch(self, p: Pass, *, first: bool) -> Pass:
         if first or self.kv is None or self.kv.selective is None:
             return p
-        seen = np.full(len(p.wanted), p.visible)
+        limits = np.full(len(p.wanted), p.visible)
         if self.prefix:
-            seen[p.wanted < p.canvas.prompt_length] = p.canvas.prompt_length
-        return replace(p, observation=self.watcher.watch(self.kv.selective, p.rows, p.wanted, seen, p.pages))
+            limits[p.wanted < p.canvas.prompt_length] = p.canvas.prompt_length
+        return replace(p, observation=self.watcher.watch(self.kv.selective, p.rows, p.wanted, limits, p.pages))
 
     def after_forward(self, p: Pass, seconds: float) -> None:
-        if self.kv is not None and isinstance(p.observation, AskingRows):
+        if self.kv is not None and isinstance(p.observation, PredictingRows):
             self.kv.absorb(p.observation)
 
     def snapshot(self) -> ReusedKV | None:
@@ -155,8 +155,8 @@ class ImageKVReuse(Extension):
         policy = reuse_of(o.request)
         if policy is None:
             return None
-        making = self.make(policy, o.encoded, o.canvas, o.embeddings, o.deep, o.pages)
-        return ReusedImages(self._watcher, prefix, making=making)
+        work = self.make(policy, o.encoded, o.canvas, o.embeddings, o.deep, o.pages)
+        return ReusedImages(self._watcher, prefix, work=work)
 
     def restore(self, request: Request, canvas: Canvas, snapshot: object) -> ReusedImages | None:
         if not isinstance(snapshot, ReusedKV):
@@ -171,7 +171,7 @@ class ImageKVReuse(Extension):
         embeddings: Tensor,
         deep: DeepStack | None,
         pages: np.ndarray,
-    ) -> Making:
+    ) -> KVWork:
         """Write the K/V of the prompt's images into ``pages``. Returns which positions of the canvas prefill need not
         run.
 
@@ -184,18 +184,18 @@ class ImageKVReuse(Extension):
             return ReusedKV(kept)
         rows = np.concatenate([span.start + np.arange(n) for span, n in zip(encoded.spans, sizes, strict=True)])
         reused_NLGK = yield from self.images.found(encoded, sizes)
-        seen = None
+        measured = None
         if policy.layers and (policy.count(sizes) or policy.each_step):
-            end = self._looked_at(policy, rows, canvas)
-            seen = yield from self._look(policy, reused_NLGK, rows, canvas, embeddings[:end], deep)
+            end = self._measured_length(policy, rows, canvas)
+            measured = yield from self._measure(policy, reused_NLGK, rows, canvas, embeddings[:end], deep)
         self._write(reused_NLGK, rows, canvas, pages)
         kept[rows] = True
-        again = policy.choose(sizes, np.zeros(0) if seen is None else seen.deviation)
+        again = policy.choose(sizes, np.zeros(0) if measured is None else measured.deviation)
         kept[rows[again]] = False
-        if seen is None or not policy.each_step:
+        if measured is None or not policy.each_step:
             return ReusedKV(kept)
         layer = min(policy.layers, len(self._model.decoder.layers)) - 1
-        left = (np.delete(of_each, again) for of_each in (rows, seen.moved, seen.attended))
+        left = (np.delete(of_each, again) for of_each in (rows, measured.moved, measured.attended))
         return ReusedKV(kept, SelectiveRecompute(policy.each_step, layer, *left))
 
     def place(self, past: Past, canvas: Canvas, pages: np.ndarray) -> ReusedKV:
@@ -205,15 +205,15 @@ class ImageKVReuse(Extension):
         kept[past.rows] = True
         return ReusedKV(kept)
 
-    def _looked_at(self, policy: Reuse, rows: np.ndarray, canvas: Canvas) -> int:
+    def _measured_length(self, policy: Reuse, rows: np.ndarray, canvas: Canvas) -> int:
         """Length of the canvas prefix on which the K/V of ``rows``, or the policy's weights, depend."""
         if self._model.spec.attention is Attention.FULL:
             return canvas.size
-        if policy.weighed or self._model.spec.attention is Attention.PREFIX:
+        if policy.by_attention or self._model.spec.attention is Attention.PREFIX:
             return canvas.prompt_length
         return int(rows[-1]) + 1
 
-    def _look(
+    def _measure(
         self,
         policy: Reuse,
         reused_NLGK: list[Tensor],
@@ -236,10 +236,10 @@ class ImageKVReuse(Extension):
         def observe(layer: DecoderLayer, before_LD: Tensor) -> None:
             cos, sin = decoder.rotary(positions)
             q_LHK, k_LGK = (rotate(x, cos, sin) for x in layer.queries_and_keys(before_LD, slice(None)))
-            seen = torch.arange(1, len(before_LD) + 1, device=device) if self._causal else None
-            attended.copy_(column_sums(self._scores, q_LHK, k_LGK, seen)[at].sum(1))
+            limits = torch.arange(1, len(before_LD) + 1, device=device) if self._causal else None
+            attended.copy_(column_sums(self._scores, q_LHK, k_LGK, limits)[at].sum(1))
 
-        added, watch = deep_rows([(before, deep)]), observe if policy.weighed else None
+        added, watch = deep_rows([(before, deep)]), observe if policy.by_attention else None
         fresh = kv_alone(decoder, x_LD, positions, causal=self._causal, layers=layers, deep=added, observe=watch)
         for layer, of_layer in enumerate(fresh):
             for reused_LGK, found in zip(reused_NLGK, of_layer, strict=True):
@@ -250,7 +250,7 @@ class ImageKVReuse(Extension):
                 reused_LGK[layer] = own
             yield len(before)
         moved = moved.abs().sum(1)
-        deviation = moved * attended if policy.weighed else squared
+        deviation = moved * attended if policy.by_attention else squared
         return _Measured(*(x.cpu().numpy() for x in (deviation, moved, attended)))
 
     def _write(self, reused_NLGK: list[Tensor], rows: np.ndarray, canvas: Canvas, pages: np.ndarray) -> None:

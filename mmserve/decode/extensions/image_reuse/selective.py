@@ -34,7 +34,7 @@ class SelectiveRecompute:
         """Positions (int64, ascending) to run in the next pass of decode."""
         return self.positions[largest(self.moved * self.attended, self.each_step)]
 
-    def absorb(self, seen: AskingRows) -> None:
+    def absorb(self, seen: PredictingRows) -> None:
         """Apply the result of a completed pass: the positions that it ran are no longer candidates for recompute."""
         if seen.attention_L is None:
             raise ValueError("a pass is absorbed before it was run")
@@ -44,12 +44,12 @@ class SelectiveRecompute:
 
 
 @dataclass
-class AskingRows:
+class PredictingRows:
     """The attention of the predicting rows of one request in one pass. It is applied to the request's state only when
     the pass has succeeded."""
 
     rows: np.ndarray  # int64, all rows of the pass
-    asking_A: Tensor  # int64, indices of the rows that predict tokens
+    predicting_A: Tensor  # int64, indices of the rows that predict tokens
     layer: int
     attention: Callable[[Tensor], Tensor]  # from rotated queries [A, H, K] to weights, fp32 [L]
     attention_L: Tensor | None = None
@@ -58,11 +58,11 @@ class AskingRows:
         """Record the attention of the request's rows in ``layer``; ``q_RHK`` is before rotation. Their keys are in the
         store."""
         if layer == self.layer:
-            self.attention_L = self.attention(rotated_RHK[self.asking_A])
+            self.attention_L = self.attention(rotated_RHK[self.predicting_A])
 
 
 class RowWatcher:
-    """Creates ``AskingRows`` for the requests of one store; holds no state of any request."""
+    """Creates ``PredictingRows`` for the requests of one store; holds no state of any request."""
 
     def __init__(self, store: KVStore, dtype: torch.dtype) -> None:
         self._store = store
@@ -72,18 +72,18 @@ class RowWatcher:
 
     def watch(
         self, state: SelectiveRecompute, rows: np.ndarray, wanted: np.ndarray, seen: np.ndarray, pages: np.ndarray
-    ) -> AskingRows | None:
+    ) -> PredictingRows | None:
         """The observation of a pass over ``rows`` (int64, ascending): the ``wanted`` rows predict tokens, and each
         attends to the first ``seen`` positions. None if no positions are left to recompute."""
         if not len(state.positions):
             return None
         visible = int(seen.max())
         table = torch.from_numpy(pages[: pages_for(visible, self._store.page_size)]).to(self._store.device)
-        asking_A = torch.from_numpy(np.searchsorted(rows, wanted)).to(self._store.device)
+        predicting_A = torch.from_numpy(np.searchsorted(rows, wanted)).to(self._store.device)
         ragged = Ragged((len(wanted),), (visible,), (table,), table[:0], torch.from_numpy(seen).to(table.device))
 
-        def attention(asking_AHK: Tensor) -> Tensor:
-            summed_LH: Tensor = self._scores(asking_AHK, self._store.keys[state.layer], ragged)
+        def attention(queries_AHK: Tensor) -> Tensor:
+            summed_LH: Tensor = self._scores(queries_AHK, self._store.keys[state.layer], ragged)
             return summed_LH.sum(1)
 
-        return AskingRows(rows, asking_A, state.layer, attention)
+        return PredictingRows(rows, predicting_A, state.layer, attention)

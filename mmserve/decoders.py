@@ -39,7 +39,7 @@ def decoder_for(
     if isinstance(model, CanvasModel):
         if chosen or engine.kv_bits:
             raise ConfigError(
-                f"model {model.spec.name!r} keeps its K/V to itself: [engine] takes no sparse_* or kv_bits"
+                f"model {model.spec.name!r} has its own K/V cache, without [engine] sparse_* or kv_bits"
             )
         return UniformStateDecoder(model, offered)
     beside = model.companion

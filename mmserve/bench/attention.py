@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     config = measured_config(arguments)
     model = load_model(config.models[0])
     if isinstance(model, CanvasModel):
-        raise ConfigError(f"model {model.spec.name!r} keeps its K/V to itself: there is nothing to choose")
+        raise ConfigError(f"model {model.spec.name!r} has its own K/V cache, without a choice of attention")
     engine = resolve(config.engine)
     torch.set_num_threads(engine.torch_threads)
     prompts = list(_prompts(model, tasks, arguments.limit, arguments.seed, config.media))

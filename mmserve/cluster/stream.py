@@ -36,7 +36,7 @@ logger = logging.getLogger("mmserve.cluster")
 
 #: Timeout (seconds) for finding a worker that continues a stream.
 PATIENCE = 120.0
-_NOT_TAKEN_IN = "the session's frames are not taken in: their worker is being replaced; try again"
+_REPLACING = "the session accepts no frames while its worker is being replaced; try again"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ClusterStream:
                 raise self._ended
             if not accepted():
                 if not self._ready:
-                    raise Unavailable(_NOT_TAKEN_IN)
+                    raise Unavailable(_REPLACING)
                 self._streams.drop(self._journal.give_up())
             self._number, self._seconds = self._number + 1, frame.seconds
             given = GivenFrame(self._number, frame.seconds, pixels)
@@ -234,7 +234,7 @@ class ClusterStream:
             if self._ended is not None:
                 raise self._ended
             if not has() or self.owner is None:
-                raise Unavailable(_NOT_TAKEN_IN)
+                raise Unavailable(_REPLACING)
             return self.owner, self.worker, self.name
 
     # --- when its worker exits, or must give it up ---

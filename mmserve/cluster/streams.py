@@ -85,9 +85,9 @@ class ClusterStreams:
         self._stopped = False
         self._openers = ThreadPoolExecutor(_AT_ONCE, "mmserve-streams")
 
-    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> ClusterStream:
+    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, extra_bytes: int = 0) -> ClusterStream:
         """See ``Streams.open``; raises ``Unavailable`` if there is no worker."""
-        given = memory, tenant, vision, beside
+        given = memory, tenant, vision, extra_bytes
         stream = ClusterStream(self, given, self._settings.save_frames, self._settings.max_losses)
         with self._lock:
             check_count(self._config, len(self._open))

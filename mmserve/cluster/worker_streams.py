@@ -67,12 +67,12 @@ class WorkerStreams:
         self._saving = ThreadPoolExecutor(1, "mmserve-saving", lambda: torch.set_num_threads(1))
 
     def open(
-        self, name: str, memory: Memory, tenant: Tenant, vision: Vision | None, beside: int, parcel: Parcel = None
+        self, name: str, memory: Memory, tenant: Tenant, vision: Vision | None, extra_bytes: int, parcel: Parcel = None
     ) -> int:
         """See ``Streams.open``; with a state in ``parcel``, the stream continues from it. Returns the bytes reserved
         for it."""
         saved: StreamPayload | None = None if parcel is None else self._read(parcel)
-        kept = _Kept(self._streams.open(memory, tenant, vision, beside, saved))
+        kept = _Kept(self._streams.open(memory, tenant, vision, extra_bytes, saved))
         if saved is not None:
             kept.number = saved.number
             kept.seen.update((one.number, EncodedFrame(one.seconds, one.tokens, one.whole)) for one in saved.seen)

@@ -68,22 +68,22 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
     cos, sin = decoder.rotary(F.pad(places, (0, short)))
 
     def write(layer: int, k: Tensor, v: Tensor) -> None:
-        turned = rotate(k, cos, sin)
+        rotated = rotate(k, cos, sin)
         for rows, new in own:
             b = new.buffers
-            assert b.keys is not None and b.values is not None and b.turned is not None
-            for buffer, fresh in ((b.keys, k), (b.values, v), (b.turned, turned)):
+            assert b.keys is not None and b.values is not None and b.rotated is not None
+            for buffer, fresh in ((b.keys, k), (b.values, v), (b.rotated, rotated)):
                 buffer[layer, new.start : new.stop] = fresh[rows]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         write(layer, k, v)
         q = rotate(q, cos, sin)
-        seen = torch.zeros_like(q)
+        out = torch.zeros_like(q)
         for (rows, new), mask in zip(own, masks, strict=True):
-            keys, values = new.buffers.turned, new.buffers.values
+            keys, values = new.buffers.rotated, new.buffers.values
             assert keys is not None and values is not None
-            seen[rows] = _attention(q[rows], keys[layer, : new.stop], values[layer, : new.stop], mask)
-        return seen
+            out[rows] = _attention(q[rows], keys[layer, : new.stop], values[layer, : new.stop], mask)
+        return out
 
     last = len(decoder.layers) - 1
     for index, layer in enumerate(decoder.layers):

@@ -24,7 +24,7 @@ OVERHEAD = 1024
 
 
 @dataclass(frozen=True)
-class Old:
+class ArchivedFrame:
     """An archived frame that can be prefilled again: its rows, and its visual tokens ``[k, D]``."""
 
     unit: Unit
@@ -41,7 +41,7 @@ class Archive:
     """The newest frames whose tokens fit in ``most`` bytes; not thread-safe."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._frames = most, deque[Old]()
+        self._most, self._frames = most, deque[ArchivedFrame]()
         self.bytes = 0
 
     @property
@@ -49,12 +49,12 @@ class Archive:
         """Times of its frames, float64, ascending."""
         return np.array([one.unit.seconds for one in self._frames])
 
-    def add(self, shown: FrameRows) -> None:
+    def add(self, rows: FrameRows) -> None:
         """Add a frame, newer than all others, or an extended version of the newest unit; evicts the oldest frames if
         necessary."""
-        if self._frames and shown.number == self._frames[-1].number >= 0:
+        if self._frames and rows.number == self._frames[-1].number >= 0:
             self.bytes -= self._frames.pop().bytes
-        self._keep(Old(shown.unit, shown.tokens_kD.to("cpu", torch.bfloat16, copy=True), shown.number))
+        self._keep(ArchivedFrame(rows.unit, rows.tokens_kD.to("cpu", torch.bfloat16, copy=True), rows.number))
 
     def saved(self) -> ArchiveState | None:
         """The state for ``restore``; None if it is empty."""
@@ -80,15 +80,15 @@ class Archive:
         for i, number in enumerate(saved.numbers.tolist()):
             begin, seconds = saved.seconds[i].tolist()
             unit = Unit(ids[i].copy(), places[i].copy(), begin, seconds, int(saved.frames[i]))
-            self._keep(Old(unit, visual[i].clone(), number))
+            self._keep(ArchivedFrame(unit, visual[i].clone(), number))
 
-    def _keep(self, old: Old) -> None:
+    def _keep(self, old: ArchivedFrame) -> None:
         self._frames.append(old)
         self.bytes += old.bytes
         while self.bytes > self._most:
             self.bytes -= self._frames.popleft().bytes
 
-    def found(self, scope: Scope) -> list[Old]:
+    def found(self, scope: Scope) -> list[ArchivedFrame]:
         """Its frames within ``scope``, oldest first."""
         chosen = np.flatnonzero(inside(self.seconds, scope))
         return [self._frames[i] for i in chosen.tolist()] if len(chosen) else []
@@ -101,7 +101,7 @@ def inside(seconds: np.ndarray, scope: Scope) -> np.ndarray:
     return (seconds >= begin) & (seconds <= end)
 
 
-def evenly(frames: list[Old], most: int) -> list[Old]:
+def evenly(frames: list[ArchivedFrame], most: int) -> list[ArchivedFrame]:
     """At most ``most`` of ``frames``, evenly spaced and including the last one; at least one."""
     if len(frames) <= max(1, most):
         return frames

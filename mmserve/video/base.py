@@ -98,10 +98,10 @@ class Stream(Protocol):
 class Streams(Protocol):
     """All streams of one engine."""
 
-    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> Stream:
+    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, extra_bytes: int = 0) -> Stream:
         """Open a stream whose frames are pruned by ``vision`` (default: not pruned).
 
-        ``beside``: additional bytes reserved for its session. Raises ``InvalidArgument``, ``Unimplemented`` if the
+        ``extra_bytes``: additional bytes reserved for its session. Raises ``InvalidArgument``, ``Unimplemented`` if the
         model does not support these settings, ``ResourceExhausted`` if the limits for all streams are reached.
         """
         ...

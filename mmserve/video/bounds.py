@@ -16,6 +16,6 @@ def check_bytes(config: VideoConfig, held: int, more: int) -> None:
     """Raises ``ResourceExhausted`` if ``more`` bytes in addition to the ``held`` ones exceed the limit."""
     if held + more > config.total_bytes:
         raise ResourceExhausted(
-            f"open streams have {held} bytes set aside, and this one needs {more}; [video] "
+            f"open streams reserve {held} bytes, and this one needs {more}; [video] "
             f"total_bytes allows {config.total_bytes}; try again later, or keep less"
         )

@@ -32,10 +32,10 @@ class Forest:
             after = node
         return after
 
-    def seen(self) -> np.ndarray:
+    def mask(self) -> np.ndarray:
         """The attention mask of the nodes, bool ``[nodes, nodes]``: each attends to itself and its ancestors."""
-        seen = np.eye(len(self), dtype=bool)
+        mask = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
-                seen[node] |= seen[parent]
-        return seen
+                mask[node] |= mask[parent]
+        return mask

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from mmserve.video.messages import Credit, Numbered, both, ended_keys, join_key, response_bytes
+from mmserve.video.messages import Credit, Numbered, both, completed_keys, merge_key, response_bytes
 
 #: Multiple of its credit that a client may push without credit before the session ends.
 MOST_BEYOND = 10
@@ -25,7 +25,7 @@ class Requests:
         Raises ``InvalidArgument`` if preceding requests are missing.
         """
         if index < 1 or index > self.taken + 1:
-            raise InvalidArgument.of("index", f"must be {self.taken + 1}, the one after the last taken, not {index}")
+            raise InvalidArgument.of("index", f"must be {self.taken + 1}, the one after the last received, not {index}")
         if index <= self.taken:
             return False
         self.taken = index
@@ -88,13 +88,13 @@ class Responses:
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
         self._unsent: OrderedDict[int, Numbered] = OrderedDict()  # by the order in which they came
-        self._joined: dict[Hashable, int] = {}  # indices of those that others with the same key can be merged with
+        self._mergeable: dict[Hashable, int] = {}  # indices of those that others with the same key can be merged with
         self._added = 0
         self.unsent_bytes = 0  # approximate bytes not sent yet
         self._sent: deque[_Sent] = deque()
         self._next = 0  # index in ``_sent`` of the next one for this connection
         self._index = 0  # index of the last one sent
-        self._forgotten = 0  # index of the last one that cannot be sent again
+        self._dropped_up_to = 0  # index of the last one that cannot be sent again
         self._bytes = 0  # of ``_sent``
 
     @property
@@ -109,20 +109,20 @@ class Responses:
 
     def add(self, response: Numbered) -> None:
         """Queue ``response``."""
-        key = join_key(response)
-        at = None if key is None else self._joined.get(key)
+        key = merge_key(response)
+        at = None if key is None else self._mergeable.get(key)
         if at is None:
             at = self._added = self._added + 1
             if key is not None:
-                self._joined[key] = at
+                self._mergeable[key] = at
         else:
             before = self._unsent[at]
             self.unsent_bytes -= response_bytes(before)
             response = both(before, response)
         self._unsent[at] = response
         self.unsent_bytes += response_bytes(response)
-        for ended in ended_keys(response, self._joined):
-            self._joined.pop(ended, None)
+        for ended in completed_keys(response, self._mergeable):
+            self._mergeable.pop(ended, None)
 
     def send(self) -> tuple[int, Numbered] | None:
         """The next response to send, with its index; None if there is none."""
@@ -130,9 +130,9 @@ class Responses:
             sent = self._sent[self._next]
         elif self._unsent:
             at, response = self._unsent.popitem(last=False)
-            key = join_key(response)
-            if key is not None and self._joined.get(key) == at:
-                del self._joined[key]
+            key = merge_key(response)
+            if key is not None and self._mergeable.get(key) == at:
+                del self._mergeable[key]
             self._index += 1
             sent = _Sent(self._index, response, response_bytes(response))
             self.unsent_bytes -= sent.size
@@ -142,13 +142,13 @@ class Responses:
             return None
         self._next += 1
         while self._bytes > self._kept_bytes and self._next > 1:
-            self._forgotten = self._drop()
+            self._dropped_up_to = self._drop()
         return sent.index, sent.response
 
     def clear(self) -> None:
         """Drop all responses."""
         self._unsent.clear()
-        self._joined.clear()
+        self._mergeable.clear()
         self._sent.clear()
         self._next = self._bytes = self.unsent_bytes = 0
 
@@ -161,9 +161,9 @@ class Responses:
 
     def resume(self, received: int) -> None:
         """Send everything after ``received`` again; raises ``FailedPrecondition`` if that is not kept."""
-        if received < self._forgotten:
+        if received < self._dropped_up_to:
             raise FailedPrecondition(
-                f"responses up to {self._forgotten} are not kept any more, and only those up to {received} were "
+                f"responses up to {self._dropped_up_to} are not kept any more, and only those up to {received} were "
                 "received; confirm responses more often, and open a new session"
             )
         self.confirm(received)

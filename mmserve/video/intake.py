@@ -19,7 +19,7 @@ from mmserve.prune.base import Pruner
 from mmserve.video.append import append
 from mmserve.video.base import EncodedFrame, Frame
 from mmserve.video.layout import FrameRows, encode_frame
-from mmserve.video.state import Coming, Streaming, StreamState
+from mmserve.video.state import PlannedRows, Streaming, StreamState
 
 logger = logging.getLogger("mmserve.video")
 
@@ -40,7 +40,7 @@ class Saving:
     future: Future[StreamPayload] = field(default_factory=Future)
 
 
-class Taking(Protocol):
+class FrameStream(Protocol):
     """A stream whose frames are processed."""
 
     vision: Vision
@@ -53,87 +53,91 @@ class _Frame:
     """A frame after the tower, and its rows."""
 
     state: StreamState
-    stream: Taking
+    stream: FrameStream
     waiting: Waiting
-    shown: FrameRows
-    rows: Coming | None = None
+    rows: FrameRows
+    planned: PlannedRows | None = None
 
 
-def take_in(model: Streaming, batch: Sequence[tuple[Taking, Waiting]]) -> None:
+def process_frames(model: Streaming, batch: Sequence[tuple[FrameStream, Waiting]]) -> None:
     """Process the frames of ``batch``, in order for each stream; each future is then done, or has failed."""
-    coming: list[_Frame] = []
+    frames: list[_Frame] = []
     for stream, waiting in batch:
         state = stream.state
         try:
             if state is None:
                 raise closed()
-            shown = encode_frame(model.model, state.units.with_open(waiting.frame), stream.pruner, stream.vision.amount)
-            coming.append(_Frame(state, stream, waiting, state.units.chosen(shown)))
+            rows = encode_frame(model.model, state.units.with_open(waiting.frame), stream.pruner, stream.vision.amount)
+            frames.append(_Frame(state, stream, waiting, state.units.chosen(rows)))
         except BaseException as error:  # noqa: BLE001 - of one frame: the others go on
             failed(waiting, error)
-    while coming:
-        now, coming = _together(coming)
-        if _run(model, now, alone=len(now) == 1):
+    while frames:
+        chosen, frames = _next_pass(frames)
+        if _run(model, chosen, alone=len(chosen) == 1):
             continue
-        for c in now:  # repeat one by one: only the frame that causes the failure must fail
-            _run(model, _together([c])[0], alone=True)
+        for f in chosen:  # repeat one by one: only the frame that causes the failure must fail
+            _run(model, _next_pass([f])[0], alone=True)
 
 
-def _run(model: Streaming, now: Sequence[_Frame], *, alone: bool) -> bool:
+def _run(model: Streaming, chosen: Sequence[_Frame], *, alone: bool) -> bool:
     """Write the rows of frames and make them visible to questions. Returns False if nothing is written and it can be
     repeated.
 
     An ``alone`` frame fails instead.
     """
     try:
-        append(model.model, [c.rows.new for c in now if c.rows is not None and c.rows.new is not None], model.floor)
+        append(
+            model.model,
+            [f.planned.new for f in chosen if f.planned is not None and f.planned.new is not None],
+            model.floor,
+        )
     except BaseException as error:  # noqa: BLE001
         if not alone:
-            logger.warning("a pass of %d frames failed, and is repeated for each of them: %r", len(now), error)
+            logger.warning("a pass of %d frames failed, and is repeated for each of them: %r", len(chosen), error)
             return False
-        for c in now:
-            failed(c.waiting, error)
+        for f in chosen:
+            failed(f.waiting, error)
         return True
     lost: dict[int, BaseException] = {}  # streams with a failed frame, whose later rows cannot be written
-    for c in now:
+    for f in chosen:
         try:
-            if (before := lost.get(id(c.state))) is not None:
+            if (before := lost.get(id(f.state))) is not None:
                 raise before
-            assert c.rows is not None
-            c.state.commit(c.rows, c.shown)
+            assert f.planned is not None
+            f.state.commit(f.planned, f.rows)
         except BaseException as error:  # noqa: BLE001 - of one stream: the others go on
-            lost[id(c.state)] = error
-            failed(c.waiting, error)
+            lost[id(f.state)] = error
+            failed(f.waiting, error)
             continue
-        if c.stream.state is None:
-            failed(c.waiting, closed())
-        elif c.waiting.future.set_running_or_notify_cancel():
-            c.waiting.future.set_result(c.shown.seen)
+        if f.stream.state is None:
+            failed(f.waiting, closed())
+        elif f.waiting.future.set_running_or_notify_cancel():
+            f.waiting.future.set_result(f.rows.seen)
     return True
 
 
-def _together(coming: list[_Frame]) -> tuple[list[_Frame], list[_Frame]]:
+def _next_pass(frames: list[_Frame]) -> tuple[list[_Frame], list[_Frame]]:
     """The frames of the next pass, and the others: for each stream the first, and those that fit after it."""
-    now: list[_Frame] = []
+    chosen: list[_Frame] = []
     later: list[_Frame] = []
-    beside: dict[int, Coming] = {}
+    planned_of: dict[int, PlannedRows] = {}
     full: set[int] = set()
-    for c in coming:
-        own, state = id(c.state), c.state
-        before = beside.get(own)
-        if own in full or (before is not None and not state.has_room(c.shown, before)):
+    for f in frames:
+        own, state = id(f.state), f.state
+        before = planned_of.get(own)
+        if own in full or (before is not None and not state.has_room(f.rows, before)):
             full.add(own)
-            later.append(c)
+            later.append(f)
             continue
         try:
             if before is None:
-                state.make_room(c.shown)
-            c.rows = beside[own] = state.coming(c.shown, before)
+                state.make_room(f.rows)
+            f.planned = planned_of[own] = state.plan_append(f.rows, before)
         except BaseException as error:  # noqa: BLE001 - of one stream: the others go on
-            failed(c.waiting, error)
+            failed(f.waiting, error)
             continue
-        now.append(c)
-    return now, later
+        chosen.append(f)
+    return chosen, later
 
 
 def closed() -> Cancelled:

@@ -36,9 +36,9 @@ from mmserve.video.rows import Table, Unit
 
 def streaming_model(model: Model) -> LoadedModel:
     """``model``, if it supports streams; otherwise raises ``Unimplemented`` with the reason."""
-    unable = f"model {model.spec.name!r} keeps no streams of video"
+    unable = f"model {model.spec.name!r} supports no streams of video"
     if isinstance(model, CanvasModel):
-        raise Unimplemented(f"{unable}: its network keeps its K/V to itself")
+        raise Unimplemented(f"{unable}: its network has its own K/V cache")
     if model.spec.video_id is None or model.vision is None or not model.vision.frames_per_video:
         raise Unimplemented(f"{unable}: it takes no videos; ask one that does")
     if not model.decoder.config.plain_attention:
@@ -46,7 +46,7 @@ def streaming_model(model: Model) -> LoadedModel:
     return model
 
 
-def around(model: LoadedModel, request: Request) -> tuple[np.ndarray, np.ndarray]:
+def surrounding_ids(model: LoadedModel, request: Request) -> tuple[np.ndarray, np.ndarray]:
     """Ids (int64) of a chat before the stream, which precedes its last message's text, and after it; for typed
     questions up to where they begin.
 
@@ -58,7 +58,7 @@ def around(model: LoadedModel, request: Request) -> tuple[np.ndarray, np.ndarray
         content: list[dict[str, str]] = []
         for p, part in enumerate(message.parts):
             if not isinstance(part, TextPart):
-                raise InvalidArgument.of(f"messages[{m}].parts[{p}]", "must be text: the stream is what is asked about")
+                raise InvalidArgument.of(f"messages[{m}].parts[{p}]", "must be text: the video is the stream")
             content.append({"type": "text", "text": part.text})
         chat.append({"role": message.role, "content": content})
     if not chat:
@@ -73,7 +73,7 @@ def around(model: LoadedModel, request: Request) -> tuple[np.ndarray, np.ndarray
     found = np.flatnonzero(ids == model.spec.video_id)
     if len(found) != 1:
         raise FailedPrecondition(
-            f"the chat format of model {model.spec.name!r} takes no video in front of the last message's text"
+            f"the chat format of model {model.spec.name!r} takes no video before the last message's text"
         )
     if (np.delete(ids, found) >= model.vocab_size).any():
         raise InvalidArgument.of("messages", "the text holds a placeholder of media that this model does not take")
@@ -119,10 +119,10 @@ class FrameRows:
         """With only the ``chosen`` visual tokens (bool ``[k]``); if there are none, the label is removed, too."""
         if chosen.all():
             return self
-        left = np.full(len(self.ids), bool(chosen.any()))
-        left[self.ids == VISUAL] = chosen
+        kept_rows = np.full(len(self.ids), bool(chosen.any()))
+        kept_rows[self.ids == VISUAL] = chosen
         tokens = self.tokens_kD[torch.from_numpy(chosen).to(self.tokens_kD.device)]
-        unit = replace(self.unit, ids=self.ids[left], coordinates=self.unit.coordinates[:, left])
+        unit = replace(self.unit, ids=self.ids[kept_rows], coordinates=self.unit.coordinates[:, kept_rows])
         return replace(self, unit=unit, tokens_kD=tokens)
 
 
@@ -155,12 +155,12 @@ def encode_frame(
         plans = pruner.plans([grid.view for grid in clip.grids], amount)
     tokens, chosen = pruned(clip, plans)
     ids = ids_of(clip.pieces, model.tokenizer).numpy()
-    left = ids != VISUAL
-    left[np.flatnonzero(~left)[chosen.numpy()]] = True
+    kept_rows = ids != VISUAL
+    kept_rows[np.flatnonzero(~kept_rows)[chosen.numpy()]] = True
     coordinates = np.zeros((axes, len(ids)), dtype=np.int64)
     if axes and clip.coordinates is not None:
         coordinates[:, ids == VISUAL] = clip.coordinates.numpy()
-    unit = Unit(ids[left], coordinates[:, left], frames[0].seconds, frames[-1].seconds, len(frames))
+    unit = Unit(ids[kept_rows], coordinates[:, kept_rows], frames[0].seconds, frames[-1].seconds, len(frames))
     return FrameRows(unit, tokens, detail, seen, frames, len(frames) < vision.frames_per_grid)
 
 
@@ -216,7 +216,7 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
     frames are rotated to their new positions. Raises ``InvalidArgument`` if prompt and answer exceed ``most`` rows, or
     the model's positions.
     """
-    before, after = around(model, request)
+    before, after = surrounding_ids(model, request)
     table, own = branch.table, np.array_equal(before, branch.header)
     sinks = len(branch.header)
     kept = table if own else table.take(np.arange(sinks, len(table)))
@@ -241,8 +241,8 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
         past = Past(np.arange(start, start + held), branch.keys[:, skip:], branch.values[:, skip:])
     spans = () if past is not None or len(kept.coordinates) else _spans(kept, start, places)
     encoded = Encoded(ids, start + kept.visual, branch.tokens_kD, places=places, spans=spans, past=past)
-    spared = reused(reuse_of(request), encoded) if past is None else len(past.rows)
-    return encoded, len(ids) - spared
+    skipped = reused(reuse_of(request), encoded) if past is None else len(past.rows)
+    return encoded, len(ids) - skipped
 
 
 def _places(kept: Table, shift: int, front: np.ndarray, after: int) -> np.ndarray | None:

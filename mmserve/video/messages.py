@@ -235,7 +235,7 @@ def _token_bytes(token: CommittedToken) -> int:
     return _OVERHEAD * (1 + len(token.alternatives)) + 4 * len(token.text) + len(token.text_bytes)
 
 
-def join_key(response: Numbered) -> Hashable | None:
+def merge_key(response: Numbered) -> Hashable | None:
     """Unsent responses with the same key are merged (``both``); None = not merged."""
     match response:
         case FramesTaken():
@@ -245,7 +245,7 @@ def join_key(response: Numbered) -> Hashable | None:
     return None
 
 
-def ended_keys(response: Numbered, keys: Iterable[Hashable]) -> list[Hashable]:
+def completed_keys(response: Numbered, keys: Iterable[Hashable]) -> list[Hashable]:
     """The keys of ``keys`` that are complete after ``response``: the id of a question may be used again."""
     match response:
         case Answer(question_id, Finished() as event):
@@ -268,4 +268,4 @@ def both(old: Numbered, new: Numbered) -> Numbered:
             return Answer(name, second.after(first))
         case Answer(name, Snapshot() as first), Answer(_, Snapshot() as second):
             return Answer(name, replace(second, edited=first.edited + second.edited))
-    raise TypeError(f"{old!r} and {new!r} cannot be joined")
+    raise TypeError(f"{old!r} and {new!r} cannot be merged")

@@ -100,12 +100,12 @@ class Waiting:
         """Drop the oldest frame, or every second one from the oldest; never the newest. Returns the number of
         frames."""
         old = [item for item in self._queue if isinstance(item, WaitingFrame)][:-1]
-        gone = old[:1] if self._policy is Overload.DROP_OLDEST else old[::2]
-        for item in gone:
+        dropped = old[:1] if self._policy is Overload.DROP_OLDEST else old[::2]
+        for item in dropped:
             self._count(item, -1)
-        kept = {id(item) for item in gone}
-        self._queue = deque(item for item in self._queue if id(item) not in kept)
-        return len(gone)
+        dropped_ids = {id(item) for item in dropped}
+        self._queue = deque(item for item in self._queue if id(item) not in dropped_ids)
+        return len(dropped)
 
     def _count(self, item: WaitingFrame, sign: int) -> None:
         self.frames += sign

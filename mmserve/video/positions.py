@@ -32,7 +32,7 @@ def laid_out(visual_n: np.ndarray, coordinates_An: np.ndarray) -> np.ndarray:
     return axis_places(torch.from_numpy(visual_n), torch.from_numpy(own)).numpy()
 
 
-def going_on(
+def continued(
     places: np.ndarray, before: tuple[np.ndarray, np.ndarray], rows: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:
     """Positions (int64 ``[n + 1]`` or ``[A, n + 1]``) of new ``rows`` after those at ``places``, and of the next row.

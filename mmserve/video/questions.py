@@ -40,27 +40,27 @@ class Question:
     submitted: bool = False
     late: asyncio.TimerHandle | None = None  # timer that ends it at its deadline, until it is asked
     asked: Asked | None = None
-    held: list[Event] | None = field(default_factory=list)  # events that arrived before ``Asked``
+    early: list[Event] | None = field(default_factory=list)  # events that arrived before ``Asked``
     begun: float = field(default_factory=time.monotonic)
 
 
 class Questions:
     """Used on the event loop of their session.
 
-    ``ask`` asks the stream; ``report`` sends a response; ``soon`` schedules a call on the loop, from any thread;
+    ``ask`` asks the stream; ``report`` sends a response; ``call_soon`` schedules a call on the loop, from any thread;
     ``changed`` is called when a question has ended.
     """
 
     def __init__(
         self,
-        around: SessionContext,
+        context: SessionContext,
         ask: Callable[[Request, Scope | None, Sink], Awaitable[Asked]],
         report: Callable[[m.Numbered], None],
-        soon: Callable[..., None],
+        call_soon: Callable[..., None],
         changed: Callable[[], None],
     ) -> None:
-        self._around, self._ask = around, ask
-        self._report, self._soon, self._changed = report, soon, changed
+        self._context, self._ask = context, ask
+        self._report, self._call_soon, self._changed = report, call_soon, changed
         self._questions: dict[str, Question] = {}
         self.count = 0  # total number of questions
 
@@ -78,9 +78,9 @@ class Questions:
         if ask.question_id in self._questions:
             raise InvalidArgument.of("ask.question_id", f"{ask.question_id!r} is a question in progress")
         self.count += 1
-        recorder = self._around.recorder()
+        recorder = self._context.recorder()
         try:
-            if len(self._questions) >= (most := self._around.config.max_questions):
+            if len(self._questions) >= (most := self._context.config.max_questions):
                 raise ResourceExhausted(
                     f"a session has at most {most} ([video] max_questions) questions at once; "
                     "wait for one to be answered"
@@ -129,9 +129,9 @@ class Questions:
             return  # cancelled
         try:
             if not frames:
-                raise FailedPrecondition("no frame has been taken yet; push one before asking")
+                raise FailedPrecondition("no frame has been appended yet; push one before asking")
             question.submitted = True
-            sink = partial(self._soon, self._answered, question)
+            sink = partial(self._call_soon, self._answered, question)
             question.asked = await self._ask(question.request, question.ask.scope, sink)
         except asyncio.CancelledError:  # the session ended during the call
             self._stop(question)
@@ -139,22 +139,22 @@ class Questions:
         except Exception as error:  # noqa: BLE001 - the same
             self._end(question, reported(error))
             return
-        held, question.held = question.held or [], None
+        early, question.early = question.early or [], None
         if self._questions.get(question.ask.question_id) is not question:  # it ended before the engine received it
             self._stop(question)
             return
         self._report(m.Answer(question.ask.question_id, question.asked))
-        for event in held:
+        for event in early:
             self._answered(question, event)
 
     def _stop(self, question: Question) -> None:
         """Cancel its request in the engine."""
-        self._around.cancel(question.request.id)
+        self._context.cancel(question.request.id)
 
     def _answered(self, question: Question, event: Event) -> None:
         """Process an event of the question's request."""
-        if question.held is not None:
-            question.held.append(event)
+        if question.early is not None:
+            question.early.append(event)
             return
         if self._questions.get(question.ask.question_id) is not question:
             return
@@ -178,7 +178,7 @@ class Questions:
 
     def _moments(self, question: Question, event: Event) -> tuple[Moment, ...]:
         """The times mentioned in an answer that are known on the session's clock."""
-        asked, period = question.asked, self._around.label_period
+        asked, period = question.asked, self._context.label_period
         if not isinstance(event, Finished) or asked is None or not period:
             return ()
         return tuple(x for x in moments(event.text, asked.begin, asked.end, period) if x.seconds is not None)

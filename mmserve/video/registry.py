@@ -91,16 +91,16 @@ class Registry:
 
     def opened(self, open_id: str, tenant: Tenant) -> Session | None:
         """The session that ``tenant`` opened under ``open_id``, if its client has not sent anything since."""
-        mine = (session for session in self._sessions.values() if session.tenant.name == tenant.name)
-        return next((s for s in mine if open_id and s.open_id == open_id and s.untouched), None)
+        own = (session for session in self._sessions.values() if session.tenant.name == tenant.name)
+        return next((s for s in own if open_id and s.open_id == open_id and s.untouched), None)
 
     def notice(self, session: Session) -> GoAway | None:
         """The notice for a new connection of ``session``, if a drain is in progress."""
         ends = [self._ends[owner] for owner in (None, session.owner) if owner in self._ends]
         if not ends:
             return None
-        why = "the server is shutting down" if None in self._ends else "the session's model is being replaced"
-        return GoAway(max(0.0, min(ends) - time.monotonic()), why)
+        reason = "the server is shutting down" if None in self._ends else "the session's model is being replaced"
+        return GoAway(max(0.0, min(ends) - time.monotonic()), reason)
 
     async def drain(self, seconds: float, owner: object = None) -> None:
         """Announce the end to all sessions, or to those of the engine ``owner``; end those left after ``seconds``.
@@ -116,11 +116,11 @@ class Registry:
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), seconds)
-        why = "the server is shutting down" if owner is None else "the session's model is not served any more"
+        reason = "the server is shutting down" if owner is None else "the session's model is not served any more"
         if left := self._of(owner):
-            logger.info("%d sessions are ended: %s", len(left), why)
+            logger.info("%d sessions are ended: %s", len(left), reason)
         for session in left:
-            session.end(Unavailable(f"{why}; open a new session" + (" on another server" if owner is None else "")))
+            session.end(Unavailable(f"{reason}; open a new session" + (" on another server" if owner is None else "")))
         if owner is not None:
             del self._ends[owner]
         elif self._sweeping is not None:
@@ -148,5 +148,5 @@ class Registry:
                     logger.info("a session without a connection ended after %g s", self._config.resume_seconds)
                     session.end(None)
                 elif now - session.last_request > self._config.idle_seconds and session.idle:
-                    why = f"no request came for {self._config.idle_seconds:g} seconds ([video] idle_seconds)"
-                    session.end(DeadlineExceeded(f"{why}, and nothing was in progress; open a new session"))
+                    reason = f"no request came for {self._config.idle_seconds:g} seconds ([video] idle_seconds)"
+                    session.end(DeadlineExceeded(f"{reason}, and nothing was in progress; open a new session"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmserve.encode.watching import VISUAL
 from mmserve.models.base import LoadedModel
 from mmserve.video.memory import Kind
-from mmserve.video.positions import going_on, laid_out
+from mmserve.video.positions import continued, laid_out
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Table:
 
     def after(self, before: Table) -> Table:
         """The same rows at the positions after ``before``."""
-        return self.at(going_on(before.places, before.shape, self.shape)[..., :-1])
+        return self.at(continued(before.places, before.shape, self.shape)[..., :-1])
 
     def at(self, places: np.ndarray) -> Table:
         """The same rows at positions ``places``."""
@@ -84,7 +84,7 @@ class Table:
     def following(self) -> int:
         """The position of text after the rows."""
         text = np.zeros(1, dtype=bool), np.zeros((len(self.coordinates), 1), dtype=np.int64)
-        return int(going_on(self.places, self.shape, text)[..., 0].max())
+        return int(continued(self.places, self.shape, text)[..., 0].max())
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -119,13 +119,13 @@ class Buffers:
     """Tensors of a stream's rows with a capacity of ``C``. Written rows never change: eviction copies the kept ones to
     other buffers. So a view of the first n rows is an immutable branch of the stream.
 
-    ``keys``, ``values``: ``[N, C, G, K]``, keys before rotation; ``turned``: the rotated keys, for passes over new
+    ``keys``, ``values``: ``[N, C, G, K]``, keys before rotation; ``rotated``: the rotated keys, for passes over new
     rows. They are None if every question computes K/V again. ``features [C, D]``: visual tokens, None if not needed.
     """
 
     keys: Tensor | None
     values: Tensor | None
-    turned: Tensor | None
+    rotated: Tensor | None
     features: Tensor | None
 
     @classmethod
@@ -133,27 +133,27 @@ class Buffers:
         """Empty buffers."""
         c = model.decoder.config
         shape = (c.num_layers, capacity, c.num_kv_heads, c.head_dim)
-        keys, values, turned = (
+        keys, values, rotated = (
             torch.empty(shape, dtype=model.dtype, device=model.device) if kv else None for _ in range(3)
         )
         tokens = torch.zeros(capacity, model.width, dtype=model.dtype, device=model.device) if features else None
-        return cls(keys, values, turned, tokens)
+        return cls(keys, values, rotated, tokens)
 
     def copy_rows(self, source: Buffers, index: np.ndarray, at: int) -> None:
         """Copy rows ``index`` (int64) of ``source`` to consecutive rows from ``at``, without rotated keys."""
         for name, axis in (("keys", 1), ("values", 1), ("features", 0)):
-            mine, theirs = getattr(self, name), getattr(source, name)
-            if mine is not None:
-                rows = torch.from_numpy(index).to(mine.device)
-                mine.narrow(axis, at, len(index)).copy_(theirs.index_select(axis, rows))
+            target, values = getattr(self, name), getattr(source, name)
+            if target is not None:
+                rows = torch.from_numpy(index).to(target.device)
+                target.narrow(axis, at, len(index)).copy_(values.index_select(axis, rows))
 
-    def turn(self, model: LoadedModel, places: np.ndarray) -> None:
+    def rotate_keys(self, model: LoadedModel, places: np.ndarray) -> None:
         """Rotate the keys of the first rows to their positions ``places`` (int64 ``[n]`` or ``[A, n]``)."""
-        if self.keys is None or self.turned is None:
+        if self.keys is None or self.rotated is None:
             return
         rows = places.shape[-1]
         cos, sin = model.decoder.rotary(torch.from_numpy(places).to(model.device))
-        self.turned[:, :rows] = rotate(self.keys[:, :rows], cos, sin)
+        self.rotated[:, :rows] = rotate(self.keys[:, :rows], cos, sin)
 
 
 def row_bytes(model: LoadedModel, *, kv: bool, features: bool) -> int:

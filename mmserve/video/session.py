@@ -72,7 +72,7 @@ class Session:
         tenant: Tenant,
         stream: Stream,
         reader: Reader,
-        around: SessionContext,
+        context: SessionContext,
         overload: Overload,
         ended: Callable[[Session], None],
     ) -> None:
@@ -84,8 +84,8 @@ class Session:
         self.last_request = time.monotonic()
         self.error: MMServeError | None = None  # error with which it ended
         self.over = False
-        self._stream, self._reader, self._around, self._ended = stream, reader, around, ended
-        self._config = config = around.config
+        self._stream, self._reader, self._context, self._ended = stream, reader, context, ended
+        self._config = config = context.config
         self._loop = asyncio.get_running_loop()
         self._changes = Changes()
         self._requests = Requests()
@@ -102,10 +102,10 @@ class Session:
         self._waiting = Waiting(overload, config.waiting_frames, config.waiting_bytes)
         self._taking = False  # whether the first waiting item is being processed
         self._appending = 0  # frames being appended to the stream
-        self._watches = Watches(around, self._report, self._look_again)
-        self._calls = StreamCalls(stream, around.work)
+        self._watches = Watches(context, self._report, self._wake)
+        self._calls = StreamCalls(stream, context.work)
         self._questions = Questions(
-            around, lambda *args: self._calls.call(stream.ask, *args), self._report, self._soon, self._look_again
+            context, lambda *args: self._calls.call(stream.ask, *args), self._report, self._call_soon, self._wake
         )
         self._closing = False
         self._closed = False
@@ -125,7 +125,7 @@ class Session:
         if received is not None:
             self._response_queue.responses.resume(received)
             self._stats = replace(self._stats, resumes=self._stats.resumes + 1)
-            self._around.metrics.resumed()
+            self._context.metrics.resumed()
         self.last_request = time.monotonic()
         return self._response_queue.attach()
 
@@ -168,8 +168,8 @@ class Session:
             task.remove_done_callback(self._broken)
             task.cancel()
         self._questions.end_all(Cancelled("the session ended"))
-        for held in (self._to_decode, self._waiting, self._watches, self._response_queue.responses):
-            held.clear()  # immediately: a connection whose client does not read may keep the session object alive
+        for queue in (self._to_decode, self._waiting, self._watches, self._response_queue.responses):
+            queue.clear()  # immediately: a connection whose client does not read may keep the session object alive
         if not self._closed:
             self._tasks.append(self._loop.create_task(self._calls.close()))
         self._response_queue.fail(error)
@@ -208,7 +208,7 @@ class Session:
                 self._watches.name(request)
                 self._queue(_Queued(request, size))
             case m.Unwatch(watch_id):
-                self._watches.unname(watch_id)
+                self._watches.release_id(watch_id)
                 self._queue(_Queued(request, size))
             case m.GetStatistics():
                 self._queue(_Queued(request, size))
@@ -225,7 +225,7 @@ class Session:
         elif self._window.push(size):
             self._queue(_Pushed(push, origin, size))
         else:
-            self._fail_push(origin, ResourceExhausted("it was pushed without credit; wait for `credit`"))
+            self._fail_push(origin, ResourceExhausted("the push was sent without credit; wait for `credit`"))
 
     def _queue(self, item: _Pushed | _Queued) -> None:
         others = len(self._waiting) - self._waiting.frames
@@ -256,8 +256,8 @@ class Session:
             self._loop.call_soon_threadsafe(self._frame, WaitingFrame(frame, pushed.origin))
 
         try:
-            async with self._around.filled(pushed.push) as push:
-                await self._around.work(self._reader.read, push, take, self._check)
+            async with self._context.filled(pushed.push) as push:
+                await self._context.work(self._reader.read, push, take, self._check)
         except Exception as error:  # noqa: BLE001 - one push's failure is its own
             self._fail_push(pushed.origin, reported(error))
         finally:
@@ -274,7 +274,7 @@ class Session:
         dropped = self._waiting.put(frame)
         if dropped:
             self._stats = replace(self._stats, frames_dropped=self._stats.frames_dropped + dropped)
-            self._around.metrics.dropped(dropped)
+            self._context.metrics.dropped(dropped)
             self._report(m.FramesTaken(0, dropped, self._stats.seconds, 0.0))
         self._changes.notify()
 
@@ -323,7 +323,7 @@ class Session:
             return
         self._appending += 1
         watches = self._watches.asked
-        future.add_done_callback(lambda done: self._soon(self._seen, waiting, watches, done))
+        future.add_done_callback(lambda done: self._call_soon(self._seen, waiting, watches, done))
 
     def _seen(self, waiting: WaitingFrame, watches: tuple[Watching, ...], done: Future[EncodedFrame]) -> None:
         self._appending -= 1
@@ -338,7 +338,7 @@ class Session:
         seconds = waiting.frame.seconds
         self._stats = replace(self._stats, frames_taken=self._stats.frames_taken + 1, seconds=seconds)
         ready = time.monotonic() - waiting.origin.arrived
-        self._around.metrics.taken(ready)
+        self._context.metrics.taken(ready)
         self._report(m.FramesTaken(1, 0, seconds, ready))
 
     def _failed_frame(self, waiting: WaitingFrame, error: BaseException) -> None:
@@ -372,14 +372,14 @@ class Session:
             return
         push.failed = True
         self._stats = replace(self._stats, pushes_failed=self._stats.pushes_failed + 1)
-        self._around.metrics.push_failed(error.code)
+        self._context.metrics.push_failed(error.code)
         self._report(PushFailed(push.index, error))
 
     def _report(self, response: m.Numbered) -> None:
         if not self.over:
             self._response_queue.report(response)
 
-    def _look_again(self) -> None:
+    def _wake(self) -> None:
         """Wake the session's loops and its connection."""
         self._changes.notify()
         self._response_queue.wake()
@@ -391,7 +391,7 @@ class Session:
             return responses.confirmed or (half_closed and not responses.pending)
         return half_closed and self.idle and not responses.pending
 
-    def _soon(self, call: Callable[..., None], *args: Any) -> None:
+    def _call_soon(self, call: Callable[..., None], *args: Any) -> None:
         """Schedule a call on the loop, from any thread."""
         try:
             self._loop.call_soon_threadsafe(call, *args)

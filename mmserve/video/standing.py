@@ -86,7 +86,7 @@ class _Pack:
     before: Tokens
     ids: Tensor  # int64 [nodes]
     depths: Tensor  # int64 [nodes]: positions after the frame
-    seen: Tensor  # bool [nodes, nodes]: attention mask
+    mask: Tensor  # bool [nodes, nodes]: attention mask
     wanted: Tensor  # int64: nodes whose logits are needed, without duplicates
     places: tuple[tuple[int, ...], ...]  # for each question and each of its ``begun``: index in ``wanted``
 
@@ -156,7 +156,7 @@ class Standing:
         mask = torch.eye(total, dtype=torch.bool, device=device)  # padding attends to itself
         mask[:start, :start] = torch.ones(start, start, dtype=torch.bool, device=device).tril()
         mask[start:rows, :start] = True
-        mask[start:rows, start:rows] = pack.seen
+        mask[start:rows, start:rows] = pack.mask
         positions = F.pad(torch.cat([torch.arange(start, device=device), start + pack.depths]), (0, total - rows))
         wanted = F.pad(start + pack.wanted, (0, padded_rows(len(pack.wanted), self._floor) - len(pack.wanted)))
         hidden = hidden_alone(decoder, F.pad(x_TD, (0, 0, 0, total - rows)), positions, mask, wanted)
@@ -194,12 +194,12 @@ class Standing:
         total = x_BTD.shape[1]
         answer = total - masks
         positions = torch.arange(total, device=model.device)
-        attend = dense_attention(self._sees(positions, answer))
+        attend = dense_attention(self._attention_mask(positions, answer))
         hidden = model.decoder(x_BTD, positions, attend)[:, answer - spec.logit_shift]
         padding = padded_rows(len(hidden), self._floor) - len(hidden)
         return self._log_probabilities(F.pad(hidden, (0, 0, 0, padding)))[: len(asked)]
 
-    def _sees(self, positions: Tensor, answer: int) -> Tensor | None:
+    def _attention_mask(self, positions: Tensor, answer: int) -> Tensor | None:
         """The attention mask of a prompt and canvas, bool ``[1, T, T]``; ``answer``: position of the answer."""
         spec, total = self._model.spec, len(positions)
         if spec.attention is Attention.FULL:
@@ -247,7 +247,7 @@ class Standing:
             prompts[0].before,
             torch.tensor(forest.tokens, device=device),
             torch.tensor(forest.depths, device=device),
-            torch.from_numpy(np.ascontiguousarray(forest.seen())).to(device),
+            torch.from_numpy(np.ascontiguousarray(forest.mask())).to(device),
             torch.tensor(list(wanted), device=device),
             tuple(tuple(wanted[node] for node in own) for own in nodes),
         )

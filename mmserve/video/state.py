@@ -62,7 +62,7 @@ class Open:
 
 
 @dataclass(frozen=True)
-class Coming:
+class PlannedRows:
     """A stream's rows after appending, how many of them then have K/V, and the pass that writes these."""
 
     table: Table
@@ -97,14 +97,14 @@ class StreamState:
             table, buffers, final, last = self._table, self._buffers, self._final, self._open
         own = table.kind >= Kind.LABEL
         if not own.any():
-            raise FailedPrecondition("the stream has no frame yet: ask once the first one is there")
+            raise FailedPrecondition("the stream has no frame yet: ask after the first frame was appended")
         index = np.arange(len(table))
         if scope is not None and self._archive is not None:
             return self._recalled(scope)
         if scope is not None:
             within = own & inside(table.seconds, scope)
             if not within.any():
-                raise FailedPrecondition(nothing_of(scope, table.seconds[own]))
+                raise FailedPrecondition(no_frames_message(scope, table.seconds[own]))
             index = np.flatnonzero(within | (table.kind == Kind.SINK))
             table = table.take(index).numbered()
         done = index[index < final]
@@ -118,7 +118,7 @@ class StreamState:
         """Current counters."""
         with self._lock:
             b = self._buffers
-            kv = sum(t.nbytes for t in (b.keys, b.values, b.turned) if t is not None)
+            kv = sum(t.nbytes for t in (b.keys, b.values, b.rotated) if t is not None)
             features = 0 if b.features is None else b.features.nbytes
             features += 0 if self._archive is None else self._archive.bytes
             return StreamStats(self._frames, len(self._table), self._evicted, kv, features)
@@ -130,7 +130,7 @@ class StreamState:
         with self._lock:
             found, seconds = self._archive.found(scope), self._archive.seconds
         if not found:
-            raise FailedPrecondition(nothing_of(scope, seconds))
+            raise FailedPrecondition(no_frames_message(scope, seconds))
         room = self._memory.budget - len(header)
         chosen = evenly(found, room // max(len(one.unit.ids) for one in found))
         table = sinks(header, self._model.model.position_axes)
@@ -141,61 +141,61 @@ class StreamState:
 
     # --- the streams' thread ---
 
-    def has_room(self, shown: FrameRows, beside: Coming) -> bool:
-        """Whether ``shown`` fits after rows that are about to be written, without eviction."""
-        table = self._with(shown, beside.table)
+    def has_room(self, frame: FrameRows, pending: PlannedRows) -> bool:
+        """Whether ``frame`` fits after rows that are about to be written, without eviction."""
+        table = self._with(frame, pending.table)
         return len(table) <= self._memory.budget and not self._is_full(table)
 
     @torch.inference_mode()
-    def make_room(self, shown: FrameRows) -> None:
-        """Evict rows so that those of ``shown`` fit.
+    def make_room(self, frame: FrameRows) -> None:
+        """Evict rows so that those of ``frame`` fit.
 
         Raises ``InvalidArgument`` if they do not fit even then.
         """
-        coming, budget, header = len(shown.ids), self._memory.budget, len(self._model.header)
-        if header + coming > budget:
-            why = f"must be at least {header + coming}: the chat's header is {header} rows, and a frame {coming}"
+        added, budget, header = len(frame.ids), self._memory.budget, len(self._model.header)
+        if header + added > budget:
+            why = f"must be at least {header + added}: the chat's header is {header} rows, and a frame {added}"
             raise InvalidArgument.of("memory.budget", why)
         if not len(self._table):
             self._begin()
-        over = len(self._with(shown, self._table)) - budget
+        over = len(self._with(frame, self._table)) - budget
         if over > 0:
             self._evict(len(self._table) - over)
-        if self._is_full(self._with(shown, self._table)):
-            self._count_anew()
+        if self._is_full(self._with(frame, self._table)):
+            self._renumber()
 
     @torch.inference_mode()
-    def coming(self, shown: FrameRows, beside: Coming | None) -> Coming:
-        """The rows after appending ``shown`` to the kept rows or, if given, to those of ``beside``, which are about to
+    def plan_append(self, frame: FrameRows, pending: PlannedRows | None) -> PlannedRows:
+        """The rows after appending ``frame`` to the kept rows or, if given, to those of ``pending``, which are about to
         be written."""
-        known = beside or Coming(self._table, self._final, self._open, None)
-        table, start, left = self._with(shown, known.table), known.final, known.open
-        new = [] if shown.open else [(shown.number, shown.tokens_kD)]
-        if left is not None and left.number != shown.number and (known.table.frame == left.number).any():
-            new = [(left.number, left.tokens_kD), *new]  # its next frame failed: it remains as it is
+        known = pending or PlannedRows(self._table, self._final, self._open, None)
+        table, start, open_unit = self._with(frame, known.table), known.final, known.open
+        new = [] if frame.open else [(frame.number, frame.tokens_kD)]
+        if open_unit is not None and open_unit.number != frame.number and (known.table.frame == open_unit.number).any():
+            new = [(open_unit.number, open_unit.tokens_kD), *new]  # its next frame failed: it remains as it is
         for number, tokens in new:
             rows = np.flatnonzero(table.frame == number)
             _put(self._buffers, int(rows[0]), table.take(rows), tokens)
-        final = max(start, self._whole(len(table) - (len(shown.ids) if shown.open else 0)))
+        final = max(start, self._whole(len(table) - (len(frame.ids) if frame.open else 0)))
         fresh = torch.cat([tokens for _number, tokens in new]) if new else None
         written = self._written(self._buffers, table, start, final, fresh)
-        return Coming(table, final, Open(shown.number, shown.tokens_kD) if shown.open else None, written)
+        return PlannedRows(table, final, Open(frame.number, frame.tokens_kD) if frame.open else None, written)
 
-    def commit(self, coming: Coming, shown: FrameRows) -> None:
-        """Make the rows of one more frame, ``shown``, visible to questions."""
+    def commit(self, planned: PlannedRows, frame: FrameRows) -> None:
+        """Make the rows of one more frame, ``frame``, visible to questions."""
         with self._lock:
             if self._archive is not None:
-                self._archive.add(shown)
-            self._table, self._final, self._open = coming.table, coming.final, coming.open
+                self._archive.add(frame)
+            self._table, self._final, self._open = planned.table, planned.final, planned.open
             self._frames += 1
 
     def saved(self, last: float) -> StreamPayload:
         """The state for ``restore``; ``last``: seconds of the newest frame. Tensors are views of rows that do not
         change any more."""
-        b, n, final, left = self._buffers, len(self._table), self._final, self._open
+        b, n, final, open_unit = self._buffers, len(self._table), self._final, self._open
         keys, values = (None if kv is None else kv[:, :final] for kv in (b.keys, b.values))
         rows = RowsState(self._table.arrays, final, keys, values, None if b.features is None else b.features[:n])
-        number, tokens = (None, None) if left is None else (left.number, left.tokens_kD)
+        number, tokens = (None, None) if open_unit is None else (open_unit.number, open_unit.tokens_kD)
         archive = None if self._archive is None else self._archive.saved()
         return StreamPayload(rows, self._frames, self._evicted, last, self.units.saved(), number, tokens, archive)
 
@@ -204,14 +204,14 @@ class StreamState:
         """Continue the saved stream, which must have the same model and memory."""
         rows, model, fresh = saved.rows, self._model.model, self._empty()
         table = Table(*rows.table)
-        for mine, theirs, axis in (
+        for target, source, axis in (
             (fresh.keys, rows.keys, 1),
             (fresh.values, rows.values, 1),
             (fresh.features, rows.features, 0),
         ):
-            if mine is not None and theirs is not None:
-                mine.narrow(axis, 0, theirs.shape[axis]).copy_(theirs)
-        fresh.turn(model, table.places[..., : rows.final])
+            if target is not None and source is not None:
+                target.narrow(axis, 0, source.shape[axis]).copy_(source)
+        fresh.rotate_keys(model, table.places[..., : rows.final])
         self.units.restore(saved.units)
         with self._lock:
             self._table, self._buffers, self._final = table, fresh, rows.final
@@ -232,11 +232,11 @@ class StreamState:
             tokens = _rows(buffers.features, index[settled], 0)
         return tokens if last is None or len(settled) == len(visual) else torch.cat([tokens, last.tokens_kD])
 
-    def _with(self, shown: FrameRows, table: Table) -> Table:
-        """``table`` followed by the rows of ``shown``, which replace earlier rows of the same unit."""
-        held = np.flatnonzero(table.frame != shown.number)
+    def _with(self, frame: FrameRows, table: Table) -> Table:
+        """``table`` followed by the rows of ``frame``, which replace earlier rows of the same unit."""
+        held = np.flatnonzero(table.frame != frame.number)
         table = table if len(held) == len(table) else table.take(held)
-        return table.then(shown.unit.rows(shown.number).after(table))
+        return table.then(frame.unit.rows(frame.number).after(table))
 
     def _begin(self) -> None:
         """Start with the chat's header."""
@@ -249,10 +249,10 @@ class StreamState:
     def _evict(self, most: int) -> None:
         """Evict all but at most ``most`` rows, selected by the policy."""
         table, old, final = self._table, self._buffers, self._final
-        left = self._policy.retain(self._rows(), most)
-        front = left.keep[: table.take(left.keep).first]  # sinks and carriers
-        rest = left.keep[len(front) :]
-        pooled, tokens = self._pooled(left.pooled)
+        retained = self._policy.retain(self._rows(), most)
+        front = retained.keep[: table.take(retained.keep).first]  # sinks and carriers
+        rest = retained.keep[len(front) :]
+        pooled, tokens = self._pooled(retained.pooled)
         kept = table.take(front).then(pooled).then(table.take(rest))
         numbered = kept.numbered().places
         kept = kept.at(after_eviction(self._memory.positions, kept.places, numbered, kept.first))
@@ -262,18 +262,18 @@ class StreamState:
         if tokens is not None:
             _put(fresh, len(front), pooled, tokens)
             if done == len(front):  # otherwise rows before the carriers are pending, and so are the carriers
-                fresh.turn(self._model.model, kept.places[..., :done])
+                fresh.rotate_keys(self._model.model, kept.places[..., :done])
                 self._run(self._written(fresh, kept, done, kept.first))
                 done = kept.first
         fresh.copy_rows(old, rest, kept.first)
         if done == kept.first:
             done += int(np.count_nonzero(rest < final))
-        fresh.turn(self._model.model, kept.places[..., :done])
+        fresh.rotate_keys(self._model.model, kept.places[..., :done])
         with self._lock:
             self._table, self._buffers, self._final = kept, fresh, done
-            self._evicted += len(table) - len(left.keep)
+            self._evicted += len(table) - len(retained.keep)
 
-    def _count_anew(self) -> None:
+    def _renumber(self) -> None:
         """Restart positions at 0; with ``reanchor``, the rows are run again there."""
         table, buffers, final = self._table.numbered(), self._buffers, self._final
         if self._memory.positions == "reanchor":
@@ -284,7 +284,7 @@ class StreamState:
             final = self._whole(len(table)) if self._model.block > 1 else final
             self._run(self._written(buffers, table, 0, final))
         else:
-            buffers.turn(self._model.model, table.places[..., :final])
+            buffers.rotate_keys(self._model.model, table.places[..., :final])
         with self._lock:
             self._table, self._buffers, self._final = table, buffers, final
 
@@ -353,7 +353,7 @@ def state_bytes(model: Streaming, memory: Memory) -> int:
     return rows + (memory.host_bytes if memory.policy == "recall" else 0)
 
 
-def nothing_of(scope: Scope, seconds: np.ndarray) -> str:
+def no_frames_message(scope: Scope, seconds: np.ndarray) -> str:
     """The error message for a question about ``scope`` without frames, if frames at ``seconds`` are kept."""
     begin = "its start" if scope.begin is None else f"{scope.begin:g} s"
     end = "now" if scope.end is None else f"{scope.end:g} s"

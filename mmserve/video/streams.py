@@ -23,7 +23,7 @@ from mmserve.prune import pruner_for
 from mmserve.prune.base import judged_by_decoder
 from mmserve.video.base import EncodedFrame, Frame, Scope, StreamStats
 from mmserve.video.bounds import check_bytes, check_count
-from mmserve.video.intake import Saving, Waiting, closed, failed, take_in
+from mmserve.video.intake import Saving, Waiting, closed, failed, process_frames
 from mmserve.video.layout import header_of, question, streaming_model
 from mmserve.video.memory import policy_of
 from mmserve.video.positions import RULES
@@ -112,13 +112,13 @@ class EngineStreams:
         memory: Memory,
         tenant: Tenant,
         vision: Vision | None = None,
-        beside: int = 0,
+        extra_bytes: int = 0,
         saved: StreamPayload | None = None,
     ) -> EngineStream:
         """See ``Streams.open``; ``saved``: from ``EngineStream.save``, with the same model, memory and vision."""
         vision = vision or Vision()
         self._check(memory, vision)
-        held = state_bytes(self.model, memory) + beside
+        held = state_bytes(self.model, memory) + extra_bytes
         most = self._config.session_bytes
         if held > most:
             why = f"would take {held} bytes with all that a session keeps; [video] session_bytes allows {most}"
@@ -197,7 +197,7 @@ class EngineStreams:
         if request.adapter:
             adapter_of(request.adapter, (), kept=self.model.appends)
         if request.diffusion.commit.name in ACCOMPANIED:
-            raise InvalidArgument.of("diffusion.commit", "must not be a policy that asks a companion here")
+            raise InvalidArgument.of("diffusion.commit", "must not be a policy with a companion model in a session")
         if self.model.appends and request.diffusion.recompute.name not in KEEPS_PROMPT:
             only = " or ".join(map(repr, sorted({*KEEPS_PROMPT} & {*self._engine.info.recompute_policies})))
             raise InvalidArgument.of("diffusion.recompute", f"must be {only}: a stream's rows are not run again")
@@ -221,7 +221,7 @@ class EngineStreams:
             raise InvalidArgument.of("memory.positions", why)
         least, most = len(model.header) + 1, model.most - model.reserve
         if not least <= memory.budget <= most:
-            why = f"must be in [{least}, {most}], not {memory.budget}: questions and answers need room beside it"
+            why = f"must be in [{least}, {most}], not {memory.budget}: the rest is for questions and answers"
             raise InvalidArgument.of("memory.budget", why)
         for key in ("carriers", "host_bytes"):
             if getattr(memory, key) < 0:
@@ -230,9 +230,7 @@ class EngineStreams:
             raise InvalidArgument.of("memory.host_bytes", "must be above 0 with 'recall', which keeps old frames there")
         name = model.model.spec.name
         if "norms" in policy.needs and not model.appends:
-            raise Unimplemented(
-                f"model {name!r} keeps no K/V of a stream, which memory policy {memory.policy!r} judges by"
-            )
+            raise Unimplemented(f"model {name!r} keeps no K/V of a stream, which memory policy {memory.policy!r} needs")
         if model.model.position_axes > 1 and memory.policy == "carrier":
             why = "has rows and columns as positions, and a carrier has neither"
             raise Unimplemented(f"model {name!r} {why}: choose another memory policy than 'carrier'")
@@ -249,7 +247,7 @@ class EngineStreams:
                 for stream, each in batch:
                     if isinstance(each, Saving):
                         _save(stream, each)
-                take_in(self.model, [(stream, each) for stream, each in batch if isinstance(each, Waiting)])
+                process_frames(self.model, [(stream, each) for stream, each in batch if isinstance(each, Waiting)])
             except BaseException as error:  # noqa: BLE001 - a bug here must leave no frame waiting
                 for _stream, waiting in batch:
                     failed(waiting, error)

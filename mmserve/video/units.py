@@ -34,19 +34,19 @@ class Units:
         """The next frame, preceded by the frames of the same unit."""
         return (*self._open, frame)
 
-    def chosen(self, shown: FrameRows) -> FrameRows:
+    def chosen(self, rows: FrameRows) -> FrameRows:
         """The rows of the next frame that the policy selects, with number and time position."""
         if not self._open:
-            self._begin(shown)
-        number, tokens, before = self._count - 1, shown.seen.tokens_RD, self._before
-        if shown.detail and len(shown.tokens_kD) == len(tokens):  # otherwise a pruner has selected
+            self._begin(rows)
+        number, tokens, before = self._count - 1, rows.seen.tokens_RD, self._before
+        if rows.detail and len(rows.tokens_kD) == len(tokens):  # otherwise a pruner has selected
             known = before is not None and before.shape == tokens.shape
             old = _array(before) if before is not None and known else None
-            shown = shown.with_tokens(self._policy.taken(old, _array(tokens), number))
-        if not shown.open:
+            rows = rows.with_tokens(self._policy.taken(old, _array(tokens), number))
+        if not rows.open:
             self._before = tokens
-        self._open = shown.frames if shown.open else ()
-        return shown.at(number, self._time)
+        self._open = rows.frames if rows.open else ()
+        return rows.at(number, self._time)
 
     def saved(self) -> UnitsState:
         """The state for ``restore``."""
@@ -59,9 +59,9 @@ class Units:
         self._count, self._first, self._begun, self._time = saved.count, saved.first, saved.begun, saved.time
         self._before = None if saved.before is None else saved.before.to(self._model.device)
 
-    def _begin(self, shown: FrameRows) -> None:
-        """Start the next unit with ``shown``."""
-        number, begin, vision = self._count, shown.unit.begin, self._model.vision
+    def _begin(self, rows: FrameRows) -> None:
+        """Start the next unit with ``rows``."""
+        number, begin, vision = self._count, rows.unit.begin, self._model.vision
         self._count += 1
         if self._model.position_axes == 1 or vision is None:
             return
@@ -71,7 +71,7 @@ class Units:
         step = vision.stream_time(number, begin - self._first)
         step -= vision.stream_time(number - 1, self._begun - self._first)
         # Bounded even after a long pause: all kept units must stay within the model's positions.
-        self._time += min(step, max(1, self._positions // max(1, self._rows // len(shown.ids))))
+        self._time += min(step, max(1, self._positions // max(1, self._rows // len(rows.ids))))
         self._begun = begin
 
 

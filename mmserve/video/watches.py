@@ -33,9 +33,9 @@ class Watches:
     """
 
     def __init__(
-        self, around: SessionContext, report: Callable[[m.Numbered], None], changed: Callable[[], None]
+        self, context: SessionContext, report: Callable[[m.Numbered], None], changed: Callable[[], None]
     ) -> None:
-        self._around, self._report, self._changed = around, report, changed
+        self._context, self._report, self._changed = context, report, changed
         self._named: dict[str, m.Watch] = {}  # by id: the newest request that was not removed
         self._asked: dict[str, Watching] = {}
         self._to_judge: deque[tuple[EncodedFrame, tuple[Watching, ...]]] = deque()
@@ -56,7 +56,7 @@ class Watches:
             raise InvalidArgument.of("watch.watch_id", f"{request.watch_id!r} is a standing question already")
         self._named[request.watch_id] = request
 
-    def unname(self, watch_id: str) -> None:
+    def release_id(self, watch_id: str) -> None:
         """Release the id."""
         self._named.pop(watch_id, None)
 
@@ -65,7 +65,7 @@ class Watches:
     async def add(self, request: m.Watch) -> None:
         """Ask it about every frame from now on, or report why not."""
         question = StandingQuestion(request.text, request.choices)
-        config, standing = self._around.config, self._around.standing
+        config, standing = self._context.config, self._context.standing
         try:
             if request.error is not None:
                 raise request.error
@@ -77,7 +77,7 @@ class Watches:
             if request.wanted not in request.choices:
                 raise InvalidArgument.of("watch.choices.wanted", "must be one of the options")
             request.rule.check("watch")
-            await self._around.work(standing.check, question, "watch")
+            await self._context.work(standing.check, question, "watch")
         except Exception as error:  # noqa: BLE001 - one question's failure is its own
             self._refuse(request, reported(error))
             return
@@ -102,9 +102,9 @@ class Watches:
             await self._wakes.until(lambda: bool(self._to_judge))
             seen, watches = self._to_judge.popleft()
             still = [each for each in watches if self._asked.get(each.request.watch_id) is each]
-            if still and self._around.standing is not None:
+            if still and self._context.standing is not None:
                 for begin in range(0, len(still), MAX_QUESTIONS):
-                    await self._ask(self._around.standing, seen, still[begin : begin + MAX_QUESTIONS])
+                    await self._ask(self._context.standing, seen, still[begin : begin + MAX_QUESTIONS])
             self.waiting -= 1
             del seen, watches, still
             self._changed()
@@ -116,7 +116,7 @@ class Watches:
     async def _ask(self, standing: FrameQuestions, seen: EncodedFrame, watches: list[Watching]) -> None:
         """Judge a frame by some of its questions, in one call."""
         try:
-            judged = await self._around.judge(standing.judge, seen, [each.question for each in watches])
+            judged = await self._context.judge(standing.judge, seen, [each.question for each in watches])
             for each, found in zip(watches, judged, strict=True):
                 self._judged(each, found, seen.seconds)
         except Exception as error:  # noqa: BLE001 - the same
@@ -131,7 +131,7 @@ class Watches:
         turned = watching.state.update(probability, found.mass, seconds)
         if turned is not None:
             self.alerts += 1
-            self._around.metrics.alerted()
+            self._context.metrics.alerted()
             self._report(Alert(request.watch_id, turned, probability, found.mass, seconds, found.answer))
 
     def _stop(self, watching: Watching, error: MMServeError) -> None:

@@ -184,10 +184,10 @@ def test_no_stream_grows_or_passes_the_limit(bench: Make, policy: str, positions
         most = max(most, int(table.places[-1]))
         held.add((stats.kv_bytes, stats.feature_bytes)) if policy != "recall" else None
         assert buffers.keys is not None
-        assert buffers.turned is not None
+        assert buffers.rotated is not None
         cos, sin = model.decoder.rotary(torch.from_numpy(table.places[:final]))
         assert all(bool(kv[:, :final].isfinite().all()) for kv in kept(stream)[1:])
-        assert torch.equal(buffers.turned[:, :final], rotate(buffers.keys[:, :final], cos, sin))
+        assert torch.equal(buffers.rotated[:, :final], rotate(buffers.keys[:, :final], cos, sin))
     assert most < 120 - streams.model.reserve
     assert len(held) <= 1
     assert stream.stats().frames == 56

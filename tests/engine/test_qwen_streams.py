@@ -257,8 +257,8 @@ def test_no_stream_grows_or_passes_the_limit(bench: Make, served: LoadedModel, p
         final = kept(stream)[1].shape[1]
         cos, sin = model.decoder.rotary(torch.from_numpy(table.places[:, :final]))
         assert buffers.keys is not None
-        assert buffers.turned is not None
-        assert torch.equal(buffers.turned[:, :final], rotate(buffers.keys[:, :final], cos, sin))
+        assert buffers.rotated is not None
+        assert torch.equal(buffers.rotated[:, :final], rotate(buffers.keys[:, :final], cos, sin))
         if positions == "renumber" and stats.evicted_rows > evicted:
             assert table.places[0, int((table.kind == Kind.SINK).sum())] == (table.kind == Kind.SINK).sum()
         evicted = stats.evicted_rows

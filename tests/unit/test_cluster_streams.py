@@ -275,7 +275,7 @@ def test_a_frame_that_no_worker_takes_in_and_nothing_keeps_is_refused(
     until(lambda: of(cluster.next, "stream.open"))
     frames = cluster.append(3) if save_frames else []  # as many as are kept
     monkeypatch.setattr(stream, "PATIENCE", 0.01)
-    with pytest.raises(Unavailable, match="frames are not taken in"):
+    with pytest.raises(Unavailable, match="accepts no frames"):
         cluster.append()
     opens.set()
     until(lambda: given(cluster.next) == list(range(1, len(frames) + 1)))
@@ -462,7 +462,7 @@ def test_bounds_are_those_of_all_workers_together() -> None:
     streams = made.session_parts(Config(video=VideoConfig(max_sessions=3, total_bytes=250))).streams
     first, _second = (streams.open(Memory(), Tenant()) for _ in range(2))
     assert [len(of(each, "stream.open")) for each in encoders] == [1, 1]
-    with pytest.raises(ResourceExhausted, match=r"200 bytes set aside, and this one needs 100; .* allows 250"):
+    with pytest.raises(ResourceExhausted, match=r"reserve 200 bytes, and this one needs 100; .* allows 250"):
         streams.open(Memory(), Tenant())
     until(lambda: sum(len(of(each, "stream.close")) for each in encoders) == 1)  # what was refused
     first.close()

@@ -177,7 +177,7 @@ def test_the_tokens_shown_are_those_that_the_text_goes_to(
     assert b"".join(pieces[: text.covered_tokens]).startswith(written)
     assert len(b"".join(pieces[: max(0, text.covered_tokens - 1)])) < max(1, len(written))
     moved = TextStream.restored(TOKENIZER, stop, text.state())
-    assert (moved.text, moved.tokens, moved.covered_tokens) == (text.text, text.tokens, text.shown)
+    assert (moved.text, moved.tokens, moved.covered_tokens) == (text.text, text.tokens, text.covered_tokens)
 
 
 def test_nothing_comes_after_a_stop() -> None:

@@ -31,11 +31,11 @@ class Carrier:
         bound = min(self.carriers, max(0, most - sinks) // 2)
         old = np.flatnonzero(rows.kind == Kind.CARRIER)
         added = np.minimum(bound, len(old) + np.arange(1, len(rows.frames) + 1)) - len(old)
-        gone = whole_frames(rows, most, added=added)
-        means = [rows.features[(rows.frame == f) & (rows.kind == Kind.VISUAL)].mean(0) for f in gone]
-        stay = merged(np.stack([*rows.features[old], *means]), bound)
-        keep = np.setdiff1d(without(rows, gone), old[~stay[: len(old)]])
-        return Retained(keep, gone[stay[len(old) :]])
+        evicted = whole_frames(rows, most, added=added)
+        means = [rows.features[(rows.frame == f) & (rows.kind == Kind.VISUAL)].mean(0) for f in evicted]
+        kept = merged(np.stack([*rows.features[old], *means]), bound)
+        keep = np.setdiff1d(without(rows, evicted), old[~kept[: len(old)]])
+        return Retained(keep, evicted[kept[len(old) :]])
 
 
 def merged(tokens_nD: np.ndarray, most: int) -> np.ndarray:
@@ -46,6 +46,6 @@ def merged(tokens_nD: np.ndarray, most: int) -> np.ndarray:
     while len(left) > most:
         alike = [float(unit[a] @ unit[b]) for a, b in pairwise(left)]
         left.pop(int(np.argmax(alike)) if alike else 0)
-    stay = np.zeros(len(unit), dtype=bool)
-    stay[left] = True
-    return stay
+    kept = np.zeros(len(unit), dtype=bool)
+    kept[left] = True
+    return kept

@@ -34,8 +34,8 @@ class Group:
                 break
             keep = np.setdiff1d(keep, self._dropped(rows, group))
         if len(keep) > most:
-            thin = Rows(rows.kind[keep], rows.frame[keep])
-            keep = keep[without(thin, whole_frames(thin, most))]
+            remaining = Rows(rows.kind[keep], rows.frame[keep])
+            keep = keep[without(remaining, whole_frames(remaining, most))]
         return Retained(keep)
 
     def _groups(self, rows: Rows) -> list[np.ndarray]:
@@ -54,6 +54,6 @@ class Group:
         own = np.isin(rows.frame, group) & (rows.kind >= Kind.LABEL)
         visual = np.flatnonzero(own & (rows.kind == Kind.VISUAL))
         count = int(np.ceil(self.share * len(visual)))
-        stay = visual[np.argsort(rows.norms[visual], kind="stable")[:count]]
-        bare = own & ~np.isin(rows.frame, rows.frame[stay])
-        return np.union1d(np.setdiff1d(visual, stay), np.flatnonzero(bare))
+        kept = visual[np.argsort(rows.norms[visual], kind="stable")[:count]]
+        emptied = own & ~np.isin(rows.frame, rows.frame[kept])
+        return np.union1d(np.setdiff1d(visual, kept), np.flatnonzero(emptied))

@@ -28,14 +28,14 @@ class Similarity:
             return every_row(frame_nD)
         norms = np.linalg.norm(before_nD, axis=1) * np.linalg.norm(frame_nD, axis=1)
         cosine = (before_nD * frame_nD).sum(1) / np.maximum(norms, 1e-6)
-        stay: np.ndarray = cosine < self.alike
-        stay[int(cosine.argmin())] = True
-        return stay
+        kept: np.ndarray = cosine < self.alike
+        kept[int(cosine.argmin())] = True
+        return kept
 
     def retain(self, rows: Rows, most: int) -> Retained:
-        gone = whole_frames(rows, most, chunk=self.every)
-        rest = np.setdiff1d(rows.frames, gone)
+        evicted = whole_frames(rows, most, chunk=self.every)
+        rest = np.setdiff1d(rows.frames, evicted)
         whole = rest[rest % self.every == 0]
         if len(whole):  # frames before it depend on evicted ones
-            gone = np.concatenate([gone, rest[rest < whole[0]]])
-        return Retained(without(rows, gone))
+            evicted = np.concatenate([evicted, rest[rest < whole[0]]])
+        return Retained(without(rows, evicted))

@@ -38,9 +38,7 @@ def decoder_for(
     chosen = engine.sparse_prefill or engine.sparse_decode
     if isinstance(model, CanvasModel):
         if chosen or engine.kv_bits:
-            raise ConfigError(
-                f"model {model.spec.name!r} has its own K/V cache, without [engine] sparse_* or kv_bits"
-            )
+            raise ConfigError(f"model {model.spec.name!r} has its own K/V cache, without [engine] sparse_* or kv_bits")
         return UniformStateDecoder(model, offered)
     beside = model.companion
     for each in (model, beside):

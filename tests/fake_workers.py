@@ -108,7 +108,7 @@ def coordinator(
 
 
 def join(made: Coordinator, worker: Worker) -> None:
-    made.equip(worker)
+    made.load_adapters(worker)
     made.worker_ready(worker)
 
 

@@ -37,7 +37,7 @@ class LocalWorker:
 
     def begin(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        coordinator.equip(self)
+        coordinator.load_adapters(self)
         self.serve(self.roles)
         self._reporting.start()
         coordinator.worker_ready(self)

@@ -44,11 +44,11 @@ class ClusterAdapters:
         workers differ.
         """
         with self._changes:
-            answers = ask_all(self._known(), self._model, "hold", name)
+            answers = ask_all(self._all_workers(), self._model, "hold", name)
             with self._lock:
                 for worker, info in answers.returned.items():
                     self._held.get(worker, set()).add(key_of(info))
-            error = answers.error() or unlike(name, answers)
+            error = answers.error() or differing(name, answers)
             if error is None:
                 info = next(iter(answers.returned.values()))
                 with self._lock:
@@ -86,7 +86,7 @@ class ClusterAdapters:
 
     # --- workers ---
 
-    def equip(self, worker: Worker) -> None:
+    def load_adapters(self, worker: Worker) -> None:
         """Load what is served and in use on a worker, before it gets requests; blocks.
 
         Adapters that it cannot read, or that differ from those of others, are logged, and requests for them go to
@@ -107,7 +107,7 @@ class ClusterAdapters:
                     logger.error("worker %s cannot read the adapter %s: %s", worker.name, name, error)
                     continue
                 if key not in wanted:
-                    logger.error("worker %s has other files of the adapter %s than were loaded", worker.name, name)
+                    logger.error("worker %s has other files of the adapter %s than other workers", worker.name, name)
                 with self._lock:
                     self._held.get(worker.name, set()).add(key)
             self._discard_unused()
@@ -131,7 +131,7 @@ class ClusterAdapters:
             finally:
                 self._changes.release()
 
-    def _known(self) -> list[Worker]:
+    def _all_workers(self) -> list[Worker]:
         with self._lock:
             return list(self._workers.values())
 
@@ -149,19 +149,19 @@ class ClusterAdapters:
                     self._workers[name].post(self._model, "discard", (unused,))
 
 
-def unlike(name: str, answers: Answers) -> MMServeError | None:
+def differing(name: str, answers: Answers) -> MMServeError | None:
     """An error that names the workers whose adapter ``name`` differs from the majority's; None if all are equal."""
     digests: Mapping[str, str] = {worker: info.digest for worker, info in answers.returned.items()}
-    usual = Counter(digests.values()).most_common(1)[0][0]
-    others = [f"worker {worker} has {digest}" for worker, digest in digests.items() if digest != usual]
+    majority = Counter(digests.values()).most_common(1)[0][0]
+    others = [f"worker {worker} has {digest}" for worker, digest in digests.items() if digest != majority]
     if not others:
         return None
     return FailedPrecondition(
-        f"the files of the adapter {name!r} differ: {', '.join(others)}, and the other workers {usual}: "
+        f"the files of the adapter {name!r} differ: {', '.join(others)}, and the other workers {majority}: "
         "[engine] adapter_folder must have the same contents on all hosts"
     )
 
 
-def missing(key: str, role: str) -> MMServeError:
+def adapter_missing(key: str, role: str) -> MMServeError:
     """The error if no worker of ``role`` has the adapter that a request has begun with."""
     return NotFound(f"no worker that runs {role} has the adapter {name_of(key)!r} any more: load it again")

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from mmserve.cluster.adapters import ClusterAdapters
+from mmserve.cluster.caches import ClusterCaches
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.in_flight import InFlight
-from mmserve.cluster.kept import ClusterKept
 from mmserve.cluster.messages import Appended, Chunk, Heartbeat, Item, Lost, Moved, Order, RequestEvent, StreamSaved
 from mmserve.cluster.requests import Sink
 from mmserve.cluster.streams import ClusterStreams, lost_question
@@ -68,7 +68,7 @@ class Coordinator:
         self.adapters = ClusterAdapters(info.name, engine.adapter_folder, self._adapters_in_use, adapters)
         self._in_flight = InFlight(info.name, engine.max_running, settings, payloads, self._queue, self.adapters.holds)
         self._dispatch = self._in_flight.dispatch
-        self.kept = ClusterKept(info.name, self._serving, self._dropped)
+        self.caches = ClusterCaches(info.name, self._serving, self._dropped)
         self._streams: ClusterStreams | None = None  # of video sessions; created on demand
         self._stats: dict[str, Stats] = {}
         self._ended = NOTHING  # counters of workers that exited
@@ -189,12 +189,12 @@ class Coordinator:
 
     # --- reports of the fleet ---
 
-    def equip(self, worker: Worker) -> None:
+    def load_adapters(self, worker: Worker) -> None:
         """Prepare a worker before it joins (adapters); blocks."""
-        self.adapters.equip(worker)
+        self.adapters.load_adapters(worker)
 
     def worker_ready(self, worker: Worker) -> None:
-        """A worker is ready, after ``equip``; or has a role again."""
+        """A worker is ready, after ``load_adapters``; or has a role again."""
         with self._lock:
             self._dispatch.workers[worker.name] = worker
             self._in_flight.send()

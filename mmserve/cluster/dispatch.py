@@ -10,7 +10,7 @@ from functools import partial
 from mmserve.cluster.index import Index, beginning, media
 from mmserve.cluster.messages import Order
 from mmserve.cluster.requests import Part
-from mmserve.cluster.routing import OF_TEXT, Candidate, choose, cost, room, sharded
+from mmserve.cluster.routing import OF_TEXT, Candidate, choose, cost, max_requests, sharded
 from mmserve.cluster.switching import Demand
 from mmserve.cluster.workers import PayloadStore, Worker
 from mmserve.core.handover import ROLES, Handover
@@ -67,8 +67,10 @@ class Dispatch:
     def shards(self, whole: Part, least: int) -> list[Part]:
         """Split the media of a request into a part for each idle encode worker; empty if there are fewer than two such
         workers, fewer than ``least`` pixels (0 = never split), or if one of these workers has all of it cached."""
-        in_hand = self._requests_by_worker()
-        idle = [name for name, each in self.workers.items() if "encode" in each.roles and not in_hand[name].total()]
+        request_counts = self._requests_by_worker()
+        idle = [
+            name for name, each in self.workers.items() if "encode" in each.roles and not request_counts[name].total()
+        ]
         free = 0 if self._waiting["encode"] else len(idle)
         found = sharded(whole.point.request, free, least) if free > 1 else []
         if found and any(self.index.share(media(whole.point.request), name) == 1 for name in idle):
@@ -85,11 +87,11 @@ class Dispatch:
         cannot be transferred, with the error.
         """
         sent: list[Part] = []
-        stuck: list[Part] = []
+        without_adapter: list[Part] = []
         lost: list[tuple[Part, Exception]] = []
         if not any(self._waiting.values()):
-            return sent, stuck, lost
-        in_hand, loads = self._requests_by_worker(), self._loads()
+            return sent, without_adapter, lost
+        request_counts, loads = self._requests_by_worker(), self._loads()
         orders: dict[str, list[Order]] = {}
         for role in reversed(ROLES):
             waiting, self._waiting[role] = self._waiting[role], []
@@ -100,13 +102,13 @@ class Dispatch:
             entries, costs = [part.entry(now) for part in waiting], [part.cost for part in waiting]
             for i in fair_order(entries, costs, self._served[role]):
                 part = waiting[i]
-                able = self._able(role)
-                holding = [name for name in able if self._holds(name, part.group.request.adapter)]
-                if able and not holding:
-                    stuck.append(part)
+                names = self._names_of(role)
+                with_adapter = [name for name in names if self._holds(name, part.group.request.adapter)]
+                if names and not with_adapter:
+                    without_adapter.append(part)
                     continue
-                name = part.reserved if part.reserved in holding else None
-                name = name or self._chosen(role, part, holding, in_hand, loads)
+                name = part.reserved if part.reserved in with_adapter else None
+                name = name or self._chosen(role, part, with_adapter, request_counts, loads)
                 if name is None:
                     self._waiting[role].append(part)
                     continue
@@ -119,13 +121,13 @@ class Dispatch:
                 if reserved not in (None, name) and (other := self.workers.get(reserved or "")) is not None:
                     other.cancel(self._model, [part.id], None)
                 self._served[role] = charged(self._served[role], [(entries[i], costs[i])])
-                in_hand[name][role] += 1
+                request_counts[name][role] += 1
                 loads[name, role] += part.cost
                 orders.setdefault(name, []).append(order)
                 sent.append(part)
         for name, each in orders.items():
             self.workers[name].take(each)
-        return sent, stuck, lost
+        return sent, without_adapter, lost
 
     def reserve(self, part: Part) -> str | None:
         """The decode worker for K/V that are sent ahead while ``part`` is prefilled: one with free capacity; None if
@@ -133,7 +135,7 @@ class Dispatch:
         if self._waiting["decode"]:
             return None
         adapter = part.group.request.adapter  # roles change: the worker with it may decode by now
-        names = [name for name in self._able("decode") if name != part.worker and self._holds(name, adapter)]
+        names = [name for name in self._names_of("decode") if name != part.worker and self._holds(name, adapter)]
         return self._chosen("decode", part, names, self._requests_by_worker(), self._loads())
 
     def record_service_time(self, role: str, seconds: float) -> None:
@@ -143,14 +145,14 @@ class Dispatch:
 
     def demand(self) -> tuple[dict[str, Demand], dict[str, tuple[frozenset[str], int]]]:
         """The demand of each stage, and for each worker its roles and its number of requests."""
-        in_hand = self._requests_by_worker()
+        request_counts = self._requests_by_worker()
         busy: Counter[str] = Counter()
-        for counts in in_hand.values():
+        for counts in request_counts.values():
             busy.update(counts)
         demand = {role: Demand(len(self._waiting[role]) + busy[role], self._seconds[role]) for role in ROLES}
-        return demand, {name: (worker.roles, in_hand[name].total()) for name, worker in self.workers.items()}
+        return demand, {name: (worker.roles, request_counts[name].total()) for name, worker in self.workers.items()}
 
-    def _able(self, role: str) -> list[str]:
+    def _names_of(self, role: str) -> list[str]:
         return [name for name, worker in self.workers.items() if role in worker.roles]
 
     def _chosen(
@@ -158,19 +160,19 @@ class Dispatch:
         role: str,
         part: Part,
         names: Iterable[str],
-        in_hand: Mapping[str, Counter[str]],
+        request_counts: Mapping[str, Counter[str]],
         loads: Mapping[tuple[str, str], float],
     ) -> str | None:
         candidates = [
             Candidate(name, loads.get((name, role), 0.0), self._saved(role, part, name))
             for name in names
-            if in_hand[name][role] < room(self.workers[name].roles, role, self._running)
+            if request_counts[name][role] < max_requests(self.workers[name].roles, role, self._running)
         ]
         name = choose(candidates)
         if name is not None:
-            self.index.note(part.media, name)
+            self.index.record(part.media, name)
             if "prefill" in self.workers[name].roles:
-                self.index.note(part.prefix, name)
+                self.index.record(part.prefix, name)
         return name
 
     def _saved(self, role: str, part: Part, name: str) -> float:

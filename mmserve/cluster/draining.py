@@ -8,21 +8,21 @@ from enum import Enum
 #: Seconds that a worker must be slow continuously before any action.
 SUSTAINED = 2.0
 #: Seconds without work until a worker is tried again.
-REST = 5.0
-#: Seconds after being slow within which a worker is not tried once more.
+DRAIN_SECONDS = 5.0
+#: Seconds after a worker got work again within which it is replaced, not drained, if it is slow.
 PROBATION = 60.0
 
 
-class Act(Enum):
+class Action(Enum):
     """The action for a worker."""
 
-    DRAIN = "gets no work, and what it has goes on elsewhere"
+    DRAIN = "gets no work, and its requests continue on other workers"
     RETURN = "gets work again"
     REPLACE = "is replaced"
 
 
 @dataclass
-class _Seen:
+class _WorkerState:
     slow_since: float | None = None
     drained_at: float | None = None
     returned_at: float = float("-inf")
@@ -33,35 +33,37 @@ class Draining:
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        self._seen: dict[str, _Seen] = {}
+        self._workers: dict[str, _WorkerState] = {}
 
-    def due_action(self, now: float, worker: str, slowness: float, *, spared: bool, replaceable: bool) -> Act | None:
+    def due_action(
+        self, now: float, worker: str, slowness: float, *, redundant: bool, replaceable: bool
+    ) -> Action | None:
         """The action that is due for ``worker``, whose passes take ``slowness`` times as long as usual; None if none.
 
-        ``spared``: whether other workers have all its roles; ``replaceable``: whether a spare is ready.
+        ``redundant``: whether other workers have all its roles; ``replaceable``: whether a spare is ready.
         """
         if not self._factor:
             return None
-        seen = self._seen.setdefault(worker, _Seen())
-        if seen.drained_at is not None:
-            if now - seen.drained_at < REST:
+        state = self._workers.setdefault(worker, _WorkerState())
+        if state.drained_at is not None:
+            if now - state.drained_at < DRAIN_SECONDS:
                 return None
             if slowness >= self._factor / 2:
-                return Act.REPLACE
-            seen.slow_since, seen.drained_at, seen.returned_at = None, None, now
-            return Act.RETURN
+                return Action.REPLACE
+            state.slow_since, state.drained_at, state.returned_at = None, None, now
+            return Action.RETURN
         if slowness < self._factor:
-            seen.slow_since = None
+            state.slow_since = None
             return None
-        if seen.slow_since is None:
-            seen.slow_since = now
-        if now - seen.slow_since < SUSTAINED:
+        if state.slow_since is None:
+            state.slow_since = now
+        if now - state.slow_since < SUSTAINED:
             return None
-        if spared and now - seen.returned_at > PROBATION:
-            seen.drained_at = now
-            return Act.DRAIN
-        return Act.REPLACE if spared or replaceable else None
+        if redundant and now - state.returned_at > PROBATION:
+            state.drained_at = now
+            return Action.DRAIN
+        return Action.REPLACE if redundant or replaceable else None
 
     def discard(self, worker: str) -> None:
         """The worker has exited."""
-        self._seen.pop(worker, None)
+        self._workers.pop(worker, None)

@@ -17,7 +17,7 @@ from functools import partial
 from mmserve.cluster import ray_actors
 from mmserve.cluster.config import ClusterConfig
 from mmserve.cluster.coordinator import Coordinator
-from mmserve.cluster.draining import Act, Draining
+from mmserve.cluster.draining import Action, Draining
 from mmserve.cluster.head import HeadWatch
 from mmserve.cluster.member import Member
 from mmserve.cluster.messages import Described, Heartbeat, Item
@@ -36,7 +36,7 @@ _TICK = 0.1
 #: Maximum seconds for workers to write their caches to disk when they exit.
 _CLOSING = 30.0
 #: Delay (seconds) before a worker that failed to start is started again; doubled each time, up to the second value.
-_AGAIN, _AGAIN_MOST = 0.5, 30.0
+_RESTART_SECONDS, _MAX_RESTART_SECONDS = 0.5, 30.0
 
 
 class Fleet:
@@ -114,17 +114,17 @@ class Fleet:
 
     def _keep(self, member: Member) -> None:
         """Keep a process running for ``member``, restarting it when it exits."""
-        pause = _AGAIN
+        pause = _RESTART_SECONDS
         while not self._stopping:
             try:
-                begun = self._begin(member)
+                begun = self._start_member(member)
                 self._joined(member, begun.described)
-            except Exception as error:  # noqa: BLE001 - the place is tried again, whatever went wrong
-                self._not_begun(member, error)
+            except Exception as error:  # noqa: BLE001 - the member is started again, whatever went wrong
+                self._start_failed(member, error)
                 time.sleep(pause)
-                pause = min(2 * pause, _AGAIN_MOST)
+                pause = min(2 * pause, _MAX_RESTART_SECONDS)
                 continue
-            pause = _AGAIN
+            pause = _RESTART_SECONDS
             try:
                 for items in begun.actor.events():
                     member.silent = 0.0
@@ -132,15 +132,15 @@ class Fleet:
                     if member.actor is not begun.actor:
                         break  # it was given up
             except Exception:
-                logger.exception("what worker %s reports cannot be read", member.name)
+                logger.exception("a report of worker %s cannot be read", member.name)
                 self._end(begun.actor, begun.described)
             if not self._stopping:
                 logger.warning("worker %s (process %d) has ended; it is replaced", member.name, begun.described.pid)
             self._worker_exited(member, begun.actor)
 
-    def _not_begun(self, member: Member, error: Exception) -> None:
+    def _start_failed(self, member: Member, error: Exception) -> None:
         traceback = None if isinstance(error, MMServeError) else error
-        logger.error("worker %s could not begin: %s", member.name, error, exc_info=traceback)
+        logger.error("worker %s could not start: %s", member.name, error, exc_info=traceback)
         actor = member.actor
         self._end(actor, None)
         self._worker_exited(member, actor)
@@ -149,7 +149,7 @@ class Fleet:
                 self._failed = error
                 self._changed.notify_all()
 
-    def _begin(self, member: Member) -> Loaded:
+    def _start_member(self, member: Member) -> Loaded:
         spare = self._spares.take(member.threads) if member.begun and not member.settings.gpus else None
         if spare is None:
             assert self._placement is not None, "workers begin once there is room for them"
@@ -191,7 +191,7 @@ class Fleet:
                         described.adapters[name],
                     )
         for coordinator in self.coordinators.values():
-            coordinator.equip(member)  # before it is supervised: it reports nothing yet
+            coordinator.load_adapters(member)  # before it is supervised: it reports nothing yet
         with member.changing:
             with self._lock:
                 member.described = described
@@ -207,7 +207,7 @@ class Fleet:
             if isinstance(item, Heartbeat):
                 with self._lock:
                     if member.described is not None:  # otherwise it was given up
-                        self._pace.note(member.name, item.passes)
+                        self._pace.record(member.name, item.passes)
                 for model in item.stats:
                     by_model[model].append(item)
             else:
@@ -216,7 +216,7 @@ class Fleet:
             try:
                 self.coordinators[model].take(member.name, own)
             except Exception:
-                logger.exception("what worker %s reports of %s is lost", member.name, model)
+                logger.exception("reports of worker %s about %s are lost", member.name, model)
 
     def _give_up(self, member: Member, actor: ray_actors.Actor | None) -> None:
         """Kill ``actor`` and continue without it, if it is still that of ``member``."""
@@ -240,7 +240,7 @@ class Fleet:
             if described is not None:
                 self.lost += not self._stopping
                 for model, coordinator in list(self.coordinators.items()):
-                    with _going_on(f"the end of worker {name} at the coordinator of {model}"):
+                    with _logged(f"the end of worker {name} at the coordinator of {model}"):
                         coordinator.worker_exited(name)
 
     def _close_members(self) -> None:
@@ -260,23 +260,23 @@ class Fleet:
     # --- other threads ---
 
     def _watch(self) -> None:
-        before = looked = time.monotonic()
+        before = checked = time.monotonic()
         while not self._stopping:
             time.sleep(_TICK)
             now = time.monotonic()
             passed, before = min(now - before, 2 * _TICK), now  # if this process was delayed, so were the workers
             for member in self.members:
-                with _going_on(f"a look at worker {member.name}"):
-                    self._look_at(member, now, passed)
+                with _logged(f"the check of worker {member.name}"):
+                    self._check_member(member, now, passed)
             for model, coordinator in list(self.coordinators.items()):
-                with _going_on(f"a look at the requests to {model}"):
+                with _logged(f"the check of the requests to {model}"):
                     coordinator.tick(now)
-                    if self._cluster.cluster.switching and now - looked >= 1.0:
+                    if self._cluster.cluster.switching and now - checked >= 1.0:
                         coordinator.switch(now)
-            if now - looked >= 1.0:
-                looked = now
+            if now - checked >= 1.0:
+                checked = now
 
-    def _look_at(self, member: Member, now: float, passed: float) -> None:
+    def _check_member(self, member: Member, now: float, passed: float) -> None:
         """``passed``: seconds since the last check."""
         actor = member.actor  # read before the rest, so that its replacement is not mistaken for it
         member.flush()
@@ -285,28 +285,28 @@ class Fleet:
             logger.warning("worker %s has been silent for %.1f s: it is given up", member.name, member.silent)
             self._give_up(member, actor)
         elif member.described is not None:
-            self._mind(member, actor, now)
+            self._handle_slowness(member, actor, now)
 
-    def _mind(self, member: Member, actor: ray_actors.Actor | None, now: float) -> None:
+    def _handle_slowness(self, member: Member, actor: ray_actors.Actor | None, now: float) -> None:
         """Drain ``member`` while it is slow, and replace it if it stays slow."""
         others = [each for each in self.members if each is not member and each.described is not None]
-        spared = all(any(role in each.roles for each in others) for role in member.roles)
+        redundant = all(any(role in each.roles for each in others) for role in member.roles)
         with self._lock:
             slowness = self._pace.slowness(member.name)
-            act = self._draining.due_action(
-                now, member.name, slowness, spared=spared, replaceable=self.spares_ready > 0
+            action = self._draining.due_action(
+                now, member.name, slowness, redundant=redundant, replaceable=self.spares_ready > 0
             )
-            if act is None:
+            if action is None:
                 return
             self._pace.reset(member.name)
-        logger.warning("worker %s %s: its passes take %.1f times as long as usual", member.name, act.value, slowness)
-        if act is Act.REPLACE:
+        logger.warning("worker %s %s: its passes take %.1f times as long as usual", member.name, action.value, slowness)
+        if action is Action.REPLACE:
             self._give_up(member, actor)
             return
         with member.changing:
             if member.actor is not actor:
                 return  # it exited meanwhile, and has a replacement
-            if act is Act.DRAIN:
+            if action is Action.DRAIN:
                 member.drain()
                 return
             member.resume()
@@ -332,7 +332,7 @@ class Fleet:
 
 
 @contextmanager
-def _going_on(what: str) -> Iterator[None]:
+def _logged(what: str) -> Iterator[None]:
     """Context that logs exceptions: they must not end the thread, which serves others, too."""
     try:
         yield

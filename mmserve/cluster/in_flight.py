@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from mmserve.cluster.adapters import missing
+from mmserve.cluster.adapters import adapter_missing
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.dispatch import Dispatch, Holds
 from mmserve.cluster.messages import Chunk, Lost, Moved, Order, Refused, RequestEvent, without_media
@@ -109,7 +109,7 @@ class InFlight:
                 part.reserved, part.given = None, 0
         for part in [part for part in self.parts() if part.worker == worker]:
             if part.group.id in self.groups:  # unless another part has ended it
-                self._lost(part)
+                self._resume(part)
 
     def parts(self) -> Iterator[Part]:
         """All parts that have not ended."""
@@ -118,15 +118,15 @@ class InFlight:
 
     def send(self) -> None:
         """Send waiting parts, as far as workers have capacity."""
-        sent, stuck, lost = self.dispatch.send()
+        sent, without_adapter, lost = self.dispatch.send()
         for part in sent:
             self._leave_queue(part.group)
-        for part in stuck:
+        for part in without_adapter:
             if part.group.id in self.groups:  # unless another part has ended it
-                self.fail(part.group, missing(part.group.request.adapter, part.stage))
+                self.fail(part.group, adapter_missing(part.group.request.adapter, part.stage))
         for part, error in lost:
             if part.group.id in self.groups:
-                self._restart(part, f"its state cannot be handed on: {error!r}")
+                self._restart(part, f"its state cannot be transferred: {error!r}")
         if lost:
             self.send()
 
@@ -165,7 +165,7 @@ class InFlight:
         whole = group.parts[None]
         if isinstance(item, Lost):
             logger.warning("a shard of request %s is lost: %s", group.id, item.error)
-            self._lost(shard)
+            self._resume(shard)
             return
         if isinstance(item, Moved):
             whole.seen.append(item.parcel)
@@ -198,7 +198,7 @@ class InFlight:
         elif isinstance(item, Lost):  # the previous checkpoint remains
             logger.warning("a state of request %s is lost: %s", group.id, item.error)
             if not item.stays:
-                self._lost(part)
+                self._resume(part)
         elif isinstance(item, Moved):
             self._moved(group, self._split(group, part, item), item)
         elif isinstance(item, Chunk):
@@ -242,7 +242,7 @@ class InFlight:
         part.point, part.parcel = replace(item.handover, request=request), item.parcel
         if not item.stays:
             self._timed(part.stage, item.handover.run)
-            self._go_on(part)
+            self._continue(part)
 
     @staticmethod
     def _own(part: Part) -> Request:
@@ -296,9 +296,9 @@ class InFlight:
         logger.warning("request %s begins anew, %s", part.group.id, why)
         self._discard_payloads(part)
         part.point, part.parcel = Handover(self._own(part), Stage.QUEUED, None), None
-        self._lost(part)
+        self._resume(part)
 
-    def _lost(self, part: Part) -> None:
+    def _resume(self, part: Part) -> None:
         """Its worker exited, or never received it: continue from its last checkpoint."""
         if part.point.stage not in (Stage.PREFILLED, Stage.READY):
             self._discard_ahead(part)
@@ -307,9 +307,9 @@ class InFlight:
             why = f"the request lost its worker or its state {part.losses} times; it may be the cause itself"
             self.fail(part.group, Unavailable(why))
             return
-        self._go_on(part)
+        self._continue(part)
 
-    def _go_on(self, part: Part) -> None:
+    def _continue(self, part: Part) -> None:
         """Queue ``part`` to continue from its checkpoint; a question without one, on the worker of its stream."""
         again = part.group.again
         if again is None or part.point.stage is not Stage.QUEUED:

@@ -18,37 +18,37 @@ class Index:
         self._most = most
         self._holders: OrderedDict[Hashable, set[str]] = OrderedDict()
 
-    def note(self, things: Iterable[Hashable], worker: str) -> None:
+    def record(self, entries: Iterable[Hashable], worker: str) -> None:
         """Record that ``worker`` has these entries."""
-        for thing in things:
-            self._holders.setdefault(thing, set()).add(worker)
-            self._holders.move_to_end(thing)
+        for entry in entries:
+            self._holders.setdefault(entry, set()).add(worker)
+            self._holders.move_to_end(entry)
         while len(self._holders) > self._most:
             self._holders.popitem(last=False)
 
-    def share(self, things: Sequence[Hashable], worker: str) -> float:
-        """The share of ``things`` that ``worker`` has, in [0, 1]."""
-        return sum(self._has(thing, worker) for thing in things) / len(things) if things else 0.0
+    def share(self, entries: Sequence[Hashable], worker: str) -> float:
+        """The share of ``entries`` that ``worker`` has, in [0, 1]."""
+        return sum(self._has(entry, worker) for entry in entries) / len(entries) if entries else 0.0
 
-    def leading(self, things: Sequence[Hashable], worker: str) -> float:
-        """The share of ``things`` in the longest prefix of which ``worker`` has all."""
-        count = next((i for i, thing in enumerate(things) if not self._has(thing, worker)), len(things))
-        return count / len(things) if things else 0.0
+    def leading(self, entries: Sequence[Hashable], worker: str) -> float:
+        """The share of ``entries`` in the longest prefix of which ``worker`` has all."""
+        count = next((i for i, entry in enumerate(entries) if not self._has(entry, worker)), len(entries))
+        return count / len(entries) if entries else 0.0
 
-    def dropped(self, things: Iterable[Hashable]) -> None:
+    def dropped(self, entries: Iterable[Hashable]) -> None:
         """Remove the entries for all workers."""
-        for thing in things:
-            self._holders.pop(thing, None)
+        for entry in entries:
+            self._holders.pop(entry, None)
 
     def worker_exited(self, worker: str) -> None:
         """``worker`` has exited: remove its entries."""
-        for thing, holders in list(self._holders.items()):
+        for entry, holders in list(self._holders.items()):
             holders.discard(worker)
             if not holders:
-                del self._holders[thing]
+                del self._holders[entry]
 
-    def _has(self, thing: Hashable, worker: str) -> bool:
-        return worker in self._holders.get(thing, ())
+    def _has(self, entry: Hashable, worker: str) -> bool:
+        return worker in self._holders.get(entry, ())
 
 
 def media(request: Request) -> tuple[Hashable, ...]:

@@ -276,8 +276,8 @@ def connected(address: str, offered: Offered = _nothing) -> Link:
         connection.connect(f"\0{address}")
         connection.settimeout(None)
         if not is_own_user(connection):
-            raise PermissionError("it belongs to another user")
+            raise PermissionError("the socket belongs to another user")
     except OSError as error:
         connection.close()
-        raise Unavailable(f"a worker on this host takes no connection: {error}") from error
+        raise Unavailable(f"a worker on this host accepts no connection: {error}") from error
     return Link(connection, offered)

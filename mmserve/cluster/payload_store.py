@@ -15,7 +15,7 @@ from mmserve.transfer.shared_memory import Arena, Memory, Reader, Ticket, allow_
 
 
 @dataclass(frozen=True)
-class Kept:
+class HeldMemory:
     """Shared memory that this process holds: ``here``: in its own arena, ``origin``: where it was written."""
 
     here: Ticket
@@ -41,7 +41,7 @@ class SharedPayloadStore:
         them."""
         if not isinstance(parcel, Ticket):
             return parcel
-        return Kept(self._arena.put(self._reader.take(parcel)), parcel)
+        return HeldMemory(self._arena.put(self._reader.take(parcel)), parcel)
 
     def own(self, parcel: Parcel) -> Parcel:
         """See ``PayloadStore.own``; states in Ray's store, or in a region, are written again by this process."""
@@ -59,7 +59,7 @@ class SharedPayloadStore:
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
         """See ``PayloadStore.sent``: to another host, bytes are sent by Ray's object store."""
-        if not isinstance(parcel, Kept):
+        if not isinstance(parcel, HeldMemory):
             return parcel
         if self._host_of(worker) == self._arena.host:
             return parcel.here
@@ -68,7 +68,7 @@ class SharedPayloadStore:
 
     def drop(self, parcel: Parcel) -> None:
         """See ``PayloadStore.drop``."""
-        if isinstance(parcel, Kept):
+        if isinstance(parcel, HeldMemory):
             self._arena.drop(parcel.here)
             self._reuse(parcel.origin)
         elif self._regions is not None and isinstance(parcel, Region) and parcel.address == self._regions.address:

@@ -65,7 +65,7 @@ def _forked(arguments: list[str]) -> None:
     asked = json.dumps({"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}).encode()  # noqa: PTH109
     with _connected() as connection:
         if not is_own_user(connection):
-            raise OSError("another user's process answers")
+            raise OSError("the socket belongs to another user's process")
         socket.send_fds(connection, [_SIZE.pack(len(asked))], [1, 2])
         connection.sendall(asked)
         if not connection.recv(1):

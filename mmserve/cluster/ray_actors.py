@@ -232,7 +232,7 @@ class Actor:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except ray.exceptions.RayError as error:
-            raise Unavailable(f"a worker ended while it began: {type(error).__name__}") from error
+            raise Unavailable(f"a worker ended while it started: {type(error).__name__}") from error
 
 
 def _actor_class() -> Any:

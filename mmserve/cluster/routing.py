@@ -15,7 +15,7 @@ from mmserve.core.request import ImagePart, Part, Request, VideoPart
 from mmserve.core.share import MediaShare
 
 #: Maximum requests of a worker in a stage: others wait, so that they can still be sent elsewhere.
-IN_HAND = {"encode": 4, "prefill": 8}
+MAX_REQUESTS = {"encode": 4, "prefill": 8}
 #: Cost of encoding a request without media: the unit of cost.
 OF_TEXT = 1.0
 #: Pixels of media whose encoding costs one unit, and pixels per byte of media of unknown size: photographs have about
@@ -40,11 +40,11 @@ def choose(candidates: Sequence[Candidate]) -> str | None:
     return min(candidates, key=lambda each: each.load - each.saved).name
 
 
-def room(roles: frozenset[str], role: str, running: int) -> int:
+def max_requests(roles: frozenset[str], role: str, running: int) -> int:
     """The maximum number of requests of a worker of ``roles`` that were sent for ``role``: they stay through its later
     stages, too. ``running``: number of answers that it decodes concurrently."""
     own = ROLES[ROLES.index(role) :]
-    most = {**IN_HAND, "decode": running}
+    most = {**MAX_REQUESTS, "decode": running}
     total = 0
     for each in own:
         if each not in roles:

@@ -14,7 +14,7 @@ from mmserve.errors import MMServeError
 logger = logging.getLogger("mmserve.cluster")
 
 #: Delay (seconds) after a spare failed to start; doubled each time, up to the second value.
-_AGAIN, _AGAIN_MOST = 1.0, 60.0
+_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Spares:
             spare.actor.kill()
 
     def _fill(self) -> None:
-        pause = _AGAIN
+        pause = _RETRY_SECONDS
         while (kind := self._missing()) is not None:
             try:
                 made = self._load(kind)
             except Exception as error:
                 traceback = None if isinstance(error, MMServeError) else error
-                logger.error("a spare worker could not begin: %s", error, exc_info=traceback)
+                logger.error("a spare worker could not start: %s", error, exc_info=traceback)
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping, pause)
-                pause = min(2 * pause, _AGAIN_MOST)
+                pause = min(2 * pause, _MAX_RETRY_SECONDS)
                 continue
-            pause = _AGAIN
+            pause = _RETRY_SECONDS
             with self._changed:
                 self._ready[kind].append(made)
                 if self._stopping:

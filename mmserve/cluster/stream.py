@@ -73,7 +73,7 @@ class ClusterStream:
         self._opening = False  # a thread is opening it
         self._losses = 0  # lost workers since all frames were last appended
         self._number, self._seconds = 0, 0.0  # of the newest frame
-        self._out: set[int] = set()  # frames sent to ``owner`` that it has not reported
+        self._unreported: set[int] = set()  # frames sent to ``owner`` that it has not reported
         self._futures: dict[int, tuple[float, Future[EncodedFrame]]] = {}  # with the frames' times
         self._ended: MMServeError | None = None
 
@@ -109,11 +109,11 @@ class ClusterStream:
         """See ``Stream.ask``."""
         once = admitted_once(sink)
         for _ in range(self._most_losses + 1):
-            owner, worker, name = self._there()
+            owner, worker, name = self._ready_owner()
             with self._changed:
                 given = GivenQuestion(request.id, self._number, scope)
                 self._journal.add(given)
-            put = partial(self._put, owner, name, scope)
+            put = partial(self._send_question, owner, name, scope)
             try:
                 asked = self._streams.requests.submit_there(request, once, worker, put, partial(self._again, given))
             except BaseException as error:
@@ -141,7 +141,7 @@ class ClusterStream:
     def question(self, question: str, *arguments: Any, frame: int | None = None) -> Any:
         """The reply of the worker that has ``frame`` (None = all frames) to a question; raises ``StreamLost``."""
         for _ in range(self._most_losses + 1):
-            owner, _, name = self._there(frame)
+            owner, _, name = self._ready_owner(frame)
             try:
                 return owner.ask(self._streams.model, question, (name, *arguments))
             except MMServeError as error:
@@ -170,11 +170,11 @@ class ClusterStream:
         with self._changed:
             if item.key != self.name:
                 return
-            self._out.discard(item.number)
+            self._unreported.discard(item.number)
             seconds, future = self._futures.pop(item.number, (0.0, None))
             if item.error is not None:
                 self._journal.failed(item.number)
-            if not self._out and self._ready:
+            if not self._unreported and self._ready:
                 self._losses = 0
             self._changed.notify_all()
         if future is None:
@@ -211,7 +211,7 @@ class ClusterStream:
     def _send(self, given: GivenFrame) -> None:
         """Call with the lock."""
         assert self.owner is not None
-        self._out.add(given.number)
+        self._unreported.add(given.number)
         self.owner.post(self._streams.model, "stream.append", (self.name, given.number, given.seconds, *given.pixels))
 
     def _save_if_due(self) -> None:
@@ -219,15 +219,15 @@ class ClusterStream:
         if self._journal.due(self._number) and self.owner is not None:
             self.owner.post(self._streams.model, "stream.save", (self.name,))
 
-    def _put(self, owner: Worker, name: str, scope: Scope | None, order: Order) -> Asked:
+    def _send_question(self, owner: Worker, name: str, scope: Scope | None, order: Order) -> Asked:
         asked: Asked = owner.ask(self._streams.model, "stream.ask", (name, order, scope))
         return asked
 
-    def _there(self, frame: int | None = None) -> tuple[Worker, str, str]:
+    def _ready_owner(self, frame: int | None = None) -> tuple[Worker, str, str]:
         """``owner``, ``worker`` and ``name``, once it has ``frame`` (None = all frames); raises ``StreamLost``."""
 
         def has() -> bool:
-            return self._ready and (not self._out if frame is None else frame not in self._out)
+            return self._ready and (not self._unreported if frame is None else frame not in self._unreported)
 
         with self._changed:
             self._changed.wait_for(lambda: self._ended is not None or has(), 2 * PATIENCE)
@@ -265,7 +265,7 @@ class ClusterStream:
         self._changed.notify_all()
         if not self._opening:
             self._opening = True
-            self._streams.go(self._open_somewhere)
+            self._streams.run_in_background(self._open_somewhere)
 
     def _open_somewhere(self, patience: float = PATIENCE) -> None:
         """Open it on a worker and replay the journal, until that succeeds; only one thread at a time."""
@@ -306,7 +306,7 @@ class ClusterStream:
         with self._changed:
             old, former = self.owner, self.name
             self.owner, self.worker, self.name = owner, owner.name, uuid.uuid4().hex
-            self._out.clear()
+            self._unreported.clear()
             self._journal.resumed()
             parcel, worker, name = self._journal.parcel, self.worker, self.name
         if not self._streams.renamed(self, former):
@@ -330,7 +330,7 @@ class ClusterStream:
                     return
                 if not left:
                     self._ready = True
-                    self._losses = 0 if not self._out else self._losses
+                    self._losses = 0 if not self._unreported else self._losses
                     self._save_if_due()
                     self._changed.notify_all()
                     return
@@ -338,8 +338,10 @@ class ClusterStream:
                     given = entry.number
                     self._send(entry)
                     continue
-                self._changed.wait_for(lambda: self._wanted or self._ended is not None or not self._out, PATIENCE)
-                if self._wanted or self._out:
+                self._changed.wait_for(
+                    lambda: self._wanted or self._ended is not None or not self._unreported, PATIENCE
+                )
+                if self._wanted or self._unreported:
                     self._wanted = True
                     return
                 entry.lost = False
@@ -350,7 +352,7 @@ class ClusterStream:
         try:
             orders = self._streams.requests.orders_again(given.id, self.worker)
             for order in orders:
-                self._put(self.owner, self.name, given.scope, order)
+                self._send_question(self.owner, self.name, given.scope, order)
         except WorkerEnded:
             given.lost = True
             raise
@@ -393,7 +395,7 @@ class ClusterStream:
         kept = f"frames up to {self._seconds:g} s ({self._number} in all)"
         reason = "" if why is None else f" ({why.message})"
         return StreamLost(
-            f"the worker that kept the session's frames has ended, and no other can go on with them{reason}: "
+            f"the worker that kept the session's frames has ended, and no other can continue with them{reason}: "
             f"lost are its {kept}; open another session"
         )
 

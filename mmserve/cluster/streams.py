@@ -189,13 +189,15 @@ class ClusterStreams:
         if parcel is not None:
             self._payloads.drop(parcel)
 
-    def go(self, work: Callable[[], None]) -> None:
+    def run_in_background(self, work: Callable[[], None]) -> None:
         """Run ``work`` on another thread."""
         self._openers.submit(work)
 
     def no_worker(self) -> Unavailable:
         """The error if there is no worker."""
-        return Unavailable(f"no worker of {self.model!r} is there: they are being replaced, try again in a few seconds")
+        return Unavailable(
+            f"no worker of {self.model!r} is available while they are being replaced; try again in a few seconds"
+        )
 
     # --- standing questions ---
 

@@ -16,7 +16,7 @@ RATIO = 1.5
 #: required demand of the receiving stage (seconds),
 LEAST_SECONDS = 0.5
 #: and number of consecutive checks for which both must hold.
-LOOKS = 2
+CHECKS = 2
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Switch:
 
 @dataclass
 class Switching:
-    """Decides at most once every ``every`` seconds; ``look`` is to be called about once a second."""
+    """Decides at most once every ``every`` seconds; ``due_change`` is to be called about once a second."""
 
     every: float
     _move: tuple[str, str] | None = None
-    _looks: int = 0
+    _checks: int = 0
     _last: float = field(default=float("-inf"))
 
     def due_change(
@@ -59,9 +59,9 @@ class Switching:
         switched.
         """
         move = _move(demand, workers)
-        self._looks = self._looks + 1 if move is not None and move == self._move else 1
+        self._checks = self._checks + 1 if move is not None and move == self._move else 1
         self._move = move
-        if move is None or self._looks < LOOKS or now - self._last < self.every:
+        if move is None or self._checks < CHECKS or now - self._last < self.every:
             return None
         self._last, self._move = now, None
         donor, receiver = move

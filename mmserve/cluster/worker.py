@@ -56,7 +56,7 @@ logger = logging.getLogger("mmserve.cluster")
 #: Interval (seconds) of heartbeats.
 HEARTBEAT_SECONDS = 0.25
 #: Maximum number of items in one message.
-_TOGETHER = 256
+_MAX_ITEMS = 256
 #: Methods that the front end calls by its link.
 _CALLS = ("take", "cancel", "serve", "reuse")
 
@@ -73,7 +73,7 @@ class Worker:
         self._outbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._kv_bits = 0
         self._serving = threading.Event()
-        self._seeing = ThreadPoolExecutor(1, "mmserve-shards")
+        self._shard_thread = ThreadPoolExecutor(1, "mmserve-shards")
         self._end_traces: Callable[[], None] = lambda: None
 
     def load(self, config: Config, *, transport: str, linked: bool, kv_bits: int) -> Described:
@@ -105,7 +105,7 @@ class Worker:
         """Accept requests; an error of one is reported by a separate item."""
         for order in orders:
             if order.shard:
-                self._seeing.submit(self._encode_share, order)
+                self._shard_thread.submit(self._encode_share, order)
                 continue
             try:
                 engine, sink = self._engines[order.model], self._sink(order)
@@ -221,7 +221,7 @@ class Worker:
         found: list[Item] = []
         with suppress(queue.Empty):
             found.append(self._outbox.get(timeout=seconds))
-            while len(found) < _TOGETHER:
+            while len(found) < _MAX_ITEMS:
                 found.append(self._outbox.get_nowait())
         return found
 

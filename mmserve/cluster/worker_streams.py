@@ -32,7 +32,7 @@ logger = logging.getLogger("mmserve.cluster")
 
 
 @dataclass
-class _Kept:
+class _OpenStream:
     """An open stream: the number of its newest frame, and the latest frames, for standing questions."""
 
     stream: EngineStream
@@ -62,7 +62,7 @@ class WorkerStreams:
         self._streams = EngineStreams(engine, config)
         self._standing = standing_of(engine.stages.model)
         self._most_seen = config.frames_under_way + 1 if self._standing is not None else 0
-        self._open: dict[str, _Kept] = {}
+        self._open: dict[str, _OpenStream] = {}
         # On a separate thread, so that frames of other streams do not wait while a state is written.
         self._saving = ThreadPoolExecutor(1, "mmserve-saving", lambda: torch.set_num_threads(1))
 
@@ -72,7 +72,7 @@ class WorkerStreams:
         """See ``Streams.open``; with a state in ``parcel``, the stream continues from it. Returns the bytes reserved
         for it."""
         saved: StreamPayload | None = None if parcel is None else self._read(parcel)
-        kept = _Kept(self._streams.open(memory, tenant, vision, extra_bytes, saved))
+        kept = _OpenStream(self._streams.open(memory, tenant, vision, extra_bytes, saved))
         if saved is not None:
             kept.number = saved.number
             kept.seen.update((one.number, EncodedFrame(one.seconds, one.tokens, one.whole)) for one in saved.seen)
@@ -139,13 +139,13 @@ class WorkerStreams:
         self._streams.stop()
         self._saving.shutdown()
 
-    def _kept(self, name: str) -> _Kept:
+    def _kept(self, name: str) -> _OpenStream:
         kept = self._open.get(name)
         if kept is None:
             raise FailedPrecondition("the stream is closed")
         return kept
 
-    def _appended(self, name: str, kept: _Kept, number: int, done: Future[EncodedFrame]) -> None:
+    def _appended(self, name: str, kept: _OpenStream, number: int, done: Future[EncodedFrame]) -> None:
         """Called on the streams' thread, or on that of ``close``."""
         error = Cancelled("the stream was closed") if done.cancelled() else done.exception()
         if error is None and self._most_seen:

@@ -31,7 +31,7 @@ from mmserve.engine.arrivals import Arrivals
 from mmserve.engine.live import LiveRequests
 from mmserve.engine.migration import Migration
 from mmserve.engine.outcomes import StageOutcomes
-from mmserve.engine.prefixes import Kept, Prefixes
+from mmserve.engine.prefixes import EngineCaches, Prefixes
 from mmserve.engine.request_state import ClientSink, RequestState, Sink, open_group, pass_size
 from mmserve.engine.shutdown import Shutdown
 from mmserve.engine.waiting import WaitingQueue
@@ -121,9 +121,9 @@ class Engine:
         )
 
     @property
-    def kept(self) -> Kept:
+    def caches(self) -> EngineCaches:
         """The engine's caches for later requests."""
-        return Kept(self.info.name, self._prefixes, self.stages.encoder.cache)
+        return EngineCaches(self.info.name, self._prefixes, self.stages.encoder.cache)
 
     @property
     def adapters(self) -> Adapters:
@@ -266,15 +266,15 @@ class Engine:
                 self._live.recover(Internal.logged(error, "the engine's loop", logger))
 
     def _turn(self) -> None:
-        self._absorb()
+        self._process_messages()
         self._live.expire(time.monotonic())
         self._queue.measure(time.monotonic())
         states = sorted(self._live, key=lambda r: r.group.arrived)
         size, frames, now = self.config.page_size, self.info.frames_per_video, time.monotonic()
-        arrived_wait = self._migration.open_arrived(states, self._now)
+        arrived_waiting = self._migration.allocate_arrived(states, self._now)
         tokens, causal = self.config.prefill_tokens, self.stages.model.spec.causal
         entries = [r.entry(size, frames, tokens, now, causal=causal) for r in states if not r.waits]
-        budgets = self._budgets(0 if arrived_wait else self._pool.free)
+        budgets = self._budgets(0 if arrived_waiting else self._pool.free)
         plan = schedule(entries, budgets)
         self._served, self._now = plan.served, plan.now
         for request, turn in plan.turns.items():
@@ -290,7 +290,7 @@ class Engine:
         if any(rows and name in budgets.idle for name, rows in plan.within.items()):
             self._inbox.put(lambda: None)  # plan again: a long pass has begun, and shorter ones may run within it
 
-    def _absorb(self) -> None:
+    def _process_messages(self) -> None:
         """Wait for a message or the next deadline, then process all messages."""
         due = self._live.next_deadline()
         timeout = None if due is None else max(0.0, min(_LONGEST_WAIT, due - time.monotonic()))
@@ -334,7 +334,7 @@ class Engine:
             self._live.advance(state, _RUNNING[name])
         run = stage(states)
         for state in states:
-            state.holds += 1
+            state.workers += 1
 
         def job(own: bool) -> None:
             begun = time.monotonic()
@@ -391,7 +391,7 @@ class Engine:
         if (size := pass_size(name, states, outcomes)) > 0:
             self.passes.append(Pass(name, size, seconds))
         for state in states:
-            state.holds -= 1
+            state.workers -= 1
         for state, outcome in zip(states, outcomes, strict=True):
             state.run[name] += seconds
             self._outcomes.apply(name, state, outcome, self._now)

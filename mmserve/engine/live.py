@@ -38,7 +38,8 @@ class LiveRequests:
         return {stage.name.lower(): found[stage] for stage in Stage if stage not in TERMINAL}
 
     def described(self) -> Iterator[str]:
-        """The id and stage of each sample, and whether a worker holds it; from any thread, and a moment old."""
+        """The id and stage of each sample, and whether a worker runs it; thread-safe, and possibly slightly
+        outdated."""
         for name, state in list(self.by_id.items()):
             yield f"{name} ({state.stage.name}{', in a pass' if state.in_flight else ''})"
 
@@ -121,7 +122,7 @@ class LiveRequests:
         """End a request, or a sample received separately with this id, without an event."""
         state = self.by_id.get(request)
         if state is not None and not state.group.failed:
-            self._abort(state, Cancelled("the request goes on elsewhere"))
+            self._abort(state, Cancelled("the request continues on another engine"))
 
     def expire(self, now: float) -> None:
         """End the requests whose deadline has passed; ``now`` is on the monotonic clock (seconds)."""

@@ -50,7 +50,7 @@ class Migration:
     def state_of(self, handover: Handover, sink: Sink) -> RequestState:
         """The first state here of a request that is received; thread-safe."""
         state = open_group(handover.request, sink, time.monotonic() - handover.age)
-        state.know(handover)
+        state.take_over(handover)
         return state
 
     def arrive(self, state: RequestState, handover: Handover) -> None:
@@ -78,17 +78,17 @@ class Migration:
         """Receive the rest of an expected request."""
         state = self._live.by_id.get(handover.request.id)
         if state is None or state.stage is not Stage.EXPECTED:  # it ended meanwhile
-            sink(Failed(Unavailable("the request's keys and values are not there any more: send it again")))
+            sink(Failed(Unavailable("the request's K/V were discarded: send the request again")))
             return
-        state.know(handover)
+        state.take_over(handover)
         self._stages.to_decode.send(state.request.id, handover.payload)
         self._live.advance(state, Stage.ARRIVED)
 
-    def open_arrived(self, states: Sequence[RequestState], now: float) -> bool:
+    def allocate_arrived(self, states: Sequence[RequestState], now: float) -> bool:
         """Allocate pages for received requests, in order. Returns whether some still wait: other requests must not
         allocate then.
 
-        Requests that are only expected get what the others leave. ``now``: virtual time of decode.
+        Expected requests get pages after all received ones. ``now``: virtual time of decode.
         """
         room = self._config.max_running - sum(bool(state.pages.ids) for state in states)
         for stage in (Stage.ARRIVED, Stage.EXPECTED):
@@ -112,10 +112,10 @@ class Migration:
 
     def must_hand_over(self, state: RequestState) -> bool:
         """Whether ``state`` is at a boundary, and continues elsewhere."""
-        if state.stage is Stage.PREFILLED and state.packed is not None:
-            return not state.aborted  # decode here holds nothing of it any more
+        if state.stage is Stage.PREFILLED and state.payload is not None:
+            return not state.aborted  # its state was removed from decode here
         role = NEXT_ROLE.get(state.stage)
-        if state.stage is Stage.QUEUED and self._stages.encoding.was_given(state.request.id):
+        if state.stage is Stage.QUEUED and self._stages.encoding.has_prompt(state.request.id):
             return False
         begun = state.in_flight or state.prefilled is not None or state.final is not None
         return role is not None and role not in self.roles and not begun and not state.aborted
@@ -133,7 +133,7 @@ class Migration:
         """Hand a request over to another engine; it stays if its state cannot be transferred, such as that of samples
         that learn from each other."""
         try:
-            payload = state.packed if state.packed is not None else self._pack(state)
+            payload = state.payload if state.payload is not None else self._make_payload(state)
         except Unimplemented:
             return
         except Exception as error:  # noqa: BLE001 - a bug with one request's state ends that request only
@@ -152,7 +152,10 @@ class Migration:
         for state in states:
             if state.prefilled is None and not state.unpruned:
                 handover = replace(self._handover(state, None), stage=Stage.PREFILLED)
-                self._stages.prefilling.leads[state.request.id] = partial(_send, state, handover), self.ahead_bytes
+                self._stages.prefilling.ahead_senders[state.request.id] = (
+                    partial(_send, state, handover),
+                    self.ahead_bytes,
+                )
 
     def prefilling(self, states: list[RequestState], run: Callable[[], list[Any]]) -> list[Any]:
         """``run`` a prefill batch on its worker's thread; requests that leave afterwards are packed there."""
@@ -160,7 +163,7 @@ class Migration:
         if "decode" not in self.roles:
             for i, state in enumerate(states):
                 if outcomes[i] is None:
-                    outcomes[i] = self._packed(state, self._stages.prefilled_payload)
+                    outcomes[i] = self._set_payload(state, self._stages.prefilled_payload)
         return outcomes
 
     def decoding(self, states: list[RequestState]) -> Callable[[Callable[[], list[Any]]], list[Any]]:
@@ -173,7 +176,7 @@ class Migration:
             outcomes = steps()
             for state, outcome, packs in zip(states, outcomes, due, strict=True):
                 if packs and not isinstance(outcome, BaseException) and outcome.reason is None:
-                    self._packed(state, self._stages.live_payload)
+                    self._set_payload(state, self._stages.live_payload)
             return outcomes
 
         return run
@@ -181,23 +184,23 @@ class Migration:
     def stepped(self, state: RequestState) -> None:
         """After a decode step that did not end the answer: send the checkpoint, or hand the request over."""
         state.steps += 1
-        if state.packed is None:
+        if state.payload is None:
             return
         if self.must_hand_over(state):
             self.hand_over(state)
         else:
-            state.group.sink(Saved(self._handover(state, state.packed), state.sample))
-        state.packed = None
+            state.group.sink(Saved(self._handover(state, state.payload), state.sample))
+        state.payload = None
 
-    def _packed(self, state: RequestState, pack: Callable[[str], Any]) -> MMServeError | BaseException | None:
-        """Set ``state.packed``, on a worker's thread. Returns the error, unless the state cannot be transferred."""
+    def _set_payload(self, state: RequestState, pack: Callable[[str], Any]) -> MMServeError | BaseException | None:
+        """Set ``state.payload``, on a worker's thread. Returns the error, unless the state cannot be transferred."""
         [outcome] = run_isolated(lambda ids: [pack(ids[0])], [state.request.id])
         if not isinstance(outcome, BaseException):
-            state.packed = outcome
+            state.payload = outcome
             return None
         return None if isinstance(outcome, Unimplemented) else outcome
 
-    def _pack(self, state: RequestState) -> Any:
+    def _make_payload(self, state: RequestState) -> Any:
         if state.stage is Stage.QUEUED:
             return None
         if state.stage is Stage.ENCODED:

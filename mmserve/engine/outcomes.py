@@ -109,19 +109,19 @@ class StageOutcomes:
         if state.final is None:
             self._live.advance(state, Stage.LOADED)
         elif outcome is None:
-            state.again = True
-            self._begin_again(state)
+            state.reload = True
+            self._reload(state)
         else:
             state.final, state.keys = None, outcome.keys
             state.pages = replace(state.pages, keys=outcome.keys)
 
-    def _begin_again(self, state: RequestState) -> None:
+    def _reload(self, state: RequestState) -> None:
         if state.in_flight:
             return  # in prefill, whose outcome is processed here
         self._stages.prefilling.discard(state.request.id)
         self._pool.release(state.pages.ids)
         state.pages, state.keys, state.prefilled = PageTable(), (), None
-        state.final, state.again = None, False
+        state.final, state.reload = None, False
         self._live.advance(state, Stage.LOADED)
 
     def _prefilled(self, state: RequestState, run: int | None, now: float) -> None:
@@ -140,8 +140,8 @@ class StageOutcomes:
             state.rows = 0  # its first step already has candidates
         state.prefilled, state.turn = run, now  # starts at the current virtual time of decode
         self._live.advance(state, Stage.PREFILLED if run is None else Stage.ENCODED)
-        if state.again:
-            self._begin_again(state)
+        if state.reload:
+            self._reload(state)
             return
         wanted = state.request.streaming
         if run is None and wanted.returns_prompt:

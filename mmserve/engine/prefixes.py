@@ -70,7 +70,7 @@ class Prefixes:
             self._labels = {key: label for key, label in self._labels.items() if key in there}
 
     def fetch(self, state: RequestState) -> None:
-        """Look up pages of a prompt that are not in the pool in the tier; its prefill waits for that."""
+        """Look up in the tier the pages of a prompt that are not in the pool; its prefill waits for the result."""
         if self._tier is None or self._readers is None or not state.keys or state.unpruned or state.final is not None:
             return
         known = self._pool.known(state.keys)
@@ -179,7 +179,7 @@ class Prefixes:
     def _copied(self, names: Sequence[str]) -> None:
         """Copy pages that are in the pool, which are held meanwhile."""
         tier = self._tier
-        assert tier is not None, "asked for by ``pin`` alone"
+        assert tier is not None, "only ``pin`` calls this"
 
         def hold() -> list[tuple[int, Label]]:
             pages, labels = self._pool.published(), self._labels
@@ -215,7 +215,7 @@ class Prefixes:
         except TimeoutError:
             if not answer.cancel():
                 return answer.result()  # it is running
-            raise FailedPrecondition("the engine is not running: its caches cannot be asked now") from None
+            raise FailedPrecondition("the engine is not running: its caches cannot be read now") from None
 
 
 def own(blocks: Sequence[Block], worker: str) -> list[Block]:
@@ -223,7 +223,7 @@ def own(blocks: Sequence[Block], worker: str) -> list[Block]:
     return [replace(block, worker=worker) for block in blocks]
 
 
-class Kept:
+class EngineCaches:
     """The caches of one engine's ``model``; those in ``caches`` are shared by engines. Thread-safe, and slow."""
 
     def __init__(self, model: str, prefixes: Prefixes, caches: Caches) -> None:
@@ -260,7 +260,7 @@ class Kept:
         """See ``Leftover``."""
         return Leftover(self._shared, served, model, self._prefixes.uses)
 
-    def unpin_in_memory(self, successor: Kept | None = None) -> None:
+    def unpin_in_memory(self, successor: EngineCaches | None = None) -> None:
         """Unpin entries in memory, for an engine that has stopped: they would take memory from other models.
 
         ``successor``: of the engine that serves the model now, if any. Pages that it can use stay pinned, and all

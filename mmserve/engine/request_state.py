@@ -67,17 +67,17 @@ class RequestState:
     unpruned: bool = False  # the decoder must prune its prompt before pages are allocated
     turn: float = 0.0  # virtual time of its next decode step
     rows: int | None = None  # rows of its next decode step; None = unknown, as before the first one
-    holds: int = 0  # number of workers whose current batches contain it
+    workers: int = 0  # number of workers whose current batches contain it
     #: Final rows of a prompt that is prefilled while its clip is loading; None = all.
     final: int | None = None
     fetching: bool = False  # its pages are being fetched from the tier: prefill waits
-    again: bool = False  # the clip differs from its outline: media are loaded again
+    reload: bool = False  # the clip differs from its outline: media are loaded again
     prefilled: int | None = None  # positions run, while part of the prompt is left; None = none, or all
     run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0.0))  # seconds in each stage
     reached: dict[Milestone, float] = field(default_factory=dict)  # time on the monotonic clock (seconds)
     steps: int = 0  # decode steps in this engine
     _images: int | None = field(default=None, repr=False)  # cached: there may be thousands of parts
-    packed: Payload | None = None  # its state for a handover or checkpoint; made on the worker's thread
+    payload: Payload | None = None  # its state for a handover or checkpoint; made on the worker's thread
 
     @property
     def aborted(self) -> bool:
@@ -87,12 +87,12 @@ class RequestState:
     @property
     def in_flight(self) -> bool:
         """Whether a worker holds it: its stage's batch has not reported yet."""
-        return self.holds > 0
+        return self.workers > 0
 
     def awaits(self, page_size: int, prefill_tokens: int) -> bool:
         """Whether rows of its next chunk of prefill, or cached pages of its prompt, are not available yet."""
         begin = len(self.keys) * page_size if self.prefilled is None else self.prefilled
-        return self.again or self.fetching or (self.final is not None and self.final < begin + prefill_tokens)
+        return self.reload or self.fetching or (self.final is not None and self.final < begin + prefill_tokens)
 
     @property
     def waits(self) -> bool:
@@ -170,7 +170,7 @@ class RequestState:
             first_rows=self.request.sequences * self.usage.prompt_tokens if causal else None,
         )
 
-    def know(self, handover: Handover) -> None:
+    def take_over(self, handover: Handover) -> None:
         """Take over the usage, times and keys of ``handover``."""
         self.usage, self.keys, self.unpruned = handover.usage, handover.keys, handover.unpruned
         self.prompt = handover.prompt

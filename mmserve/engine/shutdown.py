@@ -19,7 +19,7 @@ logger = logging.getLogger("mmserve.engine")
 #: Seconds within which requests that a drain failed must have ended, and how many of those left are logged.
 ENDING_SECONDS, _LISTED = 30.0, 16
 #: Seconds for which ``stop`` waits for passes that a drain has waited for already.
-_AGAIN_SECONDS = 1.0
+_SECOND_WAIT_SECONDS = 1.0
 
 
 class Shutdown:
@@ -105,4 +105,4 @@ class Shutdown:
     @property
     def _patience(self) -> float:
         """Seconds to wait for a thread when the engine stops."""
-        return _AGAIN_SECONDS if self._abandoned else ENDING_SECONDS
+        return _SECOND_WAIT_SECONDS if self._abandoned else ENDING_SECONDS

@@ -54,7 +54,7 @@ class WaitingQueue:
         wanted, allowed = request.sampling.n, self._config.max_queued
         if self.refusal and not (of_session and self.draining):
             raise Unavailable(self.refusal)
-        if self.queued + wanted > allowed and not self._is_owed(request.tenant, wanted):
+        if self.queued + wanted > allowed and not self._has_reserved_place(request.tenant, wanted):
             raise ResourceExhausted(
                 f"{self.queued} requests wait already, and max_queued allows {allowed} with the "
                 f"{wanted} asked for; try again later",
@@ -112,7 +112,7 @@ class WaitingQueue:
         """Expected time (seconds) until all requests queued now have started."""
         return expected_wait(self._measured, self._work)
 
-    def _is_owed(self, tenant: Tenant, wanted: int) -> bool:
+    def _has_reserved_place(self, tenant: Tenant, wanted: int) -> bool:
         """Whether a full queue still admits ``wanted`` samples of ``tenant``: its share is reserved."""
         return self._own(tenant) + wanted <= guaranteed(self._config.max_queued, tenant, self._tenants)
 
@@ -130,7 +130,7 @@ class WaitingQueue:
         wait = expected_wait(self._measured, self._work_ahead(request.tenant, due))
         left = None if request.deadline is None else request.deadline - time.monotonic()
         if left is not None and left <= 0:
-            raise DeadlineExceeded("the deadline passed before the request was taken in")
+            raise DeadlineExceeded("the deadline passed before the request was admitted")
         allowed, slo = self._config.max_wait_seconds, request.slo
         target = None if slo is None else slo.first_token_seconds or None
         later = retry_after(wait, allowed, min((t for t in (left, target) if t is not None), default=None))

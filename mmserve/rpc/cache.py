@@ -16,7 +16,7 @@ from mmserve.core.request import Streaming
 from mmserve.errors import InvalidArgument, MMServeError, Unimplemented
 from mmserve.observe import calls
 from mmserve.rpc.auth import check_admin, current_tenant
-from mmserve.rpc.engines import EngineLike, Engines, EntriesLike, KeptLike, kept_of
+from mmserve.rpc.engines import EngineCachesLike, EngineLike, Engines, EntriesLike, caches_of
 from mmserve.rpc.generation import Generations, answered, deadline_of, logged
 from mmserve.rpc.status import errors_to_status, handler
 from mmserve.v1 import cache_pb2 as pb
@@ -103,9 +103,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                     request = replace(request, streaming=Streaming(deltas=False), constraint=None)
                     async with aclosing(answered(engine, request, watch)) as events:
                         ends = [event async for event in events if isinstance(event, Finished)]
-                name = await asyncio.to_thread(_kept(engine).prefix_of, own)
+                name = await asyncio.to_thread(_caches(engine).prefix_of, own)
                 if pin and name:
-                    await asyncio.to_thread(_kept(engine).pin, [name], True)
+                    await asyncio.to_thread(_caches(engine).pin, [name], True)
                 usage = ends[-1].usage
                 return pb.WarmResponse(
                     prompt_tokens=usage.prompt_tokens,
@@ -123,11 +123,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         """
         served = self._engines.names
         if model in served:
-            return [_kept(self._engines.find(model))]
+            return [_caches(self._engines.find(model))]
         engines = self._engines.any_ready()
-        others = _Others([_kept(each).others(served, model) for each in engines])
+        others = _Others([_caches(each).others(served, model) for each in engines])
         if not model:
-            return [*map(_kept, engines), others]
+            return [*map(_caches, engines), others]
         if not await self._blocks(others):
             self._engines.find(model)
         return [others]
@@ -196,8 +196,8 @@ def _owners(blocks: Sequence[Block]) -> dict[str, set[str]]:
     return found
 
 
-def _kept(engine: EngineLike) -> KeptLike:
-    found = kept_of(engine)
+def _caches(engine: EngineLike) -> EngineCachesLike:
+    found = caches_of(engine)
     if found is None:
         raise Unimplemented(f"caches of {engine.info.name!r} cannot be managed here")
     return found

@@ -86,8 +86,8 @@ class EntriesLike(Protocol):
     def drop(self, ids: Sequence[str]) -> int: ...
 
 
-class KeptLike(EntriesLike, Protocol):
-    """The caches of an engine (see ``engine.prefixes.Kept``); thread-safe, and slow."""
+class EngineCachesLike(EntriesLike, Protocol):
+    """The caches of an engine (see ``engine.prefixes.EngineCaches``); thread-safe, and slow."""
 
     def others(self, served: Collection[str], model: str = "") -> EntriesLike:
         """Entries of models that are not served (see ``tiers.leftover.Leftover``)."""
@@ -95,12 +95,12 @@ class KeptLike(EntriesLike, Protocol):
     def prefix_of(self, request: str) -> str: ...
 
     def unpin_in_memory(self, successor: Any = None) -> None:
-        """Unpin what a stopped engine has in memory (see ``engine.prefixes.Kept.unpin_in_memory``)."""
+        """Unpin what a stopped engine has in memory (see ``engine.prefixes.EngineCaches.unpin_in_memory``)."""
 
 
-def kept_of(engine: EngineLike) -> KeptLike | None:
+def caches_of(engine: EngineLike) -> EngineCachesLike | None:
     """The caches of ``engine``; None if they cannot be managed."""
-    found: KeptLike | None = getattr(engine, "kept", None)
+    found: EngineCachesLike | None = getattr(engine, "caches", None)
     return found
 
 

@@ -18,7 +18,7 @@ from mmserve.models.names import served_names
 from mmserve.observe.endpoint import Endpoint
 from mmserve.rpc.auth import BearerAuth
 from mmserve.rpc.certificates import Certificates
-from mmserve.rpc.engines import EngineLike, Engines, kept_of
+from mmserve.rpc.engines import EngineLike, Engines, caches_of
 from mmserve.settle import settle
 from mmserve.tenants import accepted_tokens
 
@@ -156,9 +156,9 @@ class Replacement:
 
     def _unpin(self, stopped: EngineLike) -> None:
         """Unpin cache entries of a stopped engine that the engine of the same name, if there is one, does not use."""
-        kept, successor = kept_of(stopped), self._engines.get(stopped.info.name)
-        if kept is not None:
-            kept.unpin_in_memory(None if successor is None else kept_of(successor))
+        caches, successor = caches_of(stopped), self._engines.get(stopped.info.name)
+        if caches is not None:
+            caches.unpin_in_memory(None if successor is None else caches_of(successor))
 
     async def _replace(self, models: tuple[ModelConfig, ...], load: Load) -> None:
         async with self.lock:

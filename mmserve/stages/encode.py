@@ -54,15 +54,15 @@ class EncodeStage:
         self._prefill_rows = engine.prefill_tokens
         self._admitted: dict[RequestId, list[Session]] = {}  # for each sample of a waiting request
         self._loaded: dict[RequestId, tuple[LoadedPrompt, Cancellation]] = {}
-        self._given: dict[RequestId, Encoded] = {}  # prompts encoded elsewhere
+        self._prompts: dict[RequestId, Encoded] = {}  # prompts encoded elsewhere
 
     def set_prompt(self, request: RequestId, prompt: Encoded) -> None:
         """Store the prompt of a request that is about to be submitted; encode then ignores its messages."""
-        self._given[request] = prompt
+        self._prompts[request] = prompt
 
-    def was_given(self, request: RequestId) -> bool:
-        """Whether the prompt was passed to ``give``, so that this process must encode the request."""
-        return request in self._given
+    def has_prompt(self, request: RequestId) -> bool:
+        """Whether the prompt was passed to ``set_prompt``, so that this process must encode the request."""
+        return request in self._prompts
 
     def constrain(self, batch: list[Request]) -> list[BaseException | None]:
         """Compile each request's constraint: None or an error for each, in order."""
@@ -144,7 +144,7 @@ class EncodeStage:
     @property
     def held(self) -> int:
         """Number of requests with state in this stage."""
-        return len(self._admitted) + len(self._loaded) + len(self._given)
+        return len(self._admitted) + len(self._loaded) + len(self._prompts)
 
     def _admit(self, batch: list[Request]) -> list[None]:
         for request in batch:
@@ -167,8 +167,8 @@ class EncodeStage:
         )
 
     def _encoded(self, batch: list[Request]) -> list[Encoded]:
-        given = [r for r in batch if r.id in self._given]
-        others = [r for r in batch if r.id not in self._given]
+        given = [r for r in batch if r.id in self._prompts]
+        others = [r for r in batch if r.id not in self._prompts]
         found = [self._loaded.get(request.id) for request in others]
         loaded = [one[0] for one in found if one is not None]
 
@@ -180,11 +180,11 @@ class EncodeStage:
         check()
         whole = loaded if len(loaded) == len(others) else None
         made = dict(zip((r.id for r in others), self.encoder.encode(others, whole, check), strict=True))
-        made |= {r.id: self._given[r.id] for r in given}
+        made |= {r.id: self._prompts[r.id] for r in given}
         return [made[request.id] for request in batch]
 
     def _unload(self, request: RequestId) -> None:
-        self._given.pop(request, None)
+        self._prompts.pop(request, None)
         found = self._loaded.pop(request, None)
         if found is not None:
             found[0].close()
@@ -214,7 +214,7 @@ class EncodeStage:
         media = [p for m in request.messages for p in m.parts if isinstance(p, MediaPart)]
         plain = request.kv_reduction is None and request.image_reuse is None and request.constraint is None
         plain &= request.vision.pruner == "none" and request.diffusion.commit.name not in ACCOMPANIED
-        one = request.sampling.n == 1 and request.id not in self._given and self._prefill_rows > 0
+        one = request.sampling.n == 1 and request.id not in self._prompts and self._prefill_rows > 0
         return plain and one and len(media) == 1 and isinstance(media[0], VideoPart) and model.position_axes == 1
 
     def _arriving_of(self, request: Request, report: Report) -> Arriving:

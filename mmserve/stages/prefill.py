@@ -56,7 +56,7 @@ class PrefillStage:
     ) -> None:
         self.model, self._decoder, self._summaries, self._max_tokens = model, decoder, summaries, max_tokens
         self._to_prefill, self._to_decode = observed(to_prefill, "prefill"), observed(to_decode, "decode")
-        self._look = DecoderPruning(model) if isinstance(model, LoadedModel) and shown_by(model) else None
+        self._decoder_pruning = DecoderPruning(model) if isinstance(model, LoadedModel) and shown_by(model) else None
         self._restorer = Restorer(model)
         self._prompts: dict[RequestId, Prompt] = {}  # of samples whose prompt was pruned by the decoder
         self.begun: dict[RequestId, Any] = {}  # states of the decoder
@@ -67,8 +67,8 @@ class PrefillStage:
         #: Tokens of prompts with log-probabilities, if requested, until read by the engine.
         self.prompt_tokens: dict[RequestId, tuple[PromptToken, ...]] = {}
         #: K/V sent ahead of requests that are decoded elsewhere, in chunks of bounded size.
-        self.leads: dict[RequestId, tuple[Send, int]] = {}
-        self._leading = ThreadPoolExecutor(1, "mmserve-ahead")
+        self.ahead_senders: dict[RequestId, tuple[Send, int]] = {}
+        self._ahead_thread = ThreadPoolExecutor(1, "mmserve-ahead")
 
     def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[Outcome]:
         """Prefill each request into its pages, a long prompt by one chunk.
@@ -95,7 +95,7 @@ class PrefillStage:
                 outcomes.append(outcome)
             else:
                 del self.begun[request.id]
-                self.leads.pop(request.id, None)
+                self.ahead_senders.pop(request.id, None)
                 self._arriving.pop(request.id, None)
                 if isinstance(outcome, Prefilled) and outcome.prompt_tokens:
                     self.prompt_tokens[request.id] = outcome.prompt_tokens
@@ -106,7 +106,7 @@ class PrefillStage:
         """Drop all state of a request, and its prompt if it waits; not while the worker runs it."""
         self._to_prefill.drop(request)
         self._prompts.pop(request, None)
-        self.leads.pop(request, None)
+        self.ahead_senders.pop(request, None)
         begun = self.begun.pop(request, None)
         if isinstance(begun, Prefilling) and begun.outgoing is not None:
             begun.outgoing.close()
@@ -118,7 +118,7 @@ class PrefillStage:
             fetched.close()
 
     def waiting(self, request: RequestId) -> Prompt | EncodedPayload:
-        """The prompt of a request that has not begun; it stays here until ``forget``."""
+        """The prompt of a request whose prefill has not begun; it stays here until ``discard``."""
         if request in self._prompts:
             return self._prompts[request]
         prompt: Prompt | EncodedPayload = self._to_prefill.receive(request)
@@ -158,15 +158,15 @@ class PrefillStage:
 
     def _send_ahead(self, request: RequestId, begun: Any, *, arriving: bool) -> None:
         """Send the K/V of a request that is decoded elsewhere ahead of it, if they are final once written."""
-        lead = self.leads.get(request)
-        if lead is None or arriving or not isinstance(begun, Prefilling) or begun.rewrites_prompt:
+        sender = self.ahead_senders.get(request)
+        if sender is None or arriving or not isinstance(begun, Prefilling) or begun.rewrites_prompt:
             return
-        send, least = lead
+        send, least = sender
         store = self._decoder.parts.store
-        outgoing = Outgoing(store, begun.pages, least, send, self._leading)
+        outgoing = Outgoing(store, begun.pages, least, send, self._ahead_thread)
         if outgoing.worthwhile:
             begun.outgoing = outgoing
-            outgoing.final(store.num_layers, begun.run)  # those run by other requests
+            outgoing.final(store.num_layers, begun.run)  # the pages shared with other requests
 
     def _restored(self, request: RequestId, pages: PageTable) -> PageTable:
         """``pages``, after filling them with K/V found in host memory or on disk."""
@@ -194,8 +194,8 @@ class PrefillStage:
     @torch.inference_mode()
     def _prune_by_decoder(self, request: Request, prompt: Prompt) -> EncodedPrompt:
         """Prune a prompt by the decoder's evidence, once for all samples of its request."""
-        assert self._look is not None, "a model that shows nothing serves no such pruner"
-        encoded = self._look.pruned(request, prompt.encoded, self._max_tokens)
+        assert self._decoder_pruning is not None, "only models that give the decoder's evidence offer such pruners"
+        encoded = self._decoder_pruning.pruned(request, prompt.encoded, self._max_tokens)
         for i, sample in enumerate(samples(request)):
             self._prompts[sample.id] = Prompt(encoded, prompt.constraints[i : i + 1])
         return self._summaries.of(request, encoded)

@@ -422,14 +422,14 @@ def test_caches_of_all_workers_are_managed_as_one_and_share_a_folder(three: Flee
     asked = replace(asked, model=name, streaming=replace(asked.streaming, tokens=True))
     [call] = submit(coordinator, asked)
     right = finished(call)
-    found = coordinator.kept.prefix_of("kept")
-    entries = {entry.id: entry for entry in listing(coordinator.kept.blocks()).entries}
+    found = coordinator.caches.prefix_of("kept")
+    entries = {entry.id: entry for entry in listing(coordinator.caches.blocks()).entries}
     assert entries[found].workers == (first.name,) and set(entries[found].sizes) == {"pages"}
     visual = [id for id, entry in entries.items() if entry.kind == "visual" and entry.workers == (encoder.name,)]
     assert len(visual) >= 2
-    pages = coordinator.kept.pin([found], True)
+    pages = coordinator.caches.pin([found], True)
     assert pages == entries[found].tokens // config.engine.page_size
-    entries = {entry.id: entry for entry in listing(coordinator.kept.blocks()).entries}
+    entries = {entry.id: entry for entry in listing(coordinator.caches.blocks()).entries}
     assert entries[found].pinned and set(entries[found].sizes) == {"pages", "host", "disk"}
 
     first.serve(("decode",))
@@ -443,12 +443,12 @@ def test_caches_of_all_workers_are_managed_as_one_and_share_a_folder(three: Flee
         first.serve(first.settings.stages)
         other.serve(other.settings.stages)
     assert coordinator.stats().prefix_cache.disk_hits >= pages
-    renamed = coordinator.kept.others([each for each in three.coordinators if each != name])
+    renamed = coordinator.caches.others([each for each in three.coordinators if each != name])
     [kept] = [entry for entry in listing(renamed.blocks()).entries if entry.id == found]
     assert kept.pinned and not kept.stale and set(kept.sizes) == {"host", "disk"}
     assert renamed.pin([found], False) == pages and not any(block.pinned for block in renamed.blocks())
-    assert coordinator.kept.drop([*entries, "0" * 64]) >= pages + len(visual)
-    assert coordinator.kept.blocks() == []
+    assert coordinator.caches.drop([*entries, "0" * 64]) >= pages + len(visual)
+    assert coordinator.caches.blocks() == []
 
 
 def test_a_cluster_without_room_says_so(ray: None, monkeypatch: pytest.MonkeyPatch) -> None:

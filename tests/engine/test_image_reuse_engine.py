@@ -307,9 +307,7 @@ def test_what_cannot_be_is_refused_at_once(bench: Make, causal: LoadedModel) -> 
 
     blocks = dataclasses.replace(causal.spec, attention=Attention.BLOCK_CAUSAL, logit_shift=0)
     by_blocks = say("b", PARTS[1], None, recompute=Policy(name="block"), block=8).diffusion
-    refused(
-        Unimplemented, "block-causal", dataclasses.replace(causal, spec=blocks), diffusion=by_blocks
-    )
+    refused(Unimplemented, "block-causal", dataclasses.replace(causal, spec=blocks), diffusion=by_blocks)
     blind = dataclasses.replace(causal, vision=None)
     refused(Unimplemented, "it takes no images", blind)
     refused(Unimplemented, r"the server has \[engine\] sparse_\* or kv_bits", kv_bits=8)

@@ -163,7 +163,7 @@ def test_entries_are_listed_pinned_and_dropped(bench: Make, causal: LoadedModel,
     asked = prompts(images=False)
     kept = caches(KVCacheConfig(host_bytes=1 << 20, disk_folder=str(tmp_path)))
     b = bench(causal, pages=16, cache=kept)
-    prefixes = b.engine.kept
+    prefixes = b.engine.caches
     first = b.ask(asked[0])
     [entry] = listing(prefixes.blocks()).entries
     shared = (first.usage.prompt_tokens - 1) // PAGE
@@ -187,13 +187,13 @@ def test_pinned_files_of_other_settings_are_listed_unpinned_and_dropped(
     for chunk in (16, 32):
         made = bench(causal, cache=caches(on_disk(tmp_path)), prefill_tokens=chunk)
         made.ask(asked)
-        [name] = {entry.id for entry in listing(made.engine.kept.blocks()).entries}
-        pages = made.engine.kept.pin([name], pinned=True)
-        [entry] = listing(made.engine.kept.blocks()).entries
+        [name] = {entry.id for entry in listing(made.engine.caches.blocks()).entries}
+        pages = made.engine.caches.pin([name], pinned=True)
+        [entry] = listing(made.engine.caches.blocks()).entries
         assert (entry.pinned, entry.stale) == (True, False) and pages > 0
     files = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert entry.sizes["disk"] == files, "of both"
-    other = bench(causal, cache=caches(on_disk(tmp_path)), prefill_tokens=48).engine.kept
+    other = bench(causal, cache=caches(on_disk(tmp_path)), prefill_tokens=48).engine.caches
     [stale] = listing(other.blocks()).entries
     assert (stale.id, stale.pinned, stale.stale, stale.sizes) == (name, True, True, {"disk": files})
     assert other.pin([name], pinned=True) == 0, "no request can use it"
@@ -206,17 +206,17 @@ def test_what_the_next_engine_of_a_model_can_use_stays_pinned_in_memory(bench: M
     both, asked = caches(HOST), ask("first", LONG, max_new_tokens=2, recompute=LAST)
     old, same, other = (bench(causal, cache=both, prefill_tokens=tokens) for tokens in (16, 16, 32))
     old.ask(asked)
-    [name] = {entry.id for entry in listing(old.engine.kept.blocks()).entries}
-    assert old.engine.kept.pin([name], pinned=True) > 0
+    [name] = {entry.id for entry in listing(old.engine.caches.blocks()).entries}
+    assert old.engine.caches.pin([name], pinned=True) > 0
     old.engine.stop()
 
     def pinned() -> set[bool]:
-        return {block.pinned for block in same.engine.kept.blocks() if block.label.kind == "prefix"}
+        return {block.pinned for block in same.engine.caches.blocks() if block.label.kind == "prefix"}
 
     assert pinned() == {True}
-    old.engine.kept.unpin_in_memory(same.engine.kept)
+    old.engine.caches.unpin_in_memory(same.engine.caches)
     assert pinned() == {True}
-    old.engine.kept.unpin_in_memory(other.engine.kept)
+    old.engine.caches.unpin_in_memory(other.engine.caches)
     assert pinned() == {False}, "no request to the other one finds them"
 
 
@@ -224,17 +224,17 @@ def test_what_others_begin_with_is_not_dropped(bench: Make, causal: LoadedModel)
     b = bench(causal)
     for i, end in enumerate(("red", "blue and a triangle")):
         b.ask(ask(f"r{i}", f"{LONG} {end}", max_new_tokens=2, recompute=LAST))
-    blocks = b.engine.kept.blocks()
+    blocks = b.engine.caches.blocks()
     one, other = listing(blocks).entries
     same = [dataclasses.replace(each, label=dataclasses.replace(each.label, model="another")) for each in blocks]
     by_model = {(each.model, each.id): each for each in listing([*blocks, *same]).entries}
     assert len(by_model) == 4 and by_model[one.model, one.id] == one, "each model has its own"
     assert by_model["another", one.id] == dataclasses.replace(one, model="another")
-    b.engine.kept.drop([one.id])
-    [left] = listing(b.engine.kept.blocks()).entries
+    b.engine.caches.drop([one.id])
+    [left] = listing(b.engine.caches.blocks()).entries
     assert left == other
     with pytest.raises(FailedPrecondition, match="kv_cache"):
-        b.engine.kept.pin([left.id], pinned=True)
+        b.engine.caches.pin([left.id], pinned=True)
 
 
 def test_pages_that_are_published_again_are_pinned(bench: Make, causal: LoadedModel) -> None:
@@ -260,7 +260,7 @@ def test_pages_that_are_published_again_are_pinned(bench: Make, causal: LoadedMo
     b.ask(asked("long", "x", (pool.free - 6) * PAGE - short))  # takes all but the pages that were used last
     b.ask(asked("again", late))
     live = b.submit(asked("live", "hello there", 200))[0]
-    assert b.engine.kept.pin([b.engine.kept.prefix_of("again")], pinned=True) > 0
+    assert b.engine.caches.pin([b.engine.caches.prefix_of("again")], pinned=True) > 0
     assert isinstance(live.wait(), Finished)
 
 
@@ -276,7 +276,7 @@ def test_an_error_of_pinning_is_the_callers_alone(
 
     monkeypatch.setattr(b.engine._pool, "hold", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        b.engine.kept.pin([b.engine.kept.prefix_of("first")], pinned=True)
+        b.engine.caches.pin([b.engine.caches.prefix_of("first")], pinned=True)
     assert isinstance(live.wait(), Finished)
 
 
@@ -299,7 +299,7 @@ def test_an_engine_that_answers_late_holds_no_pages_for_a_pin(monkeypatch: pytes
     monkeypatch.setattr(prefixes, "_PATIENCE", 0.05)
     kept = prefixes.Prefixes(pool, tier, {}, post, "m", PAGE, 100)
     kept._labels[key] = label
-    with nullcontext() if prompt == 2 else pytest.raises(FailedPrecondition, match="cannot be asked now"):
+    with nullcontext() if prompt == 2 else pytest.raises(FailedPrecondition, match="cannot be read now"):
         kept.pin([label.name], pinned=True)
     assert late and (pool.free < pool.total) is (prompt == 2)
     for call in late:

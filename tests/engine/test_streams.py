@@ -415,7 +415,7 @@ def test_without_causal_attention_a_question_runs_the_window(bench: Make, attent
     """Only visual tokens are kept; with ``image_reuse``, K/V of frames are found again at the next question."""
     b = bench(streaming_model(attention, 0))
     streams = EngineStreams(b.engine)
-    with pytest.raises(Unimplemented, match="memory policy .* needs"):
+    with pytest.raises(Unimplemented, match=r"memory policy .* needs"):
         opened(streams, budget=60, policy="group")
     stream = opened(streams, budget=60, policy="recall")
     put(stream, *(frame(i) for i in range(30)))

@@ -14,7 +14,7 @@ from mmserve.v1 import generation_pb2 as pb
 
 
 def test_what_would_be_generated_neither_counts_nor_is_refused(engine: EchoEngine) -> None:
-    engine.kept = SimpleNamespace(prefix_of=lambda _request: "entry")  # type: ignore[attr-defined]
+    engine.caches = SimpleNamespace(prefix_of=lambda _request: "entry")  # type: ignore[attr-defined]
     plain = pb.GenerateRequest(vision=pb.VisionParams(keep_ratio=0.5))
     plain.messages.add(role=pb.ROLE_USER).parts.add(text="What is left of it?")
     plain.image_reuse.lego_link.SetInParent()
@@ -40,7 +40,7 @@ def test_what_would_be_generated_neither_counts_nor_is_refused(engine: EchoEngin
 
 def test_the_tools_of_a_prompt_are_warmed_unless_none_are_shown() -> None:
     engine = EchoEngine(model_info(tool_format="hermes"))
-    engine.kept = SimpleNamespace(prefix_of=lambda _request: "entry")  # type: ignore[attr-defined]
+    engine.caches = SimpleNamespace(prefix_of=lambda _request: "entry")  # type: ignore[attr-defined]
     asked = pb.GenerateRequest(continue_final_message=True)
     asked.messages.add(role=pb.ROLE_USER).parts.add(text="Find it.")
     asked.messages.add(role=pb.ROLE_ASSISTANT).parts.add(text="It is")

@@ -277,7 +277,7 @@ def test_a_stopped_engine_unpins_what_its_successor_cannot_use() -> None:
     def engine_of(name: str, kept: str) -> EchoEngine:
         made = EchoEngine(model_info(name))
         unpin = partial(unpinned.__setitem__, kept)
-        made.kept = SimpleNamespace(name=kept, unpin_in_memory=unpin)
+        made.caches = SimpleNamespace(name=kept, unpin_in_memory=unpin)
         return made
 
     async def nothing(_engine: Any, _seconds: float) -> None:
@@ -289,6 +289,6 @@ def test_a_stopped_engine_unpins_what_its_successor_cannot_use() -> None:
         engines.add("b", engine_of("b", "gone"))
         leaving = engines.replace(("a",), {"a": engine_of("a", "new")})
         assert await Replacement(engines, config(), asyncio.to_thread, nothing).retire(leaving, 1.0)
-        assert unpinned == {"old": engines["a"].kept, "gone": None}  # type: ignore[attr-defined]
+        assert unpinned == {"old": engines["a"].caches, "gone": None}  # type: ignore[attr-defined]
 
     asyncio.run(reload())

@@ -106,7 +106,7 @@ def test_a_request_begins_anew_where_its_prefill_worker_ends_and_its_chunks_are_
     again = Worker("q", frozenset({"encode", "prefill"}))
     cluster.made.worker_exited("p")
     assert cluster.reserved.cancelled == ["one"] and not cluster.payloads.held
-    cluster.made.equip(again)
+    cluster.made.load_adapters(again)
     cluster.made.worker_ready(again)
     [order] = again.orders
     assert order.handover.stage is Stage.QUEUED and not order.ahead

@@ -274,7 +274,7 @@ def test_a_worker_that_ends_meanwhile_is_left_out() -> None:
     with pytest.raises(Unavailable, match="no worker of 'm' answers"):
         made.adapters.load("blue")
     later = Worker("2", answers={"hold": WorkerEnded("gone")})
-    made.equip(later)
+    made.load_adapters(later)
     assert not made.adapters.holds("2", "red:1")
 
 
@@ -301,23 +301,23 @@ def test_what_workers_keep_is_listed_with_them_and_managed_as_one() -> None:
     one = Worker("0", answers={"blocks": [page(A), page(B, A), visual], "prefix_of": "", **both})
     other = Worker("1", answers={"blocks": [page(A), page(C, A)], "prefix_of": C, **both})
     made = coordinator(one, other)
-    assert {(block.worker, block.label.name) for block in made.kept.blocks()} == {
+    assert {(block.worker, block.label.name) for block in made.caches.blocks()} == {
         ("0", A), ("0", B), ("0", "dd"), ("1", A), ("1", C)
     }  # fmt: skip
-    assert made.kept.prefix_of("request") == C
-    assert made.kept.pin([B, "dd", "ee"], True) == 3, "each block counts once"
+    assert made.caches.prefix_of("request") == C
+    assert made.caches.pin([B, "dd", "ee"], True) == 3, "each block counts once"
     assert ("pin", (["dd", B], True)) in one.asked and ("pin", (["dd", B], True)) in other.asked
-    assert made.kept.drop([B, "dd"]) == 2, "the other worker has a prefix that begins with the first page"
+    assert made.caches.drop([B, "dd"]) == 2, "the other worker has a prefix that begins with the first page"
     assert ("drop", (["dd"], [B])) in one.asked and ("drop", (["dd"], [B])) in other.asked
-    assert made.kept.drop([B, C]) == 3
-    assert made.kept.drop(["ee"]) == made.kept.pin(["ee"], True) == 0
+    assert made.caches.drop([B, C]) == 3
+    assert made.caches.drop(["ee"]) == made.caches.pin(["ee"], True) == 0
 
 
 def test_what_is_left_of_models_that_are_not_served_is_managed_on_every_worker() -> None:
     left = replace(page(A, tier="disk"), stale="ff")
     answers = {"others.blocks": [left], "others.pin": 1}
     one, other = (Worker(str(i), answers={**answers, "others.drop": 1 - i}) for i in range(2))
-    found = coordinator(one, other).kept.others([MODEL], "old")
+    found = coordinator(one, other).caches.others([MODEL], "old")
     assert [(block.worker, block.stale) for block in found.blocks()] == [("0", "ff"), ("1", "ff")]
     assert found.pin([A], False) == found.drop([A]) == 1, "a file is there once"
     served = (MODEL,), "old"
@@ -333,7 +333,7 @@ def test_an_error_of_one_worker_s_caches_names_it() -> None:
     other.answers["pin"] = full
     made = coordinator(one, other)
     with pytest.raises(ResourceExhausted, match=r"too much is pinned \(worker 1\)"):
-        made.kept.pin([A], True)
+        made.caches.pin([A], True)
 
 
 def test_statistics_are_summed_and_counters_outlive_their_worker() -> None:
@@ -406,5 +406,5 @@ def test_a_prompt_is_prefilled_where_most_of_it_is_and_not_after_it_was_dropped(
     finish(made, other, "other")
     assert encoded("again") is other, "it has the first page; the other one has only what comes after it"
     finish(made, other, "again")
-    made.kept.drop([C])
+    made.caches.drop([C])
     assert encoded("more") is one, "no worker has it: the first of those with as little to do"

@@ -20,7 +20,7 @@ from mmserve.cluster import fleet as fleets
 from mmserve.cluster import prefork
 from mmserve.cluster import spares as spares_module
 from mmserve.cluster.config import ClusterConfig, ClusterSettings, WorkerSettings
-from mmserve.cluster.draining import PROBATION, REST, SUSTAINED, Act, Draining
+from mmserve.cluster.draining import DRAIN_SECONDS, PROBATION, SUSTAINED, Action, Draining
 from mmserve.cluster.fleet import Fleet
 from mmserve.cluster.member import Member
 from mmserve.cluster.messages import Described, Heartbeat, Item
@@ -41,32 +41,32 @@ def test_a_worker_is_slow_beside_its_peers_at_passes_of_the_same_size() -> None:
     pace = Pace()
     for _ in range(5):
         for name, seconds in (("a", 0.01), ("b", 0.012), ("c", 0.06)):
-            pace.note(name, passes(seconds, 10))
-        pace.note("a", passes(1.0, 10, size=4096))
+            pace.record(name, passes(seconds, 10))
+        pace.record("a", passes(1.0, 10, size=4096))
     assert pace.slowness("c") > 4.5
     assert pace.slowness("a") < 1.5 and pace.slowness("b") < 1.5, "large passes take longer"
     pace.reset("c")
     assert pace.slowness("c") == 1.0, "judged anew"
-    pace.note("c", passes(0.011, 20))
+    pace.record("c", passes(0.011, 20))
     assert pace.slowness("c") < 1.5
 
 
 def test_a_worker_without_peers_is_slow_beside_what_it_was() -> None:
     pace = Pace()
-    pace.note("a", passes(0.01, 200))
+    pace.record("a", passes(0.01, 200))
     assert pace.slowness("a") == pytest.approx(1.0)
-    pace.note("a", passes(0.1, 10))
+    pace.record("a", passes(0.1, 10))
     assert pace.slowness("a") > 3
     pace.discard("a")
-    pace.note("a", passes(0.1, 10))
+    pace.record("a", passes(0.1, 10))
     assert pace.slowness("a") == 1.0, "a successor is not known yet"
 
 
 def test_one_long_pass_makes_nobody_slow() -> None:
     pace = Pace()
     for name in "ab":
-        pace.note(name, passes(0.01, 50))
-    pace.note("a", passes(60.0, 1))
+        pace.record(name, passes(0.01, 50))
+    pace.record("a", passes(60.0, 1))
     assert pace.slowness("a") < 4
 
 
@@ -84,45 +84,47 @@ def test_roles_given_to_a_drained_worker_are_those_it_has_when_it_gets_work_agai
 def test_a_slow_worker_is_drained_tried_again_and_then_replaced() -> None:
     draining = Draining(factor=4.0)
 
-    def look(now: float, slowness: float, *, spared: bool = True, replaceable: bool = False) -> Act | None:
-        return draining.due_action(now, "w", slowness, spared=spared, replaceable=replaceable)
+    def look(now: float, slowness: float, *, redundant: bool = True, replaceable: bool = False) -> Action | None:
+        return draining.due_action(now, "w", slowness, redundant=redundant, replaceable=replaceable)
 
     assert look(0.0, 9.0) is None
     assert look(1.0, 1.0) is None, "a break"
     assert look(2.0, 9.0) is None
-    assert look(2.0 + SUSTAINED, 9.0) is Act.DRAIN
+    assert look(2.0 + SUSTAINED, 9.0) is Action.DRAIN
     drained = 2.0 + SUSTAINED
-    assert look(drained + REST / 2, 1.0) is None, "it rests"
-    assert look(drained + REST, 1.0) is Act.RETURN
-    again = drained + REST
+    assert look(drained + DRAIN_SECONDS / 2, 1.0) is None, "it rests"
+    assert look(drained + DRAIN_SECONDS, 1.0) is Action.RETURN
+    again = drained + DRAIN_SECONDS
     assert look(again + 1, 9.0) is None
-    assert look(again + 1 + SUSTAINED, 9.0) is Act.REPLACE, "it did not recover"
+    assert look(again + 1 + SUSTAINED, 9.0) is Action.REPLACE, "it did not recover"
     draining.discard("w")
     assert look(again + 9, 9.0) is None, "its successor begins anew"
-    assert look(again + 9 + SUSTAINED, 9.0) is Act.DRAIN
-    assert look(again + 9 + SUSTAINED + REST, 9.0) is Act.REPLACE, "it is slow without work, too"
+    assert look(again + 9 + SUSTAINED, 9.0) is Action.DRAIN
+    assert look(again + 9 + SUSTAINED + DRAIN_SECONDS, 9.0) is Action.REPLACE, "it is slow without work, too"
 
 
 def test_a_worker_that_nobody_can_stand_in_for_is_replaced_where_a_spare_is_ready() -> None:
     draining = Draining(factor=4.0)
     for now in (0.0, SUSTAINED):
-        act = draining.due_action(now, "w", 9.0, spared=False, replaceable=False)
-    assert act is None, "slow is better than no worker"
-    assert draining.due_action(SUSTAINED, "w", 9.0, spared=False, replaceable=True) is Act.REPLACE
+        action = draining.due_action(now, "w", 9.0, redundant=False, replaceable=False)
+    assert action is None, "slow is better than no worker"
+    assert draining.due_action(SUSTAINED, "w", 9.0, redundant=False, replaceable=True) is Action.REPLACE
 
 
 def test_after_a_while_a_worker_that_was_slow_is_as_any_other() -> None:
     draining = Draining(factor=4.0)
-    for now in (0.0, SUSTAINED, SUSTAINED + REST):
-        draining.due_action(now, "w", 9.0 if now <= SUSTAINED else 1.0, spared=True, replaceable=True)
-    later = SUSTAINED + REST + PROBATION + 1
-    acts = [draining.due_action(later + s, "w", 9.0, spared=True, replaceable=True) for s in (0.0, SUSTAINED)]
-    assert acts == [None, Act.DRAIN]
+    for now in (0.0, SUSTAINED, SUSTAINED + DRAIN_SECONDS):
+        draining.due_action(now, "w", 9.0 if now <= SUSTAINED else 1.0, redundant=True, replaceable=True)
+    later = SUSTAINED + DRAIN_SECONDS + PROBATION + 1
+    acts = [draining.due_action(later + s, "w", 9.0, redundant=True, replaceable=True) for s in (0.0, SUSTAINED)]
+    assert acts == [None, Action.DRAIN]
 
 
 def test_no_factor_drains_nobody() -> None:
     draining = Draining(factor=0.0)
-    assert all(draining.due_action(now, "w", 99.0, spared=True, replaceable=True) is None for now in (0.0, 10.0, 20.0))
+    assert all(
+        draining.due_action(now, "w", 99.0, redundant=True, replaceable=True) is None for now in (0.0, 10.0, 20.0)
+    )
 
 
 @pytest.fixture
@@ -279,7 +281,7 @@ def test_a_worker_joins_either_before_it_ends_or_not_at_all(fleet: Fleet) -> Non
     first, second = Model(), Model()
     fleet.coordinators.update(a=first, b=second)  # type: ignore[arg-type]
     for each in (first, second):
-        each.equip = lambda _member: None  # type: ignore[attr-defined]
+        each.load_adapters = lambda _member: None  # type: ignore[attr-defined]
         each.may.set()
     ended = threading.Thread(target=fleet._worker_exited, args=(member, actor))
     ready = first.worker_ready
@@ -295,19 +297,19 @@ def test_a_worker_joins_either_before_it_ends_or_not_at_all(fleet: Fleet) -> Non
     assert first.heard == second.heard == [("ready", "0"), ("exited", "0")]
 
 
-@pytest.mark.parametrize("act", [Act.DRAIN, Act.RETURN])
+@pytest.mark.parametrize("action", [Action.DRAIN, Action.RETURN])
 def test_what_is_due_for_a_slow_worker_is_not_done_to_its_successor(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, act: Act
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, action: Action
 ) -> None:
     [member] = fleet.members
     model, old = Model(), Process()
     fleet.coordinators["m"] = model  # type: ignore[assignment]
     member.actor, member.described = Process(), described()  # type: ignore[assignment]
-    monkeypatch.setattr(fleet._draining, "due_action", lambda *_given, **_more: act)
-    fleet._mind(member, old, 0.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(fleet._draining, "due_action", lambda *_given, **_more: action)
+    fleet._handle_slowness(member, old, 0.0)  # type: ignore[arg-type]
     assert not member.drained and not model.heard
-    fleet._mind(member, member.actor, 0.0)
-    assert member.drained == (act is Act.DRAIN) and model.heard == [("ready", "0")] * (act is Act.RETURN)
+    fleet._handle_slowness(member, member.actor, 0.0)
+    assert member.drained == (action is Action.DRAIN) and model.heard == [("ready", "0")] * (action is Action.RETURN)
 
 
 def test_one_that_fails_keeps_nobody_else_unwatched(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

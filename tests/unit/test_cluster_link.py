@@ -215,7 +215,7 @@ def test_a_process_of_another_user_does_not_take_the_place_of_the_front(monkeypa
 
 
 def test_a_listener_that_is_not_there_or_belongs_to_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unavailable, match="takes no connection"):
+    with pytest.raises(Unavailable, match="accepts no connection"):
         connected("mmserve-no_worker")
     served = Served()
     monkeypatch.setattr(links, "is_own_user", lambda _connection: False)

@@ -17,7 +17,7 @@ from mmserve.cluster.config import cluster_config, load_cluster
 from mmserve.cluster.index import Index, beginning
 from mmserve.cluster.messages import without_media
 from mmserve.cluster.requests import Group, Part
-from mmserve.cluster.routing import IN_HAND, Candidate, choose, pixels, room, sharded, shards
+from mmserve.cluster.routing import MAX_REQUESTS, Candidate, choose, max_requests, pixels, sharded, shards
 from mmserve.cluster.switching import Demand, Switching
 from mmserve.core.handover import ROLES, Handover
 from mmserve.core.request import ImagePart, Message, Stage, VideoPart
@@ -65,17 +65,17 @@ def test_the_least_loaded_worker_is_chosen_unless_another_saves_more() -> None:
 
 
 def test_a_worker_keeps_what_it_can_go_on_with() -> None:
-    assert room(E, "encode", 16) == IN_HAND["encode"]
-    assert room(E | P | D, "encode", 16) == IN_HAND["encode"] + IN_HAND["prefill"] + 16
-    assert room(E | D, "encode", 16) == IN_HAND["encode"], "prefill is elsewhere"
-    assert room(D, "decode", 16) == 16
-    assert room(P, "decode", 16) == 0
+    assert max_requests(E, "encode", 16) == MAX_REQUESTS["encode"]
+    assert max_requests(E | P | D, "encode", 16) == MAX_REQUESTS["encode"] + MAX_REQUESTS["prefill"] + 16
+    assert max_requests(E | D, "encode", 16) == MAX_REQUESTS["encode"], "prefill is elsewhere"
+    assert max_requests(D, "decode", 16) == 16
+    assert max_requests(P, "decode", 16) == 0
 
 
 def test_only_the_latest_things_are_remembered() -> None:
     index = Index(most=2)
-    index.note("ab", "one")
-    index.note("bc", "two")
+    index.record("ab", "one")
+    index.record("bc", "two")
     assert index.share("a", "one") == 0.0
     assert index.share("b", "one") == index.share("bc", "two") == 1.0
     assert index.share("xc", "two") == 0.5
@@ -87,7 +87,7 @@ def test_only_the_latest_things_are_remembered() -> None:
 
 def test_of_a_prompt_only_what_is_there_without_a_gap_counts() -> None:
     index = Index()
-    index.note(("a", "b", "d"), "one")
+    index.record(("a", "b", "d"), "one")
     assert index.leading(("a", "b", "c", "d"), "one") == 0.5
     assert index.leading((), "one") == index.leading(("c", "a"), "one") == 0.0
 

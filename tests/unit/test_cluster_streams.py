@@ -285,7 +285,7 @@ def test_a_frame_that_no_worker_takes_in_and_nothing_keeps_is_refused(
 
 
 def test_a_question_is_of_the_worker_that_it_was_put_to_where_its_stream_moves_meanwhile(cluster: Cluster) -> None:
-    there = cluster.stream._there  # type: ignore[attr-defined]
+    there = cluster.stream._ready_owner  # type: ignore[attr-defined]
 
     def moves(*given: Any) -> Any:
         found = there(*given)
@@ -293,7 +293,7 @@ def test_a_question_is_of_the_worker_that_it_was_put_to_where_its_stream_moves_m
         until(lambda: of(cluster.next, "stream.open") and cluster.stream._ready)  # type: ignore[attr-defined]
         return found
 
-    cluster.stream._there = moves  # type: ignore[attr-defined]
+    cluster.stream._ready_owner = moves  # type: ignore[attr-defined]
     cluster.asked_once("q")
     [(_name, order, _scope)] = of(cluster.owner, "stream.ask")
     moved = Moved(MODEL, "q", None, replace(order.handover, stage=Stage.ENCODED), "state", stays=False)

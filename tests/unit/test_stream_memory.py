@@ -204,7 +204,7 @@ def test_positions_and_rows_stay_within_bounds_over_thousands_of_frames(
     for i in range(frames):
         frame = state.units.chosen(shown(i))
         state.make_room(frame)
-        rows = state.coming(frame, None)
+        rows = state.plan_append(frame, None)
         assert rows.new is None
         state.commit(rows, frame)
         if i % 16 == 0:

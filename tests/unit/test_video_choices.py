@@ -19,7 +19,7 @@ sequences = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_si
 def test_each_node_of_a_forest_sees_its_own_path(rows: list[list[int]]) -> None:
     forest = Forest()
     ends = [forest.add(row) for row in rows]
-    seen = forest.seen()
+    seen = forest.mask()
     for row, end in zip(rows, ends, strict=True):
         path = np.flatnonzero(seen[end])
         assert [forest.tokens[node] for node in path] == row

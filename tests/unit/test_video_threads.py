@@ -15,14 +15,14 @@ SESSIONS = 12
 
 def test_judgements_elsewhere_may_all_wait_but_one() -> None:
     config = Config(video=VideoConfig(max_sessions=SESSIONS))
-    threads, go, begun = Threads(config.video), threading.Event(), threading.Semaphore(0)
+    threads, run_in_background, begun = Threads(config.video), threading.Event(), threading.Semaphore(0)
     unused: Any = None
     parts = Parts(SessionSupport(), unused, unused, unused, unused, here=False)
     judge = Host(parts, config, threads).session_context(unused, unused, unused).judge
 
     def waits() -> None:
         begun.release()
-        assert go.wait(60.0)
+        assert run_in_background.wait(60.0)
 
     async def sessions() -> str:
         stuck = [asyncio.ensure_future(judge(waits)) for _ in range(SESSIONS - 1)]
@@ -31,7 +31,7 @@ def test_judgements_elsewhere_may_all_wait_but_one() -> None:
         try:
             return str(await asyncio.wait_for(judge(lambda: "judged"), 60.0))
         finally:
-            go.set()
+            run_in_background.set()
             await asyncio.gather(*stuck)
 
     assert asyncio.run(sessions()) == "judged"

@@ -34,11 +34,11 @@ def _of_workers(answers: Answers) -> list[Block]:
     return [block for worker, blocks in answers.returned.items() for block in own(blocks, worker)]
 
 
-class ClusterKept:
-    """``KeptLike`` of ``model``. Thread-safe, and slow: every call asks all ``workers`` and waits for them.
+class ClusterCaches:
+    """``EngineCachesLike`` of ``model``. Thread-safe, and slow: every call asks all ``workers`` and waits for them.
 
-    Raises ``Unavailable`` if there are none, and the errors of ``engine.prefixes.Kept``, with the name of the worker.
-    ``dropped`` is called with the names of pages that no worker has any more.
+    Raises ``Unavailable`` if there are none, and the errors of ``engine.prefixes.EngineCaches``, with the name of the
+    worker. ``dropped`` is called with the names of pages that no worker has any more.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ from mmserve.bench.video_decoding import panning
 from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, ModelConfig, resolve
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, TextPart, VideoPart, VideoSampling
 from mmserve.encode.child import Planned
+from mmserve.encode.clip_encoder import ClipEncoder, clip_file
 from mmserve.encode.decoding import DecodePool
-from mmserve.encode.visual import Viewer
-from mmserve.encode.watching import Watching, clip_file
+from mmserve.encode.visual import MediaEncoder
 from mmserve.engine.engine import Engine
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
@@ -119,7 +119,7 @@ class _Bench:
         self._warm = Engine(model, self._config, self._media, decoders=self._pool)
         for engine in (self._cold, self._warm):
             engine.start()
-        self._watching = Watching(model, self._vision, "video", SAMPLED, frozenset(), threading.Lock())
+        self._clip_encoder = ClipEncoder(model, self._vision, "video", SAMPLED, frozenset(), threading.Lock())
         self._prepared = [part.prepared for part in self._parts()]
         self._asked = 0
         self.most_bytes = 0
@@ -145,12 +145,12 @@ class _Bench:
 
     def in_turn(self) -> str:
         """The same with sequential stages."""
-        streams = Viewer._streams
-        Viewer._streams = lambda *_of: False  # type: ignore[method-assign]
+        streams = MediaEncoder._streams
+        MediaEncoder._streams = lambda *_of: False  # type: ignore[method-assign]
         try:
             return self._ask(self._cold)
         finally:
-            Viewer._streams = streams  # type: ignore[method-assign]
+            MediaEncoder._streams = streams  # type: ignore[method-assign]
 
     def decode(self) -> None:
         """Decode the file, and preprocess its frames for the tower."""
@@ -160,7 +160,7 @@ class _Bench:
         """Run the tower on all frames."""
         with torch.inference_mode():
             for prepared in self._prepared:
-                self._watching._seen(prepared)
+                self._clip_encoder._run_tower(prepared)
 
     def prefill(self) -> str:
         """Prefill with cached visual tokens; the answer is one token."""
@@ -170,7 +170,7 @@ class _Bench:
         file = clip_file(
             self._file, "video", SAMPLED, self._vision, self._vision.first_resize(clip=True, among=False), 1
         )
-        made = self._watching._prepared
+        made = self._clip_encoder._prepared
         with closing(self._pool.chunks(file, self._vision.frames_at_once, made, lambda: None)) as chunks:
             return [chunk for chunk in chunks if not isinstance(chunk, Planned)]
 

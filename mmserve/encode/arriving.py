@@ -52,12 +52,12 @@ class Arriving:
     @torch.inference_mode()
     def complete(self, encoded: Encoded) -> bool:
         """Take over the fully encoded prompt; returns False if it differs from the one that was begun."""
-        mine = self.encoded
-        if mine is None or mine.features is None or encoded.features is None:
+        known = self.encoded
+        if known is None or known.features is None or encoded.features is None:
             return False
-        same = np.array_equal(mine.ids, encoded.ids) and np.array_equal(mine.image_rows, encoded.image_rows)
-        if not same or not torch.equal(mine.features[: self.filled], encoded.features[: self.filled]):
+        same = np.array_equal(known.ids, encoded.ids) and np.array_equal(known.image_rows, encoded.image_rows)
+        if not same or not torch.equal(known.features[: self.filled], encoded.features[: self.filled]):
             return False
-        mine.features[self.filled :] = encoded.features[self.filled :]
-        self.filled = len(mine.image_rows)
+        known.features[self.filled :] = encoded.features[self.filled :]
+        self.filled = len(known.image_rows)
         return True

@@ -187,13 +187,13 @@ class Child(ChildProcess):
         return message
 
     def _exactly(self, size: int, check: Callable[[], None]) -> bytes:
-        return self._read(size, _patiently(check))
+        return self._read(size, _with_timeout(check))
 
     def _send(self, data: bytes, check: Callable[[], None]) -> None:
-        self._write(data, _patiently(check))
+        self._write(data, _with_timeout(check))
 
 
-def _patiently(check: Callable[[], None]) -> Callable[[], None]:
+def _with_timeout(check: Callable[[], None]) -> Callable[[], None]:
     """``check``, extended to raise after a timeout without any message from the process."""
     until = time.monotonic() + _PATIENCE
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mmserve.encode.watching import ClipPart
+from mmserve.encode.clip_encoder import ClipPart
 from mmserve.models.picture import Tile
 from mmserve.prune.base import GridView
 
@@ -40,7 +40,7 @@ def to_tensors(part: ClipPart, of: int) -> dict[str, Tensor]:
     }
 
 
-def together(parts: Mapping[int, Mapping[str, Tensor]], device: torch.device) -> Sequence[ClipPart] | None:
+def joined_parts(parts: Mapping[int, Mapping[str, Tensor]], device: torch.device) -> Sequence[ClipPart] | None:
     """The parts of a clip, from tensors by part number, in order; None if some are missing or inconsistent."""
     of = {int(part["of"]) for part in parts.values()}
     if len(of) != 1 or sorted(parts) != list(range(of.pop())):

@@ -24,13 +24,13 @@ from mmserve.encode.handover import Handover
 from mmserve.encode.media import named
 from mmserve.encode.sampling import Sampled
 from mmserve.encode.wire import MediaFile
-from mmserve.encode.worker import late
+from mmserve.encode.worker import decode_limit_message
 from mmserve.errors import InvalidArgument, ResourceExhausted, Unavailable
 from mmserve.memory import trim
 from mmserve.priority import lower_priority
 
 #: Maximum attempts for a file whose process was killed.
-_ASKED = 3
+_ATTEMPTS = 3
 #: Bytes of a decoded pixel: pillow stores RGB in 32 bits.
 _PIXEL_BYTES = 4
 #: Decoded bytes after which free memory is returned to the system, once no decoding is active.
@@ -60,7 +60,7 @@ class Budget:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
-    def take_now(self, size: int) -> bool:
+    def try_take(self, size: int) -> bool:
         """Take ``size`` bytes, before all waiting requests, if they are available; returns whether they were."""
         with self._changed:
             if self.used + size > self.limit:
@@ -68,7 +68,7 @@ class Budget:
             self._use(size)
             return True
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Return ``size`` bytes to the budget."""
         with self._changed:
             self.used -= size
@@ -139,8 +139,8 @@ class DecodePool:
             OrderedDict()
         )  # queues by caller; the first is served next
         self._threads: list[threading.Thread] = []
-        self._working = self._held = 0  # active threads; bytes decoded since free memory was returned
-        self._away = 0  # threads whose file waits for the tower
+        self._working = self._decoded_bytes = 0  # active threads; bytes decoded since free memory was returned
+        self._waiting_for_tower = 0  # threads whose file waits for the tower
         self._closed = False
         self._users = 0
 
@@ -161,25 +161,25 @@ class DecodePool:
         self, file: MediaFile, size: int, make: Callable[[list[Sampled]], T], check: Check
     ) -> Generator[Planned | T, None, None]:
         """As ``Decoders.chunks``; while chunks wait for the caller, another file may be decoded concurrently."""
-        handed: list[Handover[T]] = []
+        handover: list[Handover[T]] = []
 
         def read(check: Check) -> None:
-            def decode(taken: _Taken) -> None:
-                self._decode(file, taken, handed[0])
-                handed[0].flush()
+            def decode(reservation: _Reservation) -> None:
+                self._decode(file, reservation, handover[0])
+                handover[0].flush()
 
-            handed[0].check = check
-            self._holding(decode, check)
+            handover[0].check = check
+            self._reserving(decode, check)
 
-        handed.append(Handover(size, make, check, self._waiting))
+        handover.append(Handover(size, make, check, self._waiting))
         with self._begun([read], check) as [future]:
-            yield from handed[0].chunks(future)
+            yield from handover[0].chunks(future)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Context in which the thread waits for another one, and is not counted as decoding."""
         with self._changed:
-            self._away += 1
+            self._waiting_for_tower += 1
             if self._queues:
                 self._start()
             self._changed.notify_all()
@@ -187,7 +187,7 @@ class DecodePool:
             yield
         finally:
             with self._changed:
-                self._away -= 1
+                self._waiting_for_tower -= 1
 
     @contextmanager
     def _begun(self, works: Sequence[Callable[[Check], T]], check: Check) -> Iterator[list[Future[T]]]:
@@ -237,7 +237,7 @@ class DecodePool:
 
     def _start(self) -> None:
         """Start another thread, unless there are enough; requires the lock."""
-        if len(self._threads) < self._limits.decode_workers + self._away and not self._closed:
+        if len(self._threads) < self._limits.decode_workers + self._waiting_for_tower and not self._closed:
             name = f"mmserve-media-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._loop, name=name, daemon=True))
             self._threads[-1].start()
@@ -251,9 +251,9 @@ class DecodePool:
             with self._changed:
                 self._working -= 1
                 self._changed.notify_all()
-                idle = not self._working and self._held > _TRIM_BYTES
+                idle = not self._working and self._decoded_bytes > _TRIM_BYTES
                 if idle:
-                    self._held = 0
+                    self._decoded_bytes = 0
             if idle:
                 trim()
 
@@ -266,7 +266,7 @@ class DecodePool:
                             job()  # only reports the closing
                     self._queues.clear()
                     return None
-                if self._queues and self._working - self._away < self._limits.decode_workers:
+                if self._queues and self._working - self._waiting_for_tower < self._limits.decode_workers:
                     break
                 self._changed.wait()
             self._working += 1
@@ -278,46 +278,46 @@ class DecodePool:
             return job
 
     def _run(self, work: Work[T], check: Check) -> T:
-        return self._holding(lambda taken: work(lambda file: self._decode(file, taken)), check)
+        return self._reserving(lambda reservation: work(lambda file: self._decode(file, reservation)), check)
 
-    def _holding(self, work: Callable[[_Taken], T], check: Check) -> T:
-        taken = _Taken(self.budget, self._limits, check)
+    def _reserving(self, work: Callable[[_Reservation], T], check: Check) -> T:
+        reservation = _Reservation(self.budget, self._limits, check)
         try:
-            return work(taken)
+            return work(reservation)
         finally:
-            self.budget.give_back(taken.bytes)
+            self.budget.release(reservation.bytes)
             with self._changed:
-                self._held += taken.bytes
+                self._decoded_bytes += reservation.bytes
 
-    def _decode(self, file: MediaFile, taken: _Taken, handed: Handover[Any] | None = None) -> Pictures:
-        for _ in range(_ASKED):
-            taken.check()
-            if handed is not None:
-                handed.again()
-            taken.name = file.name
-            before = taken.bytes
+    def _decode(self, file: MediaFile, reservation: _Reservation, handover: Handover[Any] | None = None) -> Pictures:
+        for _ in range(_ATTEMPTS):
+            reservation.check()
+            if handover is not None:
+                handover.restart()
+            reservation.name = file.name
+            before = reservation.bytes
             try:
                 child = PROCESSES.take()
             except OSError as error:
                 raise Unavailable("no process that decodes media can be started; try again later") from error
             try:
-                return child.decode(file, self._limits, taken, None if handed is None else handed.take)
+                return child.decode(file, self._limits, reservation, None if handover is None else handover.take)
             except ChildExited:
                 child.end()
-                taken.back_to(before)
+                reservation.shrink_to(before)
             finally:
                 if child.alive:
                     PROCESSES.put_back(child)
                 else:
                     child.end()
             if child.exceeded_cpu_limit:
-                raise InvalidArgument.of(file.name, late(self._limits.decode_seconds))
+                raise InvalidArgument.of(file.name, decode_limit_message(self._limits.decode_seconds))
             if not child.killed:
-                raise InvalidArgument.of(file.name, "makes the decoder fail; it is damaged, or needs too much memory")
-        raise Unavailable("something kills the processes that decode media (for want of memory, most likely)")
+                raise InvalidArgument.of(file.name, "crashes the decoder: it is damaged, or needs too much memory")
+        raise Unavailable("processes that decode media are killed, probably because the host lacks memory")
 
 
-class _Taken:
+class _Reservation:
     """The part of a budget used by the decoding of one file (``watch.Watch``)."""
 
     def __init__(self, budget: Budget, limits: MediaConfig, check: Check) -> None:
@@ -331,13 +331,13 @@ class _Taken:
             raise InvalidArgument.of(self.name, f"takes {self.bytes + size} bytes of decoded pixels; {why}")
         if not self.bytes:
             self._budget.take(size, self.check)
-        elif not self._budget.take_now(size):  # waiting while holding a part of the budget could deadlock
+        elif not self._budget.try_take(size):  # waiting while holding a part of the budget could deadlock
             raise ResourceExhausted("too many media are decoded at once; try again later", retry_after=1.0)
         self.bytes += size
 
-    def back_to(self, size: int) -> None:
+    def shrink_to(self, size: int) -> None:
         """Return the reserved bytes in excess of ``size``."""
-        self._budget.give_back(self.bytes - size)
+        self._budget.release(self.bytes - size)
         self.bytes = size
 
 

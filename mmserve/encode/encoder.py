@@ -26,14 +26,14 @@ from mmserve.core.request import (
 from mmserve.core.share import MediaShare
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
+from mmserve.encode.clip_encoder import VISUAL
 from mmserve.encode.clip_parts import whole_of
 from mmserve.encode.decoders import Check, Decoders
 from mmserve.encode.lengths import answer_length, check_length
 from mmserve.encode.prompts import prompt_of
 from mmserve.encode.rows import Rows, grids_of, places_of, spans_of, text_rows
-from mmserve.encode.visual import Loaded, Media, Viewer
+from mmserve.encode.visual import Loaded, Media, MediaEncoder
 from mmserve.encode.visual_tokens import Visual
-from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import EncoderModel
 from mmserve.models.picture import VisionEncoder
@@ -68,7 +68,7 @@ class Encoder:
     ) -> None:
         self.model, self.max_tokens = model, max_tokens
         self.cache = cache or Caches.of(EncoderCacheConfig())
-        self._viewer = Viewer(model, media, self.cache, decoders)
+        self._media_encoder = MediaEncoder(model, media, self.cache, decoders)
 
     @torch.inference_mode()
     def load(self, request: Request, check: Check = lambda: None, arriving: Arriving | None = None) -> LoadedPrompt:
@@ -85,15 +85,15 @@ class Encoder:
             self._check_capacity(request, prompt, rows)
 
         progress = None if arriving is None else _Arrivals(self, request, prompt, media[0], arriving)
-        return LoadedPrompt(prompt, self._viewer.load(media, admit, check, progress))
+        return LoadedPrompt(prompt, self._media_encoder.load(media, admit, check, progress))
 
     def outline(self, request: Request, prompt: np.ndarray, item: Media, ids_R: np.ndarray) -> Encoded:
         """The prompt of a request with one clip, whose row is ``ids_R``, with zeros for its visual tokens."""
         model = self.model
         count = int((ids_R == VISUAL).sum())
         tokens = torch.zeros(count, model.width, dtype=model.dtype, device=model.device)
-        seen = Visual(tokens, ids_R, np.arange(len(ids_R)), np.full(count, -1), None, None)
-        return self._splice(request, prompt, [(item, seen)])
+        result = Visual(tokens, ids_R, np.arange(len(ids_R)), np.full(count, -1), None, None)
+        return self._splice(request, prompt, [(item, result)])
 
     @torch.inference_mode()
     def encode(
@@ -114,9 +114,9 @@ class Encoder:
                 for request, one in asked:
                     self._check_capacity(request, one.ids, [next(left) for _ in one.media.items])
 
-            visuals = stack.enter_context(self._viewer.view([one.media for one in loaded], admit, check))
-            seen = iter(visuals)
-            return [self._splice(r, one.ids, [(i, next(seen)) for i in one.media.items]) for r, one in asked]
+            visuals = stack.enter_context(self._media_encoder.view([one.media for one in loaded], admit, check))
+            result = iter(visuals)
+            return [self._splice(r, one.ids, [(i, next(result)) for i in one.media.items]) for r, one in asked]
 
     @torch.inference_mode()
     def encode_shares(
@@ -133,12 +133,12 @@ class Encoder:
 
         whole = [every[share.place] for share in chosen if share.of == 1]
         with ExitStack() as stack:
-            loaded = stack.enter_context(closing(self._viewer.load(whole, admit, check)))
-            entries = stack.enter_context(self._viewer.entries([loaded], admit, check))
+            loaded = stack.enter_context(closing(self._media_encoder.load(whole, admit, check)))
+            entries = stack.enter_context(self._media_encoder.entries([loaded], admit, check))
             found: dict[str, Mapping[str, Tensor]] = {key.hex(): dict(entry) for key, entry in entries}
         for share in chosen:
             if share.of > 1:
-                found |= self._viewer.part(every[share.place], share, check)
+                found |= self._media_encoder.part(every[share.place], share, check)
         return VisualPayload(found)
 
     @torch.inference_mode()
@@ -155,7 +155,7 @@ class Encoder:
                     parts[part[0]][part[1]] = entry
         media = self._media(request) if parts else []
         for name, of_clip in parts.items():
-            if (joined := self._viewer.joined(media, name, of_clip)) is not None:
+            if (joined := self._media_encoder.joined(media, name, of_clip)) is not None:
                 whole[name] = joined
         for name, entry in whole.items():
             label = Label("visual", self.model.spec.name, request.tenant.cache, len(entry["tokens"]), name)
@@ -183,12 +183,12 @@ class Encoder:
             match part:
                 case ImagePart(data):
                     if any(vision is None for vision in visions):
-                        raise self._blind(request, "images")
+                        raise self._unsupported_media(request, "images")
                     image = f"{path}.image", pruner, request.vision.amount, accompanied, among, request.tenant.cache
                     found.append(Media(data, False, *image, pixels))
                 case VideoPart(data, sampling):
                     if self.model.spec.video_id is None or not all(v and v.frames_per_video for v in visions):
-                        raise self._blind(request, "videos")
+                        raise self._unsupported_media(request, "videos")
                     video = f"{path}.video", pruner, request.vision.amount, accompanied, False, request.tenant.cache
                     found.append(Media(data, True, *video, pixels, sampling))
         return found
@@ -208,7 +208,7 @@ class Encoder:
                     if value is None:
                         continue
                     if own is None:
-                        why = f"the model {self.model.spec.name!r} resizes pictures to a size of its own; leave it out"
+                        why = f"the model {self.model.spec.name!r} resizes pictures to a fixed size; leave it out"
                         raise InvalidArgument.of(f"vision.{name}", why)
                     most = own[at].most
                     if most is not None and value > most:
@@ -216,7 +216,7 @@ class Encoder:
                         raise InvalidArgument.of(f"vision.{name}", why)
         return asked
 
-    def _blind(self, request: Request, what: str) -> FailedPrecondition:
+    def _unsupported_media(self, request: Request, what: str) -> FailedPrecondition:
         name, companion = self.model.spec.name, self._companion(request)
         if companion is None:
             return FailedPrecondition(f"the model {name!r} takes no {what}; ask one that does")
@@ -225,26 +225,26 @@ class Encoder:
             f"the model {name!r} or its companion {companion.spec.name!r}, which {policy!r} needs, takes no {what}"
         )
 
-    def _rows(self, item: Media, seen: Visual) -> Rows:
+    def _rows(self, item: Media, result: Visual) -> Rows:
         """The rows of an image or a clip: its visual tokens after pruning, and the text between them."""
         placeholder = self.model.spec.video_id if item.clip else self.model.spec.image_id
         assert placeholder is not None
-        ids = seen.ids_R[seen.places]
+        ids = result.ids_R[result.places]
         visual = ids == VISUAL
         ids[visual] = placeholder
         grid = np.full(len(ids), -1)
-        grid[visual] = seen.grid_K
-        places, span = seen.places, len(seen.ids_R)
-        if seen.where is not None:
-            places, span = seen.where[:, places], int(seen.where[0, -1])
-        pruned = len(seen.ids_R) - len(ids)
-        return Rows(ids, places, span, pruned, visual, grid, seen.tokens_KD, seen.beside_KD, item.clip)
+        grid[visual] = result.grid_K
+        places, span = result.places, len(result.ids_R)
+        if result.where is not None:
+            places, span = result.where[:, places], int(result.where[0, -1])
+        pruned = len(result.ids_R) - len(ids)
+        return Rows(ids, places, span, pruned, visual, grid, result.tokens_KD, result.companion_KD, item.clip)
 
     def _splice(self, request: Request, ids: np.ndarray, media: list[tuple[Media, Visual]]) -> Encoded:
         """The prompt, with each placeholder replaced by the rows of its image or video."""
         spec = self.model.spec
         images, videos = (
-            [self._rows(item, seen) for item, seen in media if item.clip is clip] for clip in (False, True)
+            [self._rows(item, result) for item, result in media if item.clip is clip] for clip in (False, True)
         )
         waiting: dict[int, Iterator[Rows]] = {}
         for placeholder, kind, one, rows in (
@@ -253,14 +253,14 @@ class Encoder:
         ):
             held = int((ids == placeholder).sum()) if placeholder is not None else 0
             if held > len(rows):
-                why = f"the text holds {held - len(rows)} {kind} placeholders without {one}"
+                why = f"the text has {held - len(rows)} {kind} placeholders without {one}"
                 raise InvalidArgument.of("messages", why)
             if held < len(rows):
                 raise _left_out(request, kind, one)
             if placeholder is not None:
                 waiting[placeholder] = iter(rows)
         if (~np.isin(ids, list(waiting)) & (ids >= self.model.vocab_size)).any():
-            raise InvalidArgument.of("messages", "the text holds a placeholder of media that this model does not take")
+            raise InvalidArgument.of("messages", "the text has a placeholder of media that this model does not take")
         pieces: list[Rows] = []
         start = 0
         for place in np.flatnonzero(np.isin(ids, list(waiting))):
@@ -276,12 +276,12 @@ class Encoder:
         self._check_length(request, 0 if unpruned else len(spliced), before)
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
-        beside = [piece.beside for piece in pieces if piece.beside is not None]
+        companion_features = [piece.companion_features for piece in pieces if piece.companion_features is not None]
         return Encoded(
             spliced,
             visual,
             torch.cat(features) if features else None,
-            torch.cat(beside) if beside else None,
+            torch.cat(companion_features) if companion_features else None,
             places_of(pieces, starts),
             sum(piece.pruned for piece in pieces),
             spans_of(pieces, starts),
@@ -318,7 +318,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class _Arrivals:
-    """``watching.ClipProgress`` for one request."""
+    """``clip_encoder.ClipProgress`` for one request."""
 
     encoder: Encoder
     request: Request

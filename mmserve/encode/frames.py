@@ -50,7 +50,7 @@ class VideoFile:
     ) -> None:
         context = stream.codec_context
         if context is None or stream.time_base is None:
-            raise InvalidArgument.of(field, "is compressed in a way that this server cannot decode")
+            raise InvalidArgument.of(field, "has a codec that this server cannot decode")
         if not (context.width and context.height):  # missing in the header, and FFmpeg refused to read it from a frame
             raise InvalidArgument.of(
                 field, f"has frames of no readable size, or of more than {limits.max_pixels} pixels"
@@ -133,13 +133,13 @@ class VideoFile:
         if frame is None:
             return None
         if frame.is_corrupt:
-            raise InvalidArgument.of(self._field, "is a damaged video: a frame cannot be decoded whole")
+            raise InvalidArgument.of(self._field, "is a damaged video: a frame cannot be decoded completely")
         check_size((frame.width, frame.height), self._limits, self._field)
         time = frame.pts if self.index.ordered else None
         return self.index.times[number] if time is None else time, upright(frame)
 
     @contextmanager
-    def again(self) -> Iterator[VideoFile]:
+    def reopened(self) -> Iterator[VideoFile]:
         """The same stream and index, opened again for another thread."""
         demuxer = self.container.format.name.split(",")[0]
         with _opened(self.data, demuxer, self._limits, self._field) as (container, stream):
@@ -162,7 +162,7 @@ class VideoFile:
             yield first
             yield from packets
         else:  # the container does not support seeking
-            with self.again() as own:
+            with self.reopened() as own:
                 yield from (packet for packet in own.container.demux(own.stream) if packet.size)
 
     def _rewind(self) -> None:

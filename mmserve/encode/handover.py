@@ -16,13 +16,13 @@ T = TypeVar("T")
 #: Interval in seconds for checking whether the request was cancelled.
 _POLL = 0.02
 #: Maximum number of chunks queued for the tower.
-_ROOM = 2
+_MAX_QUEUED = 2
 
 
 class Handover(Generic[T]):
     """Chunks of ``size`` frames, each converted by ``make`` in the thread that reads the file.
 
-    ``check`` raises to stop both sides. ``away`` is entered while the reader waits for the other side.
+    ``check`` raises to stop both sides. ``while_waiting`` is entered while the reader waits for the other side.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class Handover(Generic[T]):
         size: int,
         make: Callable[[list[Sampled]], T],
         check: Callable[[], None],
-        away: Callable[[], AbstractContextManager[None]] = nullcontext,
+        while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._size, self._make, self.check, self._away = size, make, check, away
+        self._size, self._make, self.check, self._while_waiting = size, make, check, while_waiting
         self._changed = threading.Condition()
         self._ready: deque[Planned | T] = deque()
         self._frames: list[Sampled] = []
@@ -53,7 +53,7 @@ class Handover(Generic[T]):
             if len(self._frames) == self._size:
                 self.flush()
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """Prepare for reading the file again from its beginning: frames that were already taken are skipped."""
         self._skipped = self._taken
 
@@ -81,10 +81,10 @@ class Handover(Generic[T]):
 
     def _put(self, item: Planned | T) -> None:
         with self._changed:
-            full = len(self._ready) >= _ROOM
+            full = len(self._ready) >= _MAX_QUEUED
         if full:
-            with self._away(), self._changed:
-                while len(self._ready) >= _ROOM:
+            with self._while_waiting(), self._changed:
+                while len(self._ready) >= _MAX_QUEUED:
                     self._changed.wait(_POLL)
                     self.check()
         with self._changed:

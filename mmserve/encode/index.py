@@ -19,7 +19,7 @@ from mmserve.errors import InvalidArgument
 MAX_RATE = 240
 NO_FRAMES = "has no video frames"
 #: Cost of a frame in the vision tower, in frames that are only decoded.
-_SEEN = 8
+_TOWER_COST = 8
 
 
 @dataclass
@@ -88,7 +88,9 @@ class Index:
         if not shown:
             raise InvalidArgument.of(field, NO_FRAMES)
         if not any_key:  # some decoders generate pictures without any reference
-            raise InvalidArgument.of(field, "is a damaged video: it has no keyframe, so no frame is whole")
+            raise InvalidArgument.of(
+                field, "is a damaged video: it has no keyframe, so no frame can be decoded completely"
+            )
         # AVI has no presentation times, and FFmpeg's generated ones are wrong with forward references
         ordered = every_pts and (not avi or every_key)
         times = _ascending(shown_pts if ordered else shown_dts)
@@ -122,7 +124,7 @@ class Index:
         for run in self.runs(wanted):
             last = bisect_left(self.times, self._key_before(run[0])) - 1
             for number in run:
-                costs.append(number - last + _SEEN)
+                costs.append(number - last + _TOWER_COST)
                 last = number
         ends = np.cumsum([0, *costs])
         steps = np.arange(0, len(wanted) + step, step).clip(max=len(wanted))

@@ -74,11 +74,11 @@ class _Order:
             raise _Ended
         self._watch.check()
 
-    def work(self, video: VideoFile, again: bool) -> None:
-        """Decode runs until there are no more, on ``video`` or on the same file opened ``again``."""
+    def work(self, video: VideoFile, reopened: bool) -> None:
+        """Decode runs until there are no more, on ``video`` or on the same file opened ``reopened``."""
         try:
-            if again:
-                with video.again() as own:
+            if reopened:
+                with video.reopened() as own:
                     self._decode(own)
             else:
                 self._decode(video)

@@ -24,7 +24,7 @@ class Rows:
     visual: np.ndarray  # bool [rows]
     grid: np.ndarray  # int64 [rows]: index of the grid (image or frame) of each patch; -1 = none
     features: Tensor | None  # [visual rows, D]; None for text
-    beside: Tensor | None = None  # the companion's features, if the request's policy requires them
+    companion_features: Tensor | None = None  # the companion's features, if the request's policy requires them
     clip: bool = False
 
 

@@ -52,7 +52,7 @@ class Sampler(Protocol):
         ...
 
     def take(self, seconds: float, image: Image.Image) -> Sampled | None:
-        """The sampled form of a frame selected by ``look``; None = it is discarded."""
+        """The sampled form of a frame selected by ``select``; None = it is discarded."""
         ...
 
     def from_image(self, seconds: float, image: Image.Image) -> Sampled:
@@ -114,7 +114,7 @@ class FixedRate:
         return Sampled(self._moment(seconds), image)
 
     def planned(self, times: Sequence[float]) -> list[float]:
-        """The resulting times of the frames selected by ``look``, which begin at ``times``."""
+        """The resulting times of the frames selected by ``select``, which begin at ``times``."""
         return [self._moment(seconds) for seconds in times]
 
     def _moment(self, seconds: float) -> float:

@@ -118,12 +118,12 @@ def collected(frames: Generator[Sampled, None, float]) -> tuple[list[Sampled], f
 def _check(video: VideoFile, field: str) -> None:
     index = video.index
     if not index.begins_with_key:
-        raise InvalidArgument.of(field, "does not begin with a keyframe: cut the stream in front of keyframes")
+        raise InvalidArgument.of(field, "does not begin with a keyframe: cut the stream before keyframes")
     if index.backwards:
         raise InvalidArgument.of(field, _BACKWARDS)
 
 
-_BACKWARDS = "has times that run backwards: begin a new segment where the clock is reset"
+_BACKWARDS = "has decreasing times: begin a new segment where the clock is reset"
 
 
 def _chosen(

@@ -48,8 +48,8 @@ def chosen_frames(sampling: VideoSampling | None, frames: int, rate: float, own:
         return Chosen(sampling.frames)
     sampler: Sampler
     if sampling.scenes:
-        likeness = SCENE_SIMILARITY if sampling.scene_similarity is None else sampling.scene_similarity
-        sampler = Scene(sampling.fps or SCENE_RATE, sampling.scene_frames or SCENE_FRAMES, likeness)
+        similarity = SCENE_SIMILARITY if sampling.scene_similarity is None else sampling.scene_similarity
+        sampler = Scene(sampling.fps or SCENE_RATE, sampling.scene_frames or SCENE_FRAMES, similarity)
     else:
         assert sampling.fps is not None
         sampler = FixedRate(sampling.fps)

@@ -18,13 +18,13 @@ from mmserve.config import MediaConfig
 from mmserve.core.cached import Label
 from mmserve.core.request import Amount, PixelRange, VideoSampling
 from mmserve.core.share import MediaShare
-from mmserve.encode.clip_parts import name_of, to_tensors, together
+from mmserve.encode.clip_encoder import VISUAL, ClipEncoder, ClipProgress, clip_file, ids_of, prepared_clip
+from mmserve.encode.clip_parts import joined_parts, name_of, to_tensors
 from mmserve.encode.decoders import Check, Decode, Decoders, InPlace
 from mmserve.encode.places import axis_places
 from mmserve.encode.slow_fast import DETAILS, chosen_frames, compacted, detailed_grids, details_of, fewest_pieces
 from mmserve.encode.vision_source import VisionSource, frames_of
 from mmserve.encode.visual_tokens import Visual, are_pixels, fitting, grid_of, pruned
-from mmserve.encode.watching import VISUAL, ClipProgress, Watching, clip_file, ids_of, prepared_clip
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import EncoderModel
@@ -67,7 +67,7 @@ class Loaded:
         self.prepared, self.entries = {}, ()
 
 
-class Viewer:
+class MediaEncoder:
     """Runs the towers of a model and its companion, with a cache; has no per-request state."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Viewer:
             )
             for i, item in enumerate(items):
                 if loaded.entries[i] is None and self._streams(item):
-                    self._watch(loaded, i, admit, check, progress)
+                    self._encode_clip(loaded, i, admit, check, progress)
             self._read(loaded, admit, check)
         except BaseException:
             loaded.close()
@@ -143,9 +143,9 @@ class Viewer:
     def part(self, item: Media, share: MediaShare, check: Check = lambda: None) -> dict[str, Entry]:
         """A part of a clip, by its name; if it is not divisible, the first part is the whole, and the others are
         empty."""
-        watching = self._watching(item) if self._streams(item) else None
-        if watching is not None and watching.divisible:
-            made = watching.part(self._decoders, item.data, share, check)
+        encoder = self._clip_encoder(item) if self._streams(item) else None
+        if encoder is not None and encoder.divisible:
+            made = encoder.part(self._decoders, item.data, share, check)
             return {name_of(self._key(item), share.part): to_tensors(made, share.of)}
         if share.part:
             return {}
@@ -160,12 +160,12 @@ class Viewer:
         item = next((each for each in items if each.clip and self._key(each).hex() == name), None)
         if item is None or self._source is None:
             return None
-        found = together(parts, self._source.model.device)
-        return None if found is None else self._entry(item, [self._watching(item).joined(found)])
+        found = joined_parts(parts, self._source.model.device)
+        return None if found is None else self._entry(item, [self._clip_encoder(item).joined(found)])
 
-    def _watching(self, item: Media) -> Watching:
+    def _clip_encoder(self, item: Media) -> ClipEncoder:
         assert self._source is not None
-        return Watching(self._source.model, self._source.vision, item.path, item.sampling, _needs(item), self._tower)
+        return ClipEncoder(self._source.model, self._source.vision, item.path, item.sampling, _needs(item), self._tower)
 
     def _streams(self, item: Media) -> bool:
         """Whether the frames of ``item`` run through the tower as they are decoded; not for clips of a single batch."""
@@ -175,7 +175,7 @@ class Viewer:
         chosen = chosen_frames(item.sampling, vision.frames_per_video, vision.frames_per_second, vision.own_frames)
         return vision.frames_at_once > 0 and (chosen.sampler is not None or chosen.frames > vision.frames_at_once)
 
-    def _watch(
+    def _encode_clip(
         self, loaded: Loaded, i: int, admit: Callable[[list[int]], None], check: Check, progress: ClipProgress | None
     ) -> None:
         """Fill ``loaded.entries[i]`` for a clip that is decoded, prepared and encoded a few frames at a time."""
@@ -185,7 +185,7 @@ class Viewer:
             admit([count if n == i else self._rows_of(loaded, n) for n in range(len(loaded.items))])
 
         def make(_chosen: list[int]) -> list[Entry]:
-            picture = self._watching(item).picture(self._decoders, item.data, rows, check, progress)
+            picture = self._clip_encoder(item).picture(self._decoders, item.data, rows, check, progress)
             return [self._entry(item, [picture])]
 
         fits = self._fitting([item])
@@ -235,10 +235,10 @@ class Viewer:
             for name, source in (("tokens", self._source), ("beside", self._second))
             if source is not None and name in entry
         ]
-        beside = tokens[1] if len(tokens) > 1 else None
+        companion_tokens = tokens[1] if len(tokens) > 1 else None
         where = entry["where"].numpy() if "where" in entry else None
         ids, places, grid = (entry[name].numpy() for name in ("ids", "places", "grid"))
-        return Visual(tokens[0], ids, places, grid, beside, where)
+        return Visual(tokens[0], ids, places, grid, companion_tokens, where)
 
     def _rows_of(self, loaded: Loaded, i: int) -> int:
         """Number of an item's prompt rows before pruning; 0 if it is not loaded."""
@@ -258,9 +258,9 @@ class Viewer:
         """Each item runs through the tower separately, so that its entry does not depend on its batch. On a GPU, images
         of equal size with the same evidence are batched, which saves time."""
         batches: dict[object, list[int]] = defaultdict(list)
-        for i, (item, mine) in enumerate(zip(items, prepared, strict=True)):
+        for i, (item, own) in enumerate(zip(items, prepared, strict=True)):
             alone = self._runs_alone(item)
-            shapes = tuple((name, tensor.shape) for of_source in mine for name, tensor in sorted(of_source.items()))
+            shapes = tuple((name, tensor.shape) for of_source in own for name, tensor in sorted(of_source.items()))
             batches[i if alone else None, _needs(item), shapes].append(i)
         entries: dict[int, Entry] = {}
         for batch in batches.values():
@@ -277,8 +277,8 @@ class Viewer:
             model, wanted = source.model, frozenset() if at else _needs(items[0])
             batch = [{**p[at], "pixels": p[at]["pixels"].to(model.device, model.dtype)} for p in prepared]
             with self._tower:
-                seen = source.vision.encode(batch, wanted, clip=items[0].clip)
-            by_source.append([_detailed(one, p[at], source.vision) for one, p in zip(seen, prepared, strict=True)])
+                pictures = source.vision.encode(batch, wanted, clip=items[0].clip)
+            by_source.append([_detailed(one, p[at], source.vision) for one, p in zip(pictures, prepared, strict=True)])
         return [list(of_item) for of_item in zip(*by_source, strict=True)]
 
     def _read(self, loaded: Loaded, admit: Callable[[list[int]], None], check: Check) -> None:
@@ -300,9 +300,9 @@ class Viewer:
                     if len(prepared) == len(self._sources(loaded.items[i])):
                         loaded.prepared[i] = prepared
                     admit([self._rows_of(loaded, n) for n in range(len(loaded.items))])
-                    if i != missing[-1] and self._foreseen(loaded, i):
+                    if i != missing[-1] and self._can_encode_early(loaded, i):
                         admit([self._rows_of(loaded, n) or self._rows_of(loaded, i) for n in range(len(loaded.items))])
-                        self._see_ahead(loaded, i, check)
+                        self._encode_early(loaded, i, check)
             return made
 
         lease = self.cache.pixels.lease(keys, make, are_pixels, check)
@@ -315,7 +315,7 @@ class Viewer:
         """Whether an item always runs through the tower separately, and not in a batch with others."""
         return item.clip or self._sources(item)[0].model.device.type == "cpu"
 
-    def _foreseen(self, loaded: Loaded, i: int) -> bool:
+    def _can_encode_early(self, loaded: Loaded, i: int) -> bool:
         """Whether item ``i`` can run through the tower before the others are read: it is prepared for all sources and
         always runs separately, and the prompt's length is known, as all items are images with equal token counts."""
         if i not in loaded.prepared:
@@ -323,7 +323,7 @@ class Viewer:
         same = self._source is not None and self._source.vision.tokens_per_image > 0
         return same and self._runs_alone(loaded.items[i]) and not any(item.clip for item in loaded.items)
 
-    def _see_ahead(self, loaded: Loaded, i: int, check: Check) -> None:
+    def _encode_early(self, loaded: Loaded, i: int, check: Check) -> None:
         """Fill ``loaded.entries[i]`` for a prepared item, while the pool decodes later ones."""
         item, key = loaded.items[i], loaded.keys[i]
 

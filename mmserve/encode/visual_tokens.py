@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.encode.watching import VISUAL
+from mmserve.encode.clip_encoder import VISUAL
 from mmserve.models.picture import Picture
 from mmserve.prune.base import Plan
 from mmserve.tiers.memory import Entry
@@ -26,7 +26,7 @@ class Visual:
     ids_R: np.ndarray  # int64: the rows before pruning, ``VISUAL`` for each visual token
     places: np.ndarray  # int64, ascending: the rows left after pruning, including all text
     grid_K: np.ndarray  # int64: index of the grid of each token; -1 = none, such as a class token or a separator
-    beside_KD: Tensor | None  # the companion's tokens, in the same places
+    companion_KD: Tensor | None  # the companion's tokens, in the same places
     where: np.ndarray | None  # int64 [axes, R + 1], see ``axis_places``; None with one position axis
 
 
@@ -45,14 +45,14 @@ def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]], *, axes: int
         return False
     if bool(((places < 0) | (places >= len(ids))).any()) or bool((places.diff() <= 0).any()):
         return False
-    left = ids[places]
-    kept = int((left == VISUAL).sum())
-    if len(left) - kept != int((ids != VISUAL).sum()):
+    rows = ids[places]
+    count = int((rows == VISUAL).sum())
+    if len(rows) - count != int((ids != VISUAL).sum()):
         return False
-    if grid.shape != (kept,) or bool((grid < -1).any()):
+    if grid.shape != (count,) or bool((grid < -1).any()):
         return False
     tokens = [entry[name] for name in token_names]
-    return all(t.dtype == dtype and t.shape == (kept, width) for t, (dtype, width) in zip(tokens, kinds, strict=True))
+    return all(t.dtype == dtype and t.shape == (count, width) for t, (dtype, width) in zip(tokens, kinds, strict=True))
 
 
 def _are_places(where: Tensor, axes: int, rows: int) -> bool:

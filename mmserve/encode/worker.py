@@ -65,7 +65,7 @@ class Watched:
             self.decoded += 1
         self.check_stop()
         if time.process_time() - self._begun > self._seconds:
-            raise InvalidArgument.of(self._name, late(self._seconds))
+            raise InvalidArgument.of(self._name, decode_limit_message(self._seconds))
 
     def check_stop(self) -> None:
         """Raise ``Stopped`` if the server has sent ``STOP``, then in every thread."""
@@ -78,7 +78,7 @@ class Watched:
             raise Stopped
 
 
-def late(seconds: float) -> str:
+def decode_limit_message(seconds: float) -> str:
     """The error text for a file that takes longer than ``seconds``."""
     return f"takes more than {seconds:g} s of processor time to decode ([media] decode_seconds of the server)"
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from mmserve.core.encoded import DeepStack, Encoded, Past, Span
 from mmserve.core.request import Amount, Request, TextPart
 from mmserve.decode.extensions.image_reuse.checks import reused
+from mmserve.encode.clip_encoder import VISUAL, ids_of
 from mmserve.encode.embedding import embedded
 from mmserve.encode.lengths import answer_length
 from mmserve.encode.slow_fast import compacted
 from mmserve.encode.visual_tokens import pruned
-from mmserve.encode.watching import VISUAL, ids_of
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.reuse import reuse_of
 from mmserve.models.base import CanvasModel, LoadedModel, Model
@@ -76,7 +76,7 @@ def surrounding_ids(model: LoadedModel, request: Request) -> tuple[np.ndarray, n
             f"the chat format of model {model.spec.name!r} takes no video before the last message's text"
         )
     if (np.delete(ids, found) >= model.vocab_size).any():
-        raise InvalidArgument.of("messages", "the text holds a placeholder of media that this model does not take")
+        raise InvalidArgument.of("messages", "the text has a placeholder of media that this model does not take")
     return ids[: found[0]], ids[found[0] + 1 :]
 
 

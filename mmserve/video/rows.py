@@ -13,7 +13,7 @@ import torch
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
-from mmserve.encode.watching import VISUAL
+from mmserve.encode.clip_encoder import VISUAL
 from mmserve.models.base import LoadedModel
 from mmserve.video.memory import Kind
 from mmserve.video.positions import continued, laid_out

@@ -55,7 +55,7 @@ def zipped() -> bytes:
 
 
 def test_a_model_of_a_fixed_size_refuses_pixels_over_the_wire(server: Running) -> None:
-    with pytest.raises(InvalidArgument, match="resizes pictures to a size of its own; leave it out") as caught:
+    with pytest.raises(InvalidArgument, match="resizes pictures to a fixed size; leave it out") as caught:
         ask(server, saved(picture(), "PNG"), max_pixels=784)
     assert [violation.field for violation in caught.value.violations] == ["vision.max_pixels"]
     with pytest.raises(InvalidArgument) as caught:

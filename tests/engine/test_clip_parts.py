@@ -20,7 +20,7 @@ from mmserve.core.payloads import VisualPayload
 from mmserve.core.request import Amount, ImagePart, Message, Request, TextPart, VideoPart, VideoSampling, Vision
 from mmserve.core.share import MediaShare
 from mmserve.encode import visual
-from mmserve.encode.clip_parts import together
+from mmserve.encode.clip_parts import joined_parts
 from mmserve.encode.decoders import InPlace
 from mmserve.encode.decoding import DecodePool
 from mmserve.encode.encoder import Encoder
@@ -82,8 +82,8 @@ def test_parts_are_the_clip(
     def nothing(*_given: Any) -> Any:
         raise AssertionError("something is encoded again")
 
-    monkeypatch.setattr(visual.Watching, "picture", nothing)
-    monkeypatch.setattr(visual.Viewer, "_make", nothing)
+    monkeypatch.setattr(visual.ClipEncoder, "picture", nothing)
+    monkeypatch.setattr(visual.MediaEncoder, "_make", nothing)
     [joined] = last.encode([request])
     assert same(whole, joined)
 
@@ -129,10 +129,10 @@ def test_without_all_parts_the_clip_is_encoded_as_ever(model: LoadedModel) -> No
 def test_parts_of_other_frames_than_planned_are_not_put_together(model: LoadedModel) -> None:
     entries = [dict(payload.entries) for payload in shared(model, watching(), 2)]
     parts = {int(name[-1]): dict(entry) for each in entries for name, entry in each.items() if "/" in name}
-    assert together(parts, torch.device("cpu")) is not None
-    assert together({1: parts[1]}, torch.device("cpu")) is None
+    assert joined_parts(parts, torch.device("cpu")) is not None
+    assert joined_parts({1: parts[1]}, torch.device("cpu")) is None
     parts[1]["seconds"] = parts[1]["seconds"] + 0.01
-    assert together(parts, torch.device("cpu")) is None
+    assert joined_parts(parts, torch.device("cpu")) is None
 
 
 def test_a_damaged_file_is_refused_in_its_part(model: LoadedModel) -> None:

@@ -1079,7 +1079,7 @@ def test_stop_ends_every_live_request_and_every_thread(bench: Make, stages: str)
 def test_stop_returns_though_a_pass_does_not(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stages: str, thread: str
 ) -> None:
-    for name in ("ENDING_SECONDS", "_AGAIN_SECONDS"):
+    for name in ("ENDING_SECONDS", "_SECOND_WAIT_SECONDS"):
         monkeypatch.setattr(mmserve.engine.shutdown, name, 0.05)
     b = Bench(model, stages=stages)
     gate = b.gate("decode")

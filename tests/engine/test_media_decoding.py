@@ -26,7 +26,7 @@ from mmserve.core.request import Message, Stage, TextPart, VideoPart
 from mmserve.encode.child import Child, Pictures
 from mmserve.encode.decoders import Decode, InPlace
 from mmserve.encode.decoding import PROCESSES, DecodePool
-from mmserve.encode.visual import Media, Viewer
+from mmserve.encode.visual import Media, MediaEncoder
 from mmserve.encode.watch import Unwatched
 from mmserve.encode.wire import MediaFile, rows_of_band
 from mmserve.errors import Cancelled, InvalidArgument
@@ -128,7 +128,7 @@ def test_a_refusal_names_the_setting(limits: dict[str, int], size: int) -> None:
 def test_a_process_is_used_again_wherever_a_job_was_stopped(calls: int, patient: None) -> None:
     """Within a message, within a picture, or between two: what the process still sends belongs to the job."""
 
-    class Watching:
+    class ClipEncoder:
         left = calls
 
         def reserve(self, pixels: int) -> None:
@@ -142,7 +142,7 @@ def test_a_process_is_used_again_wherever_a_job_was_stopped(calls: int, patient:
     child, file = Child(), MediaFile(large_png(1500), False, "image")
     try:
         with suppress(Cancelled):
-            child.decode(file, MediaConfig(), Watching())
+            child.decode(file, MediaConfig(), ClipEncoder())
         assert child.alive
         [image] = child.decode(file, MediaConfig(), Unwatched()).frames
         assert image.size == (1500, 1500)
@@ -276,8 +276,8 @@ def test_a_plain_resize_is_done_where_the_file_is_decoded(
     image, video = picture(0, size), clip(frames=6, size=size)
     items = [Media(image, False, "image", None, None, False), Media(video, True, "video", None, None, False)]
     with closing(DecodePool(MediaConfig())) as pool:
-        alone = Viewer(model, MediaConfig(), Caches.of(EncoderCacheConfig())).load(items, ignore)
-        loaded = Viewer(model, MediaConfig(), Caches.of(EncoderCacheConfig()), pool).load(items, ignore)
+        alone = MediaEncoder(model, MediaConfig(), Caches.of(EncoderCacheConfig())).load(items, ignore)
+        loaded = MediaEncoder(model, MediaConfig(), Caches.of(EncoderCacheConfig()), pool).load(items, ignore)
     assert received == [(28, 28)] * (1 + vision.frames_per_video)
     for i in range(len(items)):
         assert torch.equal(loaded.prepared[i][0]["pixels"], alone.prepared[i][0]["pixels"])
@@ -357,12 +357,12 @@ def test_images_go_through_the_tower_while_those_after_them_are_decoded() -> Non
 
     vision.encode = watched
     items = [Media(picture(i), False, f"images[{i}]", None, None, False) for i in range(3)]
-    viewer = Viewer(model, MediaConfig(), Caches.of(EncoderCacheConfig()), Waiting(MediaConfig()))
+    viewer = MediaEncoder(model, MediaConfig(), Caches.of(EncoderCacheConfig()), Waiting(MediaConfig()))
     with torch.inference_mode(), closing(viewer.load(items, ignore)) as loaded:
         assert [entry is not None for entry in loaded.entries] == [True, True, False]
         with viewer.view([loaded], ignore) as found:
             ahead = [one.tokens_KD for one in found]
-    plain = Viewer(model, MediaConfig(), Caches.of(EncoderCacheConfig()))
+    plain = MediaEncoder(model, MediaConfig(), Caches.of(EncoderCacheConfig()))
     for item, tokens in zip(items, ahead, strict=True):
         with torch.inference_mode(), closing(plain.load([item], ignore)) as own, plain.view([own], ignore) as [one]:
             assert torch.equal(one.tokens_KD, tokens)

@@ -20,10 +20,10 @@ from mmserve.core.events import Finished
 from mmserve.core.request import Amount, Message, Policy, Request, Stage, TextPart, VideoPart, VideoSampling, Vision
 from mmserve.encode import video
 from mmserve.encode.child import Child, Planned
+from mmserve.encode.clip_encoder import ClipEncoder, clip_file
 from mmserve.encode.decoding import PROCESSES, DecodePool
 from mmserve.encode.sampling import Sampled
-from mmserve.encode.visual import Viewer
-from mmserve.encode.watching import Watching, clip_file
+from mmserve.encode.visual import MediaEncoder
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import Cancelled, DeadlineExceeded, InvalidArgument, MMServeError
 from mmserve.models.base import Attention, LoadedModel
@@ -61,7 +61,7 @@ def bench_of(model: LoadedModel, **config: Any) -> Bench:
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Have clips read, seen and prefilled one after the other from now on."""
-    return lambda: monkeypatch.setattr(Viewer, "_streams", lambda *_of: False)
+    return lambda: monkeypatch.setattr(MediaEncoder, "_streams", lambda *_of: False)
 
 
 def told(done: Finished) -> tuple[Any, ...]:
@@ -74,16 +74,16 @@ class Hold:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         self.reached, self._go = threading.Event(), threading.Event()
-        seen, real = [0], Watching._seen
+        seen, real = [0], ClipEncoder._run_tower
 
-        def held(watching: Watching, prepared: Any) -> Any:
+        def held(watching: ClipEncoder, prepared: Any) -> Any:
             if seen[0] >= after and not self._go.is_set():
                 self.reached.set()
                 assert self._go.wait(PATIENCE), "nobody let it go on"
             seen[0] += len(prepared["pixels"])
             return real(watching, prepared)
 
-        monkeypatch.setattr(Watching, "_seen", held)
+        monkeypatch.setattr(ClipEncoder, "_run_tower", held)
 
     def go_on(self) -> None:
         self._go.set()
@@ -202,10 +202,10 @@ def test_a_file_that_is_damaged_in_the_middle_leaves_nothing(
 def test_a_clip_that_is_not_as_foreseen_begins_again(causal: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some files less can be decoded than their packets promise."""
     b, expected = bench_of(causal), bench_of(causal)
-    picture_of, again = Watching.picture, []
+    picture_of, again = ClipEncoder.picture, []
     discard = b.engine.stages.prefilling.discard
 
-    def other(watching: Watching, decoders: Any, *rest: Any) -> Any:
+    def other(watching: ClipEncoder, decoders: Any, *rest: Any) -> Any:
         class Promising:
             def chunks(self, *given: Any) -> Any:
                 with closing(decoders.chunks(*given)) as chunks:
@@ -218,7 +218,7 @@ def test_a_clip_that_is_not_as_foreseen_begins_again(causal: LoadedModel, monkey
 
     try:
         answer = told(expected.ask(watching("v")))
-        monkeypatch.setattr(Watching, "picture", other)
+        monkeypatch.setattr(ClipEncoder, "picture", other)
         monkeypatch.setattr(
             b.engine.stages.prefilling, "discard", lambda request: (again.append(request), discard(request))
         )
@@ -278,14 +278,14 @@ def test_frames_wait_for_the_tower_a_few_at_a_time_and_hold_up_nobody_else(causa
         with closing(pool.chunks(file, 8, lambda frames: made.append(len(frames)), lambda: None)) as chunks:
             assert isinstance(next(chunks), Planned)
             next(chunks)
-            eventually(lambda: pool._away == 1, "the reader waits")
+            eventually(lambda: pool._waiting_for_tower == 1, "the reader waits")
             assert len(made) <= 4, "one is seen, two wait, one is made"
             assert pool.budget.used == 4 * 9 * 64 * 48, "pixels of a few frames, not of all"
             small = MediaFile(picture(0), False, "image")
             [size] = pool.map([lambda decode: decode(small).frames[0].size], lambda: None)
             assert size and len(made) <= 4
             assert len(list(chunks)) == 7 and sum(made) == FRAMES
-        assert (pool.budget.used, pool._away, pool._working) == (0, 0, 0)
+        assert (pool.budget.used, pool._waiting_for_tower, pool._working) == (0, 0, 0)
     finally:
         pool.close()
 

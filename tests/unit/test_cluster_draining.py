@@ -165,8 +165,8 @@ def test_a_place_is_tried_again_whatever_went_wrong_and_the_start_ends_with_it(
         fleet._stopping = len(tried) == 2
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(fleet, "_begin", begin)
-    monkeypatch.setattr(fleets, "_AGAIN", 0.0)
+    monkeypatch.setattr(fleet, "_start_member", begin)
+    monkeypatch.setattr(fleets, "_RESTART_SECONDS", 0.0)
     monkeypatch.setattr(fleets.ray_actors, "Placement", lambda _cluster: None)
     with pytest.raises(RuntimeError, match="CUDA out of memory"):
         fleet.start()
@@ -208,7 +208,7 @@ def test_what_cannot_be_taken_of_a_workers_reports_ends_neither_the_rest_nor_its
     item: Any = SimpleNamespace(model="m")
     actor: Any = Process([item], [item], [item])
     fleet.coordinators["m"] = Model()  # type: ignore[assignment]
-    monkeypatch.setattr(fleet, "_begin", lambda _member: Loaded(actor, described()))
+    monkeypatch.setattr(fleet, "_start_member", lambda _member: Loaded(actor, described()))
     monkeypatch.setattr(fleet, "_joined", lambda member, _described: setattr(member, "actor", actor))
     fleet._keep(fleet.members[0])
     assert len(taken) == 3
@@ -352,7 +352,7 @@ def test_one_that_ends_meanwhile_is_called_no_more() -> None:
 
 
 def test_spares_are_loaded_again_as_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spares_module, "_AGAIN", 0.01)
+    monkeypatch.setattr(spares_module, "_RETRY_SECONDS", 0.01)
     made: list[Process] = []
     failures = iter([Unavailable("it ended while it began"), RuntimeError("CUDA out of memory"), None, None, None])
 

@@ -28,7 +28,7 @@ from mmserve.encode.decoders import Decoders, InPlace
 from mmserve.encode.decoding import DecodePool
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.slow_fast import compacted
-from mmserve.encode.visual import Viewer
+from mmserve.encode.visual import MediaEncoder
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.models.picture import Grid, Picture
@@ -217,7 +217,7 @@ def test_frames_that_are_seen_as_they_come_are_those_of_the_whole_clip(
         assert not loaded.media.prepared, "no pixels are kept"
         [found] = one.encode([request], [loaded])
     assert arriving.encoded is not None and len(foreseen) == 1 and arriving.complete(found)
-    monkeypatch.setattr(Viewer, "_streams", lambda *_of: False)
+    monkeypatch.setattr(MediaEncoder, "_streams", lambda *_of: False)
     [expected] = Encoder(model, MediaConfig(), max_tokens=4096).encode([request])
     assert found.features is not None and expected.features is not None
     assert np.array_equal(found.ids, expected.ids) and torch.equal(found.features, expected.features)

@@ -71,7 +71,7 @@ def test_only_models_that_reuse_images_set_something_aside(
     monkeypatch.setattr(mmserve.decoders, "free_bytes", lambda _device: pool + 100)
     mmserve.decoders._check_capacity([model], engine, 100)
     if vision and not bits and attention is not Attention.BLOCK_CAUSAL:
-        with pytest.raises(ConfigError, match="kv_bytes sets"):
+        with pytest.raises(ConfigError, match="kv_bytes reserves"):
             mmserve.decoders._check_capacity([model], engine, 101)
     else:
         mmserve.decoders._check_capacity([model], engine, 101)

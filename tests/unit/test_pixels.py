@@ -115,7 +115,7 @@ def test_an_image_in_a_system_message_that_the_template_leaves_out(tmp_path: Pat
     with pytest.raises(InvalidArgument) as caught:
         encoder.encode([replace(request, vision=Vision(images=PixelRange(None, 100)))])
     assert caught.value.violations[0].field == "vision.max_pixels"
-    assert "resizes pictures to a size of its own" in str(caught.value)
+    assert "resizes pictures to a fixed size" in str(caught.value)
 
 
 def test_a_template_that_cannot_join_a_system_message_s_parts(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Callable[[], Segment], str]] = {
     "H.264 headers alone": (lambda: Segment(of_kind("h264").data[:40]), "damaged|no video|no readable size"),
     "start codes before noise": (lambda: Segment(b"\0\0\0\1\x67" + random.Random(2).randbytes(900)), ""),
     "no keyframe first": (lambda: Segment(written(_packets(whole())[3:], _stream(whole()), "mpegts")), "keyframe"),
-    "times run backwards": (lambda: Segment(clock_set_back()), "run backwards"),
+    "times run backwards": (lambda: Segment(clock_set_back()), "decreasing times"),
     "a gap in the transport stream": (lambda: Segment(2 * of_kind("mpegts").data), "marked as corrupt"),
     "a jump of ten hours": (lambda: Segment(clip("matroska", frames=3, times=[0, 1, 360_000])), "lasts 36000.1"),
     "another size in the middle": (lambda: Segment(of_two_sizes()), "changes the size"),

@@ -20,7 +20,7 @@ from clips import clip
 from mmserve.config import MediaConfig
 from mmserve.encode import frames, video
 from mmserve.encode.containers import file_demuxer
-from mmserve.encode.decoding import Budget, DecodePool, _Taken
+from mmserve.encode.decoding import Budget, DecodePool, _Reservation
 from mmserve.encode.frames import opened
 from mmserve.encode.video import read_video
 from mmserve.encode.wire import MediaFile
@@ -132,7 +132,7 @@ def test_a_file_that_turns_out_larger_waits_for_none_that_waits_for_it() -> None
         assert time.monotonic() < until, "each waits for the other"
 
     budget = Budget(limits.decode_bytes)
-    small, other, large = (_Taken(budget, limits, check) for _ in range(3))
+    small, other, large = (_Reservation(budget, limits, check) for _ in range(3))
     small.reserve(50)
     other.reserve(25)
     waiting = threading.Thread(target=large.reserve, args=(90,))
@@ -145,8 +145,8 @@ def test_a_file_that_turns_out_larger_waits_for_none_that_waits_for_it() -> None
             small.reserve(20)
         assert budget.used == 340
     finally:
-        small.back_to(0)
-        other.back_to(0)
+        small.shrink_to(0)
+        other.shrink_to(0)
         waiting.join()
     assert budget.used == 360 and large.bytes == 360
 

@@ -68,7 +68,7 @@ class ClipPart:
 
 
 @dataclass(frozen=True)
-class Watching:
+class ClipEncoder:
     """Encodes a clip. ``tower`` is locked while the tower runs; ``field``: of the request, for errors."""
 
     model: EncoderModel
@@ -148,7 +148,7 @@ class Watching:
                         plan = chunk
                         planned(plan)
                         continue
-                    new = self._seen(chunk.prepared)
+                    new = self._run_tower(chunk.prepared)
                     tiles += new
                     seconds += chunk.seconds
                     details += chunk.details
@@ -181,7 +181,7 @@ class Watching:
         return _Part(prepared, seconds, tuple(frame.detail for frame in frames))
 
     @torch.inference_mode()
-    def _seen(self, prepared: Prepared) -> list[Tile]:
+    def _run_tower(self, prepared: Prepared) -> list[Tile]:
         pixels = prepared["pixels"].to(self.model.device, self.model.dtype)
         with self.tower:
             return self.vision.encode_frames({**prepared, "pixels": pixels}, self.wanted)

@@ -134,8 +134,8 @@ def test_log_probabilities_of_a_prompt_are_those_of_transformers(
     b = bench(causal, stages="inline", prefill_tokens=chunk)
     streaming = Streaming(prompt_tokens=True, prompt_alternatives=3)
     for pictures in ((), (picture(1, (30, 30)),)):
-        request = say("x", "what is left of the red circle? " * 3, images=pictures, max_new_tokens=3)
-        plain = b.ask(dataclasses.replace(request, id="before"))
+        request = say(f"{len(pictures)}", "what is left of the red circle? " * 3, images=pictures, max_new_tokens=3)
+        plain = b.ask(dataclasses.replace(request, id=f"plain {len(pictures)}"))
         [prompt] = b.engine.stages.encoder.encode([request])
         embeddings = spliced(sighted, prompt, pictures, b) if pictures else None
         with torch.no_grad():

@@ -124,6 +124,6 @@ def test_offsets_of_completions_count_characters() -> None:
 def test_log_probabilities_are_numbers_of_json(api: Any, prompt: str) -> None:
     least = CommittedToken(1, "a", -math.inf, 1, (Alternative(2, "b", -math.inf, b"b"),), b"a")
     body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True} if prompt == "messages" else None
-    choice = answered(api, body or {"prompt": "a", "logprobs": 0}, (least,), "a")
+    choice = answered(api, body or {"prompt": "a", "logprobs": 1}, (least,), "a")
     text = json.dumps(choice["logprobs"], allow_nan=False)
     assert text.count("-9999.0") == (2 if body else 3)

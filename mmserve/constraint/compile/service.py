@@ -33,7 +33,7 @@ logger = logging.getLogger("mmserve.constraint")
 
 
 #: Children that are tried for one constraint if they are killed from outside.
-_ASKED = 3
+_ATTEMPTS = 3
 #: Attempts to compile one widenable schema if compiling it ends the child.
 _WIDER = 3
 
@@ -81,7 +81,7 @@ class Compiler:
 
     def _asked(self, spec: ConstraintSpec, message: dict[str, Any]) -> dict[str, Any] | CompileReply:
         """A child's reply to ``message`` about ``spec``, or the refusal if it ends the child."""
-        for _ in range(_ASKED):
+        for _ in range(_ATTEMPTS):
             child = self._taken()
             keep = False
             try:
@@ -100,7 +100,8 @@ class Compiler:
             if why:
                 return CompileReply(Refused.at("", kind_of(spec), f"{why}; make it smaller or simpler"), lasting=False)
         raise Unavailable(
-            "something kills the processes that compile grammars (for want of memory, most likely); try again later"
+            f"a process that compiles a grammar was killed {_ATTEMPTS} times (most likely for lack of memory); "
+            "try again later"
         )
 
     def warm(self) -> None:

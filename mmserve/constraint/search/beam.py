@@ -68,7 +68,7 @@ _Grown = tuple[float, float, _Fork, int, int]
 
 
 @dataclass(slots=True)
-class _Left:
+class _Untried:
     """An option not tried: from ``fork``, at position ``p``, by one option of that position or also by those after
     it."""
 
@@ -94,7 +94,7 @@ def best_path(
     """
     if lattice.stayed[0] >= lattice.most[0]:
         return Path(lattice.old_content, lattice.stayed[0])
-    straight = _straight(root, cache, lattice, closing)
+    straight = _greedy_path(root, cache, lattice, closing)
     if straight is not None:
         return straight
     size = lattice.room(closing.size)
@@ -104,7 +104,7 @@ def best_path(
     return _Search(cache, lattice, closing, beam, room, old).run(root, in_time)
 
 
-def _straight(root: ParserState, cache: ParserStateCache, lattice: TokenLattice, closing: Closing) -> Path | None:
+def _greedy_path(root: ParserState, cache: ParserStateCache, lattice: TokenLattice, closing: Closing) -> Path | None:
     """The path of the most probable token at each position, if it is valid."""
     tokens = lattice.first[: lattice.first_end]
     if lattice.first_end < lattice.size and not lattice.ends_first:
@@ -132,7 +132,7 @@ class _Search:
     best: Path
     others: bool = False  # whether a complete path besides the old witness was found
     along: dict[ParserState, list[int]] = field(default_factory=dict)  # the old witness's states, and tokens before
-    left: list[_Left] = field(default_factory=list)
+    left: list[_Untried] = field(default_factory=list)
 
     def run(self, root: ParserState, in_time: Timer) -> Path | None:
         """As ``best_path``."""
@@ -158,7 +158,7 @@ class _Search:
             p += 1
         self._close(forks)
         if not self.others and self._open():
-            self._look_again()
+            self._retry_untried()
         if self.best.score == lattice.stayed[0] and not (self.others and forks):
             self.closing.cut = self.closing.cramped  # later completions are shorter
             self._salvage(trail)
@@ -252,7 +252,7 @@ class _Search:
                 if log_probability < enough or (len(ranks) == beam.width and score < ranks[0]):
                     begun = -1  # a path may exist, but none that would be kept
                     if not left:
-                        self.left.append(_Left(score + most, p, fork, i))
+                        self.left.append(_Untried(score + most, p, fork, i))
                         left = True
                     if followed:
                         break
@@ -293,7 +293,7 @@ class _Search:
                 continue
             on_witness = fork.on_witness and token == old
             if len(kept) >= self.beam.width and not on_witness:
-                self.left.append(_Left(score + most, p, fork, option, alone=True))
+                self.left.append(_Untried(score + most, p, fork, option, alone=True))
                 continue
             state = self.cache.after(fork.state, token)
             if state is None:
@@ -304,12 +304,12 @@ class _Search:
                 one.on_witness = on_witness or self._joined(one, p + 1)
         return sorted(kept.values(), key=lambda fork: -fork.score)
 
-    def _look_again(self) -> None:
+    def _retry_untried(self) -> None:
         """Try the options left, best upper bound first, until a path is found or none could be better."""
         lattice, serial = self.lattice, len(self.left)
         heap = [(-left.most, i, left) for i, left in enumerate(self.left)]
         heapq.heapify(heap)
-        stuck: list[_Left] = []  # options whose token is not allowed, or from which no end was found
+        stuck: list[_Untried] = []  # options whose token is not allowed, or from which no end was found
         for _ in range(self.beam.again):
             if self.others or not heap or -heap[0][0] <= self.best.score:
                 break
@@ -319,10 +319,10 @@ class _Search:
                 stuck.append(left)
                 continue
             token, log_probability = options[left.option]
-            following: list[_Left] = []
+            following: list[_Untried] = []
             if not left.alone and left.option + 1 < len(options):
                 score = fork.score + options[left.option + 1][1]
-                following.append(_Left(score + lattice.most[p + 1], p, fork, left.option + 1))
+                following.append(_Untried(score + lattice.most[p + 1], p, fork, left.option + 1))
             state = self.cache.after(fork.state, token)
             if state is not None and self.room is not None and not self.room.fits(state, p + 1):
                 state = None
@@ -339,7 +339,7 @@ class _Search:
                             self._ended(grown, p)
                             if lattice.options[p]:
                                 most = grown.score + lattice.options[p][0][1] + lattice.most[p + 1]
-                                following.append(_Left(most, p, grown, 0))
+                                following.append(_Untried(most, p, grown, 0))
             for more in following:
                 serial += 1
                 heapq.heappush(heap, (-more.most, serial, more))
@@ -356,7 +356,7 @@ class _Search:
             if tail is not None:
                 self._found(fork, tail, fork.score)
                 break
-            self.left.append(_Left(fork.score, self.lattice.size - 1, fork, 1 << 30, alone=True))
+            self.left.append(_Untried(fork.score, self.lattice.size - 1, fork, 1 << 30, alone=True))
 
     def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
         """Complete the deepest dead forks, by the old witness or a short completion."""

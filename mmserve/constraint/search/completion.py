@@ -65,7 +65,7 @@ class Walk:
 #: Maximum length of a walk's completion, in tokens.
 _LONGEST = 32_768
 #: Maximum consecutive times that a walk takes the same closer.
-_TIRED = 8
+_MAX_REPEATS = 8
 #: Number of closers that are validated individually before a mask is computed.
 _LIKELY = 8
 
@@ -109,7 +109,7 @@ def onward(at: Matcher, lexicon: Lexicon, tokens: Sequence[int]) -> tuple[list[i
     """The next tokens of a walk after ``tokens``, and whether there were several options; empty if nothing may
     follow."""
     known = lexicon.cover(at.ahead())
-    return (known, False) if known else (_first(at, lexicon, list(tokens[-_TIRED:])), True)
+    return (known, False) if known else (_first(at, lexicon, list(tokens[-_MAX_REPEATS:])), True)
 
 
 def _first(at: Matcher, lexicon: Lexicon, latest: list[int]) -> list[int]:
@@ -118,15 +118,15 @@ def _first(at: Matcher, lexicon: Lexicon, latest: list[int]) -> list[int]:
     Likely closers are validated individually first: that takes a tenth of the time of a mask, and one of them is
     usually allowed.
     """
-    tired = latest[:1] if len(latest) == _TIRED and len(set(latest)) == 1 else []
+    repeated = latest[:1] if len(latest) == _MAX_REPEATS and len(set(latest)) == 1 else []
     for token in lexicon.closers[:_LIKELY].tolist():
-        if token not in tired and at.valid([token]):
+        if token not in repeated and at.valid([token]):
             return [token]
     others = lexicon.closers[_LIKELY:]
     for token in others[at.among(others)].tolist():
-        if token not in tired:
+        if token not in repeated:
             return [token]
-    return tired if at.valid(tired) else []
+    return repeated if at.valid(repeated) else []
 
 
 def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, similar: int) -> list[int] | None:

@@ -41,7 +41,7 @@ _STATES = 300
 SPARE = 4
 #: States for which one search computes a representative. The maximum observed was 1,431; the limit is the same on every
 #: machine, whatever earlier searches have cached.
-_ASKED = 2_000
+_MAX_QUERIES = 2_000
 #: Maximum wall time (seconds) of ``look_ahead``; searches compute the rest.
 _SECONDS = 0.1
 
@@ -112,7 +112,7 @@ class LookaheadBound:
     def _representative_of(self, state: ParserState) -> Representative:
         if state not in self._asked:
             self._asked.add(state)
-            if len(self._asked) > _ASKED or not self._in_time():
+            if len(self._asked) > _MAX_QUERIES or not self._in_time():
                 raise SearchTimeout
         if state.representative is None:
             inside = self._states.inside(state)

@@ -29,7 +29,7 @@ class TopK:
 
 
 #: Log-probability of a token at a position without a row of logits.
-UNASKED = -20.0
+UNSCORED = -20.0
 #: Nats by which a token that is not a candidate is assumed to be less probable than the last candidate.
 _UNLISTED = 1.0
 #: Candidates that are less probable than the best one by this many nats are not tried.
@@ -130,14 +130,14 @@ def build_lattice(
         mine: list[tuple[int, float]] = []
         if committed is not None:
             options.append(mine)
-            floor.append(UNASKED)
+            floor.append(UNSCORED)
             end_score.append(0.0 if committed in ends else -math.inf)
             end_token.append(default_end)
             first.append(committed)
             stays.append(0.0)
             continue
         witnessed = old[p]
-        end, lowest, best, best_score, stay = None, UNASKED, witnessed, UNASKED, None
+        end, lowest, best, best_score, stay = None, UNSCORED, witnessed, UNSCORED, None
         listed = asked.get(p)
         if listed:
             best, best_score = listed[0]

@@ -150,7 +150,7 @@ def _fewest(way: Walk, lexicon: Lexicon) -> list[int]:
 
 
 @dataclass
-class _Along:
+class _Cursor:
     """A cursor over the choices of a walk that skips choices with known surroundings; the walk may change after it."""
 
     at: Matcher  # before token ``done``
@@ -178,7 +178,7 @@ class _Along:
 
 
 def _by_detours(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alternatives: int) -> Walk:
-    along = _Along(matcher.fork(), work)
+    along = _Cursor(matcher.fork(), work)
     while (state := along.state(best)) is not None:
         others = _others(along.at, lexicon, best.tokens[state:], alternatives, work)
         detours = [_near(best, state, along.at, token, lexicon, work) for token in others]
@@ -322,7 +322,7 @@ def _replaced(best: Walk, states: list[int], detour: _Detour) -> Walk:
 
 def _by_walks(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alternatives: int) -> Walk:
     """``best``, shortened by completions that do not rejoin it."""
-    length, along = len(_fewest(best, lexicon)), _Along(matcher.fork(), work)
+    length, along = len(_fewest(best, lexicon)), _Cursor(matcher.fork(), work)
     while along.state(best) is not None:
         for other in _walked(best, along.n, along.at, lexicon, work, alternatives):
             work.read(BYTE * len(lexicon.text(other.tokens)))

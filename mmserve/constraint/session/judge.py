@@ -19,7 +19,7 @@ from mmserve.errors import FailedPrecondition, InvalidArgument, Unavailable
 
 _SCHEMA = "constraint.json_schema"
 #: Processes that are tried for one question if they are killed from outside.
-_ASKED = 3
+_ATTEMPTS = 3
 
 
 class TooMuch(Exception):
@@ -43,7 +43,7 @@ class Validator:
         Raises ``TooMuch``, and ``Unavailable`` if no process replies.
         """
         with self._lock:
-            for _ in range(_ASKED):
+            for _ in range(_ATTEMPTS):
                 if self._child is None:
                     self._child = JsonChild(
                         "mmserve.constraint.session.judge_worker", str(CHECK_SECONDS), str(2 * ANSWER_SECONDS)
@@ -57,7 +57,7 @@ class Validator:
                 except (ChildExited, ReplyTooLong) as error:
                     if not self._end():
                         raise TooMuch from error
-        raise Unavailable("something kills the process that checks answers; try again later")
+        raise Unavailable(f"the process that checks answers was killed {_ATTEMPTS} times; try again later")
 
     def _end(self) -> bool:
         """Stop the process. Returns whether it had been killed from outside."""

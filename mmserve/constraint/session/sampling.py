@@ -228,7 +228,7 @@ class RejectionSampler:
         self._witness, self._lexicon, self._drafted, self._guard = witness, lexicon, drafted.tolist(), guard
         self.meter = meter
         self._here, self._log_weight = sampled.here, 0.0
-        self._begun_dead = sampled.log_weight == -math.inf
+        self._zero_weight = sampled.log_weight == -math.inf
         self._tokens: list[int] = []
         self._log_probabilities: list[float] = []
         self._met: list[Met] = []
@@ -270,7 +270,7 @@ class RejectionSampler:
         """The next token; if none can be drawn, the witness's, with weight zero."""
         witness = self._witness
         found: Draw[_Ending] | None = None
-        if not self._begun_dead:
+        if not self._zero_weight:
             log_p = (tempered - torch.logsumexp(tempered, -1)).cpu().numpy()
             found = self._guard(lambda: self._asked(log_p, noised.cpu().numpy()))
         if found is None or found.accepted is None or found.chosen is None:

@@ -122,7 +122,7 @@ class Registry:
         for session in left:
             session.end(Unavailable(f"{reason}; open a new session" + (" on another server" if owner is None else "")))
         if owner is not None:
-            del self._ends[owner]
+            self._ends.pop(owner, None)  # another call may have ended first
         elif self._sweeping is not None:
             self._sweeping.cancel()
 

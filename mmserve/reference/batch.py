@@ -25,7 +25,9 @@ class Batch:
     ``block`` is a position's answer block (0 outside of answers); ``seen`` is False at padding. ``labels`` teach the
     tower; None where the pictures are frames. ``changes [visual tokens, n]`` teach the decoder (``change_labels``).
     ``visual``, where given, are the visual tokens themselves, in order, in place of pictures.
-    ``sources [B, T]``: of answer tokens that are characters of the question, their column there; else ``NOWHERE``.
+    ``sources [B, T]``: of answer tokens that are characters of the question, their column there; of the slot of a
+    choice, the column of the right option's label; else ``NOWHERE``. ``option_labels [B, T]``, of typed questions:
+    where the labels of options are.
     ``left [B, T]``, where given, bounds what a position sees of question 0: only positions before that one.
     """
 
@@ -43,6 +45,7 @@ class Batch:
     labels: SceneLabels | None
     changes: Tensor | None
     sources: Tensor | None = None
+    option_labels: Tensor | None = None
     left: Tensor | None = None
     visual: Tensor | None = None
 

@@ -48,8 +48,13 @@ class Guide:
 
     @classmethod
     def of(cls, batch: Batch) -> Guide:
-        """Of rows with one question each. What is seen of padding is open."""
+        """Of typed questions, or of rows with one question each. What is seen of padding is open.
+
+        Of a choice, labels look at the option after them, and the slot at the label of the right option.
+        """
         columns = torch.arange(batch.ids.shape[1], device=batch.ids.device) - 1
+        if batch.option_labels is not None and batch.sources is not None:
+            return cls(torch.where(batch.option_labels, columns + 2, NOWHERE), batch.sources)
         sources = source_columns(batch)
         if batch.sources is not None:  # of the question: descriptions of tools list the same values
             sources = torch.where(batch.sources != NOWHERE, batch.sources, sources)

@@ -14,12 +14,13 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from mmserve.core.decisions import Decision
 from mmserve.models.chat import IMAGE, VIDEO, prompt_ids
 from mmserve.models.decisions import answer_tokens, closing_ids, question_ids
 from mmserve.reference.batch import NOWHERE, Batch
 from mmserve.reference.calls import CALLS, COPIES, DICTATED
 from mmserve.reference.clips import NARRATION, Clip, h264
-from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, prompt_question
+from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, label_offsets, prompt_question
 from mmserve.reference.images import LISTING, SHORT_TASKS, WATCH
 from mmserve.reference.items import TRAIN_SEEDS, Question, Subject
 from mmserve.reference.model import FRAME_TIME, FRAME_TOKENS, FRAMES, PIXELS, VISUAL_TOKENS
@@ -207,7 +208,8 @@ def collate(kind: str, samples: list[Sample], canvas: int, tokenizer: PreTrained
         padded([row.block for row in rows], 0),
         SceneLabels.of(scenes) if scenes else None,
         torch.cat(changes) if changes else None,
-        sources=padded([row.sources for row in rows], NOWHERE) if kind in CALLING else None,
+        sources=padded([row.sources for row in rows], NOWHERE) if kind in (*CALLING, *DECISIONS) else None,
+        option_labels=padded([row.option_labels for row in rows], False) if kind in DECISIONS else None,
     )
 
 
@@ -219,6 +221,7 @@ class _Row:
     share: list[float]
     block: list[int]
     sources: list[int] = field(default_factory=list)
+    option_labels: list[bool] = field(default_factory=list)
 
 
 def _media_ids(kind: str, thing: Any, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
@@ -265,8 +268,25 @@ def _row(
         row.question += [0] * (shared if number == 1 else 0) + [number] * (new.stop - shared)
         row.share += [0.0] * (len(row.ids) - len(row.share) - len(new)) + share
         row.block += [0] * (len(row.ids) - len(row.block) - len(new)) + [i // BLOCK for i in range(len(new))]
-        row.sources += _sources(question, row.ids[len(row.sources) :], len(new), len(row.sources), tokenizer)
+        first = len(row.sources)
+        added = row.ids[first:]
+        if question.decision is None:
+            row.sources += _sources(question, added, len(new), first, tokenizer)
+            row.option_labels += [False] * len(added)
+        else:
+            labels = _option_labels(question.decision, added, tokenizer)
+            right = labels[question.decision.answers.index(question.answer)] + first if labels else NOWHERE
+            row.sources += [*[NOWHERE] * (len(added) - 1), right]
+            row.option_labels += [column in labels for column in range(len(added))]
     return row
+
+
+def _option_labels(decision: Decision, new: list[int], tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The index, among the ``new`` tokens of a row, of the label of each option of ``decision``."""
+    texts = [tokenizer.decode([token]) for token in new]
+    owner = [index for index, text in enumerate(texts) for _ in text]
+    begin = "".join(texts).rindex(decision.asked)
+    return [owner[begin + at] for at in label_offsets(decision)]
 
 
 def _sources(

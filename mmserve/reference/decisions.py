@@ -79,6 +79,15 @@ def prompt_question(thing: Thing, answered: Answered) -> Question:
     return Question("decisions", context + INSTRUCTION, decision.answers[answered.right], decision=decision)
 
 
+def label_offsets(decision: Decision) -> list[int]:
+    """Where the label of each option of a choice begins in ``decision.asked``, in characters; empty for other kinds."""
+    if decision.kind != CHOICE:
+        return []
+    labelled = [f" {answer} {option}" for answer, option in zip(decision.answers, decision.options, strict=True)]
+    at = len(decision.asked) - sum(map(len, labelled)) + 1
+    return [at, *(at := at + len(each) for each in labelled[:-1])]
+
+
 def _yes_no(text: str, yes: bool) -> Answered:
     return Answered(Decision(kind=YES_NO, text=text), 0 if yes else 1)
 

@@ -169,7 +169,8 @@ class Run:
         by_pieces = float(torch.rand((), generator=generator)) < stairs
         if by_pieces and batch.changes is None:
             batch = batch.with_padding(PADDING)
-        guide = Guide.of(batch) if self.recipe.guide and not batch.packed else None
+        guided = not batch.packed or batch.option_labels is not None
+        guide = Guide.of(batch) if self.recipe.guide and guided else None
         if by_pieces:
             trained, ids, weight = staircase(batch, self.mask_id, generator, guide)
         else:

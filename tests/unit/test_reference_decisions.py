@@ -9,6 +9,8 @@ import torch
 from mmserve.core.decisions import CHOICE, INSTRUCTION, SCORE, YES_NO, Decision
 from mmserve.errors import InvalidArgument
 from mmserve.models.decisions import closing_ids, questions_ids
+from mmserve.reference.batch import NOWHERE
+from mmserve.reference.copying import Guide
 from mmserve.reference.data import collate, draw
 from mmserve.reference.decisions import DECISIONS, draw_answered, prompt_question
 from mmserve.reference.losses import mask_answers
@@ -126,3 +128,27 @@ def test_a_described_scene_is_told_before_its_questions():
     question = prompt_question(told, first)
     assert question.text == f"{told.text}\n{INSTRUCTION}"
     assert question.decision == first.decision and question.answer == first.decision.answers[first.right]
+
+
+def test_the_slot_of_a_choice_is_guided_to_the_right_label_and_labels_to_their_options(tokenizer):
+    guided = 0
+    for kind in DECISIONS:
+        rng = random.Random(5)
+        thing = DECISIONS[kind](rng)
+        answered = draw_answered(thing, 8, rng)
+        batch = collate(kind, [(thing, [prompt_question(thing, each) for each in answered])], 0, tokenizer)
+        guide, texts = Guide.of(batch), [tokenizer.decode([i]) for i in batch.ids[0].tolist()]
+        assert ((guide.source >= 0) <= (batch.share > 0)).all()
+        for number, each in enumerate(answered, start=1):
+            own = (batch.question[0] == number).nonzero().flatten()
+            labels = [int(c) for c in own if guide.neighbour[0, c] >= 0]
+            assert [texts[c] for c in labels] == (list(each.decision.answers) if each.decision.kind == CHOICE else [])
+            source = int(guide.source[0, own[-1]])
+            if not labels:
+                assert source == NOWHERE
+                continue
+            guided += 1
+            assert source == labels[each.right]
+            for column, option in zip(labels, each.decision.options, strict=True):
+                assert option.startswith(texts[int(guide.neighbour[0, column])].strip())
+    assert guided > 8

@@ -66,7 +66,7 @@ def committed(policy: EarlyCommit, canvas: Canvas, gap: np.ndarray | None = None
 def test_the_answer_begins_behind_the_token_that_completes_the_text(tokens: tuple[int, ...], behind: int) -> None:
     canvas = canvas_of(len(tokens), *tokens)
     policy = early()
-    found = policy._found(canvas) - canvas.prompt_length
+    found = policy._answer_begin(canvas) - canvas.prompt_length
     assert found == (len(tokens) if behind is None else behind)
     everything = [i for i, t in enumerate(tokens) if t == 0]
     if behind is not None:
@@ -131,6 +131,6 @@ def test_it_is_found_however_the_models_tokenizer_cut_it(before: str, after: str
     canvas = blank(2, len(tokens) + 2, len(tokens) + 2)
     canvas.commit(np.arange(2, len(tokens) + 2), np.array(tokens))
     policy = EarlyCommit(base=LowConfidence(), answer_after="Answer:", spell=speller(tokenizer()))
-    found = policy._found(canvas) - 2
+    found = policy._answer_begin(canvas) - 2
     assert "Answer:" in tokenizer().decode(tokens[:found])
     assert "Answer:" not in tokenizer().decode(tokens[: found - 1])

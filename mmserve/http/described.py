@@ -5,13 +5,10 @@ Used for ``/openapi.json`` and the tables of docs/api.md; a test compares the na
 
 from __future__ import annotations
 
-from typing import Any
-
 from mmserve.http import chat, completions, messages, responses
 from mmserve.http.api import EFFORTS, TIERS, VERBOSITIES
 from mmserve.http.content import ROLES
 from mmserve.http.field_schemas import (
-    HINT,
     LABEL,
     OBJECT,
     TEXT,
@@ -26,35 +23,36 @@ from mmserve.http.field_schemas import (
     object_of,
     part_of,
 )
-from mmserve.http.fields import OWN
 from mmserve.http.media import DETAILS
-from mmserve.rpc.violations import MAX_BIASES, MAX_STOP_STRINGS
+from mmserve.http.shared_fields import (
+    ALTERNATIVES,
+    BIAS,
+    COMMON,
+    CONSTRAINTS,
+    CONTINUED,
+    EXAMPLES,
+    FORMAT,
+    METADATA,
+    REASONING,
+    RESPONSE_FORMAT,
+    STOPS,
+    STREAM_OPTIONS,
+    TEMPLATE_KWARGS,
+    TOOL,
+    TOOL_FIELDS,
+    URL,
+    XARGS,
+    prompt_logprobs,
+    tools_of,
+)
 
-_REASONING = f"{HINT}, as no model here has a separate reasoning phase"
-_EXAMPLES: dict[str, Any] = {
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "top_k": 5,
-    "min_p": 0.1,
-    "repetition_penalty": 1.1,
-    "frequency_penalty": 0.5,
-    "presence_penalty": 0.5,
-    "seed": 7,
-    "random_seed": 7,
-    "n": 2,
-    "max_tokens": 4,
-    "max_completion_tokens": 4,
-    "max_output_tokens": 4,
-    "ignore_eos": True,
-}
-_URL = {"type": "string", "description": "a data: URL, an http(s) URL of a host in [media] url_hosts, or a media id"}
 _ANY_PART = {"type": "object", "required": ["type"], "properties": {"type": TEXT}}
 _CHAT_PARTS = any_of(
     part_of("text", "text", text=TEXT),
     part_of(
-        "image_url", "image_url", image_url=any_of(_URL, object_of(["url"], url=_URL, detail={"enum": list(DETAILS)}))
+        "image_url", "image_url", image_url=any_of(URL, object_of(["url"], url=URL, detail={"enum": list(DETAILS)}))
     ),
-    part_of("video_url", "video_url", video_url=object_of(["url"], url=_URL)),
+    part_of("video_url", "video_url", video_url=object_of(["url"], url=URL)),
     part_of("refusal", "refusal", refusal=TEXT),
 )
 _CHAT_MESSAGE = {
@@ -69,120 +67,12 @@ _CHAT_MESSAGE = {
     },
 }
 _QUESTION = "Hi"
-_TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
-_FORMAT = any_of(
-    object_of(["type"], type={"enum": ["text", "json_object"]}),
-    {"type": "object", "required": ["type"], "properties": {"type": {"const": "json_schema"}}},
-)
-_STREAM_OPTIONS = object_of(
-    **{key: {"type": "boolean"} for key in ("include_usage", "include_obfuscation", "continuous_usage_stats")}
-)
-_CONSTRAINTS = {
-    "structured_outputs": Field(
-        OBJECT, "as in vLLM: `json`, `json_object`, `regex`, `choice` or `grammar`", {"regex": "a"}
-    ),
-    "guided_json": Field(any_of(TEXT, OBJECT, {"type": "boolean"}), "a JSON schema", {"type": "integer"}),
-    "guided_regex": Field(TEXT, "a regular expression", "[ab]"),
-    "guided_choice": Field(array(TEXT), "the answer is one of these", ["a", "b"]),
-    "guided_grammar": Field(TEXT, "a grammar: GBNF if it contains `::=`, else Lark", 'start: "a"'),
-}
-_RESPONSE_FORMAT = {
-    "response_format": Field(
-        _FORMAT,
-        "`text`, `json_object` or `json_schema`; with `strict: false`, what cannot be enforced of the schema is "
-        "checked at the end; with tools, it is for answers without calls",
-        {"type": "json_object"},
-    )
-}
-_COMMON = {
-    "model": Field(TEXT, "a name of `GET /v1/models`", "bundled", required=True),
-    "stream": Field(
-        {"type": "boolean"},
-        "stream; deltas are append-only, so text of a diffusion model is sent when all text before it is final",
-        True,
-    ),
-    "mmserve": Field(
-        {"type": "object", "properties": {name: {} for name in OWN}, "additionalProperties": False},
-        "policies, pruner, K/V eviction, image reuse, constraint modes: fields of `GenerateRequest` as protobuf JSON, "
-        'for example `{"diffusion": {"threshold": {"confidence": 0.8}}}`',
-        {"diffusion": {"quality": "QUALITY_EXACT"}},
-    ),
-    **_CONSTRAINTS,
-    **_RESPONSE_FORMAT,
-}
-_XARGS = {
-    "vllm_xargs": Field(
-        object_of(
-            diffusion_canvas_length={"type": "integer", "minimum": 1},
-            diffusion_max_steps={"type": "integer", "minimum": 1},
-            diffusion_seed_canvas=array({"type": "integer", "minimum": 0}, minItems=1),
-            diffusion_pinned=array({"type": "integer", "minimum": 0}),
-        ),
-        "vLLM's fields of diffusion models, see below",
-        {},
-    )
-}
-_TEMPLATE_KWARGS = {
-    "chat_template_kwargs": Field(
-        OBJECT,
-        "variables of the model's chat template, such as `enable_thinking`; unknown ones are refused",
-        {},
-    )
-}
-_STOPS = Field(
-    any_of(TEXT, array(TEXT, maxItems=MAX_STOP_STRINGS)),
-    f"at most {MAX_STOP_STRINGS} strings; the answer ends before the first one that occurs",
-    ["."],
-)
-_BIAS = Field(
-    {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
-    f"maps token ids to numbers in [-100, 100], which are added to their logits; at most {MAX_BIASES}",
-    {"7": -100},
-)
-_METADATA = Field(OBJECT, LABEL, {"a": "b"})
-_OPTIONS = Field(
-    _STREAM_OPTIONS,
-    "with `stream`: `include_usage` adds a last chunk with the usage; `include_obfuscation` and vLLM's "
-    "`continuous_usage_stats` have no effect",
-)
-_TOOL_FIELDS = {
-    "tools": Field(array(OBJECT), "functions, see above; the server has no built-in tools", [_TOOL]),
-    "tool_choice": Field(
-        any_of({"enum": ["none", "auto", "required"]}, OBJECT),
-        "which tools can be called (`allowed_tools`), or the one to call",
-        "none",
-    ),
-    "parallel_tool_calls": Field({"type": "boolean"}, "whether an answer can have several calls", False),
-}
-_ALTERNATIVES = "the most probable tokens of each position, at most 20"
-
-
-def _tools(tool: Any, **changed: Field) -> dict[str, Field]:
-    return {**_TOOL_FIELDS, "tools": Field(array(OBJECT), _TOOL_FIELDS["tools"].meaning, [tool]), **changed}
-
-
-def _prompt_logprobs(where: str) -> Field:
-    """vLLM's ``prompt_logprobs``, which are in ``where``."""
-    return Field(
-        {"type": "integer", "minimum": 0, "maximum": 20},
-        f"vLLM's, for autoregressive models: {where} has `prompt_logprobs`, of each token of the prompt and of this "
-        "many most probable tokens of its position, at most 20; null for the first token and for visual tokens; not "
-        "with `stream`",
-        2,
-    )
-
-
-_NESTED = {"type": "function", "function": _TOOL}
-_FLAT = {"type": "function", **_TOOL}
-_CONTINUED = Field(
-    {"type": "boolean"},
-    "the answer continues the last message, an assistant's text; constraints apply to the answer alone",
-    False,
-)
+_NESTED = {"type": "function", "function": TOOL}
+_FLAT = {"type": "function", **TOOL}
 _CHAT_FIELDS = {
-    **_COMMON,
-    **_XARGS,
-    **_TEMPLATE_KWARGS,
+    **COMMON,
+    **XARGS,
+    **TEMPLATE_KWARGS,
     "messages": Field(
         array(_CHAT_MESSAGE, minItems=1),
         "the answer is a new message, also after one of the assistant, unless it continues that. Parts: text; "
@@ -191,41 +81,41 @@ _CHAT_FIELDS = {
         [{"role": "user", "content": _QUESTION}],
         required=True,
     ),
-    "continue_final_message": _CONTINUED,
+    "continue_final_message": CONTINUED,
     "echo": Field(
         {"type": "boolean"}, "vLLM's: if the last message is an assistant's, its text comes before the answer's", True
     ),
     "add_generation_prompt": Field({"type": "boolean"}, "`true`, or `false` with `continue_final_message`", True),
-    **numbers(chat.SAMPLING, _EXAMPLES),
-    "stop": _STOPS,
-    "logit_bias": _BIAS,
-    "stream_options": _OPTIONS,
+    **numbers(chat.SAMPLING, EXAMPLES),
+    "stop": STOPS,
+    "logit_bias": BIAS,
+    "stream_options": STREAM_OPTIONS,
     "logprobs": Field(
         {"type": "boolean"},
         "log-probabilities of the chosen tokens, before temperature; in a stream with the last chunk of a choice",
         True,
     ),
-    "top_logprobs": Field({"type": "integer", "minimum": 0, "maximum": 20}, f"{_ALTERNATIVES}, with `logprobs`", 0),
-    "prompt_logprobs": _prompt_logprobs("the response"),
+    "top_logprobs": Field({"type": "integer", "minimum": 0, "maximum": 20}, f"{ALTERNATIVES}, with `logprobs`", 0),
+    "prompt_logprobs": prompt_logprobs("the response"),
     "return_token_ids": Field(
         {"type": "boolean"},
         "vLLM's: the response, or the first chunk of each choice, has `prompt_token_ids`, and each choice, in a stream "
         "its last chunk, `token_ids`: those of its text and calls, without an end token",
         True,
     ),
-    **_tools(_NESTED),
+    **tools_of(_NESTED),
     **neutral(chat.NEUTRAL),
-    "reasoning_effort": hint(EFFORTS, _REASONING),
+    "reasoning_effort": hint(EFFORTS, REASONING),
     "verbosity": hint(VERBOSITIES),
     "service_tier": hint(TIERS),
     **labels(chat.LABELS),
-    "metadata": _METADATA,
+    "metadata": METADATA,
     "prediction": Field(OBJECT, LABEL, {"type": "content", "content": "a"}),
 }
 _TOKEN_IDS = array({"type": "integer", "minimum": 0}, minItems=1)
 _COMPLETION_FIELDS = {
-    **_COMMON,
-    **_XARGS,
+    **COMMON,
+    **XARGS,
     "prompt": Field(
         any_of(TEXT, _TOKEN_IDS, array(any_of(TEXT, _TOKEN_IDS), minItems=1)),
         "a text or an array of token ids, or an array of several of these, of which prompt `i` has the choices from "
@@ -235,16 +125,16 @@ _COMPLETION_FIELDS = {
         required=True,
     ),
     "suffix": Field(TEXT, "fill-in-the-middle: the text after the gap, which `max_tokens` and `stop` are for", "b"),
-    **numbers(completions.SAMPLING, _EXAMPLES),
+    **numbers(completions.SAMPLING, EXAMPLES),
     "max_tokens": Field(
         {"type": "integer", "minimum": 0},
         "largest number of tokens of the answer, at least 1, or 0 with `echo`, `prompt_logprobs` or "
         f"`return_token_ids`; default {completions.DEFAULT_TOKENS}",
         4,
     ),
-    "stop": _STOPS,
-    "logit_bias": _BIAS,
-    "stream_options": _OPTIONS,
+    "stop": STOPS,
+    "logit_bias": BIAS,
+    "stream_options": STREAM_OPTIONS,
     "logprobs": Field(
         {"type": "integer", "minimum": 0, "maximum": 20},
         "log-probabilities of the chosen tokens, before temperature, and of this many most probable tokens of each "
@@ -258,7 +148,7 @@ _COMPLETION_FIELDS = {
         "for the first; not with `suffix`",
         True,
     ),
-    "prompt_logprobs": _prompt_logprobs("each choice"),
+    "prompt_logprobs": prompt_logprobs("each choice"),
     "return_token_ids": Field(
         {"type": "boolean"},
         "vLLM's: each choice, in a stream its first chunk, has `prompt_token_ids`, and, in a stream its last chunk, "
@@ -269,9 +159,9 @@ _COMPLETION_FIELDS = {
     **labels(completions.LABELS),
 }
 _MESSAGE_FIELDS = {
-    **_COMMON,
-    **_XARGS,
-    **_TEMPLATE_KWARGS,
+    **COMMON,
+    **XARGS,
+    **TEMPLATE_KWARGS,
     "system": Field(
         any_of(TEXT, array(part_of("text", "text", text=TEXT, cache_control=OBJECT))),
         "the system message",
@@ -285,22 +175,22 @@ _MESSAGE_FIELDS = {
         [{"role": "user", "content": _QUESTION}],
         required=True,
     ),
-    **numbers(messages.SAMPLING, _EXAMPLES),
+    **numbers(messages.SAMPLING, EXAMPLES),
     "max_tokens": Field(
         {"type": "integer", "minimum": 1},
         "largest number of tokens of the answer; reduced to what fits",
         4,
         required=True,
     ),
-    "stop_sequences": _STOPS,
+    "stop_sequences": STOPS,
     "output_config": Field(
-        object_of(format=_FORMAT, effort={"enum": list(EFFORTS)}),
+        object_of(format=FORMAT, effort={"enum": list(EFFORTS)}),
         "`format`: as `response_format`; `effort` has no effect",
         {"format": {"type": "text"}, "effort": "low"},
     ),
     "thinking": Field(
         object_of(type={"enum": list(messages.THINKING)}, budget_tokens={"type": "integer"}, display=TEXT),
-        f"{_REASONING}; thinking blocks in `messages` are ignored",
+        f"{REASONING}; thinking blocks in `messages` are ignored",
         {"type": "enabled", "budget_tokens": 1024},
     ),
     "context_management": Field(
@@ -308,35 +198,35 @@ _MESSAGE_FIELDS = {
         "edits that clear thinking blocks; no effect",
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
-    "tools": Field(array(OBJECT), _TOOL_FIELDS["tools"].meaning, [{"name": "f", "input_schema": _TOOL["parameters"]}]),
+    "tools": Field(array(OBJECT), TOOL_FIELDS["tools"].meaning, [{"name": "f", "input_schema": TOOL["parameters"]}]),
     "tool_choice": Field(OBJECT, "`auto`, `any`, `tool` or `none` as its `type`", {"type": "none"}),
     **neutral(messages.NEUTRAL),
     "metadata": Field(object_of(user_id=TEXT), LABEL, {"user_id": "a"}),
     "cache_control": Field(OBJECT, LABEL, {"type": "ephemeral"}),
 }
 _RESPONSE_FIELDS = {
-    **_COMMON,
-    **_XARGS,
-    **_TEMPLATE_KWARGS,
+    **COMMON,
+    **XARGS,
+    **TEMPLATE_KWARGS,
     "input": Field(
         any_of(TEXT, array(OBJECT)),
         "a text, or a list of messages, function calls, their results and reasoning items; no other kinds of items",
         _QUESTION,
         required=True,
     ),
-    "continue_final_message": _CONTINUED,
+    "continue_final_message": CONTINUED,
     "instructions": Field(TEXT, "the system message", "Be brief."),
-    **numbers(responses.SAMPLING, _EXAMPLES),
+    **numbers(responses.SAMPLING, EXAMPLES),
     "stream_options": Field(object_of(include_obfuscation={"type": "boolean"}), "accepted; no effect", {}),
     "text": Field(
-        object_of(format=_FORMAT, verbosity={"enum": list(VERBOSITIES)}),
+        object_of(format=FORMAT, verbosity={"enum": list(VERBOSITIES)}),
         "`format`: as `response_format`; `verbosity` has no effect",
         {"format": {"type": "text"}, "verbosity": "low"},
     ),
-    **_tools(_FLAT),
+    **tools_of(_FLAT),
     "top_logprobs": Field(
         {"type": "integer", "minimum": 0, "maximum": 20},
-        f"{_ALTERNATIVES}, with the chosen token; in a stream, at the end of the text; not for function calls",
+        f"{ALTERNATIVES}, with the chosen token; in a stream, at the end of the text; not for function calls",
         2,
     ),
     "include": Field(
@@ -346,20 +236,20 @@ _RESPONSE_FIELDS = {
     ),
     "reasoning": Field(
         object_of(**{name: {"enum": list(accepted)} for name, (accepted, _why) in responses.HINTS.items()}),
-        f"{_REASONING}; reasoning items in `input` are ignored",
+        f"{REASONING}; reasoning items in `input` are ignored",
         {"effort": "low", "summary": "auto"},
     ),
     **neutral(responses.NEUTRAL),
     "service_tier": hint(TIERS),
     **labels(responses.LABELS),
-    "metadata": _METADATA,
-    "client_metadata": _METADATA,
+    "metadata": METADATA,
+    "client_metadata": METADATA,
 }
 _DECISION_QUESTIONS = array({"type": "object", "required": ["type"], "properties": {"type": TEXT}})
 _TEMPLATE_OPTIONS = Field(
     {"type": "object", "maxProperties": 0}, "must be empty: options of chat templates are not supported here", {}
 )
-_IMAGES = Field(array(any_of(_URL, OBJECT)), "images that belong to the context, as URLs", [])
+_IMAGES = Field(array(any_of(URL, OBJECT)), "images that belong to the context, as URLs", [])
 _ANY_JSON: Schema = {}
 
 _COUNTED = (
@@ -379,7 +269,7 @@ BODIES: dict[str, dict[str, Field]] = {
             _QUESTION,
             required=True,
         ),
-        **numbers({"random_seed": "sampling.seed"}, _EXAMPLES),
+        **numbers({"random_seed": "sampling.seed"}, EXAMPLES),
         "max_tokens": Field(
             {"type": "integer", "minimum": 1},
             f"largest number of tokens of the answer, at least 1; default {completions.DEFAULT_TOKENS}",
@@ -391,14 +281,14 @@ BODIES: dict[str, dict[str, Field]] = {
     "/v1/messages": _MESSAGE_FIELDS,
     "/v1/messages/count_tokens": {name: _MESSAGE_FIELDS[name] for name in _COUNTED},
     "/v1/constraints": {
-        "model": _COMMON["model"],
-        **_RESPONSE_FORMAT,
-        **_CONSTRAINTS,
+        "model": COMMON["model"],
+        **RESPONSE_FORMAT,
+        **CONSTRAINTS,
         "max_tokens": Field({"type": "integer", "minimum": 1}, "token budget of the answer", 16),
         "answer": Field(TEXT, "an answer to validate against the schema", "{}"),
     },
     "/v1/decisions": {
-        "model": _COMMON["model"],
+        "model": COMMON["model"],
         "input": Field(_ANY_JSON, "the context: a text, or any JSON", "A scene.", required=True),
         "questions": Field(
             _DECISION_QUESTIONS,
@@ -415,7 +305,7 @@ BODIES: dict[str, dict[str, Field]] = {
         "chat_template_kwargs": _TEMPLATE_OPTIONS,
     },
     "/v1/systemone": {
-        "model": _COMMON["model"],
+        "model": COMMON["model"],
         "state": Field(_ANY_JSON, "the context: a text, or any JSON", "A scene.", required=True),
         "questions": Field(
             {"type": "object", "additionalProperties": {"type": "object", "required": ["type"]}},

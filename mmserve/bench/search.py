@@ -156,7 +156,7 @@ def _decoded(
     for times in (taken.admission, taken.readmission):
         started = time.thread_time()
         first = first or find_first(grammar, language.lexicon, size)
-        witness = start_witness(grammar, size, first.close(size), states)
+        witness = start_witness(grammar, size, first.shortest(size), states)
         times.append(time.thread_time() - started)
     session = Session(ConstrainedAnswer(witness, language.lexicon))
     done = decode(session, Copyist(ids, _END, rng), block=BLOCK, clock=time.thread_time)

@@ -48,7 +48,7 @@ ANYTHING = Regex(r"[\s\S]*")
 
 #: Total grammar size (bytes) up to which each sample of a request gets its own parsers. Compiling more takes too long;
 #: and as searches have a separate parser, samples that share one use little of its limits.
-_APART = 100_000
+_OWN_PARSERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class _Language:
         count(grammar.text, seconds)
         judge = judge_of(spec, exact=grammar.exact)
         with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
-            close = fitting(found, budget)
+            shortest = fitting(found, budget)
             with self.large if len(grammar.text) > LARGE_BYTES else contextlib.nullcontext():
                 compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
-                witness = start_witness(compiled, budget, close, self.states.of(compiled, self.cache))
+                witness = start_witness(compiled, budget, shortest, self.states.of(compiled, self.cache))
         return OpenedHole(compiled, witness, grammar.warnings, judge, grammar.longest)
 
     def holes(self, template: Template) -> list[str | OpenedHole]:
@@ -160,9 +160,9 @@ class Admission:
                 limits.
         """
         first = self._first(spec, budget, cache, speculates=speculates)
-        apart = first.weight * (samples - 1) <= _APART
+        own_parsers = first.weight * (samples - 1) <= _OWN_PARSERS
         with failures("at least {}, the length of {}", "sampling.max_new_tokens"):
-            answers = [first, *(first.another(apart=apart) for _ in range(samples - 1))]
+            answers = [first, *(first.another(own_parsers=own_parsers) for _ in range(samples - 1))]
         return [Session(each, self._model.spec.causal) for each in answers]
 
     def _first(self, spec: ConstraintSpec, budget: int, cache: str, *, speculates: bool) -> ConstrainedAnswer:

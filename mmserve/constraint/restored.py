@@ -125,7 +125,7 @@ class _Restoring:
             matcher,
             state.known,
             language.vocabulary.end_ids,
-            closes=state.closes,
+            completions=state.closes,
             classes=language.classes,
             states=self.states.of(shared, self.cache) if shared is not None else None,
             language=language,
@@ -181,7 +181,12 @@ def _answer_state(answer: ConstrainedAnswer) -> ConstraintState:
 
 def _witness_state(witness: Witness) -> WitnessState:
     return WitnessState(
-        _language_state(witness.language), witness.tokens, witness.length, witness.known, witness.closes, witness.cut
+        _language_state(witness.language),
+        witness.tokens,
+        witness.length,
+        witness.known,
+        witness.completions,
+        witness.cut,
     )
 
 

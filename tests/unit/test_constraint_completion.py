@@ -134,7 +134,7 @@ def least_of(schema: dict[str, object], vocabulary: Vocabulary) -> int:
     """Tokens of the shortest answer found, which is checked."""
     lexicon = Lexicon.of(vocabulary.token_bytes)
     text = grammar_of(ConstraintSpec(JsonSchema(json.dumps(schema)))).text
-    close = find_first(Grammar(text, vocabulary, LLParserLimits(**PARSER_LIMITS)), lexicon, 1 << 20).close(1 << 20)
+    close = find_first(Grammar(text, vocabulary, LLParserLimits(**PARSER_LIMITS)), lexicon, 1 << 20).shortest(1 << 20)
     assert close is not None and jsonschema_rs.is_valid(schema, json.loads(lexicon.text(close.tokens)))
     return len(close.tokens)
 
@@ -203,7 +203,7 @@ def test_a_refusal_is_no_more_work_than_it_must_be(monkeypatch: pytest.MonkeyPat
         return original(*args, **options)
 
     monkeypatch.setattr(shortest_completion, "shorten", shorten)
-    close = find_first(Grammar("start: /[a-d]{60}/", BYTES), Lexicon.of(BYTES.token_bytes), 8).close(8)
+    close = find_first(Grammar("start: /[a-d]{60}/", BYTES), Lexicon.of(BYTES.token_bytes), 8).shortest(8)
     assert close is not None and len(close.tokens) == 60
     assert len(searches) == 1, "the search by bytes is done once, and its result kept for the exact one"
 
@@ -231,7 +231,7 @@ def test_the_work_of_a_long_answer_is_bounded(pattern: str, monkeypatch: pytest.
     monkeypatch.setattr(GrammarMatcher, "consume", counted_consume)
     monkeypatch.setattr(GrammarMatcher, "fork", counted_fork)
     grammar = Grammar(f"start: /{pattern}/", BYTES)
-    close = find_first(grammar, Lexicon.of(BYTES.token_bytes), 8).close(8)
+    close = find_first(grammar, Lexicon.of(BYTES.token_bytes), 8).shortest(8)
     assert close is not None and completes(grammar.start(), close.tokens)
     assert work["reads"] < 1.5 * Work(states=0).reads < 10_000_000
     assert work["forks"] < 50_000

@@ -130,7 +130,7 @@ def test_tokens_left_out_where_there_are_many_make_no_difference(
     constraint = made(schema)
 
     def needed(wide: int) -> int:
-        monkeypatch.setattr(feasibility, "_WIDE", wide)
+        monkeypatch.setattr(feasibility, "_MAX_BRANCHES", wide)
         states, root = fresh(constraint)
         return LookaheadBound(root, 60, states, always).least(root)
 
@@ -198,7 +198,7 @@ def test_what_is_found_does_not_depend_on_a_look_ahead() -> None:
         states = ParserStateCache(LEXICON, witness.classes)
         if ahead:
             look_ahead(made(PERSON), witness.tokens[:1].tolist(), 30, states)
-            assert states.ahead
+            assert states.explored
         chance, tokens = random.Random(5), list[list[int]]()
         for _ in range(4):
             top = lost(np.flatnonzero(known < 0), chance)

@@ -128,7 +128,7 @@ def test_the_parser_of_searches_is_made_once_whatever_is_forgotten(monkeypatch: 
 
     def parser() -> Matcher:
         made.append(1)
-        return grammar("payment").apart().start()
+        return grammar("payment").with_own_parser().start()
 
     states = ParserStateCache(language().lexicon, grammar("payment").classes, parser)
     forget = states._discard
@@ -184,7 +184,7 @@ def test_a_parser_that_others_have_spent_changes_nothing(pattern: str, shared: b
         return found.tokens.tolist(), outcome
 
     def new_places(of: Grammar) -> ParserStateCache:
-        return ParserStateCache(lexicon, of.classes, (lambda: of.apart().start()) if shared else None)
+        return ParserStateCache(lexicon, of.classes, (lambda: of.with_own_parser().start()) if shared else None)
 
     alone = search(new_grammar(), new_places(new_grammar()))
     assert alone[1] is Outcome.FOUND
@@ -207,9 +207,9 @@ def test_a_parser_is_compiled_once_in_a_search_that_spends_it() -> None:
     text = grammar_of(ConstraintSpec(Regex("[ab]*a[ab]{20}"))).text
 
     class Counted(Grammar):
-        def apart(self) -> Grammar:
+        def with_own_parser(self) -> Grammar:
             compiled.append(1)
-            return super().apart()
+            return super().with_own_parser()
 
     letters = np.array([lexicon.ids[b"a"], lexicon.ids[b"b"]])
     rows = np.array([np.roll(letters, shift) for shift in random.Random(0).choices((0, 1), k=30)])

@@ -213,7 +213,7 @@ def test_a_token_that_a_verifier_has_chosen_is_preferred_to_the_old_witness() ->
     assert session.answer.witness.tokens.tolist() == [0, 0, 1]
     canvas = blank(session, 3)
     proposed = replace(observed(session, canvas, top), tokens=np.array([0, 1, 1]))
-    final = session.choose(canvas, proposed, Wanted(frozenset({1, 2, 3})), judged=True)
+    final = session.choose(canvas, proposed, Wanted(frozenset({1, 2, 3})), verified=True)
     assert final.tokens.tolist() == [0, 1, 1]
 
 

@@ -304,5 +304,5 @@ def test_the_shortest_answer_is_the_same_whatever_was_asked_before() -> None:
                 for budget in order:
                     if n not in known or not known[n].covers(budget):
                         known[n] = find_first(grammar(n), lexicon, budget)
-                    found.append(known[n].close(budget))
+                    found.append(known[n].shortest(budget))
                 assert found == [looked_for[n, budget] for budget in order]

@@ -37,7 +37,7 @@ def first(searching: Searching, kind: ConstraintKind, budget: int = 64) -> str |
     """The first answer found."""
     made = grammar(kind)
     compiled = engine.Grammar(made.text, searching._tokens, LLParserLimits(**PARSER_LIMITS))
-    close = find_first(compiled, searching._lexicon, budget, sketch=made.sketch).close(budget)
+    close = find_first(compiled, searching._lexicon, budget, sketch=made.sketch).shortest(budget)
     return None if close is None else searching._lexicon.text(close.tokens).decode()
 
 

@@ -191,7 +191,7 @@ def test_first_answers_and_their_least_length_in_any_order() -> None:
         made = grammar_of(spec(PERSON, *options))
         assert isinstance(prefix_classes(made.text), Documents)
         compiled = engine.Grammar(made.text, searching._tokens, LLParserLimits(**PARSER_LIMITS))
-        close = find_first(compiled, searching._lexicon, 40, sketch=made.sketch).close(40)
+        close = find_first(compiled, searching._lexicon, 40, sketch=made.sketch).shortest(40)
         assert close is not None
         text = searching._lexicon.text(close.tokens).decode()
         assert jsonschema_rs.is_valid(PERSON, json.loads(text)) and len(text.encode()) >= made.shortest

@@ -68,7 +68,7 @@ class FirstAnswers:
         """Whether no answer of ``budget`` tokens was searched, because all are known to be far longer."""
         return self.near is None and not self.asked and self.least > budget
 
-    def close(self, budget: int) -> Completion | None:
+    def shortest(self, budget: int) -> Completion | None:
         """The shortest answer found by the searches for ``budget`` tokens; it may be longer."""
         near = self.near
         if near is not None and (near.exact or len(near.tokens) <= budget or self.patient is None):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from mmserve.constraint.search.feasibility import SPARE, Closing, LookaheadBound, SearchTimeout
+from mmserve.constraint.search.feasibility import SPARE, Completions, LookaheadBound, SearchTimeout
 from mmserve.constraint.search.lattice import TokenLattice
 from mmserve.constraint.search.parser_states import ParserState, ParserStateCache
 
@@ -64,7 +64,28 @@ class _Fork:
 
 
 #: A fork extended by one token: rank, score, the previous fork, the token, and its index among the options.
-_Grown = tuple[float, float, _Fork, int, int]
+_Extension = tuple[float, float, _Fork, int, int]
+
+
+class _Extensions:
+    """The extensions of all forks by one position."""
+
+    def __init__(self, width: int) -> None:
+        self.found: list[_Extension] = []
+        self.lowest = -math.inf  # rank below which a further one would not be kept
+        self._width = width
+        self._ranks: list[float] = []  # a heap of the best ranks so far, as many as forks are kept
+
+    def add(self, penalty: float, score: float, fork: _Fork, token: int, option: int) -> None:
+        """Add ``fork`` extended by ``token``; its rank is the score minus ``penalty``."""
+        rank, ranks = score - penalty, self._ranks
+        self.found.append((rank, score, fork, token, option))
+        if len(ranks) < self._width:
+            heapq.heappush(ranks, rank)
+        else:
+            heapq.heappushpop(ranks, rank)
+        if len(ranks) == self._width:
+            self.lowest = ranks[0]
 
 
 @dataclass(slots=True)
@@ -72,7 +93,7 @@ class _Untried:
     """An option not tried: from ``fork``, at position ``p``, by one option of that position or also by those after
     it."""
 
-    most: float  # upper bound of the score of its paths
+    upper_bound: float  # of the scores of its paths
     p: int
     fork: _Fork
     option: int
@@ -80,7 +101,12 @@ class _Untried:
 
 
 def best_path(
-    root: ParserState, cache: ParserStateCache, lattice: TokenLattice, closing: Closing, beam: Beam, in_time: Timer
+    root: ParserState,
+    cache: ParserStateCache,
+    lattice: TokenLattice,
+    completions: Completions,
+    beam: Beam,
+    in_time: Timer,
 ) -> Path | None:
     """The best path found through ``lattice`` to the end of the text; the old witness if no path is better.
 
@@ -92,19 +118,21 @@ def best_path(
     Raises:
         SearchTimeout: ``in_time`` returned false; it is called once for each position.
     """
-    if lattice.stayed[0] >= lattice.most[0]:
-        return Path(lattice.old_content, lattice.stayed[0])
-    straight = _greedy_path(root, cache, lattice, closing)
-    if straight is not None:
-        return straight
-    size = lattice.room(closing.size)
+    if lattice.old_score[0] >= lattice.upper_bound[0]:
+        return Path(lattice.old_content, lattice.old_score[0])
+    greedy = _greedy_path(root, cache, lattice, completions)
+    if greedy is not None:
+        return greedy
+    size = lattice.room(completions.size)
     tight = cache.known and size - len(lattice.old_content) <= beam.spare
-    room = LookaheadBound(root, size, cache, in_time) if tight else None
-    old = Path(lattice.old_content, lattice.stayed[0])
-    return _Search(cache, lattice, closing, beam, room, old).run(root, in_time)
+    lookahead = LookaheadBound(root, size, cache, in_time) if tight else None
+    old = Path(lattice.old_content, lattice.old_score[0])
+    return _Search(cache, lattice, completions, beam, lookahead, old).run(root, in_time)
 
 
-def _greedy_path(root: ParserState, cache: ParserStateCache, lattice: TokenLattice, closing: Closing) -> Path | None:
+def _greedy_path(
+    root: ParserState, cache: ParserStateCache, lattice: TokenLattice, completions: Completions
+) -> Path | None:
     """The path of the most probable token at each position, if it is valid."""
     tokens = lattice.first[: lattice.first_end]
     if lattice.first_end < lattice.size and not lattice.ends_first:
@@ -116,7 +144,7 @@ def _greedy_path(root: ParserState, cache: ParserStateCache, lattice: TokenLatti
         return None
     if lattice.first_end < lattice.size:
         return Path(tokens, lattice.first_score) if fork.accepting else None
-    tail = closing.tail(fork, lattice.start + lattice.size)
+    tail = completions.tail(fork, lattice.start + lattice.size)
     return None if tail is None else Path([*tokens, *tail], lattice.first_score)
 
 
@@ -126,24 +154,24 @@ class _Search:
 
     cache: ParserStateCache
     lattice: TokenLattice
-    closing: Closing
+    completions: Completions
     beam: Beam
-    room: LookaheadBound | None  # only if few tokens are left
+    lookahead: LookaheadBound | None  # only if few tokens are left
     best: Path
-    others: bool = False  # whether a complete path besides the old witness was found
-    along: dict[ParserState, list[int]] = field(default_factory=dict)  # the old witness's states, and tokens before
-    left: list[_Untried] = field(default_factory=list)
+    found_other: bool = False  # whether a complete path besides the old witness was found
+    old_states: dict[ParserState, list[int]] = field(default_factory=dict)  # of the old witness, and tokens before
+    untried: list[_Untried] = field(default_factory=list)
 
     def run(self, root: ParserState, in_time: Timer) -> Path | None:
         """As ``best_path``."""
         lattice, at = self.lattice, root
-        self.along[root] = [0]
+        self.old_states[root] = [0]
         for q, token in enumerate(lattice.old_content[: lattice.size], 1):
             state = self.cache.after(at, token)
             if state is None:  # beyond the parser's limits
                 break
             at = state
-            self.along.setdefault(at, []).append(q)
+            self.old_states.setdefault(at, []).append(q)
         forks, trail, p = [_Fork(0.0, root, on_witness=True)], list[tuple[int, list[_Fork]]](), 0
         while p < lattice.size and forks:
             if not in_time():
@@ -154,23 +182,23 @@ class _Search:
                 p += len(run)
                 continue
             trail.append((p, forks))
-            forks = self._kept(self._grown(forks, p), p)
+            forks = self._kept(self._extended(forks, p), p)
             p += 1
         self._close(forks)
-        if not self.others and self._open():
+        if not self.found_other and self._open():
             self._retry_untried()
-        if self.best.score == lattice.stayed[0] and not (self.others and forks):
-            self.closing.cut = self.closing.cramped  # later completions are shorter
+        if self.best.score == lattice.old_score[0] and not (self.found_other and forks):
+            self.completions.cut = self.completions.too_long  # later completions are shorter
             self._salvage(trail)
-        return self.best if self.others or not self._open() else None
+        return self.best if self.found_other or not self._open() else None
 
     def _open(self) -> bool:
         """Whether an untried option might be better than the best path."""
-        return any(left.most > self.best.score for left in self.left)
+        return any(option.upper_bound > self.best.score for option in self.untried)
 
     def _found(self, fork: _Fork, tail: Sequence[int], score: float) -> None:
         """Record a complete path."""
-        self.others = True
+        self.found_other = True
         if score > self.best.score:
             self.best = Path([*fork.tokens(), *tail], score)
 
@@ -182,22 +210,22 @@ class _Search:
             next_state = self.cache.after_all(fork.state, content) if content else fork.state
             if next_state is None:
                 continue
-            grown = fork
+            extended = fork
             for token in content:
-                grown = _Fork(fork.score, next_state, grown, token, fork.on_witness)
+                extended = _Fork(fork.score, next_state, extended, token, fork.on_witness)
             if len(content) < len(run):
                 if next_state.accepting and not fork.on_witness:
-                    self._found(grown, (), fork.score + self.lattice.ended[p + len(content)])
+                    self._found(extended, (), fork.score + self.lattice.end_score[p + len(content)])
             elif next_state in kept:
                 kept[next_state].on_witness |= fork.on_witness
             else:
-                kept[next_state] = grown
+                kept[next_state] = extended
         return list(kept.values())
 
     def _ended(self, fork: _Fork, p: int) -> None:
         """Record the path that ends with ``fork``, before position ``p``."""
         if fork.state.accepting and not (fork.on_witness and p == len(self.lattice.old_content)):
-            score = fork.score + self.lattice.ended[p]
+            score = fork.score + self.lattice.end_score[p]
             if score > -math.inf:
                 self._found(fork, (), score)
 
@@ -207,143 +235,157 @@ class _Search:
         Returns whether the old witness continues with the same tokens at the same positions.
         """
         lattice, old = self.lattice, self.lattice.old_content
-        for q in self.along.get(fork.state, ()):
+        for q in self.old_states.get(fork.state, ()):
             if q == p:
-                self._found(fork, old[q:], fork.score + lattice.stayed[p])
+                self._found(fork, old[q:], fork.score + lattice.old_score[p])
                 return True
-            if lattice.start + p + len(old) - q <= self.closing.size and lattice.agrees(p, old, q):
+            if lattice.start + p + len(old) - q <= self.completions.size and lattice.agrees(p, old, q):
                 tail = old[q:]
                 self._found(fork, tail, fork.score + lattice.score(p, tail))
-        if fork.score + lattice.stayed[p] > self.best.score and fork.state.matcher.ends(lattice.old_content[p:]):
-            self._found(fork, lattice.old_content[p:], fork.score + lattice.stayed[p])
+        if fork.score + lattice.old_score[p] > self.best.score and fork.state.matcher.ends(lattice.old_content[p:]):
+            self._found(fork, lattice.old_content[p:], fork.score + lattice.old_score[p])
         return False
 
-    def _grown(self, forks: list[_Fork], p: int) -> list[_Grown]:
+    def _extended(self, forks: list[_Fork], p: int) -> list[_Extension]:
         """``forks`` extended by the options of a masked position, best first."""
-        lattice, beam, cache, closing, room = self.lattice, self.beam, self.cache, self.closing, self.room
-        following = lattice.content(lattice.run[p + 1]) if p + 1 < lattice.size else []
-        ahead = lattice.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(lattice.first_end, p + 1))]
-        expected = ahead or following
-        reach, least = len(expected), len(following)
-        grown: list[_Grown] = []
-        ranks: list[float] = []  # a heap of the best ranks so far, as many as forks are kept
-        most, options, floor, old = lattice.most[p + 1], lattice.options[p], lattice.floor[p], lattice.old[p]
-
-        def add(penalty: float, score: float, fork: _Fork, token: int, option: int) -> None:
-            rank = score - penalty
-            grown.append((rank, score, fork, token, option))
-            if len(ranks) < beam.width:
-                heapq.heappush(ranks, rank)
-            else:
-                heapq.heappushpop(ranks, rank)
-
+        lattice, extensions = self.lattice, _Extensions(self.beam.width)
+        committed = lattice.content(lattice.run[p + 1]) if p + 1 < lattice.size else []
+        count = max(self.beam.ahead, len(committed))
+        expected = lattice.first[p + 1 : min(p + 1 + count, max(lattice.first_end, p + 1))] or committed
         for fork in forks:
             self._ended(fork, p)
-            begun, bound = len(grown), self.best.score - most - fork.score
-            enough = -math.inf  # lower bound for options to be tried
-            followed = not fork.on_witness or old in lattice.ends
-            left = False
-            known = fork.state.next
-            for i, (token, log_probability) in enumerate(options):
-                if log_probability <= bound:
-                    begun = -1  # a path may exist, but no better one
+            before, bound = len(extensions.found), self.best.score - lattice.upper_bound[p + 1] - fork.score
+            pruned = self._extend_by_options(fork, p, bound, expected, len(committed), extensions)
+            if not pruned and len(extensions.found) == before and lattice.floor[p] > bound:
+                self._extend_by_others(fork, p, committed, extensions)
+        extensions.found.sort(key=lambda extension: -extension[0])
+        return extensions.found
+
+    def _extend_by_options(
+        self, fork: _Fork, p: int, bound: float, expected: list[int], least: int, extensions: _Extensions
+    ) -> bool:
+        """Extend ``fork`` by the options of position ``p`` after which ``least`` of ``expected`` tokens are allowed.
+
+        Returns whether options were left out for their score: paths by them may exist, but none that is better than the
+        best path (log-probabilities up to ``bound``) or that would be kept.
+        """
+        lattice, beam, cache = self.lattice, self.beam, self.cache
+        options, old, known = lattice.options[p], lattice.old[p], fork.state.next
+        reach, enough = len(expected), -math.inf  # lower bound for options to be tried
+        followed = not fork.on_witness or old in lattice.ends
+        pruned = recorded = False
+        for i, (token, log_probability) in enumerate(options):
+            if log_probability <= bound:
+                pruned = True
+                break
+            score = fork.score + log_probability
+            if log_probability < enough or score < extensions.lowest:
+                pruned = True
+                if not recorded:
+                    self.untried.append(_Untried(score + lattice.upper_bound[p + 1], p, fork, i))
+                    recorded = True
+                if followed:
                     break
-                score = fork.score + log_probability
-                if log_probability < enough or (len(ranks) == beam.width and score < ranks[0]):
-                    begun = -1  # a path may exist, but none that would be kept
-                    if not left:
-                        self.left.append(_Untried(score + most, p, fork, i))
-                        left = True
-                    if followed:
-                        break
-                    if token != old:
-                        continue
-                followed = followed or token == old
-                if known.get(token, True) is None:
+                if token != old:
                     continue
-                far = cache.reach(fork.state, [token, *expected])
-                if far > least and not self._ends_in_time(fork.state, token, p):
-                    continue
-                if far <= reach:
-                    if far > least:
-                        add(beam.broken * beam.decay ** (far - 1), score, fork, token, i)
-                else:
-                    add(0.0, score, fork, token, i)
-                    enough = max(enough, log_probability - beam.clear)
-            if len(grown) == begun and floor > bound:
-                for token in closing.next_tokens(fork.state) if room is None else room.ways(fork.state, p, 2):
-                    if cache.reach(fork.state, [token, *following]) > least:
-                        add(beam.broken, fork.score + floor, fork, token, len(options))
-        grown.sort(key=lambda g: -g[0])
-        return grown
+            followed = followed or token == old
+            if known.get(token, True) is None:
+                continue
+            far = cache.reach(fork.state, [token, *expected])
+            if far > least and not self._ends_in_time(fork.state, token, p):
+                continue
+            if far <= reach:
+                if far > least:
+                    extensions.add(beam.broken * beam.decay ** (far - 1), score, fork, token, i)
+            else:
+                extensions.add(0.0, score, fork, token, i)
+                enough = max(enough, log_probability - beam.clear)
+        return pruned
+
+    def _extend_by_others(self, fork: _Fork, p: int, committed: list[int], extensions: _Extensions) -> None:
+        """Extend ``fork`` by tokens that are not options of position ``p``, and after which the ``committed`` ones are
+        allowed."""
+        lattice, completions, state = self.lattice, self.completions, fork.state
+        for token in (
+            completions.next_tokens(state) if self.lookahead is None else self.lookahead.fitting_tokens(state, p, 2)
+        ):
+            if self.cache.reach(state, [token, *committed]) > len(committed):
+                score = fork.score + lattice.floor[p]
+                extensions.add(self.beam.broken, score, fork, token, len(lattice.options[p]))
 
     def _ends_in_time(self, state: ParserState, token: int, p: int) -> bool:
         """False only if no path by ``token`` at ``p`` ends within the budget, by the lookahead bound."""
-        if self.room is None:
+        if self.lookahead is None:
             return True
         next_state = self.cache.after(state, token)
-        return next_state is not None and self.room.fits(next_state, p + 1)
+        return next_state is not None and self.lookahead.fits(next_state, p + 1)
 
-    def _kept(self, grown: list[_Grown], p: int) -> list[_Fork]:
-        """The best of ``grown`` for each state: of forks in equivalent states one is kept."""
+    def _kept(self, extensions: list[_Extension], p: int) -> list[_Fork]:
+        """The best of ``extensions`` for each state: of forks in equivalent states one is kept."""
         lattice, kept = self.lattice, dict[ParserState, _Fork]()
-        most, old = lattice.most[p + 1], lattice.old[p]
-        for _rank, score, fork, token, option in grown:
-            if score + most <= self.best.score:
+        rest, old = lattice.upper_bound[p + 1], lattice.old[p]
+        for _rank, score, fork, token, option in extensions:
+            if score + rest <= self.best.score:
                 continue
             on_witness = fork.on_witness and token == old
             if len(kept) >= self.beam.width and not on_witness:
-                self.left.append(_Untried(score + most, p, fork, option, alone=True))
+                self.untried.append(_Untried(score + rest, p, fork, option, alone=True))
                 continue
             state = self.cache.after(fork.state, token)
             if state is None:
                 continue
             other = kept.get(state)
             if other is None or other.score < score:
-                kept[state] = one = _Fork(score, state, fork, token, on_witness)
-                one.on_witness = on_witness or self._joined(one, p + 1)
+                kept[state] = extended = _Fork(score, state, fork, token, on_witness)
+                extended.on_witness = on_witness or self._joined(extended, p + 1)
         return sorted(kept.values(), key=lambda fork: -fork.score)
 
     def _retry_untried(self) -> None:
-        """Try the options left, best upper bound first, until a path is found or none could be better."""
-        lattice, serial = self.lattice, len(self.left)
-        heap = [(-left.most, i, left) for i, left in enumerate(self.left)]
+        """Try the untried options, best upper bound first, until a path is found or none could be better."""
+        serial = len(self.untried)
+        heap = [(-untried.upper_bound, i, untried) for i, untried in enumerate(self.untried)]
         heapq.heapify(heap)
         stuck: list[_Untried] = []  # options whose token is not allowed, or from which no end was found
         for _ in range(self.beam.again):
-            if self.others or not heap or -heap[0][0] <= self.best.score:
+            if self.found_other or not heap or -heap[0][0] <= self.best.score:
                 break
-            _most, _serial, left = heapq.heappop(heap)
-            p, fork, options = left.p, left.fork, lattice.options[left.p]
-            if left.option >= len(options):
-                stuck.append(left)
+            _bound, _serial, untried = heapq.heappop(heap)
+            if untried.option >= len(self.lattice.options[untried.p]):
+                stuck.append(untried)
                 continue
-            token, log_probability = options[left.option]
-            following: list[_Untried] = []
-            if not left.alone and left.option + 1 < len(options):
-                score = fork.score + options[left.option + 1][1]
-                following.append(_Untried(score + lattice.most[p + 1], p, fork, left.option + 1))
-            state = self.cache.after(fork.state, token)
-            if state is not None and self.room is not None and not self.room.fits(state, p + 1):
-                state = None
-            if state is not None and not (fork.on_witness and token == lattice.old[p]):
-                one, p = _Fork(fork.score + log_probability, state, fork, token), p + 1
-                if not self._joined(one, p):
-                    forks = [one]
-                    if p < lattice.size and lattice.fixed[p] is not None:
-                        forks, p = self._through(forks, p, lattice.run[p]), p + len(lattice.run[p])
-                    if p == lattice.size:
-                        self._close(forks)
-                    else:
-                        for grown in forks:
-                            self._ended(grown, p)
-                            if lattice.options[p]:
-                                most = grown.score + lattice.options[p][0][1] + lattice.most[p + 1]
-                                following.append(_Untried(most, p, grown, 0))
-            for more in following:
+            for following in self._retry(untried):
                 serial += 1
-                heapq.heappush(heap, (-more.most, serial, more))
-        self.left = [*stuck, *(left for _most, _serial, left in heap)]
+                heapq.heappush(heap, (-following.upper_bound, serial, following))
+        self.untried = [*stuck, *(untried for _bound, _serial, untried in heap)]
+
+    def _retry(self, untried: _Untried) -> list[_Untried]:
+        """Try one option, and record the paths found. Returns the options that can be tried after it."""
+        lattice, p, fork = self.lattice, untried.p, untried.fork
+        options, following = lattice.options[p], list[_Untried]()
+        token, log_probability = options[untried.option]
+        if not untried.alone and untried.option + 1 < len(options):
+            score = fork.score + options[untried.option + 1][1]
+            following.append(_Untried(score + lattice.upper_bound[p + 1], p, fork, untried.option + 1))
+        state = self.cache.after(fork.state, token)
+        if state is None or (self.lookahead is not None and not self.lookahead.fits(state, p + 1)):
+            return following
+        if fork.on_witness and token == lattice.old[p]:
+            return following
+        extended, p = _Fork(fork.score + log_probability, state, fork, token), p + 1
+        if self._joined(extended, p):
+            return following
+        forks = [extended]
+        if p < lattice.size and lattice.fixed[p] is not None:
+            forks, p = self._through(forks, p, lattice.run[p]), p + len(lattice.run[p])
+        if p == lattice.size:
+            self._close(forks)
+            return following
+        for each in forks:
+            self._ended(each, p)
+            if lattice.options[p]:
+                bound = each.score + lattice.options[p][0][1] + lattice.upper_bound[p + 1]
+                following.append(_Untried(bound, p, each, 0))
+        return following
 
     def _close(self, forks: list[_Fork]) -> None:
         """Complete the best fork at the horizon that can be completed, if it is better than the best path."""
@@ -352,27 +394,27 @@ class _Search:
                 continue
             if fork.score <= self.best.score:
                 break
-            tail = self.closing.tail(fork.state, self.lattice.start + self.lattice.size)
+            tail = self.completions.tail(fork.state, self.lattice.start + self.lattice.size)
             if tail is not None:
                 self._found(fork, tail, fork.score)
                 break
-            self.left.append(_Untried(fork.score, self.lattice.size - 1, fork, 1 << 30, alone=True))
+            self.untried.append(_Untried(fork.score, self.lattice.size - 1, fork, 1 << 30, alone=True))
 
     def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
         """Complete the deepest dead forks, by the old witness or a short completion."""
         lattice, tried, deepest = self.lattice, 0, self.lattice.size
-        room = lattice.room(self.closing.size)
+        room = lattice.room(self.completions.size)
         for p, forks in reversed(trail):
             for fork in forks:
-                if self.room is not None and not self.room.fits(fork.state, p):
+                if self.lookahead is not None and not self.lookahead.fits(fork.state, p):
                     continue
-                if fork.on_witness or p > deepest or fork.score + lattice.most[p] <= self.best.score:
+                if fork.on_witness or p > deepest or fork.score + lattice.upper_bound[p] <= self.best.score:
                     continue
                 tried += 1
-                tail = self.closing.tail(fork.state, lattice.start + p, partial(lattice.agrees, p))
+                tail = self.completions.tail(fork.state, lattice.start + p, partial(lattice.agrees, p))
                 if tail is not None:
                     self._found(fork, tail, fork.score + lattice.score(p, tail))
-                elif (way := self.closing.shortest(fork.state)) is not None:
+                elif (way := self.completions.shortest(fork.state)) is not None:
                     deepest = min(deepest, room - len(way))  # longer completions do not fit either
                 if tried == self.beam.salvaged:
                     return

@@ -5,7 +5,7 @@ the remaining budget are dropped. It is computed by breadth-first search over al
 search. The content of a string or number has no effect after its end (``prefix_equivalence``), so one state represents
 all states within it that may end it, with any bytes that a token of the vocabulary has after such an end.
 
-``Closing`` holds the completions of one search.
+``Completions`` has the completions of one search.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from mmserve.constraint.search.matcher import Constraint
 from mmserve.constraint.search.parser_states import (
-    BLIND,
+    EFFORT_WITHOUT_CLASSES,
     ParserBudgetExhausted,
     ParserState,
     ParserStateCache,
@@ -32,11 +32,9 @@ from mmserve.constraint.search.shortest_completion import find_completion
 from mmserve.constraint.search.vocabulary import Lexicon, few_tokens_of, tokens_of
 
 #: Number of allowed tokens above which a state's successors are not expanded.
-_WIDE = 64
+_MAX_BRANCHES = 64
 #: Maximum number of states expanded from the root of a search.
 _STATES = 300
-
-
 #: Tokens left in the budget besides those of the old witness, up to which a search uses the bound.
 SPARE = 4
 #: States for which one search computes a representative. The maximum observed was 1,431; the limit is the same on every
@@ -55,7 +53,7 @@ class LookaheadBound:
 
     def __init__(self, root: ParserState, size: int, states: ParserStateCache, in_time: Callable[[], bool]) -> None:
         self.size, self._in_time = size, in_time
-        self._asked = set[ParserState]()
+        self._visited = set[ParserState]()
         self._states, self._lexicon = states, states.lexicon
         self._least = self._measured(root)
 
@@ -67,7 +65,7 @@ class LookaheadBound:
         """Whether the bound of ``state``, reached after ``position`` tokens, fits in the size."""
         return position + self.least(state) <= self.size
 
-    def ways(self, state: ParserState, position: int, most: int) -> list[int]:
+    def fitting_tokens(self, state: ParserState, position: int, most: int) -> list[int]:
         """Up to ``most`` tokens allowed at ``state`` whose bounds fit in the size, in ascending order of their
         bounds."""
         found = []
@@ -78,7 +76,7 @@ class LookaheadBound:
         return [token for _least, token in sorted(found)[:most]]
 
     def _measured(self, root: ParserState) -> dict[Hashable, int]:
-        """The bound of each representative."""
+        """The bound of each representative, by key."""
         first = self._representative_of(root).key
         level, before, least = {first: 0}, dict[Hashable, list[Hashable]]({first: []}), dict[Hashable, int]()
         queue = deque([root])
@@ -110,9 +108,9 @@ class LookaheadBound:
         return least
 
     def _representative_of(self, state: ParserState) -> Representative:
-        if state not in self._asked:
-            self._asked.add(state)
-            if len(self._asked) > _MAX_QUERIES or not self._in_time():
+        if state not in self._visited:
+            self._visited.add(state)
+            if len(self._visited) > _MAX_QUERIES or not self._in_time():
                 raise SearchTimeout
         if state.representative is None:
             inside = self._states.inside(state)
@@ -122,26 +120,26 @@ class LookaheadBound:
     def _alone(self, state: ParserState) -> Representative:
         """``state`` as its own representative."""
         words = state.matcher.mask()
-        tokens = few_tokens_of(words, _WIDE)
+        tokens = few_tokens_of(words, _MAX_BRANCHES)
         if tokens is None:
-            tokens = few_tokens_of(self._leading(state, words), _WIDE)
+            tokens = few_tokens_of(self._leading(state, words), _MAX_BRANCHES)
         if tokens is None:
             return Representative(state, None, ())
         found = [self._states.after(state, token) for token in tokens.tolist()]
         return Representative(state, None if None in found else _distinct(found), tuple(tokens.tolist()))
 
     def _leading(self, state: ParserState, words: np.ndarray) -> np.ndarray:
-        """The set ``words`` but for tokens that lead into a string or number into which a shorter one does, too."""
+        """The set ``words`` without tokens that enter a string or number that a shorter one enters too."""
         of = self._lexicon.scalars
         for scalar, shorter, longer in (
             (Scalar.STRING, of.quotes[:1], of.opening),
             (Scalar.NUMBER, of.digits, of.numeric),
         ):
-            if any(self._leads(state, token, scalar) for token in shorter):
+            if any(self._enters(state, token, scalar) for token in shorter):
                 words = words & ~longer
         return words
 
-    def _leads(self, state: ParserState, token: int, scalar: Scalar) -> bool:
+    def _enters(self, state: ParserState, token: int, scalar: Scalar) -> bool:
         """Whether ``token`` enters, from ``state``, a ``scalar`` whose states have one representative."""
         next_state = self._states.after(state, token)
         inside = None if next_state is None else self._states.inside(next_state)
@@ -192,15 +190,15 @@ def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, states
     ``follows``: tokens allowed at the start. Done once for a grammar; results of searches do not depend on it.
     """
     deadline = time.perf_counter() + _SECONDS
-    with states.acquire() as mine, contextlib.suppress(SearchTimeout, ParserBudgetExhausted):
-        if mine is not states or mine.ahead:
+    with states.acquire() as cache, contextlib.suppress(SearchTimeout, ParserBudgetExhausted):
+        if cache is not states or cache.explored:
             return
-        mine.ahead = True
-        if not mine.known:
-            mine.own_matcher(())  # compile here rather than in a decode step
+        cache.explored = True
+        if not cache.known:
+            cache.own_matcher(())  # compile here rather than in a decode step
         else:
-            root = mine.locate((), lambda: mine.own_matcher(()) or constraint.start(), follows)
-            LookaheadBound(root, size, mine, lambda: time.perf_counter() < deadline)
+            root = cache.locate((), lambda: cache.own_matcher(()) or constraint.start(), follows)
+            LookaheadBound(root, size, cache, lambda: time.perf_counter() < deadline)
 
 
 def _distinct(found: Sequence[ParserState | None]) -> tuple[ParserState, ...]:
@@ -208,7 +206,7 @@ def _distinct(found: Sequence[ParserState | None]) -> tuple[ParserState, ...]:
 
 
 @dataclass
-class Closing:
+class Completions:
     """The completions of one search: from the old witness, from earlier searches, and new short ones."""
 
     witness: Sequence[int]  # the old witness up to its end
@@ -224,11 +222,11 @@ class Closing:
     far: Callable[[ParserState], tuple[int, ...] | None] | None = None
     found: list[tuple[int, ...]] = field(default_factory=list)
     asked: set[ParserState] = field(default_factory=set)  # states from which new completions were searched
-    cramped: bool = False  # a completion that is too long was found
+    too_long: bool = False  # a completion that is too long was found
     cut: bool = False  # a better path than the chosen one was too long
 
     def tail(
-        self, state: ParserState, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
+        self, state: ParserState, position: int, agrees: Callable[[Sequence[int]], bool] = lambda tokens: True
     ) -> tuple[int, ...] | None:
         """Tokens from ``state``, at ``position`` of the answer, to its end within the budget; None if none is found.
 
@@ -237,27 +235,27 @@ class Closing:
         if state.accepting and agrees(()):
             return ()
         matcher = state.matcher
-        room, cramped = self.size - position, False
-        for way in self._known(position):
-            if len(way) > room:
-                cramped = cramped or matcher.ends(way)
-            elif agrees(way) and matcher.ends(way):
-                return way
-        self.cramped |= cramped
-        if not self._may_ask(state) or (cramped and not self.patient):  # a completion is known, but is too long
+        room, too_long = self.size - position, False
+        for completion in self._known(position):
+            if len(completion) > room:
+                too_long = too_long or matcher.ends(completion)
+            elif agrees(completion) and matcher.ends(completion):
+                return completion
+        self.too_long |= too_long
+        if not self._may_ask(state) or (too_long and not self.patient):  # a completion is known, but is too long
             return None
         new = self.shortest(state)
         if (new is None or (self.patient and len(new) > room)) and self.thorough:
             self.thorough -= 1
             if self.far is None:
-                close = find_completion(matcher, self.lexicon, BLIND, within=room)
-                new = (close and close.tokens) or new
+                found = find_completion(matcher, self.lexicon, EFFORT_WITHOUT_CLASSES, within=room)
+                new = (found and found.tokens) or new
             else:
                 new = self.far(state) or new
         if new is None:
             return None
         self.found.append(new)
-        self.cramped |= len(new) > room
+        self.too_long |= len(new) > room
         return new if len(new) <= room and agrees(new) else None
 
     def shortest(self, state: ParserState) -> tuple[int, ...] | None:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,14 +47,14 @@ class TokenLattice:
     run: list[list[int]]  # committed tokens from here to the next masked position
     options: list[list[tuple[int, float]]]  # tokens with bytes to try, and their log-probabilities; the best first
     floor: list[float]  # log-probability of any other token
-    end_token: list[int]  # the end token that is most likely here
-    first: list[int]  # the committed token or the most likely one
+    end_token: list[int]  # the end token that is most probable here
+    first: list[int]  # the committed token or the most probable one
     first_end: int  # number of first choices before the first end token
     ends_first: bool  # whether the first choices after that are all end tokens
     first_score: float
-    most: list[float]  # [size + 1] upper bound of the score from here to the lattice's end
-    ended: list[float]  # [size + 1] score of end tokens only from here on; -inf where another token is committed
-    stayed: list[float]  # [size + 1] score of the old witness from here on
+    upper_bound: list[float]  # [size + 1] of the score from here to the lattice's end
+    end_score: list[float]  # [size + 1] score of end tokens only from here on; -inf where another token is committed
+    old_score: list[float]  # [size + 1] score of the old witness from here on
     fixed_at: list[int]  # the committed positions, ascending
     old: list[int]  # the old witness
     old_content: list[int]  # the old witness up to its end, beyond the lattice
@@ -90,7 +91,7 @@ class TokenLattice:
         They must be consistent with committed tokens.
         """
         last = min(begin + len(tokens), self.size)
-        total, fixed, floor, scores = self.ended[last], self.fixed, self.floor, self._scores
+        total, fixed, floor, scores = self.end_score[last], self.fixed, self.floor, self._scores
         for p in range(begin, last):
             if fixed[p] is None:
                 total += scores[p].get(tokens[p - begin], floor[p])
@@ -118,78 +119,28 @@ def build_lattice(
         known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
         witness: int64 ``[N]``, the old witness; ``length`` its tokens before the end.
     """
-    size, default_end = horizon - start, min(ends)
+    size = horizon - start
     fixed: list[int | None] = [token if token >= 0 else None for token in known[start:horizon].tolist()]
     old = witness[start:horizon].tolist()
-    tried = _tried(top)
-    asked = dict(zip((top.positions - start).tolist(), tried, strict=True))
-    options: list[list[tuple[int, float]]] = []
-    floor, end_score, end_token, first, stays = [], [], [], [], []
-    first_score, content = 0.0, lexicon.content
-    for p, committed in enumerate(fixed):
-        mine: list[tuple[int, float]] = []
-        if committed is not None:
-            options.append(mine)
-            floor.append(UNSCORED)
-            end_score.append(0.0 if committed in ends else -math.inf)
-            end_token.append(default_end)
-            first.append(committed)
-            stays.append(0.0)
-            continue
-        witnessed = old[p]
-        end, lowest, best, best_score, stay = None, UNSCORED, witnessed, UNSCORED, None
-        listed = asked.get(p)
-        if listed:
-            best, best_score = listed[0]
-            lowest = listed[-1][1] - _UNLISTED
-            scores = dict(listed)
-            stay = scores.get(witnessed)
-            if content.issuperset(scores):
-                mine = listed
-            else:
-                mine = [option for option in listed if option[0] in content]
-                end = next((option for option in listed if option[0] in ends), None)
-        ending = end[1] if end else lowest
-        if witnessed in ends:
-            stay = ending
-        elif stay is None:
-            stay = lowest
-            mine.append((witnessed, lowest))
-        options.append(mine)
-        floor.append(lowest)
-        end_score.append(ending)
-        stays.append(stay)
-        end_token.append(end[0] if end else default_end)
-        first.append(best)
-        first_score += best_score
-    first_end = next((i for i, token in enumerate(first) if token in ends), size)
-    run: list[list[int]] = [[] for _ in range(size + 1)]
-    most, ended, stayed = [0.0] * (size + 1), [0.0] * (size + 1), [0.0] * (size + 1)
-    for p in range(size - 1, -1, -1):
-        token = fixed[p]
-        ended[p] = ended[p + 1] + end_score[p]
-        if token is not None:
-            run[p] = [token, *run[p + 1]]
-            most[p], stayed[p] = most[p + 1], stayed[p + 1]
-            continue
-        best_score = max(options[p][0][1] if options[p] else floor[p], end_score[p], floor[p])
-        most[p] = most[p + 1] + best_score
-        stayed[p] = stayed[p + 1] + stays[p]
+    candidates = dict(zip((top.positions - start).tolist(), _candidates(top), strict=True))
+    scores = _position_scores(fixed, old, candidates, ends, lexicon.content)
+    first_end = next((i for i, token in enumerate(scores.first) if token in ends), size)
+    sums = _suffix_sums(fixed, scores)
     return TokenLattice(
         start,
         size,
         fixed,
-        run,
-        options,
-        floor,
-        end_token,
-        first,
+        sums.run,
+        scores.options,
+        scores.floor,
+        scores.end_token,
+        scores.first,
         first_end,
-        all(token in ends for token in first[first_end:]),
-        first_score,
-        most,
-        ended,
-        stayed,
+        all(token in ends for token in scores.first[first_end:]),
+        scores.first_score,
+        sums.upper_bound,
+        sums.end_score,
+        sums.old_score,
         [p for p in range(size) if fixed[p] is not None],
         old,
         witness[start:length].tolist(),
@@ -198,7 +149,96 @@ def build_lattice(
     )
 
 
-def _tried(top: TopK) -> list[list[tuple[int, float]]]:
+class _PositionScores(NamedTuple):
+    """The options of each position and their scores; all lists are by position."""
+
+    options: list[list[tuple[int, float]]]
+    floor: list[float]
+    end_score: list[float]  # of the best end token; -inf where another token is committed
+    end_token: list[int]
+    old_score: list[float]  # of the old witness's token
+    first: list[int]
+    first_score: float  # of all first choices together
+
+
+def _position_scores(
+    fixed: list[int | None],
+    old: list[int],
+    candidates: dict[int, list[tuple[int, float]]],
+    ends: frozenset[int],
+    content: frozenset[int],
+) -> _PositionScores:
+    """The scores of positions with the committed tokens ``fixed``, the old witness ``old`` and, by position, the
+    model's ``candidates``."""
+    default_end, first_score = min(ends), 0.0
+    options: list[list[tuple[int, float]]] = []
+    floor, end_score, end_token, old_score, first = [], [], [], [], []
+    for p, committed in enumerate(fixed):
+        tried: list[tuple[int, float]] = []
+        if committed is not None:
+            options.append(tried)
+            floor.append(UNSCORED)
+            end_score.append(0.0 if committed in ends else -math.inf)
+            end_token.append(default_end)
+            first.append(committed)
+            old_score.append(0.0)
+            continue
+        witnessed = old[p]
+        end, lowest, best, best_score, kept = None, UNSCORED, witnessed, UNSCORED, None
+        listed = candidates.get(p)
+        if listed:
+            best, best_score = listed[0]
+            lowest = listed[-1][1] - _UNLISTED
+            scores = dict(listed)
+            kept = scores.get(witnessed)
+            if content.issuperset(scores):
+                tried = listed
+            else:
+                tried = [option for option in listed if option[0] in content]
+                end = next((option for option in listed if option[0] in ends), None)
+        ending = end[1] if end else lowest
+        if witnessed in ends:
+            kept = ending
+        elif kept is None:
+            kept = lowest
+            tried.append((witnessed, lowest))
+        options.append(tried)
+        floor.append(lowest)
+        end_score.append(ending)
+        end_token.append(end[0] if end else default_end)
+        old_score.append(kept)
+        first.append(best)
+        first_score += best_score
+    return _PositionScores(options, floor, end_score, end_token, old_score, first, first_score)
+
+
+class _SuffixSums(NamedTuple):
+    """The fields of ``TokenLattice`` that describe all positions from each one on."""
+
+    run: list[list[int]]
+    upper_bound: list[float]
+    end_score: list[float]
+    old_score: list[float]
+
+
+def _suffix_sums(fixed: list[int | None], scores: _PositionScores) -> _SuffixSums:
+    size, options, floor, of_end, of_old = len(fixed), scores.options, scores.floor, scores.end_score, scores.old_score
+    run: list[list[int]] = [[] for _ in range(size + 1)]
+    upper_bound, end_score, old_score = [0.0] * (size + 1), [0.0] * (size + 1), [0.0] * (size + 1)
+    for p in range(size - 1, -1, -1):
+        token = fixed[p]
+        end_score[p] = end_score[p + 1] + of_end[p]
+        if token is not None:
+            run[p] = [token, *run[p + 1]]
+            upper_bound[p], old_score[p] = upper_bound[p + 1], old_score[p + 1]
+            continue
+        best = max(options[p][0][1] if options[p] else floor[p], of_end[p], floor[p])
+        upper_bound[p] = upper_bound[p + 1] + best
+        old_score[p] = old_score[p + 1] + of_old[p]
+    return _SuffixSums(run, upper_bound, end_score, old_score)
+
+
+def _candidates(top: TopK) -> list[list[tuple[int, float]]]:
     """For each position the candidates to try and their log-probabilities, best first."""
     if not len(top.positions):
         return []
@@ -207,4 +247,4 @@ def _tried(top: TopK) -> list[list[tuple[int, float]]]:
     counts = worth.sum(-1).tolist()
     most = max(counts)
     rows = zip(top.tokens[:, :most].tolist(), scores[:, :most].tolist(), counts, strict=True)
-    return [list(zip(tokens[:n], mine[:n], strict=True)) for tokens, mine, n in rows]
+    return [list(zip(tokens[:n], row[:n], strict=True)) for tokens, row, n in rows]

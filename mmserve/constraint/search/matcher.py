@@ -31,10 +31,10 @@ class Matcher(Protocol):
         """An independent copy of the matcher."""
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """Length of the longest valid prefix of ``tokens``; consumes nothing."""
+        """Length of the longest valid prefix of ``tokens``; does not consume them."""
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` are allowed here and the text may end after them; consumes nothing."""
+        """Whether ``tokens`` are allowed here and the text may end after them; does not consume them."""
         fork = after(self, tokens)
         return fork is not None and fork.accepting
 
@@ -104,7 +104,7 @@ class Constraint(Protocol):
     def weight(self) -> int:
         """Size of its text in bytes: compiling takes about four microseconds per byte."""
 
-    def apart(self) -> Self:
+    def with_own_parser(self) -> Self:
         """The same constraint with its own parser, so that parser limits are not shared."""
 
 
@@ -137,7 +137,7 @@ class Grammar:
     def start(self) -> GrammarMatcher:
         return GrammarMatcher(self._compiled.deep_copy(), self.vocabulary)
 
-    def apart(self) -> Grammar:
+    def with_own_parser(self) -> Grammar:
         """The same grammar, compiled again; takes milliseconds.
 
         All matchers of a parser share its lexer's cached states, and the limit of these.
@@ -184,14 +184,14 @@ class GrammarMatcher(Matcher):
 
     def allowed(self) -> np.ndarray:
         forced = self.forced()
-        return np.array(sorted(set(self._spelling(forced))), np.int64) if forced else tokens_of(self._wide())
+        return np.array(sorted(set(self._spelling(forced))), np.int64) if forced else tokens_of(self._unforced_mask())
 
     def mask(self) -> np.ndarray:
         """See ``Matcher.mask``. About 30 microseconds for 126,000 tokens."""
         forced = self.forced()
-        return mask_of(self._spelling(forced), len(self._vocabulary.token_bytes)) if forced else self._wide()
+        return mask_of(self._spelling(forced), len(self._vocabulary.token_bytes)) if forced else self._unforced_mask()
 
-    def _wide(self) -> np.ndarray:
+    def _unforced_mask(self) -> np.ndarray:
         """``mask``, if nothing is forced."""
         words = np.zeros((len(self._vocabulary.token_bytes) + 31) // 32, np.uint32)
         if not self._parser.is_stopped():
@@ -205,8 +205,8 @@ class GrammarMatcher(Matcher):
         A vocabulary has thousands of tokens that begin with a given letter, and the forced text is usually a character
         or two.
         """
-        begun = self._vocabulary.beginning_with(forced, lambda tokens: self.valid(tokens) == len(tokens))
-        longer = [token for token in begun if self.valid([token])]
+        candidates = self._vocabulary.beginning_with(forced, lambda tokens: self.valid(tokens) == len(tokens))
+        longer = [token for token in candidates if self.valid([token])]
         return self._vocabulary.within(forced) + longer
 
     def forced(self) -> bytes:
@@ -251,8 +251,10 @@ class Concatenation:
     def weight(self) -> int:
         return sum(hole.constraint.weight for hole in self.holes)
 
-    def apart(self) -> Concatenation:
-        return replace(self, holes=tuple(replace(hole, constraint=hole.constraint.apart()) for hole in self.holes))
+    def with_own_parser(self) -> Concatenation:
+        return replace(
+            self, holes=tuple(replace(hole, constraint=hole.constraint.with_own_parser()) for hole in self.holes)
+        )
 
     def split(self, tokens: Sequence[int]) -> list[list[int]]:
         """The tokens of each hole, from those of a whole answer. Raises ``ValueError`` if they are not one."""
@@ -261,21 +263,21 @@ class Concatenation:
         if not matcher.accepting:
             raise ValueError("these tokens are no whole answer")
         state = matcher.state
-        spans = state.spans if state.hole is None else (*state.spans, (state.since, state.tokens))
+        spans = state.spans if state.hole is None else (*state.spans, (state.hole_start, state.tokens))
         return [list(tokens[start:end]) for start, end in spans]
 
     def text(self, state: ConcatenationState) -> bytes:
         """The next text; empty if there is none."""
         return self.texts[state.number + 1] if state.number + 1 < len(self.texts) else b""
 
-    def begun(self, state: ConcatenationState) -> tuple[tuple[int, int], ...]:
+    def partial_matches(self, state: ConcatenationState) -> tuple[tuple[int, int], ...]:
         """The partial matches of the next text: the number of its bytes matched, and the index of the first token."""
         ended = state.hole is not None and state.hole.accepting and self.text(state)
         return (*state.texts, (0, state.tokens)) if ended else state.texts
 
-    def roomy(self, state: ConcatenationState) -> Matcher | None:
+    def open_hole(self, state: ConcatenationState) -> Matcher | None:
         """The matcher of the open hole; None if it is full."""
-        if state.hole is None or state.tokens - state.since >= self.holes[state.number].most:
+        if state.hole is None or state.tokens - state.hole_start >= self.holes[state.number].most:
             return None
         return state.hole
 
@@ -284,13 +286,15 @@ class Concatenation:
         spelled, text = self.vocabulary.token_bytes[token], self.text(state)
         if not spelled:
             return None
-        texts = tuple((size + len(spelled), at) for size, at in self.begun(state) if text.startswith(spelled, size))
+        texts = tuple(
+            (size + len(spelled), at) for size, at in self.partial_matches(state) if text.startswith(spelled, size)
+        )
         for size, at in texts:
             if size == len(text):
-                spans = (*state.spans, (state.since, at)) if state.number >= 0 else ()
+                spans = (*state.spans, (state.hole_start, at)) if state.number >= 0 else ()
                 return self._opened(replace(state, tokens=state.tokens + 1, spans=spans))
-        roomy = self.roomy(state)
-        hole = None if roomy is None or not roomy.valid([token]) else after(roomy, [token])
+        before = self.open_hole(state)
+        hole = None if before is None or not before.valid([token]) else after(before, [token])
         if hole is None and not texts:
             return None
         return replace(state, tokens=state.tokens + 1, hole=hole, texts=texts)
@@ -299,7 +303,7 @@ class Concatenation:
         """``state`` at the next hole, or after the last text."""
         number = state.number + 1
         hole = self.holes[number].constraint.start() if number < len(self.holes) else None
-        return replace(state, number=number, since=state.tokens, hole=hole, texts=())
+        return replace(state, number=number, hole_start=state.tokens, hole=hole, texts=())
 
 
 @dataclass(frozen=True)
@@ -308,9 +312,9 @@ class ConcatenationState:
 
     number: int  # of the current hole, -1 before the first
     tokens: int = 0  # consumed
-    since: int = 0  # of these, tokens before the hole
+    hole_start: int = 0  # of these, tokens before the hole
     hole: Matcher | None = None  # None if it is full
-    texts: tuple[tuple[int, int], ...] = ()  # see ``Concatenation.begun``, without a match that begins here
+    texts: tuple[tuple[int, int], ...] = ()  # see ``Concatenation.partial_matches``, without a match that begins here
     spans: tuple[tuple[int, int], ...] = ()  # first token, and first after, of each hole that is filled
 
 
@@ -344,26 +348,26 @@ class ConcatenationMatcher(Matcher):
         return self.language.step(state, token) if 0 <= token < len(self.language.vocabulary.token_bytes) else None
 
     def mask(self) -> np.ndarray:
-        hole = self.language.roomy(self.state)
+        hole = self.language.open_hole(self.state)
         words = mask_of((), len(self.language.vocabulary.token_bytes)) if hole is None else hole.mask()
         text = self.language.text(self.state)
-        for size, _at in self.language.begun(self.state):
+        for size, _at in self.language.partial_matches(self.state):
             add_tokens(words, self.language.vocabulary.within(text[size:], whole=True))
         return words
 
     def forced(self) -> bytes:
-        begun, hole = self.language.begun(self.state), self.language.roomy(self.state)
-        if hole is not None and not begun:
+        matches, hole = self.language.partial_matches(self.state), self.language.open_hole(self.state)
+        if hole is not None and not matches:
             return hole.forced()
-        if len(begun) == 1 and (hole is None or not len(hole.allowed())):
-            return self.language.text(self.state)[begun[0][0] :]
+        if len(matches) == 1 and (hole is None or not len(hole.allowed())):
+            return self.language.text(self.state)[matches[0][0] :]
         return b""
 
     def ahead(self) -> bytes:
         """The rest of the text after the hole if the hole may end; else ``ahead`` of the hole."""
-        begun, hole = self.language.begun(self.state), self.language.roomy(self.state)
-        if begun:
-            return self.language.text(self.state)[begun[0][0] :]
+        matches, hole = self.language.partial_matches(self.state), self.language.open_hole(self.state)
+        if matches:
+            return self.language.text(self.state)[matches[0][0] :]
         return b"" if hole is None else hole.ahead()
 
     @property

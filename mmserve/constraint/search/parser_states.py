@@ -38,8 +38,8 @@ _LEXER = 12 << 20
 _DEEPER = 500
 #: States expanded to find an end that a walk did not find.
 _FAR = 24
-#: The same if no texts are known to be equivalent.
-BLIND = Effort(exact_tokens=200, patient_tokens=0, states=60, alternatives=4)
+#: Limits of that search if no prefix classes are known.
+EFFORT_WITHOUT_CLASSES = Effort(exact_tokens=200, patient_tokens=0, states=60, alternatives=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ParserState:
         #: but beyond the parser's limits.
         self.next: dict[int | tuple[int, ...], ParserState | bool | None] = {}
         self._completion: tuple[int, ...] | bool | None = False  # False: not searched yet
-        self.few: list[int] | None = None  # see ``Closing.next_tokens``
+        self.few: list[int] | None = None  # see ``Completions.next_tokens``
         self.far: tuple[int, ...] | bool | None = False  # see ``ParserStateCache.far_completion``
         self.representative: Representative | None = None
 
@@ -113,7 +113,7 @@ class ParserStateCache:
         self._parsers: list[tuple[Matcher, list[int]]] = []
         #: States within a string or number, by the result of ``inside``.
         self.representatives: dict[Hashable, Representative] = {}
-        self.ahead = False  # whether the start of the text was explored (``feasibility.look_ahead``)
+        self.explored = False  # whether the start of the text was explored (``feasibility.look_ahead``)
         self.size = self._lexer  # bytes, approximately
 
     @property
@@ -243,7 +243,7 @@ class ParserStateCache:
         lead to a dead end, as in `a+b`; None if none is found."""
         if isinstance(state.far, bool):
             if not self.known:
-                found = find_completion(state.matcher, self.lexicon, BLIND)
+                found = find_completion(state.matcher, self.lexicon, EFFORT_WITHOUT_CLASSES)
                 state.far = None if found is None else found.tokens
             else:
                 state.far = self._nearest_end(state)
@@ -348,7 +348,7 @@ class SharedParserStates:
         with self._lock:
             if key not in self._states:
                 parsers = 2 * (_PARSER + _GRAMMAR_BYTE * len(grammar.source))  # one of them is the cache's own
-                states = ParserStateCache(self._lexicon, grammar.classes, lambda: grammar.apart().start())
+                states = ParserStateCache(self._lexicon, grammar.classes, lambda: grammar.with_own_parser().start())
                 self._states[key] = states, parsers
             self._states.move_to_end(key)
             while len(self._states) > 1 and self.used > self._limit:

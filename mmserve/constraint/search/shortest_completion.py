@@ -277,8 +277,8 @@ def _everywhere(best: Walk, n: int, detour: _Detour, at: Matcher, work: Work) ->
     """``best`` with ``detour`` at its choice ``n``, the state of ``at``, and at all other occurrences where it is
     allowed."""
     state = best.choices[n]
-    for beside in (0, 1):
-        states = _alike(best.tokens, state, detour.end, beside)
+    for context in (0, 1):
+        states = _alike(best.tokens, state, detour.end, context)
         if len(states) > 1 and work.left:
             found = _replaced(best, states, detour)
             if _follows(at, found.tokens[state:], work):
@@ -286,10 +286,10 @@ def _everywhere(best: Walk, n: int, detour: _Detour, at: Matcher, work: Work) ->
     return _replaced(best, [state], detour)
 
 
-def _alike(tokens: tuple[int, ...], state: int, end: int, beside: int) -> list[int]:
+def _alike(tokens: tuple[int, ...], state: int, end: int, context: int) -> list[int]:
     """``state``, and all later occurrences of the tokens from there to ``end``, followed by the same token and preceded
-    by the same ``beside`` tokens."""
-    size, left = end - state, max(0, state - beside)
+    by the same ``context`` tokens."""
+    size, left = end - state, max(0, state - context)
     wanted = tokens[left : end + 1]
     states, i = [state], end
     while i < len(tokens):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 
 import numpy as np
 
@@ -22,8 +23,8 @@ from mmserve.constraint.compile.attempts import Sketch
 from mmserve.constraint.compile.wire import Completion, FirstAnswers
 from mmserve.constraint.search.beam import Beam, Path, best_path
 from mmserve.constraint.search.completion import FORK, MASK, Walk, Work, onward
-from mmserve.constraint.search.feasibility import SPARE, Closing, SearchTimeout, look_ahead
-from mmserve.constraint.search.lattice import TopK, build_lattice
+from mmserve.constraint.search.feasibility import SPARE, Completions, SearchTimeout, look_ahead
+from mmserve.constraint.search.lattice import TokenLattice, TopK, build_lattice
 from mmserve.constraint.search.matcher import Constraint, Grammar, Matcher, completes
 from mmserve.constraint.search.parser_states import ParserBudgetExhausted, ParserStateCache
 from mmserve.constraint.search.prefix_equivalence import PrefixClasses
@@ -64,20 +65,19 @@ class Witness:
     matcher: Matcher  # after the first ``known`` tokens of the answer, or at its end
     known: int  # number of leading positions before the first masked one
     ends: frozenset[int]
-    closes: tuple[tuple[int, ...], ...] = ()  # completions that were used
+    completions: tuple[tuple[int, ...], ...] = ()  # those that were used
     classes: Callable[[], PrefixClasses] = PrefixClasses  # of the texts of its language
     #: The cached parser states of its language, if requests share them.
     states: ParserStateCache | None = field(default=None, repr=False, compare=False)
-    language: Constraint | None = field(
-        default=None, repr=False, compare=False
-    )  # None if no other parser can be created
+    #: None if no other parser can be created.
+    language: Constraint | None = field(default=None, repr=False, compare=False)
     cut: bool = False  # a better answer was rejected because its end did not fit the budget
 
-    def apart(self) -> Witness:
+    def with_own_parser(self) -> Witness:
         """The same witness, before any commit, with its own parser."""
         if self.language is None:
             return self
-        language = self.language.apart()
+        language = self.language.with_own_parser()
         return replace(self, language=language, matcher=language.start(), classes=language.classes)
 
     def resized(self, size: int) -> Witness:
@@ -93,22 +93,22 @@ def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort 
     Raises:
         Infeasible: the shortest answer found is longer.
     """
-    close = find_completion(constraint.start(), lexicon, effort, classes=constraint.classes, room=budget)
-    return start_witness(constraint, budget, close)
+    shortest = find_completion(constraint.start(), lexicon, effort, classes=constraint.classes, room=budget)
+    return start_witness(constraint, budget, shortest)
 
 
 def fitting(first: FirstAnswers, budget: int) -> Completion | None:
     """The shortest answer found; None if there is none. Raises ``Infeasible`` if no answer fits ``budget`` tokens."""
     if first.too_long(budget):
         raise Infeasible(first.least, too_long=True)
-    close = first.close(budget)
-    if close is not None and len(close.tokens) > budget:
-        raise Infeasible(len(close.tokens), exact=close.exact)
-    return close
+    shortest = first.shortest(budget)
+    if shortest is not None and len(shortest.tokens) > budget:
+        raise Infeasible(len(shortest.tokens), exact=shortest.exact)
+    return shortest
 
 
 def start_witness(
-    constraint: Constraint, budget: int, close: Completion | None, states: ParserStateCache | None = None
+    constraint: Constraint, budget: int, shortest: Completion | None, states: ParserStateCache | None = None
 ) -> Witness:
     """The first witness of an answer of ``budget`` positions, from the shortest answer found.
 
@@ -117,17 +117,17 @@ def start_witness(
     Raises:
         Infeasible: it is longer, or there is none.
     """
-    if close is None:
+    if shortest is None:
         raise Infeasible(None)
-    if len(close.tokens) > budget:
-        raise Infeasible(len(close.tokens), exact=close.exact)
+    if len(shortest.tokens) > budget:
+        raise Infeasible(len(shortest.tokens), exact=shortest.exact)
     tokens = np.full(budget, min(constraint.vocabulary.end_ids), np.int64)
-    tokens[: len(close.tokens)] = close.tokens
+    tokens[: len(shortest.tokens)] = shortest.tokens
     start, ends = constraint.start(), constraint.vocabulary.end_ids
     if states is not None:
-        look_ahead(constraint, close.tokens[:1], min(budget, len(close.tokens) + SPARE), states)
+        look_ahead(constraint, shortest.tokens[:1], min(budget, len(shortest.tokens) + SPARE), states)
     return Witness(
-        tokens, len(close.tokens), start, 0, ends, classes=constraint.classes, states=states, language=constraint
+        tokens, len(shortest.tokens), start, 0, ends, classes=constraint.classes, states=states, language=constraint
     )
 
 
@@ -170,7 +170,7 @@ def improve(
     clock.
 
     Args:
-        witness: the result of ``follow`` for ``known``.
+        witness: the result of ``advance`` for ``known``.
         known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
         top: the model's candidates for masked positions.
         block_end: the position after the block, or after the answer if the policy uses the whole canvas.
@@ -178,53 +178,75 @@ def improve(
     """
     if witness.known >= block_end or witness.known > witness.length:
         return witness, Outcome.FOUND  # nothing is open
-    committed = np.flatnonzero(known >= 0)
-    ended = committed[np.isin(known[committed], list(witness.ends))]  # only end tokens may follow the first
-    farthest = ended[:1] if len(ended) else committed[-1:]
-    horizon = max([block_end, *(int(position) + 1 for position in farthest)])
-    answer = witness.tokens[: witness.length].tolist()
-    laid = build_lattice(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
+    horizon = _horizon(known, witness.ends, block_end)
+    lattice = build_lattice(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     deadline = clock() + seconds
-    before, follows = answer[: witness.known], answer[witness.known :][:1]
-
-    def searched(mine: ParserStateCache) -> tuple[Path | None, Closing]:
-        closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_completion)
-        root = mine.locate(before, lambda: mine.own_matcher(before) or witness.matcher.fork(), follows)
-        return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
-
-    def within_budget(mine: ParserStateCache) -> tuple[Path | None, Closing] | None:
-        """None if the shared parser's limits are used up, maybe by others: results must not depend on them."""
-        if mine.fresh:
-            return searched(mine)  # another fresh parser would return the same, and take as long to compile
-        try:
-            found = searched(mine)
-        except ParserBudgetExhausted:
-            return None
-        return None if mine.exhausted else found
-
+    search = partial(_search, witness, lattice, len(known), beam or Beam(), lambda: clock() < deadline)
     language = witness.language
-    parser = None if language is None else (lambda: language.apart().start())
-    with (states or witness.states or ParserStateCache(lexicon, witness.classes)).acquire() as mine:
+    parser = None if language is None else (lambda: language.with_own_parser().start())
+    with (states or witness.states or ParserStateCache(lexicon, witness.classes)).acquire() as cache:
         try:
-            path, closing = within_budget(mine) or searched(ParserStateCache(lexicon, witness.classes, parser))
+            found = _within_limits(search, cache) or search(ParserStateCache(lexicon, witness.classes, parser))
         except SearchTimeout:
             return witness, Outcome.LATE
-    witness = replace(witness, cut=witness.cut or closing.cut)
+    path, completions = found
+    witness = replace(witness, cut=witness.cut or completions.cut)
     # The parser validates the whole path: its work limits are counted anew for each fork.
-    if path is None or witness.known + len(path.tokens) > len(known) or not laid.agrees(0, path.tokens):
+    if path is None or witness.known + len(path.tokens) > len(known) or not lattice.agrees(0, path.tokens):
         return witness, Outcome.KEPT
-    if path.tokens != answer[witness.known :] and not completes(witness.matcher, path.tokens):
+    if path.tokens != lattice.old_content and not completes(witness.matcher, path.tokens):
         return witness, Outcome.KEPT
-    tokens = witness.tokens.copy()
-    length = witness.known + len(path.tokens)
+    remembered = tuple(dict.fromkeys((*completions.found, *witness.completions)))[:_REMEMBERED]
+    return replace(_on_path(witness, path, lattice, known), completions=remembered), Outcome.FOUND
+
+
+def _horizon(known: np.ndarray, ends: frozenset[int], block_end: int) -> int:
+    """The position after the searched part: after the block, and after the first committed end token, or the last
+    committed token if none is an end token."""
+    committed = np.flatnonzero(known >= 0)
+    ended = committed[np.isin(known[committed], list(ends))]  # only end tokens may follow the first
+    farthest = ended[:1] if len(ended) else committed[-1:]
+    return max([block_end, *(int(position) + 1 for position in farthest)])
+
+
+#: The best path found, if any, and the completions that the search used.
+_Found = tuple[Path | None, Completions]
+
+
+def _search(
+    witness: Witness, lattice: TokenLattice, size: int, beam: Beam, in_time: Callable[[], bool], cache: ParserStateCache
+) -> _Found:
+    """A beam search for an answer of ``size`` positions, with the parser states of ``cache``."""
+    answer = witness.tokens[: witness.length].tolist()
+    before, follows = answer[: witness.known], answer[witness.known :][:1]
+    completions = Completions(answer, size, lattice.lexicon, witness.completions, far=cache.far_completion)
+    root = cache.locate(before, lambda: cache.own_matcher(before) or witness.matcher.fork(), follows)
+    return best_path(root, cache, lattice, completions, beam, in_time), completions
+
+
+def _within_limits(search: Callable[[ParserStateCache], _Found], cache: ParserStateCache) -> _Found | None:
+    """The result of ``search`` with a shared ``cache``; None if the limits of its parser are used up, maybe by other
+    searches: results must not depend on them."""
+    if cache.fresh:
+        return search(cache)  # another fresh parser would return the same, and take as long to compile
+    try:
+        found = search(cache)
+    except ParserBudgetExhausted:
+        return None
+    return None if cache.exhausted else found
+
+
+def _on_path(witness: Witness, path: Path, lattice: TokenLattice, known: np.ndarray) -> Witness:
+    """``witness`` with the tokens of ``path`` from the first masked position on, and end tokens after them."""
+    tokens, length = witness.tokens.copy(), witness.known + len(path.tokens)
     tokens[witness.known : length] = path.tokens
     tokens[length:] = min(witness.ends)
-    last = min(horizon, len(known))
+    last = min(lattice.start + lattice.size, len(known))
     if length < last:
-        tokens[length:last] = laid.end_token[length - laid.start : last - laid.start]
+        tokens[length:last] = lattice.end_token[length - lattice.start : last - lattice.start]
+    committed = known >= 0
     tokens[committed] = known[committed]
-    closes = tuple(dict.fromkeys((*closing.found, *witness.closes)))[:_REMEMBERED]
-    return replace(witness, tokens=tokens, length=length, closes=closes), Outcome.FOUND
+    return replace(witness, tokens=tokens, length=length)
 
 
 #: Number of words up to which optional gaps are tried.
@@ -317,21 +339,23 @@ def find_first(
     lexicon: Lexicon,
     budget: int,
     least: int = 0,
-    closes: Callable[[FirstAnswers], None] = lambda first: None,
+    report: Callable[[FirstAnswers], None] = lambda first: None,
     sketch: Sketch | None = None,
 ) -> FirstAnswers:
     """The shortest answers found under ``grammar``; the long search runs only if ``budget`` requires it.
 
-    ``closes`` is called with the result so far before a long search; ``sketch``: a known sentence as words.
+    ``report`` is called with the result so far before a long search; ``sketch``: a known sentence as words.
     """
-    begun = None if sketch is None else complete_sketch(grammar.apart().start(), lexicon, sketch, Work(_SKETCHED))
+    begun = (
+        None if sketch is None else complete_sketch(grammar.with_own_parser().start(), lexicon, sketch, Work(_SKETCHED))
+    )
     near = find_completion(grammar.start(), lexicon, classes=grammar.classes, room=_ENDLESS, begun=begun)
     found = FirstAnswers(near, least=least)
     if found.covers(budget) and near is not None:
         return found
-    closes(found)
+    report(found)
     bound = None if near is None else near.tokens
     patient = find_completion(
-        grammar.apart().start(), lexicon, classes=grammar.classes, room=0, bound=bound, searched=True
+        grammar.with_own_parser().start(), lexicon, classes=grammar.classes, room=0, bound=bound, searched=True
     )
     return FirstAnswers(near, patient, asked=True, least=least)

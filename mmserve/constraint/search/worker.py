@@ -66,13 +66,13 @@ class Searching:
         self.trie = self._tokens.trie
         self.longest = max(map(len, self._tokens.token_bytes), default=1)  # maximum bytes of a token
 
-    def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
-        """Search the first answers under ``grammar``; ``closes`` is called with each better result.
+    def first(self, grammar: Grammar, budget: int, least: int, report: Callable[[FirstAnswers], None]) -> None:
+        """Search the first answers under ``grammar``; ``report`` is called with each better result.
 
         Results are deterministic for a grammar and budget.
         """
         compiled = matcher.Grammar(grammar.text, self._tokens, LLParserLimits(**PARSER_LIMITS))
-        closes(find_first(compiled, self._lexicon, budget, least, closes, grammar.sketch))
+        report(find_first(compiled, self._lexicon, budget, least, report, grammar.sketch))
 
 
 class _Late(BaseException):
@@ -115,7 +115,7 @@ def _answer(message: Any, searching: Searching) -> tuple[dict[str, Any], bool]:
     """The reply to ``message``, and whether this process may be corrupt and must exit."""
     quick, budget, found = message["quick"], message["budget"], FirstAnswers()
 
-    def finds(first: FirstAnswers) -> None:
+    def report(first: FirstAnswers) -> None:
         nonlocal found
         found = first
 
@@ -141,7 +141,7 @@ def _answer(message: Any, searching: Searching) -> tuple[dict[str, Any], bool]:
             signal.setitimer(signal.ITIMER_PROF, SEARCH_SECONDS + KILL_SECONDS)
             if quick is None:
                 signal.setitimer(signal.ITIMER_VIRTUAL, SEARCH_SECONDS)
-            searching.first(outcome, budget, least(outcome), finds)
+            searching.first(outcome, budget, least(outcome), report)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except _Known as known:

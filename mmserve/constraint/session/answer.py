@@ -74,16 +74,16 @@ class ConstrainedAnswer:
 
     @property
     def weight(self) -> int:
-        """Total size (bytes) of the grammars that ``another(apart=True)`` compiles."""
+        """Total size (bytes) of the grammars that ``another(own_parsers=True)`` compiles."""
         return 0 if self.witness.language is None else self.witness.language.weight
 
-    def another(self, *, apart: bool) -> ConstrainedAnswer:
+    def another(self, *, own_parsers: bool) -> ConstrainedAnswer:
         """A copy for another sample, before the first step.
 
-        ``apart``: with its own parsers, so that samples share no parser limits; takes as long as compiling.
+        ``own_parsers``: with its own parsers, so that samples share no parser limits; takes as long as compiling.
         """
-        witness = self.witness.apart() if apart else self.witness
-        split = splitter(witness) if apart else self.split
+        witness = self.witness.with_own_parser() if own_parsers else self.witness
+        split = splitter(witness) if own_parsers else self.split
         sampled = None if self.sampled is None else replace(self.sampled, met=[])
         return replace(self, witness=witness, sampled=sampled, split=split, meter=Meter())
 
@@ -107,7 +107,7 @@ class ConstrainedAnswer:
         """See ``Canvas.unread``: padding that no answer reaches."""
         return int((self.given >= 0).sum())
 
-    def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
+    def pass_input(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
         """The input of passes for a fresh answer ``tokens`` (int64 ``[N]``): with masks in place of padding that no
         answer reaches, because a visible end so near would bias the model to short answers."""
         return np.where(self.given >= 0, mask_id, tokens)
@@ -181,7 +181,7 @@ class ConstrainedAnswer:
         if self.late >= PATIENCE:
             self.meter.searched(Outcome.LATE)
             return
-        before = self._guarded(lambda: self._fresh(self.witness), self.witness)
+        before = self._guarded(lambda: self._with_usable_parser(self.witness), self.witness)
         end = min(end, before.known + HORIZON)
         kept = (before, Outcome.KEPT)
         self.witness, outcome = self._guarded(
@@ -202,18 +202,18 @@ class ConstrainedAnswer:
             witness = replace(witness, tokens=np.where(ends, known, witness.tokens))
         still_open = np.flatnonzero(known < 0)
         frontier = int(still_open[0]) if len(still_open) else len(known)
-        blindly = replace(witness, known=frontier)
-        self.witness = self._guarded(lambda: self._followed(witness, known), blindly)
+        without_parser = replace(witness, known=frontier)
+        self.witness = self._guarded(lambda: self._advanced(witness, known), without_parser)
 
-    def _followed(self, witness: Witness, known: np.ndarray) -> Witness:
+    def _advanced(self, witness: Witness, known: np.ndarray) -> Witness:
         """``witness`` advanced by the ``known`` tokens."""
         try:
             found = advance(witness, known)
         except ValueError:
-            found = advance(self._fresh(witness), known)
-        return self._fresh(found)
+            found = advance(self._with_usable_parser(witness), known)
+        return self._with_usable_parser(found)
 
-    def _fresh(self, witness: Witness) -> Witness:
+    def _with_usable_parser(self, witness: Witness) -> Witness:
         """``witness`` with another parser if its own does not accept its next token: the matchers of a parser share a
         limit on the lexer's states, beyond which they accept none."""
         language, ended = witness.language, witness.known >= witness.length
@@ -222,7 +222,7 @@ class ConstrainedAnswer:
         if language is None or self.parsers >= PARSERS:
             return witness
         self.parsers += 1
-        matcher = language.apart().start()
+        matcher = language.with_own_parser().start()
         matcher.consume(witness.tokens[: witness.known].tolist())
         return replace(witness, matcher=matcher)
 
@@ -313,4 +313,4 @@ def are_any(tokens: np.ndarray, few: Iterable[int]) -> np.ndarray:
 def splitter(witness: Witness) -> Split | None:
     """The splitter of a template that is one language; it has its own parser, and needs whole answers."""
     language = witness.language
-    return language.apart().split if isinstance(language, Concatenation) else None
+    return language.with_own_parser().split if isinstance(language, Concatenation) else None

@@ -157,10 +157,10 @@ class TopKObserver:
             if masks is not None:
                 before = torch.logaddexp(before, masks)
             if tempered is None or noised is None:
-                judged, mass = logits, log_z[:, None]
+                scores, mass = logits, log_z[:, None]
             else:
-                judged, mass = noised, torch.logsumexp(tempered, -1, keepdim=True)
-            best = judged.topk(min(KEPT, logits.shape[-1]), -1)
+                scores, mass = noised, torch.logsumexp(tempered, -1, keepdim=True)
+            best = scores.topk(min(KEPT, logits.shape[-1]), -1)
             values = best.values - mass
             plain = logits.gather(-1, best.indices) - before[:, None]
             self._parts.append((best.indices, values, plain, self._own - before, log_z - before))

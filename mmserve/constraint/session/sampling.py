@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mmserve.constraint.search import parser_states
-from mmserve.constraint.search.feasibility import Closing
+from mmserve.constraint.search.feasibility import Completions
 from mmserve.constraint.search.matcher import Matcher, after
 from mmserve.constraint.search.vocabulary import Lexicon
 from mmserve.constraint.search.witness import Witness
@@ -313,8 +313,8 @@ def _ending(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexico
     room = size - witness.known - 1
     if fork is None or (not room and not fork.accepting):
         return None
-    closing = Closing(answer, size, lexicon, states=min(60, 4 * room), searches=1, patient=True)
-    way = closing.tail(parser_states.ParserState(fork, None, 0), witness.known + 1)
+    completions = Completions(answer, size, lexicon, states=min(60, 4 * room), searches=1, patient=True)
+    way = completions.tail(parser_states.ParserState(fork, None, 0), witness.known + 1)
     return None if way is None else _Ending(fork, way)
 
 

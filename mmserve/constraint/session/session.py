@@ -72,7 +72,7 @@ class Session:
         positions = np.flatnonzero(answer.given >= 0)
         canvas.commit(first + positions, answer.given[positions])
         canvas.padded, canvas.unread = answer.padded, answer.unread
-        return np.concatenate([canvas.tokens[:first], answer.shown(canvas.tokens[first:], mask_id)])
+        return np.concatenate([canvas.tokens[:first], answer.pass_input(canvas.tokens[first:], mask_id)])
 
     def forced(self, canvas: Canvas, drafted: np.ndarray) -> np.ndarray:
         """Tokens (int64) that a next-token model runs at its first masked positions: those that the constraint forces;
@@ -96,13 +96,13 @@ class Session:
         self.observers.append(observer)
         return observer
 
-    def choose(self, canvas: Canvas, proposed: Candidates, commit: CommitPolicy, *, judged: bool = False) -> Chosen:
+    def choose(self, canvas: Canvas, proposed: Candidates, commit: CommitPolicy, *, verified: bool = False) -> Chosen:
         """The tokens of the witness that become final after a pass: at least one, if any of ``proposed`` is open.
 
         Args:
             proposed: the model's candidates for the observed positions, or for some of them.
-            judged: whether a verifier model has verified them: tokens after the first that differs are then not
-                verified.
+            verified: whether ``proposed`` are a verifier model's choices for a draft: none after the first that differs
+                from it has been verified.
 
         Raises:
             ValueError: nothing was observed.
@@ -118,7 +118,7 @@ class Session:
                 return Chosen(np.arange(first, first + len(ranked.tokens)), ranked.tokens, ranked.log_probabilities)
             if self.causal:
                 return next_tokens(self.answer, canvas, ranked)
-            return witness_tokens(self.answer, canvas, proposed, commit, ranked, judged=judged)
+            return witness_tokens(self.answer, canvas, proposed, commit, ranked, verified=verified)
 
     def sync(self, canvas: Canvas, *, revises: bool = False) -> None:
         """Update the witness at the end of a step. ``revises``: committed tokens of the block may still be replaced."""
@@ -233,7 +233,7 @@ def witness_tokens(
     commit: CommitPolicy,
     ranked: Ranked,
     *,
-    judged: bool,
+    verified: bool,
 ) -> Chosen:
     """The tokens that become final, at any open positions of a block or canvas."""
     first, known = canvas.prompt_length, known_tokens(canvas)
@@ -256,21 +256,21 @@ def witness_tokens(
     answer.search(known, top, end)
     tokens = answer.witness.tokens[at]
     plain = ranked.log_probabilities(before, answer.witness.tokens[ranked.top.positions])[rows]
-    shown = _projected(proposed, tokens, plain, ranked, rows, masked)
-    meant = are_any(proposed.tokens, answer.witness.ends) & (not commit.closes)
-    if judged:  # tokens after one that differs from the draft have not been verified
+    projected = _projected(proposed, tokens, plain, ranked, rows, masked)
+    model_ended = are_any(proposed.tokens, answer.witness.ends) & (not commit.closes)
+    if verified:  # tokens after one that differs from the draft have not been verified
         kept = np.arange(len(rows)) <= leading(tokens == proposed.tokens)
-        shown, at, masked, reopened = shown.where(kept), at[kept], masked[kept], reopened[kept]
-        tokens, plain, meant = tokens[kept], plain[kept], meant[kept]
-    final = _final(answer, canvas, shown, commit, masked, meant)
+        projected, at, masked, reopened = projected.where(kept), at[kept], masked[kept], reopened[kept]
+        tokens, plain, model_ended = tokens[kept], plain[kept], model_ended[kept]
+    final = _final(answer, canvas, projected, commit, masked, model_ended)
     if not commit.revises:  # replaceable tokens force nothing
         known[at[final]] = tokens[final]
         decided = answer.decided(known)
         if len(decided):
             final |= np.isin(at, decided)
     final |= reopened
-    final &= masked | (tokens != canvas.tokens[shown.positions])
-    return _padded(answer, canvas, Chosen(shown.positions[final], tokens[final], plain[final]))
+    final &= masked | (tokens != canvas.tokens[projected.positions])
+    return _padded(answer, canvas, Chosen(projected.positions[final], tokens[final], plain[final]))
 
 
 def _padded(answer: ConstrainedAnswer, canvas: Canvas, final: Chosen) -> Chosen:
@@ -313,29 +313,29 @@ def _projected(
 def _final(
     answer: ConstrainedAnswer,
     canvas: Canvas,
-    shown: Candidates,
+    projected: Candidates,
     commit: CommitPolicy,
     masked: np.ndarray,
-    meant: np.ndarray,
+    model_ended: np.ndarray,
 ) -> np.ndarray:
     """Bool ``[n]``: which of the masked positions become final.
 
-    An end of text that the model did not choose (not ``meant``) becomes final only with the whole answer: it would only
-    bound the answer's length. It becomes final together with the answer's last token. In a template, each hole is a
-    separate answer.
+    An end of text that the model did not choose (not ``model_ended``) becomes final only with the whole answer: it
+    would only bound the answer's length. It becomes final together with the answer's last token. In a template, each
+    hole is a separate answer.
     """
-    at = shown.positions - canvas.prompt_length
+    at = projected.positions - canvas.prompt_length
     still_open = answer.content & canvas.masked[canvas.prompt_length :]
     content = masked & answer.content[at]
     ends = masked & ~content
-    due = content | (ends & (meant | ~_touched(answer.spans, still_open)[at]))
-    final = commit.choose(canvas, shown) & masked
-    early = final & ends & ~meant & _touched(answer.spans, _without(still_open, at[final]))[at]
+    due = content | (ends & (model_ended | ~_touched(answer.spans, still_open)[at]))
+    final = commit.choose(canvas, projected) & masked
+    early = final & ends & ~model_ended & _touched(answer.spans, _without(still_open, at[final]))[at]
     if early.any() and due.any():
         final = np.zeros_like(final)
-        final[due] = commit.choose(canvas, shown.where(due))
+        final[due] = commit.choose(canvas, projected.where(due))
     if not final.any() and masked.any():  # a policy with its own order may choose none of these
-        final[int(np.where(due if due.any() else ends, shown.confidence, -1.0).argmax())] = True
+        final[int(np.where(due if due.any() else ends, projected.confidence, -1.0).argmax())] = True
     if (final & ends).any() and not _without(still_open, at[final]).any():
         final |= ends & (at == answer.witness.length)
     return final

@@ -94,8 +94,8 @@ class TemplateAnswer(ConstrainedAnswer):
     def weight(self) -> int:
         return sum(gap.state.weight for gap in self.gaps)
 
-    def another(self, *, apart: bool) -> TemplateAnswer:
-        holes = ((gap.start, gap.state.another(apart=apart).witness) for gap in self.gaps)
+    def another(self, *, own_parsers: bool) -> TemplateAnswer:
+        holes = ((gap.start, gap.state.another(own_parsers=own_parsers).witness) for gap in self.gaps)
         return TemplateAnswer.of(Layout(self.given, tuple(holes)), self.lexicon, self.warnings, self.judges)
 
     @property
@@ -117,7 +117,7 @@ class TemplateAnswer(ConstrainedAnswer):
     def unread(self) -> int:
         return 0  # all given tokens are read
 
-    def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
+    def pass_input(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
         return tokens
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:

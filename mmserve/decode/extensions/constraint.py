@@ -46,7 +46,7 @@ class Constraint(RequestExtension):
         self.session.stats.forward_seconds += seconds
 
     def choose(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Chosen:
-        return self.session.choose(canvas, proposed, commit, judged=uses_verifier(commit))
+        return self.session.choose(canvas, proposed, commit, verified=uses_verifier(commit))
 
     def committed(self, d: Decoding, reason: str | None) -> None:
         """Update the session with the final tokens. Raises ``FailedPrecondition`` if a complete answer violates the

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mmserve.config import MediaConfig
+from mmserve.core.generators import Returning
 from mmserve.encode.containers import CONTAINERS, STREAMED, cut_off, is_image, looks_like, needs_init, segment_demuxer
 from mmserve.encode.frames import VideoFile, opened
 from mmserve.encode.media import decode_image, too_large
@@ -107,12 +108,8 @@ def decode_segment(
 
 def collected(frames: Generator[Sampled, None, float]) -> tuple[list[Sampled], float]:
     """All frames of ``read_segment``, and the end of the segment."""
-    found: list[Sampled] = []
-    while True:
-        try:
-            found.append(next(frames))
-        except StopIteration as ended:
-            return found, ended.value
+    kept = Returning(frames)
+    return list(kept), kept.returned
 
 
 def _check(video: VideoFile, field: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from mmserve.config import MediaConfig
+from mmserve.core.generators import Returning
 from mmserve.encode.containers import CONTAINERS, cut_off, file_demuxer, looks_like
 from mmserve.encode.frames import VideoFile, opened
 from mmserve.encode.index import NO_FRAMES
@@ -109,13 +110,10 @@ def clip_frames(
     common["part"] = file.part
     if file.sampler is not None:
         return (yield from sample_video(file.data, limits, unpacked(file.sampler), **common))
-    read = read_video(file.data, limits, frames=file.frames, rate=file.rate, **common)
-    while True:
-        try:
-            seconds, image = next(read)
-        except StopIteration as ended:
-            return float(ended.value)
+    frames = Returning(read_video(file.data, limits, frames=file.frames, rate=file.rate, **common))
+    for seconds, image in frames:
         yield Sampled(seconds, image)
+    return frames.returned
 
 
 def _part(video: VideoFile, wanted: Sequence[int], part: tuple[int, int, int] | None) -> Sequence[int]:

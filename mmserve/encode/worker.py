@@ -20,6 +20,7 @@ from typing import Any
 from PIL import Image
 
 from mmserve.config import MediaConfig
+from mmserve.core.generators import Returning
 from mmserve.core.timers import accept_timers, limited
 from mmserve.encode import wire
 from mmserve.encode.media import OUT_OF_MEMORY, decode_image
@@ -124,13 +125,10 @@ def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
             _send_picture(_resized(image, file), Sampled(0.0, image), watch)
             return {"done": watch.decoded}
         plan = _send_plan if file.window else lambda _seconds, _length: None
-        frames = clip_frames(file, limits, watch, plan)
-        while True:
-            try:
-                frame = next(frames)
-            except StopIteration as ended:
-                return {"done": watch.decoded, "length": ended.value}
+        frames = Returning(clip_frames(file, limits, watch, plan))
+        for frame in frames:
             _send_picture(_resized(frame.image, file), frame, watch)
+        return {"done": watch.decoded, "length": frames.returned}
     except Stopped:
         return {"stopped": watch.decoded}
     except InvalidArgument as error:
@@ -145,14 +143,11 @@ def _decode_piece(file: wire.MediaFile, piece: wire.Piece, limits: MediaConfig, 
     """Send the pictures of a piece of a stream; returns the fields of ``wire.PieceRead``."""
     sampler, details = unpacked(piece.sampler), list[bool]()
     segment = Segment(file.data[piece.init_bytes :], file.data[: piece.init_bytes])
-    read = read_segment(segment, limits, begin=piece.begin, sampler=sampler, field=file.name, watch=watch)
-    while True:
-        try:
-            frame = next(read)
-        except StopIteration as ended:
-            return {"details": details, "end": ended.value, "sampler": packed(sampler)}
+    frames = Returning(read_segment(segment, limits, begin=piece.begin, sampler=sampler, field=file.name, watch=watch))
+    for frame in frames:
         details.append(frame.detail)
         _send_picture(_resized(frame.image, file), frame, watch)
+    return {"details": details, "end": frames.returned, "sampler": packed(sampler)}
 
 
 def _send_plan(seconds: Sequence[float] | None, length: float) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import DeepStack, Encoded, Past
+from mmserve.core.generators import Returning
 from mmserve.core.request import Request
 from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
 from mmserve.decode.extensions.image_reuse.checks import reusable, reused
@@ -56,12 +57,10 @@ KVWork = Generator[int, None, ReusedKV]
 
 def run_to_completion(work: KVWork) -> ReusedKV:
     """Run ``work`` to completion and return its result."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as ended:
-            made: ReusedKV = ended.value
-            return made
+    running = Returning(work)
+    for _positions in running:
+        pass
+    return running.returned
 
 
 @dataclass(eq=False)

@@ -257,24 +257,27 @@ def forward(
         if hidden is None:
             read = sparse.read(selection, rows, ragged) if sparse is not None else None
             read = store.cascaded(layout) if read is None else read
-            attend = store.attend(ragged, read, observe, forks)
-            attend = attend if between is None else _pausing(attend, between)
-            attend = attend if written is None else _reporting(attend, written)
+            attend = _with_callbacks(store.attend(ragged, read, observe, forks), between, written)
             hidden = model.decoder(x, positions, attend, deep, adapted)
-    offset, wanted = 0, []
-    for p in batch:
-        if p.wanted is p.rows:
-            wanted.append(np.arange(offset, offset + len(p.rows)))
-            offset += len(p.rows)
-            continue
-        found = np.searchsorted(p.rows, p.wanted)
-        if not np.array_equal(p.rows[np.minimum(found, len(p.rows) - 1)], p.wanted):
-            raise ValueError("logits are wanted of rows that are not run")
-        wanted.append(offset + found)
-        offset += len(p.rows)
+    wanted = _wanted_rows(batch)
     chosen = hidden[on_device(np.concatenate(wanted), model.device)]
     adapters = _head_adapters([(len(w), p.adapter) for w, p in zip(wanted, batch, strict=True)], model, stacks)
     return by_slices(model.decoder, chosen, [len(w) for w in wanted], floor, adapters)
+
+
+def _wanted_rows(batch: list[Pass]) -> list[np.ndarray]:
+    """The wanted rows of each request (int64), as indices of the rows of the whole batch."""
+    offset, wanted = 0, []
+    for p in batch:
+        if p.wanted is p.rows:
+            found = np.arange(len(p.rows))
+        else:
+            found = np.searchsorted(p.rows, p.wanted)
+            if not np.array_equal(p.rows[np.minimum(found, len(p.rows) - 1)], p.wanted):
+                raise ValueError("logits are wanted of rows that are not run")
+        wanted.append(offset + found)
+        offset += len(p.rows)
+    return wanted
 
 
 def _head_adapters(
@@ -312,25 +315,22 @@ def _rows_of(embeddings: Tensor, rows: np.ndarray) -> Tensor:
     return embeddings[on_device(rows, embeddings.device)]
 
 
-def _pausing(attend: Attend, between: Callable[[], None]) -> Attend:
-    """``attend``, with ``between`` called first in each layer."""
+def _with_callbacks(
+    attend: Attend, between: Callable[[], None] | None, written: Callable[[int], None] | None
+) -> Attend:
+    """``attend``, with the callbacks of ``forward`` in each layer: ``between`` before it, ``written`` after it."""
+    if between is None and written is None:
+        return attend
 
-    def paused(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        between()
-        return attend(layer, q, k, v, cos, sin)
-
-    return paused
-
-
-def _reporting(attend: Attend, written: Callable[[int], None]) -> Attend:
-    """``attend``, followed by a call of ``written`` with the number of layers done."""
-
-    def reported(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def called(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if between is not None:
+            between()
         rows = attend(layer, q, k, v, cos, sin)
-        written(layer + 1)
+        if written is not None:
+            written(layer + 1)
         return rows
 
-    return reported
+    return called
 
 
 def _observer(batch: list[Pass]) -> Observe | None:

@@ -73,6 +73,7 @@ def candidates(
     noise = None if greedy else counted or _Noise(canvas, sampling.seed)
     temperature = min(sampling.temperature, MAX_TEMPERATURE)
     fused = scores if observer is None and (noise is None or not _filters(sampling)) else None
+    unfused = _UnfusedSampler(sampling, temperature, noise, banned, observer, reads, mask_id, with_confidence)
     results: list[tuple[Tensor | None, ...]] = []
     done = 0
     for part in slices(logits_nV):
@@ -86,33 +87,56 @@ def candidates(
         if fused is not None:
             draw = None if counted is None else counted.draw(offsets, temperature, logits.device)
             results.append(scored(fused, logits, banned, draw, reads, mask_id))
-            continue
-        masks = None if mask_id is None else logits[:, mask_id].clone()
-        if banned:
-            logits.index_fill_(1, torch.tensor(banned, device=logits.device), -torch.inf)
-        if observer is not None:
-            observer.restrict(logits)
-        if noise is None:
-            tempered = drawn = None
-            tokens = _largest(logits)
         else:
-            tempered = _filter(logits / temperature, sampling)
-            gumbel = noise.rows(offsets, logits.shape[-1], logits.device)
-            drawn = tempered.add_(gumbel) if observer is None else tempered + gumbel
-            tokens = _largest(drawn)
-        log_z = torch.logsumexp(logits, -1) if observer is not None else None
-        if observer is not None and log_z is not None:
-            observer.take(logits, log_z, tempered, drawn, masks)
-        if masks is not None:
-            logits[:, mask_id] = masks
-        if not with_confidence and not reads:
-            results.append((tokens, torch.ones(len(tokens)), None, None))
-            continue
-        results.append((tokens, *_figures(logits, tokens, log_z, reads, masks)))
+            results.append(unfused.candidates(logits, offsets))
     tokens_n, confidence_n, gap_n, entropy_n = (_whole(parts) for parts in zip(*results, strict=True))
     assert tokens_n is not None
     assert confidence_n is not None
     return Candidates(positions, tokens_n, confidence_n, gap_n, entropy_n)
+
+
+@dataclass(frozen=True)
+class _UnfusedSampler:
+    """Samples slices of rows without the kernel; see ``candidates``."""
+
+    sampling: Sampling
+    temperature: float
+    noise: CountedNoise | _Noise | None  # None for greedy
+    banned: tuple[int, ...]
+    observer: LogitsObserver | None
+    reads: frozenset[str]
+    mask_id: int | None
+    with_confidence: bool
+
+    def candidates(self, logits: Tensor, offsets: np.ndarray) -> tuple[Tensor | None, ...]:
+        """Tokens, confidence, gap and entropy of the rows ``logits [n, V]`` (fp32; changed in place), whose positions
+        are at ``offsets`` from the block's first."""
+        observer = self.observer
+        masks = None if self.mask_id is None else logits[:, self.mask_id].clone()
+        if self.banned:
+            logits.index_fill_(1, torch.tensor(self.banned, device=logits.device), -torch.inf)
+        if observer is not None:
+            observer.restrict(logits)
+        tokens, tempered, noised = self._draw(logits, offsets)
+        log_z = None
+        if observer is not None:
+            log_z = torch.logsumexp(logits, -1)
+            observer.take(logits, log_z, tempered, noised, masks)
+        if masks is not None:
+            logits[:, self.mask_id] = masks
+        if not self.with_confidence and not self.reads:
+            return tokens, torch.ones(len(tokens)), None, None
+        return tokens, *_figures(logits, tokens, log_z, self.reads, masks)
+
+    def _draw(self, logits: Tensor, offsets: np.ndarray) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A token for each row; and, if it is drawn, the filtered and tempered logits, and these plus noise: the same
+        tensor if they are not observed."""
+        if self.noise is None:
+            return _largest(logits), None, None
+        tempered = _filter(logits / self.temperature, self.sampling)
+        gumbel = self.noise.rows(offsets, logits.shape[-1], logits.device)
+        noised = tempered.add_(gumbel) if self.observer is None else tempered + gumbel
+        return _largest(noised), tempered, noised
 
 
 def verified_mask(spec: ModelSpec) -> int | None:

@@ -42,7 +42,7 @@ class CanvasRecord:
         ``log_probabilities``: float32 ``[N]``, of the final tokens. Returns the positions (int64, ascending) that
         changed; the first time, all of them.
         """
-        before = self.states.copy(), self.tokens.copy(), self.confidence.copy(), self._likely()
+        before = self.states.copy(), self.tokens.copy(), self.confidence.copy(), self._sent_alternatives()
         answer = slice(canvas.prompt_length, canvas.prompt_length + len(self.states))
         committed_at, tokens = canvas.committed_at[answer], canvas.tokens[answer]
         self._take_candidates(canvas, candidates, committed_at)
@@ -54,13 +54,13 @@ class CanvasRecord:
         self.states[final] = np.where(pinned, _PINNED, np.where(replaced, _EDITED, _COMMITTED))[final]
         changed = (self.states != before[0]) | (self.tokens != before[1])
         changed |= np.abs(self.confidence - before[2]) >= RESOLUTION
-        changed |= (self._likely() != before[3]).any(-1)
+        changed |= (self._sent_alternatives() != before[3]).any(-1)
         if not self.sent:
             changed[:], self.sent = True, True
         self.confidence[~changed] = before[2][~changed]  # as last sent, so that small changes add up
         return np.flatnonzero(changed)
 
-    def _likely(self) -> np.ndarray:
+    def _sent_alternatives(self) -> np.ndarray:
         """The ids of alternatives that are probable enough to be sent, ``[L, k]``; -1 for others."""
         return np.where(self.alternatives.log_probabilities >= np.log(RESOLUTION), self.alternatives.tokens, -1)
 

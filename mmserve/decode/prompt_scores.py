@@ -28,7 +28,7 @@ class PromptScores:
         self._ids, self._shift, self._count = encoded.ids, spec.logit_shift, count
         self._predicted = encoded.ids < vocabulary
         self._predicted[encoded.image_rows] = False
-        self._likely = np.full(len(encoded.ids), np.nan)
+        self._log_probabilities = np.full(len(encoded.ids), np.nan)
         self._ranks = np.zeros(len(encoded.ids), np.int64)
         self._others = Alternatives.none(len(encoded.ids), count)
 
@@ -51,8 +51,8 @@ class PromptScores:
         spelled = [data for [data] in token_bytes(tokenizer, self._ids[:, None])]
         spelled[:1] = [beginning(tokenizer, int(self._ids[0]), data) for data in spelled[:1]]
         others = listed(tokenizer, self._others, within=True) if self._count else [()] * len(spelled)
-        likely = [None if p != p else p for p in self._likely.tolist()]  # NaN
-        rows = zip(self._ids.tolist(), spelled, likely, self._ranks.tolist(), others, strict=True)
+        scores = [None if p != p else p for p in self._log_probabilities.tolist()]  # NaN
+        rows = zip(self._ids.tolist(), spelled, scores, self._ranks.tolist(), others, strict=True)
         return tuple(PromptToken(i, text_of(data), p, rank, more, data) for i, data, p, rank, more in rows)
 
     def _positions(self, rows: np.ndarray) -> np.ndarray:
@@ -65,7 +65,7 @@ class PromptScores:
         """Score the tokens at the positions ``at`` by ``logits_nV`` (fp32)."""
         own = logits_nV.gather(-1, torch.from_numpy(self._ids[at])[:, None].to(logits_nV.device))
         log_z = torch.logsumexp(logits_nV, -1, keepdim=True)
-        self._likely[at] = (own - log_z)[:, 0].cpu().numpy()
+        self._log_probabilities[at] = (own - log_z)[:, 0].cpu().numpy()
         self._ranks[at] = 1 + (logits_nV > own).sum(-1).cpu().numpy()
         if self._count:
             found = alternatives(logits_nV, self._count, (), None)

@@ -24,7 +24,7 @@ def token_logprobs(tokens: Sequence[CommittedToken]) -> list[dict[str, Any]]:
 
 def _logprob(token: CommittedToken | Alternative) -> dict[str, Any]:
     data = token.text_bytes
-    return {"token": _shown(data), "logprob": _finite(token.log_probability), "bytes": list(data)}
+    return {"token": _token_text(data), "logprob": _finite(token.log_probability), "bytes": list(data)}
 
 
 def _finite(log_probability: float) -> float:
@@ -32,7 +32,7 @@ def _finite(log_probability: float) -> float:
     return max(log_probability, -9999.0)
 
 
-def _shown(data: bytes) -> str:
+def _token_text(data: bytes) -> str:
     r"""The text of a token with the bytes ``data``; if it is not valid UTF-8, as ``bytes:\xe2\x80``."""
     try:
         return data.decode()
@@ -49,7 +49,7 @@ def completion_logprobs(tokens: Sequence[_Token], alternatives: int, start: int 
         offsets.append(at)
         at += len(whole.decode(token.text_bytes))
     return {
-        "tokens": [_shown(token.text_bytes) for token in tokens],
+        "tokens": [_token_text(token.text_bytes) for token in tokens],
         "token_logprobs": [_known(token) for token in tokens],
         "top_logprobs": [_most_probable(token, alternatives) for token in tokens],
         "text_offset": offsets,
@@ -65,7 +65,7 @@ def _most_probable(token: _Token, alternatives: int) -> dict[str, float | None] 
     if token.log_probability is None:
         return None
     both = (token, *token.alternatives[:alternatives])
-    return {_shown(one.text_bytes): _known(one) for one in both}
+    return {_token_text(one.text_bytes): _known(one) for one in both}
 
 
 def prompt_logprobs(tokens: Sequence[PromptToken], alternatives: int) -> list[dict[str, Any] | None]:

@@ -133,11 +133,6 @@ class RawConnection:
             sent += room
         return sent
 
-    def wait_ended(self, stream: int, timeout: float) -> bool:
-        """Whether the server ended the call within ``timeout`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.closed or stream in self.ended, timeout)
-
     def close(self) -> None:
         """Close the connection."""
         with contextlib.suppress(OSError):

@@ -85,9 +85,9 @@ class Prefixes:
             except Exception as error:  # noqa: BLE001 - missing pages are computed
                 logger.warning("K/V pages of request %s could not be read: %s", state.request.id, error)
             self._read.add(fetched)
-            self._post(lambda: took(fetched))
+            self._post(lambda: take(fetched))
 
-        def took(fetched: Fetched) -> None:
+        def take(fetched: Fetched) -> None:
             self._read.discard(fetched)
             state.fetching = False
             if state.stage in TERMINAL or state.aborted:
@@ -107,7 +107,7 @@ class Prefixes:
         return lambda: tier.save(pages)
 
     def copy_evicted(self) -> None:
-        """Copy them now."""
+        """Copy evicted pages that have just been reallocated (see ``evicted``) now."""
         self.evicted()()
 
     # --- from any thread ---

@@ -146,11 +146,6 @@ class EngineStreams:
         """Whether all streams are closed, and none can be opened."""
         return bool(self._refusal)
 
-    def held_bytes(self) -> int:
-        """Bytes reserved for open streams."""
-        with self._lock:
-            return self._bytes()
-
     def stop(self) -> None:
         """See ``Streams.stop``; may be called twice."""
         with self._lock:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import PATIENCE, Bench, Call
 from mmserve_kernels.rope_scatter import rotate
-from streaming import answer, asked, frame, gone, kept, opened, put, streaming_model, submit
+from streaming import answer, asked, frame, gone, kept, opened, put, reserved, streaming_model, submit
 
 from mmserve.core.request import Message, Policy, TextPart
 from mmserve.errors import InvalidArgument, Unimplemented
@@ -44,7 +44,7 @@ def streams(bench: Make, blocks: LoadedModel) -> Iterator[EngineStreams]:
     made = EngineStreams(bench(blocks).engine)
     yield made
     made.stop()
-    assert made.held_bytes() == 0
+    assert reserved(made) == 0
 
 
 def plain_kv(model: LoadedModel, table: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

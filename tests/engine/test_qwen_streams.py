@@ -15,7 +15,7 @@ from helpers import ask
 from mmserve_kernels.rope_scatter import rotate
 from PIL import Image
 from qwen_vl_checkpoints import KINDS, Qwen
-from streaming import LAST, answer, asked, gone, kept, opened, put, submit
+from streaming import LAST, answer, asked, gone, kept, opened, put, reserved, submit
 
 from mmserve.core.request import Amount, Message, Request, TextPart, VideoPart, VideoSampling, Vision
 from mmserve.core.session import Memory
@@ -51,7 +51,7 @@ def streams(bench: Make, served: LoadedModel) -> Iterator[EngineStreams]:
     made = EngineStreams(bench(served, max_tokens=512).engine)
     yield made
     made.stop()
-    assert made.held_bytes() == 0
+    assert reserved(made) == 0
 
 
 def of_file(count: int) -> list[Frame]:

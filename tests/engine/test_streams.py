@@ -15,7 +15,7 @@ from clips import video_model
 from harness import PATIENCE, Bench, Call, eventually
 from helpers import ask, picture
 from mmserve_kernels.rope_scatter import rotate
-from streaming import LAST, answer, asked, frame, gone, kept, opened, put, streaming_model, submit
+from streaming import LAST, answer, asked, frame, gone, kept, opened, put, reserved, streaming_model, submit
 
 from mmserve.config import VideoConfig
 from mmserve.core.constraint import ConstraintSpec, Regex
@@ -47,7 +47,7 @@ def streams(bench: Make, causal: LoadedModel) -> Iterator[EngineStreams]:
     made = EngineStreams(bench(causal).engine)
     yield made
     made.stop()
-    assert made.held_bytes() == 0
+    assert reserved(made) == 0
 
 
 def scratch(model: LoadedModel, table: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -347,7 +347,7 @@ def test_closing_leaves_nothing_and_questions_go_on(bench: Make, causal: LoadedM
     gate.open()
     call.finished()
     assert isinstance(waiting[-1].exception(PATIENCE), Cancelled)
-    assert streams.held_bytes() == other.held
+    assert reserved(streams) == other.held
     assert stream.stats().kv_bytes == 0
     for act in (lambda: stream.append(frame(50)), lambda: submit(stream, asked("late"))):
         with pytest.raises(FailedPrecondition, match="closed"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from clips import clip, silence
 from echo_server import threaded
+from streaming import reserved
 from video_client import PATIENCE, Raw, ask, image, picture, sdk, video_engine, wait_for
 
 from mmserve.client import VideoSession
@@ -207,5 +208,5 @@ def test_faults_beside_a_session_change_nothing_of_it_and_leave_nothing(monkeypa
             assert (own.frames_taken, own.pushes_failed, own.resumes) == (FRAMES, 0, 0)
         wait_for("an end of all sessions", lambda: not len(registry))
         wait_for("an empty engine", lambda: not engine.stats().live and not engine.stats().pages_in_use)
-        assert [each.held_bytes() for each in streams] == [0] * len(streams)
+        assert [reserved(each) for each in streams] == [0] * len(streams)
         assert streams

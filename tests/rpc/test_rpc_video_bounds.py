@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from echo_server import served
+from streaming import reserved
 from video_client import PATIENCE, Raw, held, image, sdk, video_engine, video_server, wait_for
 
 from mmserve.config import Config
@@ -41,10 +42,10 @@ async def _opened(config: Config, engine: Engine, count: int) -> int:
                 raise raw.error
             raw.send(push_image=image(0))
             await asyncio.to_thread(raw.wait_taken, 1)
-        held = server._hosts.find(engine).streams.held_bytes()
+        held = reserved(server._hosts.find(engine).streams)
         for raw in every:
             await asyncio.to_thread(raw.close)
-        assert not server._hosts.find(engine).streams.held_bytes()
+        assert not reserved(server._hosts.find(engine).streams)
         return held
 
 

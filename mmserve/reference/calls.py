@@ -231,7 +231,7 @@ def _draw_dictated(rng: random.Random) -> Box:
     properties = {name: {"type": "integer" if number else "string"} for name, number in numbers.items()}
 
     def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
-        values = {name: rng.randint(0, 99) if number else _word(rng) for name, number in numbers.items()}
+        values = {name: _number(rng) if number else _word(rng) for name, number in numbers.items()}
         said = [f"{name} {value}" for name, value in values.items()]
         rng.shuffle(said)
         return f"{names[0]} with {', '.join(said)}", values, "done"
@@ -239,11 +239,16 @@ def _draw_dictated(rng: random.Random) -> Box:
     return Box((Function(names[0], "a tool", properties, wish),), ())
 
 
+def _number(rng: random.Random) -> int:
+    """A number of one to three digits, each length as often: it ends where the prompt's does, not at a usual length."""
+    return rng.randint(0, 10 ** rng.randint(1, 3) - 1)
+
+
 def _letters(rng: random.Random, least: int, most: int) -> str:
     return "".join(rng.choice(string.ascii_letters) for _ in range(rng.randint(least, most)))
 
 
-#: Calls of tools that no two prompts share.
-DICTATED = Subject(_draw_dictated, lambda _box: (), {"call": call})
+#: Calls of tools that no two prompts share; two calls are of the same tool.
+DICTATED = Subject(_draw_dictated, lambda _box: (), {"call": call, "two_calls": two_calls})
 #: Answers that are the prompt's own words.
 COPIES = Subject(_draw_words, lambda _words: (), {"copy": _copy, "reorder": _reorder})

@@ -43,6 +43,7 @@ def value_spans(question: Question) -> list[Span]:
 def source_tokens(spans: Sequence[Span], answer: Sequence[str], question: Sequence[str]) -> dict[int, int]:
     """Index of a token of the answer to the index of the token of the question with its first character in a span.
 
+    The token after a span in the answer has the one after it in the question: that shows whether the value has ended.
     ``answer`` and ``question`` are the texts of the tokens.
     """
     owner = [i for i, text in enumerate(question) for _ in text]
@@ -50,9 +51,12 @@ def source_tokens(spans: Sequence[Span], answer: Sequence[str], question: Sequen
     found = {}
     for to, by, length in spans:
         for i, end in enumerate(ends):
-            first = max(to, end - len(answer[i]))
+            begin = end - len(answer[i])
+            first = max(to, begin)
             if first < min(end, to + length):
                 found[i] = owner[by + first - to]
+            elif begin == to + length and by + length < len(owner):
+                found.setdefault(i, owner[by + length])
     return found
 
 

@@ -55,7 +55,14 @@ def test_columns_of_a_batch_have_the_characters_of_the_answer(task):
     ):
         found = [(to, by) for to, by in enumerate(sources.tolist()) if by != NOWHERE]
         assert bool(found) == bool(value_spans(question))
+        before, ends = NOWHERE, 0
         for to, by in found:
             own, copied = tokenizer.decode([int(ids[to])]).strip(), tokenizer.decode([int(ids[by])]).strip()
-            assert own == copied or own.startswith(copied) or copied.startswith(own)
+            if own[0] in '",}':  # the value has ended
+                assert 0 <= by - before <= 1
+                ends += 1
+            else:
+                assert own == copied or own.startswith(copied) or copied.startswith(own)
+            before = by
             assert share[to] > 0 == share[by] and source[to] == by
+        assert ends == len(value_spans(question))

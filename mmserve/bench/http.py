@@ -3,8 +3,9 @@
 ``viewers``: sixteen clients in a closed loop, all streaming; four of them with drafts of the canvas and four
 alternatives a token, and the same without, in turn. ``slow``: a viewer that reads nothing until another has received
 its whole answer. ``front``: short requests one after another, over one kept connection and over a new connection each:
-the CPU time of the thread that serves HTTP, and the client's latency beyond the engine's own time, which includes the
-HTTP server, the client, and other load of the machine.
+the CPU time of the thread that serves HTTP, that of a bare uvicorn application which answers the same (``bare_http``),
+in turn, and the client's latency beyond the engine's own time, which includes the HTTP server, the client, and other
+load of the machine.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
 
+from mmserve.bench.bare_http import BareProcess
 from mmserve.bench.measures import Figures, Progress, at_least, at_most, stated
 from mmserve.bench.served import ServedProcess
 from mmserve.bench.settings import named_tasks
@@ -61,6 +63,7 @@ class Streamed:
     forwards: int
     engine_ms: float  # from admission by the engine to the end
     seconds: float  # latency at the client
+    events: list[dict[str, Any]]  # without drafts
 
 
 def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
@@ -102,6 +105,10 @@ class _Client:
 
     def __init__(self, port: int, model: str) -> None:
         self._port, self._model = port, model
+
+    def to(self, port: int) -> _Client:
+        """A client that asks the same of ``port``."""
+        return _Client(port, self._model)
 
     def connected(self, buffer: int = 0) -> HTTPConnection:
         """A new connection. ``buffer``: size of the client's receive buffer in bytes, 0 = the default."""
@@ -156,15 +163,16 @@ def _body(model: str, prompt: str, tokens: int, *, plain: bool, drafts: bool) ->
 
 def _streamed(data: bytes, seconds: float) -> Streamed:
     """The result of the server-sent events in ``data``."""
-    drafts, text, own = 0, "", dict[str, Any]()
+    drafts, text, own, events = 0, "", dict[str, Any](), list[dict[str, Any]]()
     for event in data.split(b"\n\n"):
         if event.startswith(b"event: draft"):
             drafts += 1
         elif event.startswith(b"data: {"):
             found = json.loads(event[6:])
+            events.append(found)
             text += found["choices"][0]["delta"].get("content") or ""
             own = found.get("mmserve") or own
-    return Streamed(drafts, text, own["forwards"], own["times"]["total"], seconds)
+    return Streamed(drafts, text, own["forwards"], own["times"]["total"], seconds, events)
 
 
 def _viewers(
@@ -225,25 +233,33 @@ def _slow(client: _Client, progress: Progress) -> list[Figures]:
 def _front(client: _Client, served: ServedProcess, arguments: argparse.Namespace, progress: Progress) -> list[Figures]:
     texts = [item("arithmetic", index, arguments.seed)[1].text for index in range(_SHORT_REQUESTS)]
 
-    def asked(kept: HTTPConnection | None) -> tuple[float, list[Streamed]]:
+    def asked(
+        by: _Client, process: ServedProcess | BareProcess, kept: HTTPConnection | None
+    ) -> tuple[float, list[Streamed]]:
         """The HTTP thread's CPU time a request (ms), and the answers."""
-        used = served.loop_seconds()
-        found = [client.stream(text, _SHORT_TOKENS, kept=kept) for text in texts]
-        return 1000 * (served.loop_seconds() - used) / len(found), found
+        used = process.loop_seconds()
+        found = [by.stream(text, _SHORT_TOKENS, kept=kept) for text in texts]
+        return 1000 * (process.loop_seconds() - used) / len(found), found
 
-    with closing(client.connected()) as kept:
+    with closing(client.connected()) as kept, ExitStack() as opened:
+        usual = sorted(asked(client, served, kept)[1], key=lambda one: one.engine_ms)[_SHORT_REQUESTS // 2]
+        bare = opened.enter_context(BareProcess(usual.events, usual.engine_ms / 1000))
+        to_bare = client.to(bare.port)
+        kept_bare = opened.enter_context(closing(to_bare.connected()))
         rounds = []
         for repeat in range(arguments.repeats):
             progress(f"front: round {repeat + 1} of {arguments.repeats}, {_SHORT_REQUESTS} short requests each way")
-            rounds.append((asked(kept), asked(None)))
-    own, each = (statistics.median(one[way][0] for one in rounds) for way in (0, 1))
-    found = [one for (_own, over_one), _each in rounds for one in over_one]
+            ways = (asked(client, served, kept), asked(client, served, None), asked(to_bare, bare, kept_bare))
+            rounds.append(ways)
+    own, each, least = (statistics.median(one[way][0] for one in rounds) for way in range(3))
+    found = [one for over_one, _each, _bare in rounds for one in over_one[1]]
     whole = 1000 * statistics.median(one.seconds for one in found)
     beside = [1000 * one.seconds - one.engine_ms for one in found]
     return [
         at_most("the front, processor time a request", own, "ms, mean", MOST_OWN_MS),
+        stated("the same of a bare uvicorn application", least, "ms, mean"),
         at_most("the front, of a short request", own / whole, "of its time", MOST_OWN_SHARE),
-        stated("the same, over a connection each", each, "ms, mean"),
+        stated("the front, over a connection each", each, "ms, mean"),
         stated("a short request", whole, "ms, p50"),
         stated("front, client and machine beside the engine", statistics.median(beside), "ms, p50"),
         stated("front, client and machine at their quickest", min(beside), "ms"),

@@ -58,12 +58,12 @@ class ServedProcess:
 
     def processor_seconds(self) -> float:
         """CPU time used by the server and its child processes, in seconds."""
-        return sum(_processor_seconds(pid) for pid in _family(self._process.pid))
+        return sum(processor_seconds(pid) for pid in _family(self._process.pid))
 
     def loop_seconds(self) -> float:
         """CPU time used by the thread of the server's event loop (gRPC and HTTP), in seconds."""
         pid = self._process.pid
-        return _processor_seconds(pid, pid)
+        return processor_seconds(pid, pid)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -119,7 +119,7 @@ def _resident(pid: int) -> int:
     return 0
 
 
-def _processor_seconds(pid: int, thread: int | None = None) -> float:
+def processor_seconds(pid: int, thread: int | None = None) -> float:
     """CPU seconds of the process ``pid``, or of one of its threads."""
     try:
         of = f"{pid}" if thread is None else f"{pid}/task/{thread}"

@@ -24,7 +24,7 @@ from mmserve.bench.served import ServedProcess
 from mmserve.bench.settings import named_tasks
 from mmserve.client import Client, Options
 from mmserve.errors import MMServeError
-from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.evaluate import canvas, item, media_files
 from mmserve.reference.items import Question
 
 #: Seconds between two health checks.
@@ -135,7 +135,7 @@ def _warm(client: Client, seed: int) -> None:
     """Send one request of each kind, so that lazily loaded parts count as memory before the attack."""
     for task in ("count", "json", "direction"):
         thing, question = item(task, 0, seed)
-        media = shown(task, thing)
+        media = media_files(task, thing)
         options: Options = {"max_new_tokens": canvas(task), "videos": media["videos"]}
         client.generate(question.text, media["images"], **options)
     client.generate("Is it so?", choices=["yes", "no"], max_new_tokens=8)

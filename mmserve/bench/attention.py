@@ -37,7 +37,7 @@ from mmserve.kv.sparse import DECODE, PREFILL, Sparse
 from mmserve.kv.store import KVStore
 from mmserve.models.base import CanvasModel, LoadedModel
 from mmserve.models.registry import load_model
-from mmserve.reference.evaluate import canvas, evaluate, item, shown
+from mmserve.reference.evaluate import canvas, evaluate, item, media_files
 from mmserve.reference.tasks import TASKS
 from mmserve.tiers.keys import weights_digest
 
@@ -193,7 +193,7 @@ def _prompts(model: LoadedModel, tasks: list[str], limit: int, seed: int, media:
     for task in tasks:
         for index in range(limit):
             thing, question = item(task, index, seed)
-            files = shown(task, thing)
+            files = media_files(task, thing)
             media_parts: list[Part] = [*map(ImagePart, files["images"]), *map(VideoPart, files["videos"])]
             request = Request(
                 id=f"{task} {index}",

@@ -18,7 +18,7 @@ from mmserve.core.payloads import PrefilledPayload
 from mmserve.core.progress import Progress
 from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, Stage, Streaming, TextPart
 from mmserve.engine.engine import Engine
-from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.evaluate import canvas, item, media_files
 from mmserve.reference.tasks import TASKS, correct
 from mmserve.transfer.kv_coding import coded, decoded
 from mmserve.transfer.payloads import PAYLOADS
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Figur
                 questions = [item(task, index, 7) for index in range(_QUESTIONS * arguments.repeats)]
                 calls = []
                 for index, (thing, question) in enumerate(questions):
-                    images = tuple(ImagePart(data) for data in shown(task, thing)["images"])
+                    images = tuple(ImagePart(data) for data in media_files(task, thing)["images"])
                     parts: tuple[ImagePart | TextPart, ...] = (*images, TextPart(question.text))
                     calls.append(_prefill(first, _request(f"{task}.{index}", parts, task, recompute)))
                 for (_thing, question), call in zip(questions, calls, strict=True):

@@ -25,7 +25,7 @@ from mmserve.bench.schemas import SCHEMAS
 from mmserve.bench.settings import measured_config, measured_policies, named_tasks
 from mmserve.client import Client, Options, Result
 from mmserve.core.info import ModelInfo
-from mmserve.reference.evaluate import Shown, canvas, item, shown
+from mmserve.reference.evaluate import MediaFiles, canvas, item, media_files
 from mmserve.reference.images import schema_asked
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import correct
@@ -36,7 +36,7 @@ PARTS = ("scenes", "schemas", "search")
 FEWER = 4
 #: Token limit of a document of a built-in schema.
 DOCUMENT_CANVAS = 96
-NOTHING = Shown(images=[], videos=[])
+NOTHING = MediaFiles(images=[], videos=[])
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Asked:
 
     part: str
     text: str
-    media: Shown
+    media: MediaFiles
     schema: dict[str, Any]
     canvas: int
     question: Question | None = None
@@ -91,7 +91,7 @@ def _scenes(arguments: argparse.Namespace) -> Iterator[Asked]:
     for index in range(arguments.limit):
         scene, question = item("json", index, arguments.seed)
         schema = schema_asked(question.text)
-        yield Asked("scenes", question.text, shown("json", scene), schema, canvas("json"), question)
+        yield Asked("scenes", question.text, media_files("json", scene), schema, canvas("json"), question)
 
 
 def _documents(arguments: argparse.Namespace) -> Iterator[Asked]:

@@ -26,7 +26,7 @@ from mmserve.bench.measures import Figures, Progress, quartiles, share_by_task
 from mmserve.bench.plots import drawn
 from mmserve.bench.settings import measured_config, named_tasks
 from mmserve.client import Client, DkvDecode, EarlyCommit, Guided, Options, Result
-from mmserve.reference.evaluate import Shown, item, shown
+from mmserve.reference.evaluate import MediaFiles, item, media_files
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import TASKS, correct
 
@@ -89,7 +89,7 @@ SPECIAL: dict[str, Callable[[int], Any]] = {
 class Asked:
     """One item: its media as files, the question, and the requested number of tokens."""
 
-    media: Shown
+    media: MediaFiles
     question: Question
     canvas: int
 
@@ -150,7 +150,7 @@ def _policies(pair: Pair, canvas: int) -> tuple[Any, ...]:
 def _asked(task: str, index: int, seed: int, tokenizer: PreTrainedTokenizerBase, block: int) -> Asked:
     thing, question = item(task, index, seed)
     length = len(tokenizer.encode(question.answer, add_special_tokens=False)) + 1
-    return Asked(shown(task, thing), question, -(-length // block) * block)
+    return Asked(media_files(task, thing), question, -(-length // block) * block)
 
 
 def _measure(

@@ -20,7 +20,7 @@ from mmserve.bench.measures import Figures, Progress, figure, percentile
 from mmserve.bench.served import ServedProcess
 from mmserve.client import AsyncClient, Finished, Options
 from mmserve.errors import ConfigError, MMServeError
-from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.evaluate import canvas, item, media_files
 from mmserve.reference.images import schema_asked
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import correct
@@ -64,7 +64,7 @@ def mix(limit: int, seed: int, policies: Options) -> list[Ask]:
         options: Options = {"max_new_tokens": canvas(task), **policies}
         constrained = task == "json" and index % len(MIX) == MIX.index("json")
         schema = schema_asked(question.text) if constrained else None
-        asks.append(Ask(question, shown(task, thing)["images"], options, schema=schema, streamed=index % 2 == 1))
+        asks.append(Ask(question, media_files(task, thing)["images"], options, schema=schema, streamed=index % 2 == 1))
     return asks
 
 

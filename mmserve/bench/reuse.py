@@ -41,7 +41,7 @@ from mmserve.kv.reuse import reuse_of
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 from mmserve.models.registry import load_model
-from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.evaluate import canvas, item, media_files
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.scenes import draw_scene, png
@@ -166,7 +166,7 @@ def settings() -> Iterator[Setting]:
 
 def _item(task: str, index: int, seed: int) -> Item:
     thing, question = item(task, index, seed)
-    pictures: list[Part] = [ImagePart(data) for data in shown(task, thing)["images"]]
+    pictures: list[Part] = [ImagePart(data) for data in media_files(task, thing)["images"]]
     parts = [*pictures, TextPart(question.text)]
     if len(pictures) == 1:
         parts.insert(0, TextPart(f"{question.text}\n"))

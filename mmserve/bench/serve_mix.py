@@ -12,7 +12,7 @@ from mmserve.bench.open_loop import Asked
 from mmserve.client import Options
 from mmserve.core.info import ModelInfo
 from mmserve.errors import ConfigError
-from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.evaluate import canvas, item, media_files
 from mmserve.reference.tasks import correct
 
 #: The tasks of each kind of request, in turn.
@@ -57,7 +57,7 @@ def requests(drawn: Sequence[str], seed: int, options: Options) -> list[Asked]:
         task = TASKS[kind][counts[kind] % len(TASKS[kind])]
         thing, question = item(task, counts[kind], seed)
         counts[kind] += 1
-        media = shown(task, thing)
+        media = media_files(task, thing)
         own: Options = {"max_new_tokens": canvas(task), **options}
         if media["videos"]:
             own["videos"] = media["videos"]

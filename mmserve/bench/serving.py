@@ -18,7 +18,7 @@ from mmserve.bench.measures import Figures, Progress, quartiles
 from mmserve.bench.settings import measured_config
 from mmserve.client import Client, Result
 from mmserve.config import Config
-from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.evaluate import canvas, item, media_files
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import correct
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
 
 def _ask(client: Client, scene: Any, question: Question, **options: Any) -> Result:
     return client.generate(
-        question.text, **shown(question.task, scene), max_new_tokens=canvas(question.task), **options
+        question.text, **media_files(question.task, scene), max_new_tokens=canvas(question.task), **options
     )
 
 

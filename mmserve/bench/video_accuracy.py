@@ -19,7 +19,7 @@ from typing import Any
 from mmserve.assembly import build_engines
 from mmserve.bench.in_process import Answer
 from mmserve.bench.measures import Figures, Progress, at_least
-from mmserve.bench.video_clips import PART, Shown, clips_of, frame_at
+from mmserve.bench.video_clips import PART, StreamedClip, clips_of, frame_at
 from mmserve.config import Config, ModelConfig
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, Streaming, TextPart
 from mmserve.core.session import Memory
@@ -136,7 +136,7 @@ class Running:
                 of.add(each.question, each.text())
         return {"last": score, "ago": ago}
 
-    def _recalled(self, clips: list[Shown], stream: Stream, rng: random.Random, second: int) -> list[_Asked]:
+    def _recalled(self, clips: list[StreamedClip], stream: Stream, rng: random.Random, second: int) -> list[_Asked]:
         if not self.recalls:
             return []
         then = next((s for s in clips if s.begin <= second - AGO < s.end), None)

@@ -22,7 +22,7 @@ _MOMENT = re.compile(r"\bat (\d+) s\b")
 
 
 @dataclass(frozen=True)
-class Shown:
+class StreamedClip:
     """A clip in a stream, with the second of its first frame; it has a frame a second."""
 
     clip: Clip
@@ -38,7 +38,7 @@ class Shown:
         asked = (VIDEO.ask(self.clip, task, rng) for task in VIDEO.tasks)
         return [replace(q, answer=_MOMENT.sub(self._labelled, q.answer)) for q in asked if q is not None]
 
-    def named(self, rng: random.Random, others: list[Shown]) -> list[Question]:
+    def named(self, rng: random.Random, others: list[StreamedClip]) -> list[Question]:
         """The ``questions`` about a shape that no clip of ``others`` contains."""
         own = shapes(self.clip) - {name for other in others for name in shapes(other.clip)}
         return [q for q in self.questions(rng) if any(name in q.text for name in own)]
@@ -53,13 +53,13 @@ def shapes(clip: Clip) -> set[str]:
     return turned | {a.shape.name for a in clip.actors}
 
 
-def clips_of(seed: int, seconds: int) -> list[Shown]:
+def clips_of(seed: int, seconds: int) -> list[StreamedClip]:
     """Consecutive clips of the stream ``seed`` for at least ``seconds``; the first starts at a random second."""
     rng = random.Random(f"stream of clips {seed}")
-    found: list[Shown] = []
+    found: list[StreamedClip] = []
     at = 0
     while at < seconds:
-        shown = Shown(drawn_clip(rng.randrange(CLIPS)), at)
+        shown = StreamedClip(drawn_clip(rng.randrange(CLIPS)), at)
         found.append(shown)
         at = shown.end
     return found
@@ -77,17 +77,17 @@ def picture(clip: Clip, second: int) -> Image.Image:
     return clip.frames([second + PART]).pictures[0]
 
 
-def shown_at(clips: Sequence[Shown], second: int) -> Shown:
+def clip_at(clips: Sequence[StreamedClip], second: int) -> StreamedClip:
     """The clip of a stream at ``second``."""
     return next(shown for shown in clips if shown.begin <= second < shown.end)
 
 
-def question_at(clips: Sequence[Shown], second: int, rng: random.Random) -> str:
+def question_at(clips: Sequence[StreamedClip], second: int, rng: random.Random) -> str:
     """A question about the clip at ``second``, or about the first clip if that allows none."""
-    return rng.choice(shown_at(clips, second).questions(rng) or clips[0].questions(rng)).text
+    return rng.choice(clip_at(clips, second).questions(rng) or clips[0].questions(rng)).text
 
 
-def frame_at(clips: Sequence[Shown], second: int) -> Image.Image:
+def frame_at(clips: Sequence[StreamedClip], second: int) -> Image.Image:
     """The frame of a stream at ``second``."""
-    shown = shown_at(clips, second)
+    shown = clip_at(clips, second)
     return picture(shown.clip, second - shown.begin)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from mmserve.bench.served import ServedProcess
-from mmserve.bench.video_clips import CLIPS, PART, Shown, picture, shown_at
+from mmserve.bench.video_clips import CLIPS, PART, StreamedClip, clip_at, picture
 from mmserve.client.blocking_video import VideoSession
 from mmserve.reference.clips import Clip
 from mmserve.reference.scenes import png
@@ -33,9 +33,9 @@ def file_of(clip: Clip, second: int) -> bytes:
     return png(picture(clip, second))
 
 
-def push(session: VideoSession, clips: Sequence[Shown], second: int) -> None:
+def push(session: VideoSession, clips: Sequence[StreamedClip], second: int) -> None:
     """Push the frame of a stream at ``second``."""
-    shown = shown_at(clips, second)
+    shown = clip_at(clips, second)
     session.push(file_of(shown.clip, second - shown.begin), second + PART, timeout=PATIENCE)
 
 

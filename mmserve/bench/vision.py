@@ -43,7 +43,7 @@ from mmserve.models.base import LoadedModel
 from mmserve.models.vision import LlavaVision
 from mmserve.prune import PRUNERS
 from mmserve.prune.base import judged_by_decoder
-from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.evaluate import canvas, item, media_files
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import TASKS, correct
@@ -182,7 +182,7 @@ def _chosen(names: str, settings: Sequence[Setting], reductions: Sequence[str]) 
 
 def _ask(client: Client, thing: Any, question: Question, options: Options) -> Result:
     wanted: Options = {"max_new_tokens": canvas(question.task), **options}
-    return client.generate(question.text, shown(question.task, thing)["images"], **wanted)
+    return client.generate(question.text, media_files(question.task, thing)["images"], **wanted)
 
 
 def _token_bytes(model: LoadedModel) -> int:

@@ -19,7 +19,7 @@ from mmserve.cli.options import add_common, connected, print_json, requested_mod
 from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Client, Finished, Options, Snapshot
 from mmserve.errors import ConfigError, MMServeError
-from mmserve.reference.evaluate import Shown, canvas, item, shown
+from mmserve.reference.evaluate import MediaFiles, canvas, item, media_files
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import correct
@@ -103,15 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if answered else 1
 
 
-def _questions(count: int, seed: int) -> Iterator[tuple[Shown, Question]]:
+def _questions(count: int, seed: int) -> Iterator[tuple[MediaFiles, Question]]:
     """``count`` questions with the tasks of ``ROUND`` in turn, each about newly generated media."""
     for index in range(count):
         task = ROUND[index % len(ROUND)]
         thing, question = item(task, index, seed)
-        yield shown(task, thing), question
+        yield media_files(task, thing), question
 
 
-def _ask(client: Client, model: str, media: Shown, question: Question, printer: _Printer) -> Item:
+def _ask(client: Client, model: str, media: MediaFiles, question: Question, printer: _Printer) -> Item:
     answer = _answered(client, model, media, question, printer)
     plain = _answered(client, model, media, question, None) if not answer.error else answer
     return Item(
@@ -144,7 +144,7 @@ class _Answered:
     error: str = ""
 
 
-def _answered(client: Client, model: str, media: Shown, question: Question, printer: _Printer | None) -> _Answered:
+def _answered(client: Client, model: str, media: MediaFiles, question: Question, printer: _Printer | None) -> _Answered:
     """The answer with the default policies, shown by ``printer`` while it is generated; with plain decoding if None."""
     started = time.monotonic()
     finished: Finished | None = None
@@ -184,7 +184,7 @@ def _totals(items: list[Item]) -> dict[str, float]:
     }
 
 
-def _save(folder: Path, name: str, media: Shown) -> None:
+def _save(folder: Path, name: str, media: MediaFiles) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for index, data in enumerate(media["images"], start=1):
         (folder / f"{name}-{index}.png").write_bytes(data)

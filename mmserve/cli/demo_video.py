@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from mmserve.bench.video_clips import PART, Shown, clips_of, shapes, shown_at
+from mmserve.bench.video_clips import PART, StreamedClip, clip_at, clips_of, shapes
 from mmserve.bench.video_served import ReadyTimes, file_of, push
 from mmserve.cli.options import connected, print_json, requested_model
 from mmserve.client import Alert, Delta
@@ -153,7 +153,7 @@ class _Played:
         self._wall = time.monotonic() - begun
 
     def _push(self, second: int) -> None:
-        shown = shown_at(self._clips, second)
+        shown = clip_at(self._clips, second)
         if second == shown.begin:
             self._show.at(second + PART, f"scene of {shown.clip.seconds} s: {', '.join(sorted(shapes(shown.clip)))}")
         if self._save is not None:
@@ -162,7 +162,7 @@ class _Played:
         self._ready.pushed(self._session)
         push(self._session, self._clips, second)
 
-    def _ask(self, seconds: float, shown: Shown, question: Question) -> None:
+    def _ask(self, seconds: float, shown: StreamedClip, question: Question) -> None:
         asked = Answered(seconds, question.task, question.text, question.answer)
         began, first = time.monotonic(), 0.0
         try:
@@ -242,10 +242,12 @@ def _line(answered: Answered, newest: float) -> str:
     return f"{answered.question} {answered.on_clock}   [{verdict}; {times}]"
 
 
-def _questions(clips: Sequence[Shown], seconds: int, most: int, seed: int) -> dict[int, tuple[Shown, Question]]:
+def _questions(
+    clips: Sequence[StreamedClip], seconds: int, most: int, seed: int
+) -> dict[int, tuple[StreamedClip, Question]]:
     """Up to ``most`` questions, keyed by the second after whose frame they are asked: the last frame of their clip."""
     rng, counts = random.Random(f"questions of the demo {seed}"), Counter[str]()
-    found: dict[int, tuple[Shown, Question]] = {}
+    found: dict[int, tuple[StreamedClip, Question]] = {}
     for shown in clips:
         choices = shown.questions(rng)
         if choices and shown.end <= seconds and len(found) < most:
@@ -255,7 +257,7 @@ def _questions(clips: Sequence[Shown], seconds: int, most: int, seed: int) -> di
     return found
 
 
-def _names(clips: Sequence[Shown], seconds: int) -> list[tuple[str, list[Turn]]]:
+def _names(clips: Sequence[StreamedClip], seconds: int) -> list[tuple[str, list[Turn]]]:
     """The ``WATCHES`` shapes, by colour and kind, that appear and disappear most often, with the times of the
     changes."""
     seen: dict[str, list[bool]] = {name: [] for shown in clips for name in sorted(shapes(shown.clip))}

@@ -15,8 +15,8 @@ def problem(_nothing: None, rng: random.Random) -> tuple[str, str]:
     value = rng.randint(1, 30)
     text, working = [f"Start with {value}."], []
     for _ in range(rng.randint(2, 4)):
-        said, operation, operand, result = rng.choice(_possible(value, rng))
-        text.append(said)
+        phrase, operation, operand, result = rng.choice(_possible(value, rng))
+        text.append(phrase)
         working.append(f"{value}{operation}{operand}={result}")
         value = result
     text.append("What is the result?")
@@ -32,7 +32,9 @@ def _possible(value: int, rng: random.Random) -> list[tuple[str, str, int, int]]
     if value > 0:
         n = rng.randint(1, min(MAX_OPERAND, value))
         steps += [(f"Take away {n}.", "-", n, value - n)] * 2
-    steps += [(said, "*", n, value * n) for said, n in (("Double it.", 2), ("Triple it.", 3)) if value * n <= MAX_VALUE]
+    steps += [
+        (phrase, "*", n, value * n) for phrase, n in (("Double it.", 2), ("Triple it.", 3)) if value * n <= MAX_VALUE
+    ]
     return steps
 
 

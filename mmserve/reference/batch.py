@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmserve.reference.teaching import SceneLabels
+from mmserve.reference.auxiliary import SceneLabels
 
 #: No column.
-NOWHERE = -1
+NO_COLUMN = -1
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,14 @@ class Batch:
     ``visual_at`` is True; ``pooled``: they are frames of videos. A ``packed`` row asks several questions of
     the same media, each as if alone: ``question`` numbers them from 1 (0 = the media before them), and ``positions``
     count on from the media in each. ``share`` sums to 1 over the answer tokens of a question and is 0 elsewhere;
-    ``block`` is a position's answer block (0 outside of answers); ``seen`` is False at padding. ``labels`` teach the
-    tower; None where the pictures are frames. ``changes [visual tokens, n]`` teach the decoder (``change_labels``).
+    ``block`` is a position's answer block (0 outside of answers); ``unpadded`` is False at padding. ``labels`` are for
+    the tower's auxiliary loss, None where the pictures are frames; ``changes [visual tokens, n]`` for the decoder's
+    (``change_labels``).
     ``visual``, where given, are the visual tokens themselves, in order, in place of pictures.
     ``sources [B, T]``: of answer tokens that are characters of the question, their column there; of the slot of a
-    choice, the column of the right option's label; else ``NOWHERE``. ``option_labels [B, T]``, of typed questions:
+    choice, the column of the right option's label; else ``NO_COLUMN``. ``option_labels [B, T]``, of typed questions:
     where the labels of options are.
-    ``left [B, T]``, where given, bounds what a position sees of question 0: only positions before that one.
+    ``context_end [B, T]``, where given, limits what a position attends to of question 0: to the positions before it.
     """
 
     kind: str
@@ -36,7 +37,7 @@ class Batch:
     pooled: bool
     ids: Tensor
     visual_at: Tensor
-    seen: Tensor
+    unpadded: Tensor
     packed: bool
     question: Tensor
     positions: Tensor
@@ -46,7 +47,7 @@ class Batch:
     changes: Tensor | None
     sources: Tensor | None = None
     option_labels: Tensor | None = None
-    left: Tensor | None = None
+    context_end: Tensor | None = None
     visual: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
@@ -66,24 +67,24 @@ class Batch:
         shape, length = self.ids.shape, min(int(end.max()), self.share.shape[1])
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         values["share"] = torch.where(columns < end, self.share, 0.0)
-        values["seen"] = self.seen & (columns < end)
+        values["unpadded"] = self.unpadded & (columns < end)
         cut: dict[str, Any] = {
             n: v[:, :length] for n, v in values.items() if isinstance(v, Tensor) and v.shape == shape
         }
         return replace(self, **cut)
 
-    def sees(self, *, causal: bool) -> Tensor:
-        """Attention mask, bool ``[B, 1, T or 1, T]``: True where a position sees another.
+    def attention_mask(self, *, causal: bool) -> Tensor:
+        """Attention mask, bool ``[B, 1, T or 1, T]``: True where a position attends to another.
 
-        In packed rows a question sees the media and itself. For a causal model that is just what it would see alone;
-        a bidirectional one differs in that its media do not see the question, so its training ends with single ones.
+        In packed rows a question attends to the media and itself. For a causal model that is the same as in a row of
+        its own; in a bidirectional one the media do not attend to the question, so its training ends with single ones.
         """
-        mask = self.seen[:, None, None, :]
+        mask = self.unpadded[:, None, None, :]
         if self.packed:
             to, by = self.question[:, None, None, :], self.question[:, None, :, None]
             shared = to == 0
-            if self.left is not None:
-                shared = shared & (self.positions[:, None, None, :] < self.left[:, None, :, None])
+            if self.context_end is not None:
+                shared = shared & (self.positions[:, None, None, :] < self.context_end[:, None, :, None])
             mask = mask & (shared | ((to == by) & (to > 0)))
         if causal:
             length = self.ids.shape[1]

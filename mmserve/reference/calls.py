@@ -1,5 +1,5 @@
-"""Tools to call: drawn descriptions of functions, wishes that one of them, several or none can fulfil, and results;
-and text to repeat, which teaches the copying that arguments need."""
+"""Tools to call: random function descriptions, requests that need one of them, several or none, and results; and text
+to repeat, for training the copying of arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmserve.reference.scenes import COLORS, KINDS, SIZES
 from mmserve.tools.formats import HERMES
 from mmserve.tools.parse import written
 
-#: What is answered where no tool fits.
+#: The answer if no tool fits.
 NO_TOOL = "There is no tool for that."
 _CITIES = ("Paris", "Rome", "Oslo", "Berlin", "Tokyo", "Madrid", "Cairo", "Lima", "Boston", "Delhi", "London", "Kyoto")
 _PEOPLE = ("Anna", "Ben", "Carla", "David", "Eva", "Felix", "Gina", "Hugo", "Ida", "Jonas", "Kim", "Lena")
@@ -27,12 +27,12 @@ _ARGUMENTS = (*_CITIES, *_PEOPLE, *_THINGS, *_DIRECTIONS, *_UNITS, *KINDS, *COLO
 
 @dataclass(frozen=True)
 class Function:
-    """A tool as chat templates take it, and a wish that it fulfils: the text, its arguments, and what it returns."""
+    """A tool as chat templates take it; ``request`` draws a text, the arguments of its call, and the result."""
 
     name: str
     description: str
     properties: dict[str, Any]
-    wish: Callable[[random.Random], tuple[str, dict[str, Any], Any]]
+    request: Callable[[random.Random], tuple[str, dict[str, Any], Any]]
 
     @property
     def described(self) -> dict[str, Any]:
@@ -43,15 +43,15 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Box:
-    """The tools that are offered, and others of the same making that are not."""
+class Toolset:
+    """The tools that are offered, and others of the same kind that are not."""
 
     offered: tuple[Function, ...]
     absent: tuple[Function, ...]
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """Those that are offered, as chat templates take them."""
+        """The offered tools as chat templates take them."""
         return tuple(function.described for function in self.offered)
 
 
@@ -62,47 +62,47 @@ def _weather(rng: random.Random) -> Function:
     if with_unit:
         properties["unit"] = {"type": "string", "enum": list(_UNITS)}
 
-    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+    def request(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
         city, unit = rng.choice(_CITIES), rng.choice(_UNITS)
         asked = rng.choice(
             (f"What is the weather in {city}?", f"What's the weather like in {city}?", f"Weather in {city}")
         )
-        said = f"{asked} Use {unit}." if with_unit else asked
+        phrase = f"{asked} Use {unit}." if with_unit else asked
         return (
-            said,
+            phrase,
             {place: city, **({"unit": unit} if with_unit else {})},
             rng.choice(("sunny", "rain", "snow", "wind")),
         )
 
-    return Function(rng.choice(("get_weather", "weather")), "Get the weather for a location", properties, wish)
+    return Function(rng.choice(("get_weather", "weather")), "Get the weather for a location", properties, request)
 
 
 def _drawing(_rng: random.Random) -> Function:
     properties = {"shape": {"enum": list(KINDS)}, "color": {"enum": list(COLORS)}, "size": {"enum": list(SIZES)}}
 
-    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+    def request(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
         kind, color, size = rng.choice(KINDS), rng.choice(tuple(COLORS)), rng.choice(SIZES)
-        said = rng.choice((f"Draw a {size} {color} {kind}.", f"Please draw a {size} {color} {kind}."))
-        return said, {"shape": kind, "color": color, "size": size}, "done"
+        phrase = rng.choice((f"Draw a {size} {color} {kind}.", f"Please draw a {size} {color} {kind}."))
+        return phrase, {"shape": kind, "color": color, "size": size}, "done"
 
-    return Function("draw", "Draw a shape", properties, wish)
+    return Function("draw", "Draw a shape", properties, request)
 
 
 def _adding(rng: random.Random) -> Function:
     properties = {"a": {"type": "integer"}, "b": {"type": "integer"}}
     name, word, sign = rng.choice((("add", "plus", 1), ("subtract", "minus", -1)))
 
-    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+    def request(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
         a, b = rng.randint(0, 99), rng.randint(0, 99)
         return rng.choice((f"What is {a} {word} {b}?", f"{a} {word} {b}")), {"a": a, "b": b}, a + sign * b
 
-    return Function(name, f"a {word} b", properties, wish)
+    return Function(name, f"a {word} b", properties, request)
 
 
 def _moving(_rng: random.Random) -> Function:
     properties = {"direction": {"enum": list(_DIRECTIONS)}, "steps": {"type": "integer", "minimum": 1, "maximum": 99}}
 
-    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+    def request(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
         way, steps = rng.choice(_DIRECTIONS), rng.randint(1, 99)
         return (
             rng.choice((f"Go {steps} steps {way}.", f"Move {way} by {steps}.")),
@@ -110,25 +110,25 @@ def _moving(_rng: random.Random) -> Function:
             "ok",
         )
 
-    return Function("move", "Move in a direction", properties, wish)
+    return Function("move", "Move in a direction", properties, request)
 
 
 def _reminding(rng: random.Random) -> Function:
     when = rng.choice(("minutes", "hours"))
     properties = {"text": {"type": "string"}, when: {"type": "integer"}}
 
-    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+    def request(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
         thing, count = rng.choice(_THINGS), rng.randint(2, 60)
         return f"Remind me of {thing} in {count} {when}.", {"text": thing, when: count}, "set"
 
-    return Function("remind", "Set a reminder", properties, wish)
+    return Function("remind", "Set a reminder", properties, request)
 
 
 def _messaging(rng: random.Random) -> Function:
     to = rng.choice(("to", "person", "recipient"))
     properties = {to: {"type": "string"}, "message": {"type": "string"}}
 
-    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+    def request(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
         person, thing = rng.choice(_PEOPLE), rng.choice(_THINGS)
         text = f"bring {thing}"
         return (
@@ -137,16 +137,16 @@ def _messaging(rng: random.Random) -> Function:
             "sent",
         )
 
-    return Function(rng.choice(("send_message", "message")), "Send a message to a person", properties, wish)
+    return Function(rng.choice(("send_message", "message")), "Send a message to a person", properties, request)
 
 
 _MADE = (_weather, _drawing, _adding, _moving, _reminding, _messaging)
 
 
-def draw_box(rng: random.Random) -> Box:
-    """One to four tools for different purposes, and one that is not there.
+def draw_toolset(rng: random.Random) -> Toolset:
+    """One to four tools for different purposes, and one that is not offered.
 
-    Two names of one purpose would both fulfil a wish, and neither be the right one.
+    Of two names for one purpose, either would be right.
     """
     made: dict[str, Function] = {}
     count = rng.choice((1, 1, 2, 2, 3, 4))
@@ -154,50 +154,52 @@ def draw_box(rng: random.Random) -> Box:
         function = rng.choice(_MADE)(rng)
         made.setdefault(function.description, function)
     *offered, absent = made.values()
-    return Box(tuple(offered), (absent,))
+    return Toolset(tuple(offered), (absent,))
 
 
 Asked = tuple[str, str, tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]]
 
 
-def call(box: Box, rng: random.Random) -> Asked:
-    """A wish that one tool fulfils."""
-    function = rng.choice(box.offered)
-    text, arguments, _result = function.wish(rng)
-    return text, _written([(function.name, arguments)]), box.tools, ()
+def call(tools: Toolset, rng: random.Random) -> Asked:
+    """A request for one tool."""
+    function = rng.choice(tools.offered)
+    text, arguments, _result = function.request(rng)
+    return text, _written([(function.name, arguments)]), tools.tools, ()
 
 
-def two_calls(box: Box, rng: random.Random) -> Asked:
-    """Two wishes in one message, each for a tool."""
-    chosen = [rng.choice(box.offered) for _ in range(2)]
-    wishes = [function.wish(rng) for function in chosen]
-    text = " ".join(wish[0] if wish[0][-1] in ".?" else f"{wish[0]}." for wish in wishes)
-    return text, _written([(f.name, wish[1]) for f, wish in zip(chosen, wishes, strict=True)]), box.tools, ()
+def two_calls(tools: Toolset, rng: random.Random) -> Asked:
+    """Two requests in one message, each for one tool."""
+    chosen = [rng.choice(tools.offered) for _ in range(2)]
+    requests = [function.request(rng) for function in chosen]
+    text = " ".join(request[0] if request[0][-1] in ".?" else f"{request[0]}." for request in requests)
+    return text, _written([(f.name, request[1]) for f, request in zip(chosen, requests, strict=True)]), tools.tools, ()
 
 
-def no_call(box: Box, rng: random.Random) -> Asked:
-    """A wish that none of the tools fulfils."""
-    return box.absent[0].wish(rng)[0], NO_TOOL, box.tools, ()
+def no_call(tools: Toolset, rng: random.Random) -> Asked:
+    """A request for a tool that is not offered."""
+    return tools.absent[0].request(rng)[0], NO_TOOL, tools.tools, ()
 
 
-def result(box: Box, rng: random.Random) -> Asked:
-    """What a tool has returned, as the answer."""
-    function = rng.choice(box.offered)
-    text, arguments, value = function.wish(rng)
+def result(tools: Toolset, rng: random.Random) -> Asked:
+    """The result of a call, as the answer."""
+    function = rng.choice(tools.offered)
+    text, arguments, value = function.request(rng)
     own = {"id": "call_0", "type": "function", "function": {"name": function.name, "arguments": arguments}}
-    said = value if isinstance(value, str) else json.dumps(value)
+    phrase = value if isinstance(value, str) else json.dumps(value)
     turns = (
         {"role": "assistant", "content": "", "tool_calls": [own]},
         {"role": "tool", "tool_call_id": "call_0", "content": json.dumps({"result": value})},
     )
-    return text, said, box.tools, turns
+    return text, phrase, tools.tools, turns
 
 
 def _written(calls: list[tuple[str, dict[str, Any]]]) -> str:
     return written(HERMES, ((name, json.dumps(arguments)) for name, arguments in calls))
 
 
-CALLS = Subject(draw_box, lambda _box: (), {"call": call, "two_calls": two_calls, "no_call": no_call, "result": result})
+CALLS = Subject(
+    draw_toolset, lambda _tools: (), {"call": call, "two_calls": two_calls, "no_call": no_call, "result": result}
+)
 
 
 def _draw_words(rng: random.Random) -> list[str]:
@@ -220,27 +222,27 @@ def _copy(words: list[str], _rng: random.Random) -> tuple[str, str]:
 
 
 def _reorder(words: list[str], rng: random.Random) -> tuple[str, str]:
-    """The words in any order: their places do not tell what comes next, only their letters do."""
+    """The words in random order: only a word's letters determine what comes next, not its position."""
     return " ".join(words), " ".join(rng.sample(words, len(words)))
 
 
-def _draw_dictated(rng: random.Random) -> Box:
+def _draw_dictated(rng: random.Random) -> Toolset:
     """A tool whose name and parameters are random words: everything that a call of it holds is in the prompt."""
     names = [_letters(rng, 3, 8) for _ in range(rng.randint(2, 4))]
     numbers = {name: rng.random() < 0.5 for name in names[1:]}
     properties = {name: {"type": "integer" if number else "string"} for name, number in numbers.items()}
 
-    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+    def request(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
         values = {name: _number(rng) if number else _word(rng) for name, number in numbers.items()}
-        said = [f"{name} {value}" for name, value in values.items()]
-        rng.shuffle(said)
-        return f"{names[0]} with {', '.join(said)}", values, "done"
+        phrase = [f"{name} {value}" for name, value in values.items()]
+        rng.shuffle(phrase)
+        return f"{names[0]} with {', '.join(phrase)}", values, "done"
 
-    return Box((Function(names[0], "a tool", properties, wish),), ())
+    return Toolset((Function(names[0], "a tool", properties, request),), ())
 
 
 def _number(rng: random.Random) -> int:
-    """A number of one to three digits, each length as often: it ends where the prompt's does, not at a usual length."""
+    """A number of one to three digits, each with the same probability: its length is known only from the prompt."""
     return rng.randint(0, 10 ** rng.randint(1, 3) - 1)
 
 
@@ -249,6 +251,6 @@ def _letters(rng: random.Random, least: int, most: int) -> str:
 
 
 #: Calls of tools that no two prompts share; two calls are of the same tool.
-DICTATED = Subject(_draw_dictated, lambda _box: (), {"call": call, "two_calls": two_calls})
+DICTATED = Subject(_draw_dictated, lambda _tools: (), {"call": call, "two_calls": two_calls})
 #: Answers that are the prompt's own words.
 COPIES = Subject(_draw_words, lambda _words: (), {"copy": _copy, "reorder": _reorder})

@@ -222,18 +222,18 @@ def narration(clip: Clip, rng: random.Random) -> tuple[str, str]:
     who sees part of it must find the shape by its looks, and its times by the shape."""
     parts = []
     for actor in rng.sample(clip.actors, len(clip.actors)):
-        said = f"the {actor.shape.name} at the {actor.shape.position}"
+        phrase = f"the {actor.shape.name} at the {actor.shape.position}"
         if actor.moves:
-            said = f"the {actor.shape.name} moves {actor.moves}"
+            phrase = f"the {actor.shape.name} moves {actor.moves}"
         elif actor.appears:
-            said += f" appears at {actor.appears} s"
+            phrase += f" appears at {actor.appears} s"
         elif actor.leaves is not None:
-            said += f" disappears at {actor.leaves} s"
+            phrase += f" disappears at {actor.leaves} s"
         elif actor.turns is not None:
-            said += f" turns {actor.turns[1]} at {actor.turns[0]} s"
+            phrase += f" turns {actor.turns[1]} at {actor.turns[0]} s"
         else:
-            said += " stays"
-        parts.append(said)
+            phrase += " stays"
+        parts.append(phrase)
     return "Tell what happens in any order.", ", ".join(parts)
 
 

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from mmserve.core.decisions import Decision
 from mmserve.models.chat import IMAGE, VIDEO, prompt_ids
 from mmserve.models.decisions import answer_tokens, closing_ids, question_ids
-from mmserve.reference.batch import NOWHERE, Batch
+from mmserve.reference.auxiliary import SceneLabels, change_labels, window_labels
+from mmserve.reference.batch import NO_COLUMN, Batch
 from mmserve.reference.calls import CALLS, COPIES, DICTATED
 from mmserve.reference.clips import NARRATION, Clip, h264
 from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, label_offsets, prompt_question
@@ -30,7 +31,6 @@ from mmserve.reference.scenes import Scene, Shape
 from mmserve.reference.streams import Window, draw_rows, training_clips
 from mmserve.reference.streams import frame_times as stream_times
 from mmserve.reference.tasks import SUBJECTS
-from mmserve.reference.teaching import SceneLabels, change_labels, window_labels
 from mmserve.reference.tokenizer import EOT, token_id
 from mmserve.reference.value_sources import source_tokens, value_spans
 
@@ -93,7 +93,7 @@ BY_LENGTH = dict.fromkeys(("calls", *COPIED), 4)
 #: Kinds of subject that are clips.
 CLIPS = ("video", "narration", "decisions_video")
 #: Everything that batches are drawn from.
-TAUGHT = {**SUBJECTS, **UNORDERED, "watch": WATCH, "calls": CALLS, "dictated": DICTATED, "copies": COPIES}
+TRAINED = {**SUBJECTS, **UNORDERED, "watch": WATCH, "calls": CALLS, "dictated": DICTATED, "copies": COPIES}
 #: Captions are long: they have batches of their own, this share of the image ones, and this canvas (tokens).
 CAPTIONS, CAPTION_CANVAS = 0.12, 48
 
@@ -115,7 +115,7 @@ def draw(
     step: int,
     seed: int,
     *,
-    looking: bool,
+    scenes_only: bool,
     packed: bool = False,
     scale: float = 1.0,
     mix: str = "broad",
@@ -127,7 +127,7 @@ def draw(
     ``causal``: for a causal model: windows of streams may have carriers.
     """
     rng = random.Random(TRAIN_SEEDS[0] + seed * 1_000_003 + step)
-    shares = MIXES["looking" if looking else mix]
+    shares = MIXES["scenes" if scenes_only else mix]
     kind = rng.choices(tuple(shares), tuple(shares.values()))[0]
     form = ROWS[kind]
     canvas = rng.choices(*form.canvas)[0]
@@ -139,7 +139,7 @@ def draw(
         most = DECISION_POSITIONS / (CONTEXT_POSITIONS + DECISION_LENGTH * count)
         fitting = max(1, round(scale * min(form.rows, most)))
         return kind, [_decisions(kind, count, rng) for _ in range(fitting)], canvas
-    subject = TAUGHT[kind]
+    subject = TRAINED[kind]
     tasks = list(SHORT_TASKS if kind == "image" else subject.tasks)
     tasks += [task for task in REPEATED.get(mix, ()) if task in tasks]
     rows, questions = (form.rows / 2, form.packed) if packed and form.packed > 1 else (form.rows, 1)
@@ -208,7 +208,7 @@ def collate(kind: str, samples: list[Sample], canvas: int, tokenizer: PreTrained
         padded([row.block for row in rows], 0),
         SceneLabels.of(scenes) if scenes else None,
         torch.cat(changes) if changes else None,
-        sources=padded([row.sources for row in rows], NOWHERE) if kind in (*CALLING, *DECISIONS) else None,
+        sources=padded([row.sources for row in rows], NO_COLUMN) if kind in (*CALLING, *DECISIONS) else None,
         option_labels=padded([row.option_labels for row in rows], False) if kind in DECISIONS else None,
     )
 
@@ -275,8 +275,8 @@ def _row(
             row.option_labels += [False] * len(added)
         else:
             labels = _option_labels(question.decision, added, tokenizer)
-            right = labels[question.decision.answers.index(question.answer)] + first if labels else NOWHERE
-            row.sources += [*[NOWHERE] * (len(added) - 1), right]
+            right = labels[question.decision.answers.index(question.answer)] + first if labels else NO_COLUMN
+            row.sources += [*[NO_COLUMN] * (len(added) - 1), right]
             row.option_labels += [column in labels for column in range(len(added))]
     return row
 
@@ -292,11 +292,11 @@ def _option_labels(decision: Decision, new: list[int], tokenizer: PreTrainedToke
 def _sources(
     question: Question, new: list[int], answer: int, first: int, tokenizer: PreTrainedTokenizerFast
 ) -> list[int]:
-    """The column of the question that each of the ``new`` tokens of a row is written from, or ``NOWHERE``.
+    """The column of the question that each of the ``new`` tokens of a row is written from, or ``NO_COLUMN``.
 
     The last ``answer`` of them are the answer's; ``first`` is the column of the first.
     """
-    found = [NOWHERE] * len(new)
+    found = [NO_COLUMN] * len(new)
     if question.tools and (spans := value_spans(question)):
         texts = [tokenizer.decode([token]) for token in new]
         prompt = len(new) - answer
@@ -366,7 +366,7 @@ def through_h264(clip: Clip, times: list[float]) -> tuple[Image.Image, ...]:
 
 
 def _shapes(thing: Any) -> list[tuple[Shape, ...]]:
-    """The shapes of each picture that the tower is taught; none of clips and text."""
+    """The shapes of each picture, for the tower's auxiliary loss; none for clips and text."""
     if isinstance(thing, Scene):
         return [thing.shapes]
     if isinstance(thing, Pair):
@@ -375,7 +375,7 @@ def _shapes(thing: Any) -> list[tuple[Shape, ...]]:
 
 
 def _changes(thing: Any) -> Tensor:
-    """What the decoder is taught of the visual tokens of one prompt."""
+    """Labels of the visual tokens of one prompt, for the decoder's auxiliary loss."""
     if isinstance(thing, Window):
         return _window_changes(thing)
     if isinstance(thing, Clip):
@@ -389,7 +389,7 @@ def _window_changes(window: Window) -> Tensor:
     """The same of a window: the clips' whole frames, each clip apart from the one before it."""
     held, times, ages = [], [], []
     for number, clip in enumerate(window.clips):
-        indices = window.shown(number)
+        indices = window.indices_of(number)
         if indices:
             seconds = stream_times(clip)
             frames = [window.whole[index][1] for index in indices]

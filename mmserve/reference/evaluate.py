@@ -24,7 +24,7 @@ CONCURRENT = 8
 TASK_STRIDE, SEED_STRIDE = 50_021, 10_007
 
 
-class Shown(TypedDict):
+class MediaFiles(TypedDict):
     """The media of a question, as the client takes them."""
 
     images: list[bytes]
@@ -48,10 +48,10 @@ def item(task: str, index: int, seed: int) -> tuple[Any, Question]:
     return sample(task, random.Random(TEST_SEEDS[position % len(TEST_SEEDS)]))
 
 
-def shown(task: str, thing: Any) -> Shown:
+def media_files(task: str, thing: Any) -> MediaFiles:
     """The media of an item as files: PNG pictures and H.264 clips."""
     media = SUBJECTS[TASKS[task]].media(thing)
-    return Shown(
+    return MediaFiles(
         images=[png(m) for m in media if not isinstance(m, Frames)],
         videos=[h264(m) for m in media if isinstance(m, Frames)],
     )
@@ -78,7 +78,7 @@ def evaluate(
 
         def right(asked: tuple[Any, Question]) -> bool:
             thing, question = asked
-            media = shown(question.task, thing)
+            media = media_files(question.task, thing)
             wanted: Options = {"max_new_tokens": canvas(question.task), **options, "videos": media["videos"]}
             return correct(question, client.generate(question.text, media["images"], **wanted).text)
 

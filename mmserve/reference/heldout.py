@@ -1,4 +1,4 @@
-"""A look at accuracy while training goes on; what counts is ``mmserve bench quality``, through the whole server."""
+"""A quick measurement of accuracy during training; figures to publish are those of ``mmserve bench quality``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quick_accuracy(model: ReferenceModel, tokenizer: PreTrainedTokenizerFast, re
         with mixed_precision(device):
             visual = None
             if batch.pixels is not None:
-                visual = model.visual(model.look(batch.pixels)[0], pooled=batch.pooled)
+                visual = model.visual(model.image_features(batch.pixels)[0], pooled=batch.pooled)
             wrong = answer_errors(model, tokenizer, visual, batch)
         result[kind] = round(1 - wrong.any(1).float().mean().item(), 3)
     return result
@@ -54,7 +54,7 @@ def _held_out(recipe: Recipe) -> dict[str, tuple[list[Sample], int]]:
     step, mix = 2_000_000, recipe.mix if recipe.trained == "adapter" else "broad"
     kinds = {kind for kind in MIXES[mix] if kind in MEASURED}
     while len(found) < len(kinds):
-        kind, samples, canvas = draw(step, recipe.seed + 1, looking=False, scale=recipe.scale, mix=mix)
+        kind, samples, canvas = draw(step, recipe.seed + 1, scenes_only=False, scale=recipe.scale, mix=mix)
         if kind in kinds:
             found.setdefault(kind, (samples, canvas))
         step += 1
@@ -62,7 +62,7 @@ def _held_out(recipe: Recipe) -> dict[str, tuple[list[Sample], int]]:
 
 
 def _greedy_errors(model: ReferenceModel, visual: Tensor | None, batch: Batch) -> Tensor:
-    logits, _ = model(visual, batch.ids, batch.visual_at, batch.positions, batch.sees(causal=True))
+    logits, _ = model(visual, batch.ids, batch.visual_at, batch.positions, batch.attention_mask(causal=True))
     return F.pad((batch.share[:, 1:] > 0) & (logits[:, :-1].argmax(-1) != batch.ids[:, 1:]), (1, 0))
 
 
@@ -70,7 +70,7 @@ def _threshold_errors(model: ReferenceModel, mask_id: int, visual: Tensor | None
     ids = torch.where(batch.share > 0, mask_id, batch.ids)
     least = -(-int((ids == mask_id).sum(1).max()) // PASSES)
     while (masked := ids == mask_id).any():
-        logits, _ = model(visual, ids, batch.visual_at, batch.positions, batch.sees(causal=False))
+        logits, _ = model(visual, ids, batch.visual_at, batch.positions, batch.attention_mask(causal=False))
         logits[..., mask_id] = -torch.inf
         confidence, token = logits.float().softmax(-1).max(-1)
         confidence = confidence.masked_fill(~masked, -1.0)

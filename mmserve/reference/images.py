@@ -108,12 +108,15 @@ def caption(scene: Scene, _rng: random.Random) -> tuple[str, str]:
 
 
 def listing(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """Every shape in words and in random order. Taught, not tested: a reader who sees part of it must find the shape
-    it is about by what it looks like, because its place in the list is random. Short answers need that skill and teach
-    it poorly: after 100,000 of them, questions such as "Where is the red circle?" were answered by guessing a shape."""
+    """Every shape in words and in random order, for training only: a shape of the list must be found by its features,
+    because its place there is random.
+
+    Short answers need that skill and train it poorly: after 100,000 of them, questions such as "Where is the red
+    circle?" were answered by guessing a shape.
+    """
     shapes = rng.sample(scene.shapes, len(scene.shapes))
-    said = ", ".join(f"a {s.size} {s.name} at the {s.position}" for s in shapes)
-    return "Describe the scene in any order.", said
+    phrase = ", ".join(f"a {s.size} {s.name} at the {s.position}" for s in shapes)
+    return "Describe the scene in any order.", phrase
 
 
 #: The question that asks for every field of each object.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmserve.reference.batch import NOWHERE, Batch
+from mmserve.reference.batch import NO_COLUMN, Batch
 from mmserve.reference.copying import Guide
 from mmserve.reference.data import COPIED, UNORDERED
 from mmserve.reference.decisions import DECISIONS
@@ -19,11 +19,11 @@ ALL_MASKED = 0.4
 #: Share of questions whose answer is masked from a random token on, and how far from there the loss reaches in half of
 #: them; in the others to the answer's end: what lies far ahead must be known to be unsure, or it is committed first.
 FROM_A_TOKEN, AHEAD = 0.5, 8
-#: Share of batches of a kind that are trained as ``staircase`` does.
-STAIRCASE = {"text": 0.4, "json": 0.4, "calls": 0.6, "dictated": 0.75, "copies": 0.75}
-#: Tokens of a piece on average: fewer where a token is copied, which the one on its left shows how to do.
-STAIR, COPIED_STAIR = 4, 2
-#: Tokens of padding after an answer that is cut into pieces: of a piece none of the others is seen.
+#: Share of batches of a kind that are trained as ``piecewise`` does.
+PIECEWISE = {"text": 0.4, "json": 0.4, "calls": 0.6, "dictated": 0.75, "copies": 0.75}
+#: Mean tokens of a piece: fewer for copied text, where a token depends on the one on its left.
+PIECE, COPIED_PIECE = 4, 2
+#: Tokens of padding after an answer that is cut into pieces; other pieces do not attend to those of one.
 PADDING = 4
 #: Masking rates of answers in random order: the unmasked part must identify the shape.
 UNORDERED_RATES = (0.3, 0.85)
@@ -72,17 +72,17 @@ def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torc
     return torch.where(masked, mask_id, batch.ids), weight
 
 
-def staircase(
+def piecewise(
     batch: Batch, mask_id: int, generator: torch.Generator, guide: Guide | None = None
 ) -> tuple[Batch, Tensor, Tensor]:
     """The batch with every answer twice, and its masked ids and weights as ``mask_answers`` gives them.
 
-    The second copy is all masks, cut into pieces of ``STAIR`` tokens on average, or ``COPIED_STAIR``, each of which
-    sees itself and, of the first copy, what is left of it: every token of an answer is learned in one pass, as decoding
-    meets it (the vectorised training of block diffusion, arXiv 2503.09573). Tokens of the first copy see none on their
-    right, so nothing of a piece leaks into what it sees. Only for rows of one question, whose answer is in adjacent
-    columns.
-    ``guide``, where given, is extended by the pieces: of a masked left neighbour nothing is to be seen.
+    The second copy is all masks, cut into pieces of ``PIECE`` tokens on average, or ``COPIED_PIECE``, each of which
+    attends to itself and, of the first copy, to what is left of it: every token of an answer is trained in one pass, in
+    a state that occurs in decoding (the vectorised training of block diffusion, arXiv 2503.09573). Tokens of the first
+    copy attend to none on their right, so no piece attends to its own tokens through them. Only for rows of one
+    question, whose answer is in adjacent columns.
+    ``guide``, where given, is extended by the pieces; a masked left neighbour is not guided to.
     """
     answer = batch.share > 0
     begins = answer.int().argmax(1, keepdim=True)
@@ -96,7 +96,7 @@ def staircase(
     def twice(values: Tensor, copy: Tensor) -> Tensor:
         return torch.cat([values, copy], 1)
 
-    size = COPIED_STAIR if batch.kind in COPIED else STAIR
+    size = COPIED_PIECE if batch.kind in COPIED else PIECE
     starts = torch.rand(copied.shape, generator=generator).to(copied.device) < 1 / size
     starts[:, 0] = True
     place = copy(batch.positions)
@@ -107,18 +107,20 @@ def staircase(
         batch,
         ids=twice(batch.ids, copy(batch.ids)),
         visual_at=twice(batch.visual_at, torch.zeros_like(copied)),
-        seen=twice(batch.seen, copied),
+        unpadded=twice(batch.unpadded, copied),
         packed=True,
         question=twice(torch.zeros_like(batch.question), starts.long().cumsum(1)),
         positions=twice(batch.positions, place),
         share=twice(torch.zeros_like(batch.share), copy(batch.share) * copied),
         block=twice(batch.block, copy(batch.block)),
-        left=twice(torch.where(prompt, first, batch.positions + 1), start),
+        context_end=twice(torch.where(prompt, first, batch.positions + 1), start),
     )
     if guide is not None:
         first_of_piece = copied & starts
-        guide.neighbour = twice(guide.neighbour, torch.where(first_of_piece, copy(guide.neighbour), NOWHERE))
-        guide.source = twice(torch.full_like(guide.source, NOWHERE), torch.where(copied, copy(guide.source), NOWHERE))
+        guide.neighbour = twice(guide.neighbour, torch.where(first_of_piece, copy(guide.neighbour), NO_COLUMN))
+        guide.source = twice(
+            torch.full_like(guide.source, NO_COLUMN), torch.where(copied, copy(guide.source), NO_COLUMN)
+        )
     ids = twice(batch.ids, torch.full_like(place, mask_id))
     return doubled, ids, doubled.share
 
@@ -155,8 +157,8 @@ def diffusion_loss(
     """Weighted cross-entropy of the masked answer tokens, averaged over questions; and the hidden states half-way.
     ``guide`` has its own losses afterwards."""
     chosen = weight > 0
-    sees = batch.sees(causal=False)
-    logits, hidden = model(visual, ids, batch.visual_at, batch.positions, sees, guide.see if guide else None)
+    mask = batch.attention_mask(causal=False)
+    logits, hidden = model(visual, ids, batch.visual_at, batch.positions, mask, guide.add_scores if guide else None)
     loss = F.cross_entropy(logits[chosen].float(), batch.ids[chosen], reduction="none")
     return (loss * weight[chosen]).sum() / batch.share.sum(), hidden
 
@@ -166,7 +168,7 @@ def causal_loss(model: ReferenceModel, visual: Tensor | None, batch: Batch) -> t
     half-way."""
     weight = batch.share[:, 1:]
     chosen = weight > 0
-    sees = batch.sees(causal=True)
-    logits, hidden = model(visual, batch.ids, batch.visual_at, batch.positions, sees)
+    mask = batch.attention_mask(causal=True)
+    logits, hidden = model(visual, batch.ids, batch.visual_at, batch.positions, mask)
     loss = F.cross_entropy(logits[:, :-1][chosen].float(), batch.ids[:, 1:][chosen], reduction="none")
     return (loss * weight[chosen]).sum() / batch.share.sum(), hidden

@@ -24,8 +24,8 @@ FRAMES = 8
 FRAME_TIME = "{seconds}s:"
 #: The tower layer whose patch features go to the decoder, as LLaVA counts it (the last but one).
 SELECT_LAYER = -2
-#: The decoder layer after which training reads what the visual tokens have come to mean: half-way.
-TAUGHT_LAYER = 2
+#: The decoder layer with the auxiliary loss on its visual tokens: half-way.
+AUXILIARY_LAYER = 2
 
 
 def decoder_config(vocab_size: int) -> DecoderConfig:
@@ -65,11 +65,11 @@ def mixed_precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
 
-def explicit_attention(mask: Tensor, see: Callable[[int, Tensor], None] | None = None) -> Attend:
+def explicit_attention(mask: Tensor, on_scores: Callable[[int, Tensor], None] | None = None) -> Attend:
     """Attention spelled out, for training on a CPU: there SDPA's backward took 67 ms a layer, this takes 21.
 
-    ``mask`` is bool ``[B, 1, T or 1, T]``, True = seen; queries and keys ``[B, T, H, K]`` have equally many heads.
-    ``see`` is given each layer's number and the scores ``[B, H, T, T]`` of its heads.
+    ``mask`` is bool ``[B, 1, T or 1, T]``, True = attended to; queries and keys are ``[B, T, H, K]``.
+    ``on_scores`` is given each layer's number and the scores ``[B, H, T, T]`` of its heads.
     """
     bias = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -1e4)
 
@@ -78,8 +78,8 @@ def explicit_attention(mask: Tensor, see: Callable[[int, Tensor], None] | None =
         turned = (rotate(q, cos, sin), rotate(k, cos, sin), v)
         q, k, v = (x.transpose(1, 2).flatten(0, 1).to(v.dtype) for x in turned)
         scores = torch.bmm(q * size**-0.5, k.transpose(1, 2)).unflatten(0, (rows, heads)) + bias.to(q.dtype)
-        if see is not None:
-            see(layer, scores)
+        if on_scores is not None:
+            on_scores(layer, scores)
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).flatten(0, 1)
         return torch.bmm(weights, v).unflatten(0, (rows, heads)).transpose(1, 2)
 
@@ -103,7 +103,7 @@ class ReferenceModel(nn.Module):
         )
         _initialise(self)
 
-    def look(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    def image_features(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Patch features ``[M, VISUAL_TOKENS, 128]`` of layer ``SELECT_LAYER`` and the pooled CLS ``[M, 128]``."""
         out = self.tower(pixels, output_hidden_states=True)
         return out.hidden_states[SELECT_LAYER][:, 1:], out.pooler_output
@@ -122,29 +122,29 @@ class ReferenceModel(nn.Module):
         ids: Tensor,
         visual_at: Tensor,
         positions: Tensor,
-        sees: Tensor,
-        see: Callable[[int, Tensor], None] | None = None,
+        mask: Tensor,
+        on_scores: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits ``[B, T, V]`` of ``ids [B, T]`` at integer ``positions [B, T]``, and the hidden states ``[B, T, D]``
-        after ``TAUGHT_LAYER``.
+        after ``AUXILIARY_LAYER``.
 
-        The places where ``visual_at`` is True hold the tokens of ``visual``, in order; ``sees`` is the attention mask,
-        bool ``[B, 1, T or 1, T]``; ``see`` is that of ``explicit_attention``.
+        The places where ``visual_at`` is True hold the tokens of ``visual``, in order; ``mask`` is the attention mask,
+        bool ``[B, 1, T or 1, T]``; ``on_scores`` is that of ``explicit_attention``.
         """
         x = self.decoder.embed(ids)
         if visual is not None:
             x = x.masked_scatter(visual_at[..., None], visual.flatten(0, 1).to(x.dtype))
-        attend = dense_attention(sees) if x.is_cuda and see is None else explicit_attention(sees, see)
+        attend = dense_attention(mask) if x.is_cuda and on_scores is None else explicit_attention(mask, on_scores)
         cos, sin = self.decoder.rotary(positions)
         hidden = []
         for index, layer in enumerate(self.decoder.layers):
             x = layer(x, cos, sin, index, attend)
             hidden.append(x)
-        return self.decoder.logits(self.decoder.norm(x)), hidden[TAUGHT_LAYER]
+        return self.decoder.logits(self.decoder.norm(x)), hidden[AUXILIARY_LAYER]
 
 
 def _initialise(model: ReferenceModel) -> None:
-    """Embeddings at a tenth of the usual scale: at scale 1 the model takes ten times longer to learn to look."""
+    """Embeddings at a tenth of the usual scale: at scale 1 the model needs ten times as many steps to use pictures."""
     residual = 0.02 / (2 * model.decoder.config.num_layers) ** 0.5
     for name, parameter in model.named_parameters():
         if name.startswith("decoder.") and parameter.dim() == 2:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmserve.reference.auxiliary import AuxiliaryHeads
 from mmserve.reference.model import ReferenceModel
 from mmserve.reference.recipe import Recipe
-from mmserve.reference.teaching import TeachingHeads
 
 
 class Optimizers:
     """Muon for the matrices of the tower's and decoder's layers, AdamW for everything else; of an adapter's matrices
     Muon only where the recipe has ``adapter_muon``."""
 
-    def __init__(self, model: ReferenceModel, heads: TeachingHeads, recipe: Recipe) -> None:
+    def __init__(self, model: ReferenceModel, heads: AuxiliaryHeads, recipe: Recipe) -> None:
         matrices: list[Tensor] = []
         rest: list[Tensor] = list(heads.parameters())
         by_muon = recipe.trained != "adapter" or recipe.adapter_muon

@@ -41,11 +41,11 @@ def _changed(shapes: tuple[Shape, ...], rng: random.Random) -> tuple[tuple[Shape
         return shapes[:index] + shapes[index + 1 :], f"the {old.name} at the {old.position} was removed"
     if change == "recolored":
         new = replace(old, color=rng.choice([c for c in COLORS if c != old.color]))
-        said = f"the {old.name} at the {old.position} turned {new.color}"
+        phrase = f"the {old.name} at the {old.position} turned {new.color}"
     else:
         new = replace(old, kind=rng.choice([k for k in KINDS if k != old.kind]))
-        said = f"the {old.name} at the {old.position} became a {new.kind}"
-    return (*shapes[:index], new, *shapes[index + 1 :]), said
+        phrase = f"the {old.name} at the {old.position} became a {new.kind}"
+    return (*shapes[:index], new, *shapes[index + 1 :]), phrase
 
 
 def which(pair: Pair, rng: random.Random) -> tuple[str, str]:

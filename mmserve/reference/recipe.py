@@ -7,11 +7,11 @@ from dataclasses import dataclass
 OBJECTIVES = ("diffusion", "causal")
 TRAINED = ("all", "decoder", "adapter")
 
-#: Kinds of subject and their shares of the batches. While a model learns to look, a scene's JSON describes every cell
-#: and a listing leads from looks to places; at the end what is hardest has most:
-#: comparing pictures and moments, or telling much.
+#: Kinds of subject and their shares of the batches. The first steps have scenes as JSON, which describes every cell,
+#: and as listings, which lead from a shape to its place; the last ones mostly what is hardest: comparing pictures and
+#: moments, or long descriptions.
 MIXES: dict[str, dict[str, float]] = {
-    "looking": {"json": 0.5, "listing": 0.5},
+    "scenes": {"json": 0.5, "listing": 0.5},
     "broad": {
         "image": 0.25,
         "listing": 0.15,
@@ -120,14 +120,14 @@ MIXES: dict[str, dict[str, float]] = {
         "watch": 0.02,
         "stream": 0.12,
     },
-    # What adapters are taught.
+    # Those of adapters.
     "streams_alone": {"stream": 1.0},
     "decisions_alone": {"decisions": 0.5, "decisions_named": 0.3, "decisions_text": 0.08, "decisions_video": 0.12},
     "calls_alone": {"calls": 1.0},
     "copies_alone": {"copies": 1.0},
     "dictated_and_copies": {"dictated": 0.35, "copies": 0.65},
     "calls_and_dictated": {"calls": 0.65, "dictated": 0.25, "copies": 0.1},
-    # What the diffusion model is taught last, all at once: streams, tools, and typed questions.
+    # The last one of the diffusion model: streams, tools, and typed questions.
     "deciding": {
         "calls": 0.27,
         "stream": 0.25,
@@ -157,7 +157,7 @@ class Recipe:
 
     objective: str = "diffusion"
     tower_steps: int = 1000
-    looking_steps: int = 1200  # steps of stage 2 with scenes as JSON and as listings only
+    scene_steps: int = 1200  # steps of stage 2 with scenes as JSON and as listings only
     mix: str = "broad"  # of the steps after those
     packed_steps: int = 5500  # up to this step, questions about one picture share a row
     steps: int = 7500
@@ -165,7 +165,7 @@ class Recipe:
     muon_lr: float = 2.5e-3
     adam_lr: float = 1.8e-3
     warmup: int = 150
-    teaching: float = 0.3
+    auxiliary_weight: float = 0.3
     ema: float = 0.998
     lowest_rate: float = 0.08
     seed: int = 0

@@ -81,7 +81,7 @@ class Outcome:
     def of(cls, window: Window, question: Question, *, right: bool) -> Outcome:
         """The outcome of ``question`` about ``window``."""
         newest = len(window.clips) - 1
-        whole = len(window.shown(newest)) == window.clips[newest].seconds
+        whole = len(window.indices_of(newest)) == window.clips[newest].seconds
         return cls(question.task, right, window.label(len(window.whole) - 1), whole)
 
     @property

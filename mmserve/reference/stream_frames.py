@@ -34,7 +34,7 @@ class SeenFrames:
             times = frame_times(clip)
             pictures = through_h264(clip, times) if number % COMPRESSED == 0 else clip.frames(times).pictures
             pixels = torch.stack([pixels_of(picture) for picture in pictures]).to(device)
-            tokens.append(model.visual(model.look(pixels)[0], pooled=True).to("cpu", torch.bfloat16))
+            tokens.append(model.visual(model.image_features(pixels)[0], pooled=True).to("cpu", torch.bfloat16))
         return cls(clips, tokens)
 
     @classmethod

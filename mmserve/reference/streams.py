@@ -87,14 +87,14 @@ class Window:
         """The label of the ``index``-th whole frame, a second modulo ``LABEL_CYCLE``."""
         return (self.second - (len(self.whole) - 1 - index)) % LABEL_CYCLE
 
-    def shown(self, clip: int) -> range:
+    def indices_of(self, clip: int) -> range:
         """Which of the whole frames (by index) show the ``clip``-th clip."""
         indices = [index for index, (of, _frame) in enumerate(self.whole) if of == clip]
         return range(indices[0], indices[-1] + 1) if indices else range(0)
 
-    def seen(self, clip: int) -> Clip:
+    def visible_part(self, clip: int) -> Clip:
         """The ``clip``-th clip as far as whole frames show it, at least one."""
-        indices = self.shown(clip)
+        indices = self.indices_of(clip)
         return cut(self.clips[clip], self.whole[indices[0]][1], self.whole[indices[-1]][1])
 
 
@@ -157,11 +157,11 @@ def about_clip(window: Window, clip: int, rng: random.Random) -> list[Question]:
 
     None where its oldest whole frame is the one in which something happens: whether that is new cannot be seen.
     """
-    indices = window.shown(clip)
+    indices = window.indices_of(clip)
     first = window.whole[indices[0]][1] if indices else 0
     if len(indices) < EVENT_FRAMES or (first and first in moments(window.clips[clip])):
         return []
-    return _about(window.seen(clip), window.label(indices[0]), rng)
+    return _about(window.visible_part(clip), window.label(indices[0]), rng)
 
 
 def _about(clip: Clip, label: int, rng: random.Random) -> list[Question]:
@@ -200,7 +200,7 @@ def lately(window: Window, rng: random.Random) -> list[Question]:
     """Questions about the last N seconds, which the newest clip fills: of it only those seconds count."""
     newest = len(window.clips) - 1
     last = window.whole[-1][1]
-    shown = len(window.shown(newest))
+    shown = len(window.indices_of(newest))
     if shown < EVENT_FRAMES:
         return []
     seconds = rng.randint(EVENT_FRAMES, shown)
@@ -220,7 +220,7 @@ def in_the_last(seconds: int, text: str) -> str:
 
 def earlier(window: Window, clip: int, rng: random.Random) -> list[Question]:
     """Questions about an older clip that is whole in the window, each naming a shape that no other frame shows."""
-    if len(window.shown(clip)) < window.clips[clip].seconds:
+    if len(window.indices_of(clip)) < window.clips[clip].seconds:
         return []
     others = {name for index, other in enumerate(window.clips) if index != clip for name in _names(other.actors)}
     own = _names(window.clips[clip].actors)
@@ -228,7 +228,7 @@ def earlier(window: Window, clip: int, rng: random.Random) -> list[Question]:
         return []
     asked = about_clip(window, clip, rng)
     named = [q for q in asked if q.task != "narration" and any(name in q.text for name in own)]
-    ago = len(window.whole) - window.shown(clip)[0]
+    ago = len(window.whole) - window.indices_of(clip)[0]
     found = []
     for question in named:
         seconds = rng.randint(ago, len(window.whole))

@@ -1,9 +1,9 @@
 """Train a bundled model: ``python -m mmserve.reference.train``; stopped, it resumes where it was.
 
 Two objectives share data, tokenizer and tower: ``diffusion`` (LLaDA's masked loss, cross-entropy at masked positions
-over the masking rate; arXiv 2502.09992) and ``causal`` (next token). Stage 1 teaches the tower alone, with labels of
-every patch and of the picture: with a tower that already sees, the decoder learns to look ten times sooner. Stage 2
-trains everything, the teaching loss beside the main one.
+over the masking rate; arXiv 2502.09992) and ``causal`` (next token). Stage 1 trains the tower alone, with labels of
+every patch and of the picture: with a trained tower, the decoder learns to use pictures in a tenth of the steps. Stage
+2 trains everything, with the auxiliary loss added to the main one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.models.checkpoint import ADAPTER
 from mmserve.observe.machine import describe
+from mmserve.reference.auxiliary import AuxiliaryHeads
 from mmserve.reference.batch import Batch
 from mmserve.reference.copying import Guide
 from mmserve.reference.data import collate, draw
 from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import quick_accuracy
-from mmserve.reference.losses import PADDING, STAIRCASE, causal_loss, diffusion_loss, mask_answers, staircase
+from mmserve.reference.losses import PADDING, PIECEWISE, causal_loss, diffusion_loss, mask_answers, piecewise
 from mmserve.reference.low_rank import add_low_rank, read_adapter
 from mmserve.reference.model import ReferenceModel, mixed_precision
 from mmserve.reference.optimizers import Optimizers
@@ -37,12 +38,11 @@ from mmserve.reference.plot import plot
 from mmserve.reference.recipe import MIXES, OBJECTIVES, RECIPES, TRAINED, Recipe
 from mmserve.reference.stream_frames import SeenFrames
 from mmserve.reference.streams import training_clips
-from mmserve.reference.teaching import TeachingHeads
 from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
 
 #: Vocabulary rows: the tokenizer's size rounded up to a multiple of 64.
 VOCAB_MULTIPLE = 64
-#: Steps between lines of the log, saved states, and looks at the accuracy; the last step has all three.
+#: Steps between lines of the log, saved states, and measurements of the accuracy; the last step has all three.
 LOG_EVERY, SAVE_EVERY, MEASURE_EVERY = 100, 200, 1000
 
 
@@ -63,11 +63,11 @@ class Steps(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         recipe = self.recipe
-        looking = step < recipe.tower_steps + recipe.looking_steps
+        scenes_only = step < recipe.tower_steps + recipe.scene_steps
         causal = recipe.objective == "causal"
         packed = causal or step < recipe.packed_steps
         kind, samples, canvas = draw(
-            step, recipe.seed, looking=looking, packed=packed, scale=recipe.scale, mix=recipe.mix, causal=causal
+            step, recipe.seed, scenes_only=scenes_only, packed=packed, scale=recipe.scale, mix=recipe.mix, causal=causal
         )
         samples = self.processes.share(samples)
         batch = collate(kind, samples, 0 if causal else canvas, self.tokenizer)
@@ -90,7 +90,7 @@ class Run:
             raise SystemExit("--guide is of the objective diffusion: the causal model learns to copy without it")
         if "stream" in MIXES[recipe.mix] and recipe.trained == "all":
             raise SystemExit(
-                f"the mix {recipe.mix!r} has windows of streams, whose frames are seen once: add --trained decoder"
+                f"the mix {recipe.mix!r} has windows of streams, whose frames are encoded once: add --trained decoder"
             )
         torch.manual_seed(recipe.seed)
         self.recipe, self.folder, self.device = recipe, folder, device
@@ -101,7 +101,7 @@ class Run:
         causal = recipe.objective == "causal"
         self.model = ReferenceModel(vocab, causal=causal).to(device)
         sizes = self.model.tower.config.hidden_size, self.model.decoder.config.hidden_size
-        self.heads = TeachingHeads(*sizes).to(device)
+        self.heads = AuxiliaryHeads(*sizes).to(device)
         self.average = ReferenceModel(vocab, causal=causal).to(device)
         self.average.load_state_dict(self.model.state_dict())
         if recipe.trained != "all":
@@ -123,16 +123,16 @@ class Run:
         recipe, step = self.recipe, self.done
         batch = batch.to(self.device)
         with mixed_precision(self.device):
-            visual, teaching, right = self._look(batch)
+            visual, auxiliary, right = self._visual_tokens(batch)
             if step < recipe.tower_steps:
-                loss = main = teaching
+                loss = main = auxiliary
                 changes = torch.zeros(())
             else:
                 main, hidden = self._main_loss(visual, batch)
                 changes = torch.zeros((), device=self.device)
-                if batch.changes is not None and recipe.teaching:
+                if batch.changes is not None and recipe.auxiliary_weight:
                     changes = self.heads.changes(hidden[batch.visual_at], batch.changes)
-                loss = main + recipe.teaching * (teaching + changes)
+                loss = main + recipe.auxiliary_weight * (auxiliary + changes)
         loss.backward()
         trained = [p for p in (*self.model.parameters(), *self.heads.parameters()) if p.requires_grad]
         self.processes.average(trained)
@@ -147,8 +147,8 @@ class Run:
         kind = "tower" if step < recipe.tower_steps else batch.kind
         return {"kind": kind, "loss": main.detach(), "tower": right, "changes": changes.detach()}
 
-    def _look(self, batch: Batch) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Visual tokens, teaching loss, and the share of pictures that the tower reads without fault."""
+    def _visual_tokens(self, batch: Batch) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Visual tokens, auxiliary loss, and the share of pictures that the tower's heads label without fault."""
         zero = torch.zeros((), device=self.device)
         if batch.visual is not None:
             return batch.visual, zero, None
@@ -156,23 +156,23 @@ class Run:
             return None, zero, None
         if self.recipe.trained != "all":
             with torch.no_grad():
-                return self.model.visual(self.model.look(batch.pixels)[0], pooled=batch.pooled), zero, None
-        features, pooled = self.model.look(batch.pixels)
-        teaching, right = (zero, None) if batch.labels is None else self.heads.tower(features, pooled, batch.labels)
-        return self.model.visual(features, pooled=batch.pooled), teaching, right
+                return self.model.visual(self.model.image_features(batch.pixels)[0], pooled=batch.pooled), zero, None
+        features, pooled = self.model.image_features(batch.pixels)
+        auxiliary, right = (zero, None) if batch.labels is None else self.heads.tower(features, pooled, batch.labels)
+        return self.model.visual(features, pooled=batch.pooled), auxiliary, right
 
     def _main_loss(self, visual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         if self.model.causal:
             return causal_loss(self.model, visual, batch)
         generator = torch.Generator().manual_seed((self.recipe.seed * 1_000_003 + self.done) * 64 + self.processes.rank)
-        stairs = 0.0 if batch.packed else STAIRCASE.get(batch.kind, 0.0)
-        by_pieces = float(torch.rand((), generator=generator)) < stairs
+        share = 0.0 if batch.packed else PIECEWISE.get(batch.kind, 0.0)
+        by_pieces = float(torch.rand((), generator=generator)) < share
         if by_pieces and batch.changes is None:
             batch = batch.with_padding(PADDING)
         guided = not batch.packed or batch.option_labels is not None
         guide = Guide.of(batch) if self.recipe.guide and guided else None
         if by_pieces:
-            trained, ids, weight = staircase(batch, self.mask_id, generator, guide)
+            trained, ids, weight = piecewise(batch, self.mask_id, generator, guide)
         else:
             trained, (ids, weight) = batch, mask_answers(batch, self.mask_id, self.recipe.lowest_rate, generator)
         loss, hidden = diffusion_loss(self.model, visual, trained, ids, weight, guide)
@@ -272,7 +272,7 @@ class Run:
 
     def _begin_exported(self, folder: Path) -> None:
         if self.recipe.trained == "all":
-            raise SystemExit(f"{folder} has no read-outs of the tower to go on with: add --trained decoder")
+            raise SystemExit(f"{folder} has no heads of the tower: add --trained decoder")
         for model in (self.model, self.average):
             read_exported(folder, model)
         self._begun_from_card(folder / "MODEL_CARD.md")

@@ -9,7 +9,7 @@ from pathlib import Path
 from mmserve.core.request import Diffusion, ImagePart, Message, Part, Request, Sampling, TextPart, VideoPart
 from mmserve.lines import read_lines
 from mmserve.models.base import LoadedModel
-from mmserve.reference.evaluate import canvas, shown
+from mmserve.reference.evaluate import canvas, media_files
 from mmserve.reference.items import TRAIN_SEEDS
 from mmserve.reference.tasks import TASKS, sample
 
@@ -30,7 +30,7 @@ def reference_requests(model: LoadedModel, seed: int) -> Iterator[Request]:
     while True:
         task = tasks[index % len(tasks)]
         thing, question = sample(task, random.Random(rng.choice(TRAIN_SEEDS)))
-        media = shown(task, thing)
+        media = media_files(task, thing)
         parts: list[Part] = [
             *map(ImagePart, media["images"]),
             *map(VideoPart, media["videos"]),

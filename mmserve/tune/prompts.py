@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.lines import json_object, read_files, read_lines
-from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.evaluate import canvas, item, media_files
 from mmserve.reference.images import schema_asked
 from mmserve.reference.tasks import correct
 
@@ -61,7 +61,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _bundled(task: str, constrained: bool, index: int, seed: int) -> Prompt:
     thing, question = item(task, index, seed)
-    media = shown(task, thing)
+    media = media_files(task, thing)
     return Prompt(
         text=question.text,
         images=media["images"],

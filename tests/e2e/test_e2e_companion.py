@@ -14,7 +14,7 @@ from mmserve.assembly import BackgroundServer
 from mmserve.client import Client, DraftModel, Guided, Ngram
 from mmserve.config import Config, ModelConfig
 from mmserve.errors import InvalidArgument, Unimplemented
-from mmserve.reference.evaluate import item, shown
+from mmserve.reference.evaluate import item, media_files
 
 TWIN = "bundled-causal"
 #: About words alone, a picture, two pictures and a clip.
@@ -41,7 +41,7 @@ def client(server: BackgroundServer) -> Iterator[Client]:
 def asked(task: str, index: int = 0) -> tuple[str, dict[str, Any]]:
     """A question and its media."""
     thing, question = item(task, index, 5)
-    media = shown(task, thing)
+    media = media_files(task, thing)
     return question.text, {"images": media["images"], "videos": media["videos"], "max_new_tokens": 20}
 
 

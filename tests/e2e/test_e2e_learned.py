@@ -19,7 +19,7 @@ from mmserve.config import BUNDLED, ModelConfig
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.commit_filter import FILTER
 from mmserve.models.names import shipped_folder
-from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.evaluate import canvas, item, media_files
 
 TASKS = ("arithmetic",)
 
@@ -54,7 +54,7 @@ def answers(served: Running, **changes: object) -> list[Result]:
     found = []
     for task in TASKS:
         thing, question = item(task, 0, 0)
-        media = shown(task, thing)
+        media = media_files(task, thing)
         found.append(
             served.client.generate(
                 question.text, media["images"], model="bundled", max_new_tokens=canvas(task), **options

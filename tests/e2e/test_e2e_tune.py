@@ -14,7 +14,7 @@ from e2e_helpers import running, settings
 from mmserve.cli import main
 from mmserve.config import BUNDLED, ModelConfig
 from mmserve.models.names import shipped_folder
-from mmserve.reference.evaluate import item, shown
+from mmserve.reference.evaluate import item, media_files
 from mmserve.reference.images import schema_asked
 
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines: list[dict[str, Any]] = []
     for index, task in enumerate(("color", "json")):
         scene, question = item(task, index, 3)
-        (path.parent / f"{task}.png").write_bytes(shown(task, scene)["images"][0])
+        (path.parent / f"{task}.png").write_bytes(media_files(task, scene)["images"][0])
         asked: dict[str, Any] = {"text": question.text, "images": [f"{task}.png"], "max_new_tokens": 16}
         if task == "json":
             asked |= {"schema": schema_asked(question.text), "max_new_tokens": 48}

@@ -31,7 +31,7 @@ from mmserve.reference.train import Run
 
 BUNDLED = model_folder(ModelConfig(path="bundled").path)
 TEACHING = Recipe(
-    tower_steps=0, looking_steps=0, packed_steps=0, steps=9, warmup=1, trained="adapter", rank=3, adam_lr=0.01
+    tower_steps=0, scene_steps=0, packed_steps=0, steps=9, warmup=1, trained="adapter", rank=3, adam_lr=0.01
 )
 
 
@@ -59,13 +59,13 @@ def run_in(folder: Path, recipe: Recipe = TEACHING) -> Run:
 
 def logits(model: ReferenceModel, batch: Batch) -> torch.Tensor:
     with torch.no_grad():
-        found: Any = model(None, batch.ids, batch.visual_at, batch.positions, batch.sees(causal=False))[0]
+        found: Any = model(None, batch.ids, batch.visual_at, batch.positions, batch.attention_mask(causal=False))[0]
     return found
 
 
 @pytest.fixture(scope="module")
 def batch(tokenizer: Any) -> Batch:
-    samples, canvas = next((s[:2], c) for k, s, c in (draw(i, 0, looking=False) for i in range(60)) if k == "text")
+    samples, canvas = next((s[:2], c) for k, s, c in (draw(i, 0, scenes_only=False) for i in range(60)) if k == "text")
     return collate("text", samples, canvas, tokenizer)
 
 
@@ -149,7 +149,7 @@ def test_an_adapter_of_the_output_layer_is_trained_written_and_served(tmp_path: 
     request = adapters.resolved(replace(ask("r", "a"), adapter="own"))
     adapter = adapters.of(request)
     assert adapter is not None and adapter.has_head
-    counts = [int(n) for n in batch.seen.sum(1)]
+    counts = [int(n) for n in batch.unpadded.sum(1)]
     rows = torch.cat([row[:n] for row, n in zip(model.decoder.embed(batch.ids), counts, strict=True)])
     places = torch.cat([row[:n] for row, n in zip(batch.positions, counts, strict=True)])
     sees = torch.block_diag(*(torch.ones(n, n) for n in counts)).bool()[None]

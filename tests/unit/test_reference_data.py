@@ -171,7 +171,9 @@ def test_the_tokenizer_holds_every_byte_splits_digits_and_knows_its_special_toke
 def test_the_loss_counts_answer_tokens_and_nothing_else(kind, tokenizer):
     mix = next(mix for mix in ("broad", "deciding", "decisions_alone", "dictated_and_copies") if kind in MIXES[mix])
     samples, canvas = next(
-        (s[:4], c) for k, s, c in (draw(step, 0, looking=False, scale=0.2, mix=mix) for step in range(400)) if k == kind
+        (s[:4], c)
+        for k, s, c in (draw(step, 0, scenes_only=False, scale=0.2, mix=mix) for step in range(400))
+        if k == kind
     )
     batch = collate(kind, samples, canvas, tokenizer)
     asked = torch.tensor([float(len(questions)) for _thing, questions in samples])
@@ -181,7 +183,7 @@ def test_the_loss_counts_answer_tokens_and_nothing_else(kind, tokenizer):
         kept = [t for t in answered.tolist() if t != tokenizer.eos_token_id]
         ends = ["" if q.decision is not None else EOT for q in questions]
         assert tokenizer.decode(kept) == "".join(q.answer + end for q, end in zip(questions, ends, strict=True))
-    assert not (batch.share > 0)[~batch.seen].any()
+    assert not (batch.share > 0)[~batch.unpadded].any()
     assert not (batch.share > 0)[batch.visual_at].any()
     each = dict.fromkeys(("image", "listing", "json", "watch", "decisions"), VISUAL_TOKENS)
     each |= dict.fromkeys(("pair", "cells"), 2 * VISUAL_TOKENS)
@@ -196,7 +198,7 @@ def test_the_loss_counts_answer_tokens_and_nothing_else(kind, tokenizer):
 
 def test_masks_hide_answer_tokens_only_and_are_unbiased(tokenizer):
     mask_id = token_id(tokenizer, MASK)
-    samples, canvas = next((s[:8], c) for k, s, c in (draw(i, 0, looking=True) for i in range(50)) if k == "json")
+    samples, canvas = next((s[:8], c) for k, s, c in (draw(i, 0, scenes_only=True) for i in range(50)) if k == "json")
     batch = collate("json", samples, canvas, tokenizer)
     generator = torch.Generator().manual_seed(0)
     total, draws = torch.zeros_like(batch.share), 1500

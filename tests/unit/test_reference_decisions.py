@@ -9,7 +9,7 @@ import torch
 from mmserve.core.decisions import CHOICE, INSTRUCTION, SCORE, YES_NO, Decision
 from mmserve.errors import InvalidArgument
 from mmserve.models.decisions import closing_ids, questions_ids
-from mmserve.reference.batch import NOWHERE
+from mmserve.reference.batch import NO_COLUMN
 from mmserve.reference.copying import Guide
 from mmserve.reference.data import collate, draw
 from mmserve.reference.decisions import DECISIONS, draw_answered, prompt_question
@@ -94,7 +94,7 @@ def test_all_slots_are_masked_and_only_they_count(tokenizer):
     mask_id = token_id(tokenizer, MASK)
     samples, canvas = next(
         (s, c)
-        for k, s, c in (draw(i, 0, looking=False, mix="deciding", scale=0.1) for i in range(99))
+        for k, s, c in (draw(i, 0, scenes_only=False, mix="deciding", scale=0.1) for i in range(99))
         if k == "decisions"
     )
     batch = collate("decisions", samples, canvas, tokenizer)
@@ -108,7 +108,7 @@ def test_a_question_sees_what_it_is_about_and_itself_as_it_does_when_it_is_asked
     samples = [(thing := DECISIONS["decisions"](random.Random(3)), [])]
     samples[0][1].extend(prompt_question(thing, each) for each in draw_answered(thing, 3, random.Random(4)))
     batch = collate("decisions", samples, 0, tokenizer)
-    shared, [sees] = int((batch.question[0] == 0).sum()), batch.sees(causal=False)[0]
+    shared, [sees] = int((batch.question[0] == 0).sum()), batch.attention_mask(causal=False)[0]
     text = tokenizer.decode(batch.ids[0, :shared])
     assert text.endswith(f"<image>\n{INSTRUCTION}")
     for number, question in enumerate(samples[0][1], start=1):
@@ -145,7 +145,7 @@ def test_the_slot_of_a_choice_is_guided_to_the_right_label_and_labels_to_their_o
             assert [texts[c] for c in labels] == (list(each.decision.answers) if each.decision.kind == CHOICE else [])
             source = int(guide.source[0, own[-1]])
             if not labels:
-                assert source == NOWHERE
+                assert source == NO_COLUMN
                 continue
             guided += 1
             assert source == labels[each.right]

@@ -34,7 +34,7 @@ CAUSAL = model_folder(ModelConfig(path="bundled-causal").path)
 TEACHING = Recipe(
     objective="causal",
     tower_steps=0,
-    looking_steps=0,
+    scene_steps=0,
     packed_steps=0,
     steps=1000,
     warmup=1,

@@ -6,6 +6,7 @@ import re
 import helpers
 import pytest
 
+from mmserve.reference.auxiliary import APPEARED, IGNORED, SAME, name_of
 from mmserve.reference.clips import Actor, Clip
 from mmserve.reference.data import collate, draw
 from mmserve.reference.images import WATCH
@@ -25,7 +26,6 @@ from mmserve.reference.streams import (
     frame_times,
     training_clips,
 )
-from mmserve.reference.teaching import APPEARED, SAME, UNTAUGHT, name_of
 from mmserve.reference.tokenizer import EOT, IMAGE, VIDEO, token_id
 
 CLIPS = held_out_clips(60)
@@ -123,7 +123,7 @@ def test_answers_about_clips_are_what_their_frames_show():
         rng = random.Random(1)
         for question in ask(window, rng):
             newest = len(window.clips) - 1
-            indices = window.shown(newest)
+            indices = window.indices_of(newest)
             if question.task in ("now", "narration"):
                 continue
             if question.task == "lately":
@@ -135,10 +135,10 @@ def test_answers_about_clips_are_what_their_frames_show():
                 having = [
                     clip
                     for clip in range(len(window.clips))
-                    if asked & set().union(*(names(window, i) for i in window.shown(clip)))
+                    if asked & set().union(*(names(window, i) for i in window.indices_of(clip)))
                 ]
                 assert len(having) == 1 and having[0] < newest
-                indices = window.shown(having[0])
+                indices = window.indices_of(having[0])
                 assert len(indices) == window.clips[having[0]].seconds
                 if question.text.startswith("In the last"):
                     assert int(question.text.split()[3]) >= len(window.whole) - indices[0]
@@ -195,7 +195,7 @@ def test_training_draws_every_layout_and_keeps_batches_small():
         window = samples[0][0]
         assert 12 * len(window.whole) + window.carriers <= MAX_POSITIONS
         assert all(set(window.clips) <= set(training_clips()) for window, _questions in samples)
-    diffusion = (draw(step, 0, looking=False, scale=0.02, mix="streaming") for step in range(20))
+    diffusion = (draw(step, 0, scenes_only=False, scale=0.02, mix="streaming") for step in range(20))
     drawn = [samples[0] for kind, samples, _canvas in diffusion if kind == "stream"]
     assert drawn and not any(window.carriers for window, _questions in drawn)
     assert all(len(questions) == 1 for _window, questions in drawn)
@@ -220,14 +220,14 @@ def test_the_decoder_is_taught_each_clip_of_a_window_by_itself(tokenizer):
     frames = ((0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2))
     window = Window((first, second), frames, 1, 13)
     batch = collate("stream", [(window, about_clip(window, 1, random.Random(0)))], 0, tokenizer)
-    taught = batch.changes
-    assert taught.shape == (1 + 5 * FRAME_TOKENS, 5) and (taught[0] == UNTAUGHT).all()
-    corner = taught[1:].unflatten(0, (5, FRAME_TOKENS))[:, 0].tolist()
+    labels = batch.changes
+    assert labels.shape == (1 + 5 * FRAME_TOKENS, 5) and (labels[0] == IGNORED).all()
+    corner = labels[1:].unflatten(0, (5, FRAME_TOKENS))[:, 0].tolist()
     name = name_of("circle", "red")
     assert corner == [
-        [name, UNTAUGHT, UNTAUGHT, 1, UNTAUGHT],
-        [name, name, SAME, 2, UNTAUGHT],
-        [0, UNTAUGHT, UNTAUGHT, 3, 0],
+        [name, IGNORED, IGNORED, 1, IGNORED],
+        [name, name, SAME, 2, IGNORED],
+        [0, IGNORED, IGNORED, 3, 0],
         [name, 0, APPEARED, 4, 1],
         [name, name, SAME, 5, 2],
     ]

@@ -14,7 +14,7 @@ from mmserve.reference import heldout
 from mmserve.reference.data import collate, draw
 from mmserve.reference.export import export
 from mmserve.reference.items import Question
-from mmserve.reference.losses import STAIRCASE
+from mmserve.reference.losses import PIECEWISE
 from mmserve.reference.model import ReferenceModel
 from mmserve.reference.plot import plot
 from mmserve.reference.recipe import OBJECTIVES, Recipe
@@ -22,7 +22,7 @@ from mmserve.reference.tasks import SUBJECTS, TASKS
 from mmserve.reference.train import Run, train
 
 #: Two steps of the tower alone, then three of everything; a row or two each.
-TINY = Recipe(tower_steps=2, looking_steps=1, packed_steps=5, steps=5, scale=0.05, warmup=2)
+TINY = Recipe(tower_steps=2, scene_steps=1, packed_steps=5, steps=5, scale=0.05, warmup=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,7 +90,7 @@ def test_the_first_stage_trains_the_tower_and_nothing_else(tmp_path):
 def test_a_run_can_begin_with_the_weights_of_another(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(torch.optim, "Muon", lambda matrices, lr, **_: torch.optim.SGD(matrices, lr))  # much quicker
     first = run_in(tmp_path / "one", replace(TINY, steps=1, tower_steps=0))
-    kind, samples, canvas = draw(0, 0, looking=True, scale=0.05)
+    kind, samples, canvas = draw(0, 0, scenes_only=True, scale=0.05)
     first.step(collate(kind, samples, canvas, tokenizer))
     first.save()
     second = run_in(tmp_path / "two", replace(TINY, seed=5))
@@ -106,20 +106,20 @@ def test_a_run_can_begin_with_the_weights_of_another(tmp_path, tokenizer, monkey
 
 @pytest.mark.slow
 def test_a_step_on_answers_cut_into_pieces_teaches_the_same_changes(tmp_path, tokenizer, monkeypatch):
-    samples, canvas = next((s[:1], c) for k, s, c in (draw(i, 0, looking=False) for i in range(60)) if k == "json")
+    samples, canvas = next((s[:1], c) for k, s, c in (draw(i, 0, scenes_only=False) for i in range(60)) if k == "json")
     batch = collate("json", samples, canvas, tokenizer)
-    taught = []
+    auxiliary = []
     for share in (0.0, 1.0):
-        monkeypatch.setitem(STAIRCASE, "json", share)
-        taught.append(float(run_in(tmp_path, replace(TINY, tower_steps=0)).step(batch)["changes"]))
-    assert taught[0] == pytest.approx(taught[1], rel=0.1) and taught[0] > 0  # the media see another answer
+        monkeypatch.setitem(PIECEWISE, "json", share)
+        auxiliary.append(float(run_in(tmp_path, replace(TINY, tower_steps=0)).step(batch)["changes"]))
+    assert auxiliary[0] == pytest.approx(auxiliary[1], rel=0.1) and auxiliary[0] > 0  # the media see another answer
 
 
 @pytest.mark.slow
 def test_training_lowers_the_loss_of_a_batch_it_sees_again(tmp_path, tokenizer):
     for objective in OBJECTIVES:
         run = run_in(tmp_path / objective, replace(TINY, objective=objective, tower_steps=0, warmup=1, steps=1000))
-        _kind, samples, canvas = draw(3, 0, looking=True, scale=0.1)
+        _kind, samples, canvas = draw(3, 0, scenes_only=True, scale=0.1)
         batch = collate("json", samples, canvas if objective == "diffusion" else 0, tokenizer)
         losses = [float(run.step(batch)["loss"]) for _ in range(30)]
         assert sum(losses[-8:]) / 8 < 0.6 * sum(losses[:3]) / 3, objective
@@ -137,36 +137,36 @@ def test_a_question_in_a_packed_row_gets_the_logits_it_gets_alone_in_a_causal_mo
         with torch.no_grad():
             visual = None
             if batch.pixels is not None:
-                visual = model.visual(model.look(batch.pixels)[0], pooled=batch.pooled)
-            return model(visual, batch.ids, batch.visual_at, batch.positions, batch.sees(causal=True))[0]
+                visual = model.visual(model.image_features(batch.pixels)[0], pooled=batch.pooled)
+            return model(visual, batch.ids, batch.visual_at, batch.positions, batch.attention_mask(causal=True))[0]
 
     together = logits(packed)
     for row, (thing, questions) in enumerate(samples[1:], start=1):
         for number, question in enumerate(questions, start=1):
             alone = collate(kind, [samples[0], (thing, [question])], 0, tokenizer)  # a first clip goes through a file
-            at = (packed.question[row] == number) & packed.seen[row]
-            mine = (alone.question[-1] == 1) & alone.seen[-1]
+            at = (packed.question[row] == number) & packed.unpadded[row]
+            mine = (alone.question[-1] == 1) & alone.unpadded[-1]
             assert torch.equal(packed.ids[row][at], alone.ids[-1][mine])
             assert (together[row][at] - logits(alone)[-1][mine]).abs().max() < 1e-3
 
 
 def _packed(kind: str) -> list[tuple[object, list[Question]]]:
     mix = "calls_alone" if kind == "calls" else "broad"
-    drawn = (draw(i, 0, looking=False, packed=True, mix=mix) for i in range(60))
+    drawn = (draw(i, 0, scenes_only=False, packed=True, mix=mix) for i in range(60))
     return next(s[:2] for k, s, _c in drawn if k == kind)
 
 
 def test_packed_rows_ask_different_questions_and_single_rows_one():
     for step in range(12):
-        _kind, packed, _canvas = draw(step, 0, looking=False, packed=True, scale=0.2)
-        _kind, single, _canvas = draw(step, 0, looking=False, scale=0.2)
+        _kind, packed, _canvas = draw(step, 0, scenes_only=False, packed=True, scale=0.2)
+        _kind, single, _canvas = draw(step, 0, scenes_only=False, scale=0.2)
         assert all(len(questions) == 1 for _thing, questions in single)
         for _thing, questions in packed:
             assert len({q.text for q in questions}) == len(questions) <= 4
 
 
 def test_a_mix_may_ask_some_tasks_more_often():
-    steps = [draw(step, 0, looking=False, mix="perfecting") for step in range(40)]
+    steps = [draw(step, 0, scenes_only=False, mix="perfecting") for step in range(40)]
     asked = [q.task for kind, samples, _c in steps if kind == "image" for _thing, qs in samples for q in qs]
     assert asked.count("count") > 2 * asked.count("color") > 0
 
@@ -203,7 +203,7 @@ def test_the_card_tells_the_accuracy_that_was_measured(tmp_path):
 
 
 def test_things_drawn_for_training_are_never_drawn_for_tests():
-    trained = {(q.text, q.answer, t.picture.tobytes()) for _k, s, _c in [draw(2, 0, looking=True)] for t, (q,) in s}
+    trained = {(q.text, q.answer, t.picture.tobytes()) for _k, s, _c in [draw(2, 0, scenes_only=True)] for t, (q,) in s}
     for seed in range(3):
         thing, question = SUBJECTS["json"].sample("json", random.Random(seed))
         assert (question.text, question.answer, thing.picture.tobytes()) not in trained

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mmserve.reference.batch import NOWHERE
+from mmserve.reference.batch import NO_COLUMN
 from mmserve.reference.calls import CALLS
 from mmserve.reference.copying import Guide
 from mmserve.reference.data import collate
@@ -53,9 +53,9 @@ def test_columns_of_a_batch_have_the_characters_of_the_answer(task):
     for ids, sources, share, source, (_thing, [question]) in zip(
         batch.ids, batch.sources, batch.share, guided, samples, strict=True
     ):
-        found = [(to, by) for to, by in enumerate(sources.tolist()) if by != NOWHERE]
+        found = [(to, by) for to, by in enumerate(sources.tolist()) if by != NO_COLUMN]
         assert bool(found) == bool(value_spans(question))
-        before, ends = NOWHERE, 0
+        before, ends = NO_COLUMN, 0
         for to, by in found:
             own, copied = tokenizer.decode([int(ids[to])]).strip(), tokenizer.decode([int(ids[by])]).strip()
             if own[0] in '",}':  # the value has ended

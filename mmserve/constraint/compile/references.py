@@ -18,7 +18,7 @@ from mmserve.constraint.findings import Refused, child
 
 _MOST_REFERENCES = 2_000
 #: The base URI of a document without its own.
-NOWHERE = "json-schema:///"
+NO_COLUMN = "json-schema:///"
 _CHARACTERS = re.compile(r"(?:[A-Za-z0-9._~:/?@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 _PARTS = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):)?(?://([^/?]*))?([^?]*)(\?.*)?")
 _INDEX = re.compile("0|[1-9][0-9]{0,5}")  # of an array (RFC 6901)
@@ -37,7 +37,7 @@ _META = re.compile(r"https?://json-schema\.org/draft[-/]")
 
 def resolved(base: str | None, reference: str) -> str | None:
     """The URI of ``reference``, which has no fragment, relative to ``base`` (a result of this function, or
-    ``NOWHERE``).
+    ``NO_COLUMN``).
 
     None if there is none: ``reference`` is not a URI reference (or has an IP literal, which is not supported), or it is
     relative to a base without hierarchy, such as a URN, or to None.
@@ -221,7 +221,7 @@ class _Names:
         return self._anchors.get((root, name))
 
 
-def _places(node: Any, draft: int, pointer: str = "", base: str | None = NOWHERE, root: str = "") -> Iterator[_Place]:
+def _places(node: Any, draft: int, pointer: str = "", base: str | None = NO_COLUMN, root: str = "") -> Iterator[_Place]:
     """``node`` and the schemas in it, as far as keywords contain them."""
     if not isinstance(node, dict):
         return

@@ -1,8 +1,8 @@
-"""What training teaches directly beside the answers: the tower the shapes of a picture, the decoder what changed.
+"""Auxiliary losses of training: the tower predicts the shapes of a picture, the decoder what changed between pictures.
 
-With answers alone a model of this size learns to look, to compare pictures and to find the moment of an event slowly
-or not at all; a linear read-out of labels that the drawing program knows gives every visual token something to learn
-at once. The read-outs are used in training only.
+From answers alone a model of this size learns to use its pictures, to compare them and to find the moment of an event
+slowly or not at all; linear heads on labels of the drawing program give every visual token a loss from the start. The
+heads are used in training only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mmserve.reference.scenes import COLORS, KINDS, SIZES, Shape
 
 #: Names of shapes, as a number from 1; 0 is an empty cell.
 NAMES = len(KINDS) * len(COLORS)
-#: A label that is not taught.
-UNTAUGHT = -100
+#: A label without a loss (``ignore_index``).
+IGNORED = -100
 
 
 def name_of(kind: str, color: str) -> int:
@@ -36,7 +36,7 @@ def _patches(cells: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SceneLabels:
-    """What the tower is taught directly: per patch (the shape whose cell it lies in) and for the whole picture."""
+    """Labels of the tower's auxiliary loss: per patch (the shape in whose cell it is) and for the whole picture."""
 
     patches: Tensor  # [M, VISUAL_TOKENS, 7]: kind, colour, size, rank in reading order (0 = empty), row, column, name
     presence: Tensor  # [M, 18]: one bit for each colour × kind
@@ -64,7 +64,7 @@ class SceneLabels:
 
 
 class TowerHeads(nn.Module):
-    """Linear read-outs of the tower, so that features and CLS come to mean something."""
+    """Linear heads on the tower's features and CLS."""
 
     PATCH_CLASSES = (1 + len(KINDS), 1 + len(COLORS), 1 + len(SIZES), 5, 3, 3, 1 + NAMES)
 
@@ -75,7 +75,7 @@ class TowerHeads(nn.Module):
         self.count = nn.Linear(hidden, 5)
 
     def forward(self, features: Tensor, pooled: Tensor, labels: SceneLabels) -> tuple[Tensor, Tensor]:
-        """The teaching loss, and the share of pictures whose every patch label is read right."""
+        """The auxiliary loss, and the share of pictures of which every patch label is predicted correctly."""
         loss = F.binary_cross_entropy_with_logits(self.presence(pooled).float(), labels.presence)
         loss = loss + F.cross_entropy(self.count(pooled).float(), labels.count)
         right = torch.ones(labels.patches.shape[:2], dtype=torch.bool, device=features.device)
@@ -93,7 +93,7 @@ SAME, APPEARED, GONE, RECOLORED, OTHER = range(5)
 def change_labels(
     held: Sequence[Mapping[tuple[int, int], tuple[str, str]]], times: Sequence[int] | None, *, pooled: bool
 ) -> Tensor:
-    """Labels ``[visual tokens of all pictures, 4]`` of what the decoder should know of each visual token of one prompt.
+    """Labels ``[visual tokens of all pictures, 4]`` for the decoder's auxiliary loss, of one prompt.
 
     ``held``: what each picture shows, as (row, column) → (kind, colour); ``times`` are the seconds written before
     of frames. The four: the name now, the name in the picture before, what became of the cell, and the time.
@@ -102,7 +102,7 @@ def change_labels(
     for m, cells in enumerate(held):
         for (row, column), (kind, color) in cells.items():
             names[m, row, column] = name_of(kind, color)
-    labels = torch.full((len(held), 3, 3, 4), UNTAUGHT)
+    labels = torch.full((len(held), 3, 3, 4), IGNORED)
     labels[..., 0] = names
     now, before = names[1:], names[:-1]
     labels[1:, ..., 1] = before
@@ -121,22 +121,22 @@ def window_labels(
     ages: Sequence[int | None],
     carriers: int,
 ) -> Tensor:
-    """Labels ``[carriers + visual tokens of all frames, 5]`` of a window of a stream; carriers are taught nothing.
+    """Labels ``[carriers + visual tokens of all frames, 5]`` of a window of a stream; carriers have ``IGNORED``.
 
     Four are those of ``change_labels`` for each clip by itself: ``clips`` and ``times`` are what its frames show and
     the seconds written before them. The fifth is how many frames of its clip are in front of the token's: ``ages``
     is that of each clip's first frame here, None where the window does not show it.
     """
-    labels = [torch.full((carriers, 5), UNTAUGHT)]
-    for held, said, age in zip(clips, times, ages, strict=True):
-        of_clip = change_labels(held, said, pooled=True)
-        in_front = torch.full((len(held),), UNTAUGHT) if age is None else age + torch.arange(len(held))
+    labels = [torch.full((carriers, 5), IGNORED)]
+    for held, written, age in zip(clips, times, ages, strict=True):
+        of_clip = change_labels(held, written, pooled=True)
+        in_front = torch.full((len(held),), IGNORED) if age is None else age + torch.arange(len(held))
         labels.append(torch.cat([of_clip, in_front.repeat_interleave(len(of_clip) // len(held))[:, None]], 1))
     return torch.cat(labels)
 
 
 class ChangeHead(nn.Module):
-    """Linear read-out of ``change_labels``, and of ``window_labels``, from the decoder's visual tokens."""
+    """Linear head for ``change_labels``, and of ``window_labels``, from the decoder's visual tokens."""
 
     CLASSES = (1 + NAMES, 1 + NAMES, 5, 8, 8)
 
@@ -146,27 +146,27 @@ class ChangeHead(nn.Module):
         self.read = nn.Linear(hidden, sum(self.CLASSES))
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The teaching loss of hidden states ``[visual tokens, D]``; events count as much as cells that stay."""
+        """The auxiliary loss of hidden states ``[visual tokens, D]``; events count as much as cells that stay."""
         loss = torch.zeros((), device=hidden.device)
         read = self.read(self.norm(hidden.float())).float().split(self.CLASSES, dim=-1)
         for target, logits in zip(labels.unbind(1), read, strict=False):
-            if bool((target == UNTAUGHT).all()):
+            if bool((target == IGNORED).all()):
                 continue
-            each = F.cross_entropy(logits, target, ignore_index=UNTAUGHT, reduction="none")
-            loss = loss + _balanced(each, labels[:, 2], target != UNTAUGHT)
+            each = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="none")
+            loss = loss + _balanced(each, labels[:, 2], target != IGNORED)
         return loss
 
 
-def _balanced(each: Tensor, became: Tensor, taught: Tensor) -> Tensor:
+def _balanced(each: Tensor, became: Tensor, labelled: Tensor) -> Tensor:
     """Mean loss over tokens at which something happens plus the mean over the others, halved."""
-    event = taught & (became > SAME)
-    quiet = taught & (became <= SAME)
+    event = labelled & (became > SAME)
+    quiet = labelled & (became <= SAME)
     means = [each[which].mean() for which in (event, quiet) if bool(which.any())]
     return torch.stack(means).mean()
 
 
-class TeachingHeads(nn.Module):
-    """Every read-out: of the tower's features and of the decoder's visual tokens."""
+class AuxiliaryHeads(nn.Module):
+    """All heads: of the tower's features and of the decoder's visual tokens."""
 
     def __init__(self, tower_size: int, decoder_size: int) -> None:
         super().__init__()

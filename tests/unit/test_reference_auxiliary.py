@@ -1,4 +1,4 @@
-"""What training teaches beside the answers: labels that agree with the pictures, and pieces that see no answer."""
+"""Auxiliary labels that agree with the pictures, and pieces that do not attend to their own answer."""
 
 import random
 from dataclasses import replace
@@ -9,22 +9,22 @@ import pytest
 import torch
 
 from mmserve.models.decoder import dense_attention
-from mmserve.reference.clips import draw_clip
-from mmserve.reference.data import collate, draw, frame_times
-from mmserve.reference.losses import staircase
-from mmserve.reference.model import FRAME_TOKENS, FRAMES, VISUAL_TOKENS, ReferenceModel
-from mmserve.reference.scenes import CELL
-from mmserve.reference.teaching import (
+from mmserve.reference.auxiliary import (
     APPEARED,
     GONE,
+    IGNORED,
     OTHER,
     RECOLORED,
     SAME,
-    UNTAUGHT,
     ChangeHead,
     change_labels,
     name_of,
 )
+from mmserve.reference.clips import draw_clip
+from mmserve.reference.data import collate, draw, frame_times
+from mmserve.reference.losses import piecewise
+from mmserve.reference.model import FRAME_TOKENS, FRAMES, VISUAL_TOKENS, ReferenceModel
+from mmserve.reference.scenes import CELL
 from mmserve.reference.tokenizer import MASK, token_id
 
 #: Background, lines and dots stay below this in every channel, noise included; every shape passes it in one.
@@ -37,7 +37,7 @@ def tokenizer():
 
 
 def batch_of(kind, tokenizer, rows=3):
-    samples, canvas = next((s, c) for k, s, c in (draw(i, 0, looking=False) for i in range(100)) if k == kind)
+    samples, canvas = next((s, c) for k, s, c in (draw(i, 0, scenes_only=False) for i in range(100)) if k == kind)
     return collate(kind, samples[:rows], canvas, tokenizer)
 
 
@@ -61,7 +61,7 @@ def test_labels_say_what_a_cell_holds_what_it_held_what_happened_and_when():
     red, blue, square = ("circle", "red"), ("circle", "blue"), ("square", "blue")
     held = [{(0, 0): red, (1, 1): red}, {(0, 0): red, (1, 1): blue, (2, 0): red}, {(0, 0): red, (1, 1): square}]
     labels = change_labels(held, [0, 3, 5], pooled=True).unflatten(0, (3, 3, 3))
-    assert labels[0, 0, 0].tolist() == [name_of(*red), UNTAUGHT, UNTAUGHT, 0]
+    assert labels[0, 0, 0].tolist() == [name_of(*red), IGNORED, IGNORED, 0]
     assert labels[1, 0, 0].tolist() == [name_of(*red), name_of(*red), SAME, 3]
     assert labels[1, 1, 1].tolist() == [name_of(*blue), name_of(*red), RECOLORED, 3]
     assert labels[1, 2, 0].tolist() == [name_of(*red), 0, APPEARED, 3]
@@ -69,7 +69,7 @@ def test_labels_say_what_a_cell_holds_what_it_held_what_happened_and_when():
     assert labels[2, 1, 1].tolist() == [name_of(*square), name_of(*blue), OTHER, 5]
     assert labels[2, 0, 2].tolist() == [0, 0, SAME, 5]
     still = change_labels(held[:1], None, pooled=False)
-    assert still.shape == (VISUAL_TOKENS, 4) and (still[:, 1:] == UNTAUGHT).all()
+    assert still.shape == (VISUAL_TOKENS, 4) and (still[:, 1:] == IGNORED).all()
     assert still[:, 0].unflatten(0, (9, 9))[:3, :3].eq(name_of(*red)).all()
 
 
@@ -77,7 +77,7 @@ def test_labels_say_what_a_cell_holds_what_it_held_what_happened_and_when():
 def test_every_visual_token_of_a_batch_has_its_labels(kind, tokenizer):
     batch = batch_of(kind, tokenizer)
     assert batch.changes.shape == (int(batch.visual_at.sum()), 4)
-    assert (batch.changes[:, 3] != UNTAUGHT).all() == (kind == "video")
+    assert (batch.changes[:, 3] != IGNORED).all() == (kind == "video")
     if kind == "video":
         times = batch.changes[:, 3].unflatten(0, (3, FRAMES, FRAME_TOKENS))
         assert (times == times[..., :1]).all() and (times[:, 1:] >= times[:, :-1]).all()
@@ -87,7 +87,7 @@ def test_a_read_out_learns_its_labels():
     torch.manual_seed(0)
     hidden = torch.randn(60, 16)
     labels = torch.stack([torch.randint(0, size, (60,)) for size in ChangeHead.CLASSES], 1)
-    labels[:20, 3] = UNTAUGHT
+    labels[:20, 3] = IGNORED
     head = ChangeHead(16)
     optimizer = torch.optim.Adam(head.parameters(), lr=0.1)
     losses = []
@@ -106,14 +106,16 @@ def test_a_piece_sees_the_answer_left_of_it_and_none_of_itself(kind, tokenizer):
     mask = token_id(tokenizer, MASK)
     model = ReferenceModel(640, causal=False).eval()
     batch = batch_of(kind, tokenizer)
-    visual = None if batch.pixels is None else model.visual(model.look(batch.pixels)[0], pooled=False).detach()
-    doubled, ids, weight = staircase(batch, mask, torch.Generator().manual_seed(1))
+    visual = (
+        None if batch.pixels is None else model.visual(model.image_features(batch.pixels)[0], pooled=False).detach()
+    )
+    doubled, ids, weight = piecewise(batch, mask, torch.Generator().manual_seed(1))
     assert torch.allclose(weight.sum(1), torch.ones(3)) and (ids[weight > 0] == mask).all()
     assert doubled.ids[weight > 0].tolist() == batch.ids[batch.share > 0].tolist()
 
     def logits(ids):
         with torch.no_grad():
-            return model(visual, ids, doubled.visual_at, doubled.positions, doubled.sees(causal=False))[0]
+            return model(visual, ids, doubled.visual_at, doubled.positions, doubled.attention_mask(causal=False))[0]
 
     clean = logits(ids)
     row, length = 1, batch.ids.shape[1]
@@ -131,13 +133,13 @@ def test_a_piece_sees_the_answer_left_of_it_and_none_of_itself(kind, tokenizer):
 
 
 def test_a_piece_gets_the_logits_of_the_canvas_it_stands_for(tokenizer):
-    """With one layer, nothing on the left can pass on what stands right of it."""
+    """With one layer, nothing on the left can pass on what is right of it."""
     torch.manual_seed(0)
     mask = token_id(tokenizer, MASK)
     model = ReferenceModel(640, causal=False).eval()
     model.decoder.layers = model.decoder.layers[:1]
     batch = batch_of("text", tokenizer, rows=1)
-    doubled, ids, _weight = staircase(batch, mask, torch.Generator().manual_seed(2))
+    doubled, ids, _weight = piecewise(batch, mask, torch.Generator().manual_seed(2))
     with torch.no_grad():
         together = _logits(model, doubled, ids)
         for piece in (2, 4):
@@ -146,7 +148,7 @@ def test_a_piece_gets_the_logits_of_the_canvas_it_stands_for(tokenizer):
             alone = batch.ids[:, : int(places[-1]) + 1].clone()
             alone[0, places] = mask
             size = alone.shape[1]
-            short = replace(batch, seen=batch.seen[:, :size], question=batch.question[:, :size], packed=False)
+            short = replace(batch, unpadded=batch.unpadded[:, :size], question=batch.question[:, :size], packed=False)
             short = replace(short, visual_at=batch.visual_at[:, :size], positions=batch.positions[:, :size])
             assert (_logits(model, short, alone)[0, places] - together[0, mine]).abs().max() < 1e-3
 
@@ -154,5 +156,5 @@ def test_a_piece_gets_the_logits_of_the_canvas_it_stands_for(tokenizer):
 def _logits(model, batch, ids):
     x = model.decoder.embed(ids)
     cos, sin = model.decoder.rotary(batch.positions)
-    x = model.decoder.layers[0](x, cos, sin, 0, dense_attention(batch.sees(causal=False)))
+    x = model.decoder.layers[0](x, cos, sin, 0, dense_attention(batch.attention_mask(causal=False)))
     return model.decoder.logits(model.decoder.norm(x))

@@ -25,9 +25,9 @@ class Penalties:
     """The biases and penalties of one request in one step; the same for all its rows."""
 
     biases: Added | None
-    held: Tensor | None  # int64 ``[m]``: tokens of the prompt and the answer, without the answer's end tokens
+    seen: Tensor | None  # int64 ``[m]``: tokens of the prompt and the answer, without the answer's end tokens
     repetition: float
-    lost: Added | None  # frequency and presence penalties, negated
+    subtracted: Added | None  # frequency and presence penalties, negated
 
     @classmethod
     def of(
@@ -44,17 +44,17 @@ class Penalties:
         """
         if not sampling.changes_logits:
             return None
-        answer, lost = _answer(canvas, end_ids), dict[int, float]()
+        answer, subtracted = _answer(canvas, end_ids), dict[int, float]()
         if sampling.frequency_penalty or sampling.presence_penalty:
             tokens, counts = np.unique(answer, return_counts=True)
             for token, count in zip(tokens.tolist(), counts.tolist(), strict=True):
-                lost[token] = -(sampling.frequency_penalty * count + sampling.presence_penalty)
-        held = None
+                subtracted[token] = -(sampling.frequency_penalty * count + sampling.presence_penalty)
+        seen = None
         if sampling.repetition_penalty != 1:
             tokens = np.unique(np.concatenate([canvas.tokens[: canvas.prompt_length], answer]))
-            held = torch.from_numpy(tokens[tokens < vocabulary]).to(device)
+            seen = torch.from_numpy(tokens[tokens < vocabulary]).to(device)
         biases = _added(sampling.logit_bias, vocabulary, device)
-        return cls(biases, held, sampling.repetition_penalty, _added(lost, vocabulary, device))
+        return cls(biases, seen, sampling.repetition_penalty, _added(subtracted, vocabulary, device))
 
     def apply(self, logits: Tensor) -> None:
         """Change ``logits`` (fp32 ``[n, V]``) in place, in vLLM's order.
@@ -66,12 +66,12 @@ class Penalties:
         if self.biases is not None:
             tokens, gains = self.biases
             logits[:, tokens] += gains
-        if self.held is not None:
-            scores = logits[:, self.held]
+        if self.seen is not None:
+            scores = logits[:, self.seen]
             penalised = torch.where(scores > 0, scores / self.repetition, scores * self.repetition)
-            logits[:, self.held] = penalised.clamp(-_LARGEST, _LARGEST)
-        if self.lost is not None:
-            tokens, gains = self.lost
+            logits[:, self.seen] = penalised.clamp(-_LARGEST, _LARGEST)
+        if self.subtracted is not None:
+            tokens, gains = self.subtracted
             logits[:, tokens] += gains
 
 

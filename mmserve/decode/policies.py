@@ -39,7 +39,7 @@ class Offered:
     def by(cls, model: Model, schedulers: Mapping[str, Discrete] = MappingProxyType({})) -> Self:
         """The inputs that ``model`` offers, with those of the server's ``schedulers`` that fit its kind of canvas."""
         renoises = model.spec.renoising is not None
-        usable = {name: s for name, s in schedulers.items() if not model.spec.causal and s.serves(renoises=renoises)}
+        usable = {name: s for name, s in schedulers.items() if not model.spec.causal and s.fits(renoises=renoises)}
         return cls(speller(model.tokenizer), model.spec.end_ids, model.commit_filter, usable)
 
 

@@ -16,7 +16,7 @@ from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import ENTROPY, EVERY_FIGURE, GAP, LogitsObserver
 from mmserve.decode.logits import RowLogits, slices
 from mmserve.decode.penalties import Penalties
-from mmserve.decode.scores import CountedNoise, Scores, scored
+from mmserve.decode.scores import CounterNoise, Scores, scored
 from mmserve.models.base import ModelSpec
 
 #: Temperatures below this are greedy: dividing by them would overflow fp32.
@@ -69,8 +69,8 @@ def candidates(
     penalised = sampling.changes_logits
     penalties: Penalties | None = None
     greedy = sampling.temperature < GREEDY_BELOW
-    counted = None if greedy or scores is None else CountedNoise(canvas, sampling.seed)
-    noise = None if greedy else counted or _Noise(canvas, sampling.seed)
+    counter = None if greedy or scores is None else CounterNoise(canvas, sampling.seed)
+    noise = None if greedy else counter or _Noise(canvas, sampling.seed)
     temperature = min(sampling.temperature, MAX_TEMPERATURE)
     fused = scores if observer is None and (noise is None or not _filters(sampling)) else None
     unfused = _UnfusedSampler(sampling, temperature, noise, banned, observer, reads, mask_id, with_confidence)
@@ -85,7 +85,7 @@ def candidates(
             assert penalties is not None
             penalties.apply(logits)
         if fused is not None:
-            draw = None if counted is None else counted.draw(offsets, temperature, logits.device)
+            draw = None if counter is None else counter.draw(offsets, temperature, logits.device)
             results.append(scored(fused, logits, banned, draw, reads, mask_id))
         else:
             results.append(unfused.candidates(logits, offsets))
@@ -101,7 +101,7 @@ class _UnfusedSampler:
 
     sampling: Sampling
     temperature: float
-    noise: CountedNoise | _Noise | None  # None for greedy
+    noise: CounterNoise | _Noise | None  # None for greedy
     banned: tuple[int, ...]
     observer: LogitsObserver | None
     reads: frozenset[str]
@@ -144,7 +144,7 @@ def verified_mask(spec: ModelSpec) -> int | None:
     return None if spec.causal else spec.mask_id
 
 
-def described(logits: Tensor, positions: np.ndarray, tokens: Tensor) -> Candidates:
+def candidates_of(logits: Tensor, positions: np.ndarray, tokens: Tensor) -> Candidates:
     """Candidates of ``tokens`` (int64 ``[n]``) for ``positions``, scored by ``logits`` (fp32 ``[n, V]``)."""
     confidence, _gap, _entropy = _figures(logits, tokens, None, frozenset())
     assert confidence is not None

@@ -44,11 +44,11 @@ class Discrete:
     takes: frozenset[str]  # parameters of ``step``
     edits: bool  # whether it replaces tokens that are committed
     steps: int  # denoising steps of a block, if a request does not set them
-    remembers: bool  # whether it keeps state between the steps of a canvas without masks
+    stateful: bool  # whether it keeps state between the steps of a canvas without masks
 
-    def serves(self, *, renoises: bool) -> bool:
+    def fits(self, *, renoises: bool) -> bool:
         """Whether it is for models whose open positions hold random tokens (``renoises``) or, if False, masks."""
-        return not self.remembers if renoises else "mask_token_id" in self.takes
+        return not self.stateful if renoises else "mask_token_id" in self.takes
 
     def check(self, sampling: Sampling) -> None:
         """Raises ``InvalidArgument`` for sampling parameters of the request that the scheduler does not accept."""
@@ -114,12 +114,12 @@ def _load(config: SchedulerConfig) -> Discrete:
         masks = "mask_token_id" in takes
         if masks:
             _try(scheduler, mask_token_id=0)
-        remembers = _try(scheduler, **({"mask_token_id": None} if masks else {}))
+        stateful = _try(scheduler, **({"mask_token_id": None} if masks else {}))
     except ConfigError as error:
         raise ConfigError(f"{where}: {config.kind} {error}") from error
     except Exception as error:  # a scheduler may raise anything for invalid options
         raise ConfigError(f"{where}: {config.kind} fails: {error}") from error
-    return Discrete(config.name, kind, dict(config.numbers), frozenset(takes), edits, steps, remembers)
+    return Discrete(config.name, kind, dict(config.numbers), frozenset(takes), edits, steps, stateful)
 
 
 def _find(name: str, where: str) -> type[Any]:

@@ -39,7 +39,7 @@ def scores_for(model: LoadedModel, store: KVStore) -> Scores | None:
     return op.run if op.path == "triton" else None
 
 
-class CountedNoise:
+class CounterNoise:
     """The Gumbel noise of one step, a function of seed, step, and a row's offset from the block's first position."""
 
     def __init__(self, canvas: Canvas, seed: int) -> None:

@@ -115,8 +115,8 @@ def test_padding_that_passes_do_not_read_is_no_repetition(
     apply = Penalties.apply
 
     def noted(penalties: Penalties, logits: torch.Tensor) -> None:
-        assert penalties.held is not None
-        counted.append(set(penalties.held.tolist()))
+        assert penalties.seen is not None
+        counted.append(set(penalties.seen.tolist()))
         apply(penalties, logits)
 
     monkeypatch.setattr(Penalties, "apply", noted)

@@ -309,9 +309,9 @@ def test_a_wrong_configuration_is_refused_with_what_is_wrong(kind: str, numbers:
 def test_which_scheduler_is_for_which_model() -> None:
     kinds = ("BlockRefinementScheduler", "EntropyBoundScheduler", "DiscreteDDIMScheduler")
     found = load_schedulers(SchedulerConfig(name=kind, kind=kind) for kind in kinds)
-    assert [s.serves(renoises=False) for s in found.values()] == [True, False, False]
+    assert [s.fits(renoises=False) for s in found.values()] == [True, False, False]
     # Without masks the first one keeps to itself which positions it has committed.
-    assert [s.serves(renoises=True) for s in found.values()] == [False, True, True]
+    assert [s.fits(renoises=True) for s in found.values()] == [False, True, True]
 
 
 def test_without_diffusers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,11 @@ class Guided(numbers.Guided, BlockWise):
     its first choice; with ``top_k`` 0, only the verifier's own choices."""
 
     def verified(self, canvas: Canvas, candidates: Candidates, verdict: Verdict) -> Candidates:
-        judged = len(verdict.rank)
+        count = len(verdict.rank)
         if self.top_k:
             agreed = (verdict.rank < self.top_k) & (verdict.relative >= self.ratio)
         else:
-            agreed = candidates.tokens[:judged] == verdict.own.tokens[:judged]
+            agreed = candidates.tokens[:count] == verdict.own.tokens[:count]
         kept = leading(agreed)
         draft = candidates.where(np.arange(len(candidates.positions)) < kept)
         return draft.and_then(verdict.own.where(np.arange(len(verdict.own.positions)) == kept))

@@ -18,7 +18,7 @@ from mmserve.core.canvas import GIVEN, Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit.base import BlockWise, Candidates, LogitsObserver
 from mmserve.decode.pace import steps_of_whole_block
-from mmserve.decode.sampler import described, step_generator
+from mmserve.decode.sampler import candidates_of, step_generator
 from mmserve.decode.schedulers import Discrete
 
 #: Maximum number of passes over a full block, if the scheduler edits (``max_post_steps`` of diffusers' LLaDA2Pipeline).
@@ -80,7 +80,7 @@ class Scheduled(BlockWise):
             tokens[surest] = out.sampled_tokens[0, surest]
         edited = torch.from_numpy(self.revises & (canvas.committed_at[positions] != GIVEN)).to(logits.device)
         changed = (tokens != sample) & (open_L | edited)
-        return described(logits[changed], positions[changed.cpu().numpy()], tokens[changed])
+        return candidates_of(logits[changed], positions[changed.cpu().numpy()], tokens[changed])
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         return np.ones(len(candidates.positions), dtype=bool)

@@ -28,7 +28,7 @@ from mmserve.decode.drafts import draft_of, record_for
 from mmserve.decode.emit import advanced, answer_of, snapshot_of, step_of
 from mmserve.decode.forward import floor_of
 from mmserve.decode.policies import Offered, commit_policy
-from mmserve.decode.sampler import described, step_generator
+from mmserve.decode.sampler import candidates_of, step_generator
 from mmserve.decode.state import Answer, Stepped
 from mmserve.decode.text import TextStream
 from mmserve.decode.uniform_state.constraint import CanvasConstraint
@@ -175,7 +175,7 @@ class UniformStateDecoder:
     def _candidates(self, d: CanvasDecoding, logits_LV: Tensor, step: Step) -> Candidates:
         """The candidates if the open canvas were made final now, with alternatives."""
         logits = logits_LV.float()
-        found = described(logits, d.canvas.block(), step.predicted_L)
+        found = candidates_of(logits, d.canvas.block(), step.predicted_L)
         count = d.request.streaming.alternatives
         return replace(found, alternatives=Alternatives(*alternatives(logits, count, (), None))) if count else found
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer
 
-from mmserve.constraint.compile.document import meant
+from mmserve.constraint.compile.document import effective_schema
 from mmserve.constraint.compile.service import Grammars
 from mmserve.constraint.compile.wire import TokenTable
 from mmserve.constraint.limits import LARGE_BYTES, MAX_TEMPLATE_BYTES, MAX_TEMPLATE_SECONDS, PARSER_LIMITS
@@ -221,7 +221,7 @@ class Admission:
             if not isinstance(spec.kind, JsonSchema):
                 raise InvalidArgument.of("answer", "can be checked against a JSON schema only")
             try:
-                Judge(meant(spec.kind), validator=self._validator).check(answer)
+                Judge(effective_schema(spec.kind), validator=self._validator).check(answer)
             except FailedPrecondition as error:
                 wrong = error.with_traceback(None)
         return CheckedConstraint(session.warnings, wrong)

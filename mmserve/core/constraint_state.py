@@ -46,7 +46,7 @@ class RankedState:
 
 @dataclass(frozen=True)
 class RunState:
-    """Tokens drawn in a pass that are not final yet (see ``Run``)."""
+    """Tokens drawn in a pass that are not final yet (see ``SampledRun``)."""
 
     tokens: np.ndarray  # int64 [n]
     log_probabilities: np.ndarray  # float32 [n]
@@ -56,7 +56,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class SampledState:
-    """The draws of a sample so far (see ``Sampled``)."""
+    """The draws of a sample so far (see ``SampleState``)."""
 
     speculates: bool
     log_weight: float
@@ -76,7 +76,7 @@ class MeterState:
 
 @dataclass(frozen=True)
 class ConstraintState:
-    """One request's constraint (see ``Constrained``); ``gaps``: states of a template's holes that are filled in
+    """One request's constraint (see ``ConstrainedAnswer``); ``gaps``: states of a template's holes that are filled in
     parallel.
 
     The validator of the finished answer is created from the request; ``judged`` and ``judged_holes``: whether it has

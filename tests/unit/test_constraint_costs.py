@@ -10,7 +10,7 @@ import pytest
 from grammars import grammar
 
 from mmserve.constraint.compile.document import read_schema
-from mmserve.constraint.compile.finite import grown_to_all
+from mmserve.constraint.compile.finite import least_fixpoint
 from mmserve.constraint.findings import Refused
 from mmserve.core.constraint import Lark
 
@@ -42,7 +42,7 @@ def test_a_chain_of_definitions_is_followed_in_one_pass() -> None:
         asked += 1
         return name == "d999" or after[name] in found
 
-    assert grown_to_all(after, belongs) == after.keys()
+    assert least_fixpoint(after, belongs) == after.keys()
     assert asked <= 2 * len(after)
 
 

@@ -19,7 +19,7 @@ from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.witness import admit
 from mmserve.constraint.session import sampling
 from mmserve.constraint.session.answer import ConstrainedAnswer
-from mmserve.constraint.session.sampling import Met, PrefixNode, SampledRun, SampleState, draw, learn
+from mmserve.constraint.session.sampling import PrefixNode, SampledRun, SampleState, Visit, draw, learn
 from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
 from mmserve.core.constraint_state import LanguageState, RunState, WitnessState
@@ -221,11 +221,11 @@ def test_a_model_that_can_say_no_valid_answer_leaves_the_witness_at_a_weight_of_
 def test_what_is_learned_is_the_expected_future() -> None:
     """A tree of two tokens, by hand."""
     root = PrefixNode()
-    learn(root, [Met(1, 0.3, 0.9, ((2, 0.1),)), Met(4, 0.5, 0.6, ())])
+    learn(root, [Visit(1, 0.3, 0.9, ((2, 0.1),)), Visit(4, 0.5, 0.6, ())])
     assert root.next[1][1].future == pytest.approx(0.6)
     assert root.future == pytest.approx(0.9 - 0.1 - 0.3 * 0.4)
     assert root.futures(np.array([0, 1, 2])).tolist() == pytest.approx([1.0, 0.6, 0.0])
-    learn(root, [Met(1, 0.3, 0.9, ()), Met(None, 0.0, 0.6, ((5, 0.1),))])
+    learn(root, [Visit(1, 0.3, 0.9, ()), Visit(None, 0.0, 0.6, ((5, 0.1),))])
     assert root.next[1][1].future == pytest.approx(0.5)
     assert root.future == pytest.approx(0.9 - 0.1 - 0.3 * 0.5)
 
@@ -236,8 +236,8 @@ def test_what_a_sample_has_met_is_kept_only_where_others_learn_from_it() -> None
     alone, learning = SampleState(), SampleState(PrefixNode())
     toy.sample(0, alone)
     toy.sample(0, learning)
-    assert not alone.met
-    assert learning.met
+    assert not alone.visits
+    assert learning.visits
 
 
 def test_a_run_in_which_the_parser_failed_goes_on_elsewhere() -> None:
@@ -256,6 +256,6 @@ def test_the_only_valid_answer_is_never_lost_however_improbable_it_is() -> None:
     """Where its future were 0, no later sample could be drawn at all."""
     root = PrefixNode()
     rejected = ((0, 0.75), (1, 0.25))  # with the answer's own probability they are 1 all the same
-    learn(root, [Met(2, 1e-20, 1.0, rejected), Met(3, 1e-5, 1.0, ((4, 1.0),))])
+    learn(root, [Visit(2, 1e-20, 1.0, rejected), Visit(3, 1e-5, 1.0, ((4, 1.0),))])
     assert root.future == pytest.approx(1e-25)
     assert root.futures(np.arange(3)).tolist() == pytest.approx([0.0, 0.0, 1e-5])

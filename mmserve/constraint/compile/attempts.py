@@ -183,8 +183,8 @@ def _attempts(root: Any, mode: ConstraintMode, layout: Layout) -> Iterator[Gramm
         refusal = refused
     if plain is not None and not plain.loose:
         yield from _grammars(layout, plain.schema, _lines(plain.warnings))
-        if (apart := separated_within(plain.schema)) is not None:
-            yield from _grammars(layout, apart, _lines(plain.warnings))
+        if (disjoint := separated_within(plain.schema)) is not None:
+            yield from _grammars(layout, disjoint, _lines(plain.warnings))
     other = (
         _canonical(root, layout) if plain is not None and {f.keyword for f in plain.loose} <= _CANONICALIZED else None
     )
@@ -224,8 +224,8 @@ def _wider(root: Any, mode: ConstraintMode, refusal: Refused | None, layout: Lay
     loose = _rewritten(root, layout, strict=False)
     warnings = [f"{f.pointer}: {f.keyword} {done}: {f.reason}" for f in loose.loose] + _lines(loose.warnings)
     yield from _grammars(layout, loose.schema, warnings, exact=False)
-    if (apart := separated_within(loose.schema)) is not None:
-        yield from _grammars(layout, apart, warnings, exact=False)
+    if (disjoint := separated_within(loose.schema)) is not None:
+        yield from _grammars(layout, disjoint, warnings, exact=False)
     left: list[str] = []
     for schema, without in widened(loose.schema):
         left.append(without)
@@ -247,12 +247,12 @@ def _lines(findings: Iterable[Finding], where: str = "") -> list[str]:
 
 def _rewritten(root: Any, layout: Layout, *, strict: bool = True) -> Rewritten:
     """``root`` for llguidance, with arrays of distinct items if they can be written. Raises ``Refused``."""
-    asked = {"strict": strict, "exponents": layout.exponents, "apart": layout.any_order}
+    asked = {"strict": strict, "exponents": layout.exponents, "unjoined": layout.any_order}
     found = rewrite(root, distinct=True, **asked)
     try:
         if unordered.distinct_within(found.schema):
             unordered.written(found.schema, layout.engine, any_order=layout.any_order)
-    except unordered.Unplaced:
+    except unordered.Inexpressible:
         return rewrite(root, **asked)
     return found
 

@@ -20,7 +20,7 @@ from mmserve.constraint.compile.keywords import (
     distinct,
     finite,
     key,
-    misshapen,
+    malformed_keywords,
     modern,
     type_of,
     types_of,
@@ -57,11 +57,11 @@ def items_differ(node: dict[str, Any], scope: Scope) -> bool:
         return False
     row = [each if isinstance(each, dict) else {} for each in first[:longest]]
     found = [(values_of(each, scope), types_of(modern(each, scope.draft, ""))) for each in row]
-    for (mine, kinds), (theirs, others) in combinations(found, 2):
-        if mine is not None and theirs is not None:
-            if {key(value) for value in mine} & {key(value) for value in theirs}:
+    for (values, kinds), (other_values, other_kinds) in combinations(found, 2):
+        if values is not None and other_values is not None:
+            if {key(value) for value in values} & {key(value) for value in other_values}:
                 return False
-        elif kinds & others:
+        elif kinds & other_kinds:
             return False
     return True
 
@@ -74,7 +74,7 @@ def values_of(schema: Any, scope: Scope, depth: int = _DEPTH) -> list[Any] | Non
     if not isinstance(schema, dict) or not depth:
         return None
     body = {name: value for name, value in modern(schema, scope.draft, "").items() if name not in ANNOTATIONS}
-    if any(misshapen(body, "")):
+    if any(malformed_keywords(body, "")):
         return None
     if body.keys() == {"$ref"}:
         return values_of(scope.resolve(body["$ref"]), scope, depth - 1)
@@ -188,7 +188,7 @@ def _names(names: Any, resolve: Callable[[str], Any]) -> Any:
 
 def _pattern_of(names: Schema) -> str | None:
     """An expression that is found in exactly the names that obey ``names``; None if there is none."""
-    if any(misshapen(names, "")):
+    if any(malformed_keywords(names, "")):
         return None
     if names.keys() == {"pattern"}:
         pattern: str = names["pattern"]
@@ -196,7 +196,7 @@ def _pattern_of(names: Schema) -> str | None:
     if names.keys() <= {"minLength", "maxLength"} and max(names.values()) <= MAX_REPEAT:
         return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
     if names.keys() == {"not"} and isinstance(other := names["not"], dict) and other.keys() <= {"enum", "pattern"}:
-        if any(misshapen(other, "")) or len(other) != 1:
+        if any(malformed_keywords(other, "")) or len(other) != 1:
             return None
         if "pattern" in other:
             return _without(other["pattern"])

@@ -34,7 +34,7 @@ Row = tuple[Item, ...]
 
 _MOST_ROWS = 64
 _MOST_DERIVED = 4096
-_WAYS = "has too many ways through it"
+_TOO_MANY_ROWS = "has too many ways through it"
 
 #: The dead state, and the number that replaces it for characters with too many derivatives.
 DEAD, _TOO_MANY = -1, -2
@@ -81,7 +81,7 @@ class Automaton:
                 found = _TOO_MANY
             self._moves[state][kind] = found
         if found == _TOO_MANY:
-            raise BadPattern(_WAYS)
+            raise BadPattern(_TOO_MANY_ROWS)
         return found
 
     def ends(self, state: int) -> bool:
@@ -91,7 +91,7 @@ class Automaton:
     def _next_state(self, state: int, kind: int, code: int) -> int:
         rows = frozenset().union(*(self._derived(row, kind, code) for row in self._states[state]))
         if len(rows) > _MOST_ROWS:
-            raise BadPattern(_WAYS)
+            raise BadPattern(_TOO_MANY_ROWS)
         if not rows:
             return DEAD
         found = self._state.setdefault(rows, len(self._states))
@@ -120,14 +120,14 @@ class Automaton:
             left, at = set[int](), row
             while at != _NOTHING:
                 item, rest = self._rows[at]
-                left.update(self._row(begun, rest) for begun in self._ways(item, kind, code))
+                left.update(self._row(begun, rest) for begun in self._item_derivatives(item, kind, code))
                 at = rest if _nullable(item) else _NOTHING
             if len(left) > _MOST_ROWS:
-                raise BadPattern(_WAYS)
+                raise BadPattern(_TOO_MANY_ROWS)
             found = self._left[row][kind] = frozenset(left)
         return found
 
-    def _ways(self, item: Item, kind: int, code: int) -> tuple[Row, ...]:
+    def _item_derivatives(self, item: Item, kind: int, code: int) -> tuple[Row, ...]:
         """The derivatives of ``item`` by the character ``code``: rows that remain to be matched."""
         if isinstance(item, Chars):
             return ((),) if any(low <= code <= high for low, high in item.ranges) else ()
@@ -136,7 +136,7 @@ class Automaton:
             all_of_them = tuple(islice(self._entered(item, kind, code), _MOST_DERIVED))
             found = tuple(dict.fromkeys(all_of_them))
             if len(all_of_them) == _MOST_DERIVED or len(found) > _MOST_ROWS:
-                raise BadPattern(_WAYS)
+                raise BadPattern(_TOO_MANY_ROWS)
             self._begun[item, kind] = found
         return found
 
@@ -145,13 +145,13 @@ class Automaton:
             case Group(branches):
                 for branch in branches:
                     for i, inner in enumerate(branch):
-                        for begun in self._ways(inner, kind, code):
+                        for begun in self._item_derivatives(inner, kind, code):
                             yield begun + branch[i + 1 :]
                         if not _nullable(inner):
                             break
             case Repeat(inner, low, high) if high != 0:
                 again = Repeat(inner, max(0, low - 1), None if high is None else high - 1)
-                for begun in self._ways(inner, kind, code):
+                for begun in self._item_derivatives(inner, kind, code):
                     yield begun if again.high == 0 else (*begun, again)
 
 
@@ -173,15 +173,15 @@ def overlap(one: str, other: str, states: int) -> bool | None:
 
     Raises ``BadPattern``.
     """
-    mine, theirs = automaton_of(one), automaton_of(other)
-    chars = [chr(bound) for bound in sorted({0, *mine.bounds, *theirs.bounds}) if bound <= 0x10FFFF]
+    first, second = automaton_of(one), automaton_of(other)
+    chars = [chr(bound) for bound in sorted({0, *first.bounds, *second.bounds}) if bound <= 0x10FFFF]
     seen, pending = {(0, 0)}, [(0, 0)]
     while pending and len(seen) <= states:
         a, b = pending.pop()
-        if mine.ends(a) and theirs.ends(b):
+        if first.ends(a) and second.ends(b):
             return True
         for char in chars:
-            following = mine.after(a, char), theirs.after(b, char)
+            following = first.after(a, char), second.after(b, char)
             if following not in seen and DEAD not in following:
                 seen.add(following)
                 pending.append(following)
@@ -215,18 +215,18 @@ def complement(expression: str) -> str | None:
     None if there are none, or if it would be too large. Raises ``BadPattern`` if the automaton gets too large.
     """
     automaton = Automaton(expression)
-    ways = edges(automaton)
-    if ways is None:
+    transitions = edges(automaton)
+    if transitions is None:
         return None
-    found = as_expression(ways, {state for pair in ways for state in pair if not automaton.ends(state)})
+    found = as_expression(transitions, {state for pair in transitions for state in pair if not automaton.ends(state)})
     return None if found is None else f"^(?:{found})$"
 
 
-def as_expression(ways: dict[tuple[int, int], Ranges], ends: set[int]) -> str | None:
-    """The expression of the automaton with the transitions ``ways`` between states, of which 0 is the start state; None
-    if no state of ``ends`` is reachable, or if it would be too large."""
-    texts = {pair: _ANYTHING if ranges == EVERY else class_text(ranges) for pair, ranges in ways.items()}
-    states = {0, *(state for pair in ways for state in pair)}
+def as_expression(transitions: dict[tuple[int, int], Ranges], ends: set[int]) -> str | None:
+    """The expression of the automaton with these ``transitions`` between states, of which 0 is the start state; None if
+    no state of ``ends`` is reachable, or if it would be too large."""
+    texts = {pair: _ANYTHING if ranges == EVERY else class_text(ranges) for pair, ranges in transitions.items()}
+    states = {0, *(state for pair in transitions for state in pair)}
     texts[_FIRST, 0] = ""
     texts |= {(state, _LAST): "" for state in ends}
     while states:
@@ -275,9 +275,9 @@ def edges(automaton: States) -> dict[tuple[int, int], Ranges] | None:
 def is_everything(expression: str) -> bool:
     """True only if ``expression`` matches all strings. Raises ``BadPattern``."""
     automaton = Automaton(expression)
-    ways = edges(automaton)
-    return ways is not None and all(
-        source == DEAD or (automaton.ends(source) and target != DEAD) for source, target in ways
+    transitions = edges(automaton)
+    return transitions is not None and all(
+        source == DEAD or (automaton.ends(source) and target != DEAD) for source, target in transitions
     )
 
 

@@ -236,7 +236,7 @@ def read(kind: JsonSchema) -> tuple[Any, list[str]]:
     return root, warnings
 
 
-def meant(kind: JsonSchema) -> str:
+def effective_schema(kind: JsonSchema) -> str:
     """The text of the schema of ``kind`` with its options applied."""
     return json.dumps(read(kind)[0]) if kind.options else kind.text
 

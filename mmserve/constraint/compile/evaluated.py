@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from mmserve.constraint.compile.keywords import Schema, misshapen, modern, types_of
+from mmserve.constraint.compile.keywords import Schema, malformed_keywords, modern, types_of
 from mmserve.constraint.compile.negation import Scope, complement
 from mmserve.constraint.compile.one_of import Effort, exclude, typed
 from mmserve.constraint.findings import child
@@ -60,7 +60,7 @@ class Way:
         """This way without tokens that are always evaluated (``known``)."""
         return Way(self.conditions, self.tokens - known)
 
-    def serves_for(self, other: Way) -> bool:
+    def subsumes(self, other: Way) -> bool:
         """Whether this way has no conditions beyond those of ``other``, and evaluates at least as much."""
         enough = EVERY in self.tokens or self.tokens >= other.tokens
         return enough and set(self.conditions) <= set(other.conditions)
@@ -131,7 +131,7 @@ class _Reader:
             return [Way()]
         body = modern(schema, self._scope.draft, pointer)
         self._left -= 1
-        if depth == 0 or self._left < 0 or any(misshapen(body, pointer)):
+        if depth == 0 or self._left < 0 or any(malformed_keywords(body, pointer)):
             raise Unknown(f"only {_DEPTH} schemas within schemas, and {_MOST_READ} in all, are followed")
         return self.of(body, pointer, depth)[0]
 
@@ -171,13 +171,13 @@ class _Reader:
         match keyword:
             case "anyOf" | "oneOf":
                 branches = {child(at, i): branch for i, branch in enumerate(body[keyword])}
-                apart = self._apart(branches, types_of(body) if keyword == "oneOf" else self._kind)
+                disjoint = self._disjoint_pairs(branches, types_of(body) if keyword == "oneOf" else self._kind)
                 options = {place: through(branch, place) for place, branch in branches.items()}
                 if keyword == "anyOf":
-                    yield _Options(_some(options, apart), True, True)
+                    yield _Options(_some(options, disjoint), True, True)
                 else:
                     pairs = len(branches) * (len(branches) - 1) // 2
-                    yield _Options([way for ways in options.values() for way in ways], True, len(apart) == pairs)
+                    yield _Options([way for ways in options.values() for way in ways], True, len(disjoint) == pairs)
             case "if":
                 held, others = through(body["if"], at), body.keys() & {"then", "else"}
                 if not others:
@@ -194,7 +194,7 @@ class _Reader:
                     there = Condition(child(at, name), {"type": "object", "required": [name]}, "required")
                     yield _Options(through(schema, child(at, name), there), False, False)
 
-    def _apart(self, branches: dict[str, Any], within: frozenset[str]) -> set[frozenset[str]]:
+    def _disjoint_pairs(self, branches: dict[str, Any], within: frozenset[str]) -> set[frozenset[str]]:
         """The pairs of ``branches`` that are disjoint for values of the types ``within``."""
         if len(branches) > _MOST_BRANCHES:
             raise Unknown(f"at most {_MOST_BRANCHES} alternatives are followed")
@@ -208,12 +208,14 @@ def _all(first: Iterable[Way], second: list[Way]) -> list[Way]:
     return _fewest([one.joined(other) for one in first for other in second])
 
 
-def _some(options: dict[str, list[Way]], apart: set[frozenset[str]]) -> list[Way]:
-    """Ways through one or several of ``options``; pairs in ``apart`` never hold together."""
+def _some(options: dict[str, list[Way]], disjoint: set[frozenset[str]]) -> list[Way]:
+    """Ways through one or several of ``options``; pairs in ``disjoint`` never hold together."""
     found = list[Way]()
     for place, ways in options.items():
-        beside = [w for w in found if not any(frozenset({each.pointer, place}) in apart for each in w.conditions)]
-        found = _fewest([*found, *ways, *(one.joined(other) for one in beside for other in ways)])
+        compatible = [
+            w for w in found if not any(frozenset({each.pointer, place}) in disjoint for each in w.conditions)
+        ]
+        found = _fewest([*found, *ways, *(one.joined(other) for one in compatible for other in ways)])
     return found
 
 
@@ -221,7 +223,7 @@ def _fewest(ways: list[Way]) -> list[Way]:
     """``ways`` without those that another way covers. Raises ``Unknown`` if there are too many."""
     found = list[Way]()
     for way in sorted(dict.fromkeys(ways), key=lambda each: len(each.conditions)):
-        if not any(each.serves_for(way) for each in found):
+        if not any(each.subsumes(way) for each in found):
             found.append(way)
     if len(found) > _MOST_WAYS:
         raise Unknown(f"more than {_MOST_WAYS} combinations of schemas may hold")

@@ -29,7 +29,7 @@ def without_endless(schema: Any, definitions: dict[str, Any]) -> Any:
 
     Both are outputs of ``mmserve.constraint.compile.schema``. Raises ``Refused`` if no value is left.
     """
-    ending = grown_to_all(definitions, lambda name, found: _ends(definitions[name], found))
+    ending = least_fixpoint(definitions, lambda name, found: _ends(definitions[name], found))
     if not _ends(schema, ending):
         reason = "has no value" if _ends(schema, set(definitions)) is False else "every value would be infinitely deep"
         raise Refused.at("", "schema", reason)
@@ -38,7 +38,7 @@ def without_endless(schema: Any, definitions: dict[str, Any]) -> Any:
     return {**pruned, "$defs": kept} if isinstance(pruned, dict) and kept else pruned
 
 
-def grown_to_all(names: Collection[str], belongs: Callable[[str, set[str]], bool]) -> set[str]:
+def least_fixpoint(names: Collection[str], belongs: Callable[[str, set[str]], bool]) -> set[str]:
     """The least fixpoint: the set of those ``names`` for which ``belongs`` holds, given the set so far.
 
     Names usually come after those that depend on them: a chain of dependencies then takes one pass.
@@ -98,19 +98,19 @@ def _pruned(schema: Any, ending: set[str]) -> Any:
     return with_children(schema, lambda inner: _pruned(inner, ending))
 
 
-def with_finite_numbers(schema: Any, notes: Notes, *, apart: bool = False) -> Any:
+def with_finite_numbers(schema: Any, notes: Notes, *, unjoined: bool = False) -> Any:
     """``schema`` (of ``without_endless``) with the numbers of open values limited to ±``LARGEST``.
 
     If schemas are joined, the whole schema is joined with a schema of these bounds. llguidance cannot join two
     recursive definitions: a schema that has them is narrowed at each open value instead. The same is done, if possible,
-    if ``apart``. Raises ``Refused`` if no value is left.
+    if ``unjoined``. Raises ``Refused`` if no value is left.
     """
     definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
     root = {name: value for name, value in schema.items() if name != "$defs"} if isinstance(schema, dict) else schema
     recurring = _recurring(definitions)
     joined = {"allOf": [root, _REFERENCE], "$defs": {**definitions, _NAME: _ANY}}
     may_join = not recurring and any(_joins(node) for node in nodes(schema))
-    if may_join and not apart:
+    if may_join and not unjoined:
         return joined
     narrower = _Narrower({name: each for name, each in definitions.items() if name not in recurring})
     opened = {name: narrower.of(each) for name, each in definitions.items()}
@@ -127,7 +127,7 @@ def with_finite_numbers(schema: Any, notes: Notes, *, apart: bool = False) -> An
 def _recurring(definitions: dict[str, Any]) -> set[str]:
     """The recursive definitions, and those that refer to them, directly or not."""
     left = {name: {target(node) for node in nodes(each) if "$ref" in node} for name, each in definitions.items()}
-    ending = grown_to_all(left, lambda name, found: left[name] <= found)
+    ending = least_fixpoint(left, lambda name, found: left[name] <= found)
     return left.keys() - ending
 
 

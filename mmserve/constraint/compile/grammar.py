@@ -26,7 +26,7 @@ from mmserve.constraint.compile.expression import (
     shortest_of,
     text_of,
 )
-from mmserve.constraint.compile.finite import grown_to_all
+from mmserve.constraint.compile.finite import least_fixpoint
 from mmserve.constraint.compile.gbnf import GbnfReader
 from mmserve.constraint.compile.lark import LarkReader, Reader
 from mmserve.constraint.compile.lengths import shortest_document
@@ -199,10 +199,10 @@ def _text_of(syntax: Syntax, words: dict[str, Item], sketch: Sketch | None) -> s
     """The text of ``syntax`` for which the engine accepts ``sketch``, if there is one."""
     text = written(syntax, words)
     sentence = None if sketch is None or syntax.skipped or None in sketch.words else "".join(map(str, sketch.words))
-    if sentence is None or len(text) > LARGE_BYTES or takes(text, sentence):
+    if sentence is None or len(text) > LARGE_BYTES or accepts(text, sentence):
         return text
     finely = written(syntax, words, finely=True)
-    return finely if takes(finely, sentence) else text
+    return finely if accepts(finely, sentence) else text
 
 
 def _check_names(syntax: Syntax, kind: str) -> None:
@@ -220,7 +220,7 @@ def _check_names(syntax: Syntax, kind: str) -> None:
                 why = f"line {ref.line}: '%ignore' must refer to a terminal, and {ref.name!r} is none"
                 raise Refused.at(f"/{ref.line}", kind, why)
     refs = {name: {ref.name for ref in refs_of(each.node)} for name, each in syntax.terminals.items()}
-    ending = grown_to_all(refs, lambda name, found: refs[name] <= found)
+    ending = least_fixpoint(refs, lambda name, found: refs[name] <= found)
     for name, definition in syntax.terminals.items():
         if name not in ending and name in syntax.reached(definition.node):
             line = definition.line
@@ -234,7 +234,7 @@ def _sketch(known: Derivations) -> Sketch | None:
     return None if pieces is None else Sketch(tuple(pieces), gap)
 
 
-def takes(text: str, sentence: str) -> bool:
+def accepts(text: str, sentence: str) -> bool:
     """Whether ``sentence`` is one of the grammar ``text``."""
     matcher = LLMatcher(_bytewise(), text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
     tokens = list(sentence.encode())

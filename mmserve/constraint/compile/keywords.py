@@ -1,7 +1,7 @@
 """Keywords of JSON Schema (the draft and value type of each), and JSON values (types, equality, finite sets).
 
-``misshapen`` follows JSON Schema's meta-schema as far as values are used here; ``modern`` converts keywords of older
-drafts to draft 2020-12.
+``malformed_keywords`` follows JSON Schema's meta-schema as far as values are used here; ``modern`` converts keywords of
+older drafts to draft 2020-12.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ _CHECKS: Mapping[str, Check] = {
 KNOWN = frozenset(_CHECKS) | ANNOTATIONS
 
 
-def misshapen(node: Mapping[str, Any], pointer: str) -> Iterator[Finding]:
+def malformed_keywords(node: Mapping[str, Any], pointer: str) -> Iterator[Finding]:
     """The keywords of one schema whose values are malformed."""
     for keyword, check in _CHECKS.items():
         if keyword in node and (reason := check(node[keyword])):

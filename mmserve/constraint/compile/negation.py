@@ -18,7 +18,7 @@ from mmserve.constraint.compile.keywords import (
     distinct,
     finite,
     is_number,
-    misshapen,
+    malformed_keywords,
     modern,
     names_of,
     type_of,
@@ -64,7 +64,7 @@ def negation(node: Any, scope: Scope, pointer: str, within: frozenset[str] = ALL
     if isinstance(node, bool):
         return Negation(not node, True)
     node = modern(node, scope.draft, pointer)
-    if depth == 0 or any(misshapen(node, pointer)):
+    if depth == 0 or any(malformed_keywords(node, pointer)):
         return UNKNOWN
     constraining = [(keyword, value) for keyword, value in node.items() if keyword not in ANNOTATIONS]
     parts = (_of_keyword(keyword, value, scope, pointer, within, depth) for keyword, value in constraining)
@@ -161,7 +161,11 @@ def _other_name(names: Any, scope: Scope, pointer: str, depth: int) -> Any | Non
 def _all_values(schema: Any, scope: Scope, pointer: str) -> list[Any] | None:
     """The values under ``schema``, if it has only ``type`` and either ``enum`` or ``const``."""
     body = modern(schema, scope.draft, pointer) if isinstance(schema, dict) else {}
-    if any(misshapen(body, pointer)) or body.keys() - ANNOTATIONS - {"type"} not in (set(), {"enum"}, {"const"}):
+    if any(malformed_keywords(body, pointer)) or body.keys() - ANNOTATIONS - {"type"} not in (
+        set(),
+        {"enum"},
+        {"const"},
+    ):
         return None
     return finite(body)
 

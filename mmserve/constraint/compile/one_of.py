@@ -19,7 +19,7 @@ from mmserve.constraint.compile.keywords import (
     finite,
     is_number,
     key,
-    misshapen,
+    malformed_keywords,
     names_of,
     types_of,
     values_within,
@@ -47,8 +47,8 @@ class Effort:
         return True
 
 
-class _Means(NamedTuple):
-    """The context of a proof; without ``effort`` it compares no strings."""
+class _Proof(NamedTuple):
+    """The context of a proof; without ``effort``, strings are not compared."""
 
     scope: Scope
     effort: Effort | None
@@ -59,7 +59,7 @@ def exclude(one: Any, other: Any, scope: Scope, effort: Effort) -> bool:
 
     Strings are compared only where nothing else distinguishes the two, and as far as ``effort`` allows.
     """
-    return any(_exclude(one, other, _Means(scope, each), _DEPTH) for each in (None, effort))
+    return any(_exclude(one, other, _Proof(scope, each), _DEPTH) for each in (None, effort))
 
 
 def effective(node: Any, draft: int) -> Any:
@@ -67,52 +67,52 @@ def effective(node: Any, draft: int) -> Any:
     return {"$ref": node["$ref"]} if draft <= 7 and isinstance(node, dict) and "$ref" in node else node
 
 
-def _exclude(one: Any, other: Any, means: _Means, depth: int) -> bool:
+def _exclude(one: Any, other: Any, proof: _Proof, depth: int) -> bool:
     if one is False or other is False:
         return True
-    one, other = effective(one, means.scope.draft), effective(other, means.scope.draft)
+    one, other = effective(one, proof.scope.draft), effective(other, proof.scope.draft)
     if depth == 0 or not _is_read(one) or not _is_read(other):
         return False
     for first, second in ((one, other), (other, one)):
-        if "$ref" in first and _exclude(means.scope.resolve(first["$ref"]), second, means, depth - 1):
+        if "$ref" in first and _exclude(proof.scope.resolve(first["$ref"]), second, proof, depth - 1):
             return True
-        if any(_exclude(part, second, means, depth - 1) for part in first.get("allOf", ())):
+        if any(_exclude(part, second, proof, depth - 1) for part in first.get("allOf", ())):
             return True
         for keyword in ("anyOf", "oneOf"):
-            if keyword in first and all(_exclude(part, second, means, depth - 1) for part in first[keyword]):
+            if keyword in first and all(_exclude(part, second, proof, depth - 1) for part in first[keyword]):
                 return True
     values, others = finite(one), finite(other)
     if values is not None and others is not None and not set(map(key, values)) & set(map(key, others)):
         return True
-    return _by_type(one, other, means, depth)
+    return _by_type(one, other, proof, depth)
 
 
 def _is_read(node: Any) -> bool:
     """Whether ``node`` is a well-formed schema with keywords."""
-    return isinstance(node, dict) and not any(misshapen(node, ""))
+    return isinstance(node, dict) and not any(malformed_keywords(node, ""))
 
 
-def _by_type(one: Any, other: Any, means: _Means, depth: int) -> bool:
+def _by_type(one: Any, other: Any, proof: _Proof, depth: int) -> bool:
     shared = types_of(one) & types_of(other)
     if not shared:
         return True
     if shared == {"object"}:
-        return _by_property(one, other, means, depth) or _by_property(other, one, means, depth)
+        return _by_property(one, other, proof, depth) or _by_property(other, one, proof, depth)
     if shared <= {"number", "integer"}:
         return _below(one, other) or _below(other, one)
     if shared == {"string"}:
-        return _sized(one, other, "Length") or (means.effort is not None and _by_text(one, other, means.effort))
+        return _sized(one, other, "Length") or (proof.effort is not None and _by_text(one, other, proof.effort))
     if shared == {"array"}:
         return _sized(one, other, "Items")
     return False
 
 
-def _by_property(one: Any, other: Any, means: _Means, depth: int) -> bool:
+def _by_property(one: Any, other: Any, proof: _Proof, depth: int) -> bool:
     """Whether ``one`` requires a property whose schemas in both are disjoint."""
     for name in one.get("required", ()):
-        mine = one.get("properties", {}).get(name, True)
-        theirs = other.get("properties", {}).get(name, not _closed(other))
-        if _exclude(mine, theirs, means, depth - 1):
+        inner = one.get("properties", {}).get(name, True)
+        other_inner = other.get("properties", {}).get(name, not _closed(other))
+        if _exclude(inner, other_inner, proof, depth - 1):
             return True
     return False
 
@@ -131,10 +131,10 @@ def _by_text(one: Any, other: Any, effort: Effort) -> bool:
             strings = [text for text in texts if isinstance(text, str)]
             read = sum(map(len, strings)) + len(_expression(second) or "")
             return effort.spent(read) and not any(_holds(text, second) for text in strings)
-    mine, theirs = _expression(one), _expression(other)
-    if mine is None or theirs is None:
+    expression, other_expression = _expression(one), _expression(other)
+    if expression is None or other_expression is None:
         return False
-    return effort.spent(len(mine) + len(theirs)) and _apart(mine, theirs)
+    return effort.spent(len(expression) + len(other_expression)) and _disjoint(expression, other_expression)
 
 
 def _holds(text: str, node: Any) -> bool:
@@ -159,13 +159,13 @@ def _searched(pattern: str) -> str | None:
 
 
 @lru_cache(maxsize=256)
-def _apart(one: str, other: str) -> bool:
+def _disjoint(one: str, other: str) -> bool:
     with suppress(BadPattern):
         return disjoint(one, other, _MOST_STATES)
     return False
 
 
-_CACHES = _searched, _apart, automaton_of, with_property
+_CACHES = _searched, _disjoint, automaton_of, with_property
 
 
 def clear_caches() -> None:
@@ -195,48 +195,50 @@ _MOST_TEXT = 128 << 10  # total characters of the alternatives to all branches
 
 
 @dataclass(frozen=True)
-class Apart:
+class Separation:
     """For each branch, schemas that exclude everything that another branch accepts; ``exact``: and nothing else."""
 
     parts: list[list[Any]]
     exact: bool
 
 
-class Together(NamedTuple):
+class Overlapping(NamedTuple):
     """The indices of two branches that may both hold."""
 
     first: int
     second: int
 
 
-def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: frozenset[str] = ALL) -> Apart | Together:
+def separate(
+    branches: list[Any], scope: Scope, at: str, effort: Effort, within: frozenset[str] = ALL
+) -> Separation | Overlapping:
     """Schemas that separate each of ``branches`` from the others, or two branches that cannot be separated.
 
     Only values of the types ``within`` (of ``types_of``) count. ``effort``: the budget of the document's proofs.
     """
     branches = [typed(effective(branch, scope.draft), scope, within) for branch in branches]
-    meeting = [list[int]() for _ in branches]
+    overlapping = [list[int]() for _ in branches]
     for i, j in combinations(range(len(branches)), 2):
         if not exclude(branches[i], branches[j], scope, effort):
-            meeting[i].append(j)
-            meeting[j].append(i)
+            overlapping[i].append(j)
+            overlapping[j].append(i)
     flat = [_resolved(branch, scope) for branch in branches]
-    few = sum(map(bool, meeting)) <= _MOST_SPLIT
+    few = sum(map(bool, overlapping)) <= _MOST_SPLIT
     parts, exact, text = list[list[Any]](), True, 0
-    for i, found in enumerate(meeting):
+    for i, found in enumerate(overlapping):
         cases = []
         for j in found:
             without, whole = _without(flat[i], flat[j], scope, at, effort, within)
             text += sum(len(each) for each in values_within(without) if isinstance(each, str))
             if (not without and not whole) or len(branches) > _MOST_BRANCHES or text > _MOST_TEXT:
-                return Together(min(i, j), max(i, j))
+                return Overlapping(min(i, j), max(i, j))
             cases.append(without)
             exact &= whole
         if not few or prod(map(len, cases)) > _MOST_CASES:
             exact &= all(len(case) <= 1 for case in cases)
             cases = [[_best(case, flat[i])] if case else [] for case in cases]
         parts.append([either(*case) for case in cases])
-    return Apart(parts, exact)
+    return Separation(parts, exact)
 
 
 def typed(branch: Any, scope: Scope, within: frozenset[str]) -> Any:
@@ -248,10 +250,10 @@ def typed(branch: Any, scope: Scope, within: frozenset[str]) -> Any:
 
 
 def _without(
-    mine: Any, other: Any, scope: Scope, at: str, effort: Effort, within: frozenset[str]
+    branch: Any, other: Any, scope: Scope, at: str, effort: Effort, within: frozenset[str]
 ) -> tuple[list[Any], bool]:
-    """Alternatives that exclude everything valid under ``other``, and that may accept something of ``mine``."""
-    within = types_of(mine) & within if isinstance(mine, dict) else within
+    """Alternatives that exclude everything valid under ``other``, and that may accept something of ``branch``."""
+    within = types_of(branch) & within if isinstance(branch, dict) else within
     found = negation(other, scope, at, within, _NEGATED_DEPTH)
     if found.schema is True:
         return [True], True
@@ -260,11 +262,11 @@ def _without(
     small = [part for part, size in zip(parts, sizes, strict=True) if size <= _LARGEST][:_MOST_PARTS]
     exact = found.exact and len(small) == len(parts)
     parts = small
-    if not exact and isinstance(other, dict) and isinstance(mine, dict) and _closed(other):
-        names = [name for name, schema in mine.get("properties", {}).items() if schema is not False]
+    if not exact and isinstance(other, dict) and isinstance(branch, dict) and _closed(other):
+        names = [name for name, schema in branch.get("properties", {}).items() if schema is not False]
         more = [name for name in names if name not in other.get("properties", {})]
         parts += [{"type": "object", "required": [name]} for name in more]
-    return [part for part in parts if not exclude(mine, part, scope, effort)], exact
+    return [part for part in parts if not exclude(branch, part, scope, effort)], exact
 
 
 def _parts(schema: Any) -> list[Any]:
@@ -274,11 +276,11 @@ def _parts(schema: Any) -> list[Any]:
     return [schema]
 
 
-def _best(parts: list[Any], mine: Any) -> Any:
-    """The one of ``parts`` that restricts ``mine`` least: preferably the absence of a property that it does not
+def _best(parts: list[Any], branch: Any) -> Any:
+    """The one of ``parts`` that restricts ``branch`` least: preferably the absence of a property that it does not
     declare."""
-    named = mine.get("properties", {}) if isinstance(mine, dict) else {}
-    required = mine.get("required", ()) if isinstance(mine, dict) else ()
+    named = branch.get("properties", {}) if isinstance(branch, dict) else {}
+    required = branch.get("required", ()) if isinstance(branch, dict) else ()
 
     def cost(part: Any) -> int:
         if part.get("properties", {}).keys() and "required" not in part:  # a property is absent

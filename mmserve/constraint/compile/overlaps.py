@@ -33,18 +33,18 @@ def separated(schemas: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """
     if not any(_overlap(one, other) for one, other in combinations(schemas, 2)):
         return schemas
-    together = _SideBySide(list(schemas))
-    ways = edges(together) if len(schemas) <= _MOST_PATTERNS else None
-    if ways is None:
+    product = _ProductAutomaton(list(schemas))
+    transitions = edges(product) if len(schemas) <= _MOST_PATTERNS else None
+    if transitions is None:
         raise BadPattern(_TOO_LARGE)
-    ways = minimal(ways, together.matching)
+    transitions = minimal(transitions, product.matching)
     ends = defaultdict[tuple[str, ...], set[int]](set)
-    for state in {state for pair in ways for state in pair}:
-        ends[together.matching(state)].add(state)
+    for state in {state for pair in transitions for state in pair}:
+        ends[product.matching(state)].add(state)
     del ends[()]
     found = dict[str, list[Any]]()
     for expressions, states in ends.items():
-        text = as_expression(ways, states)
+        text = as_expression(transitions, states)
         if text is None:
             raise BadPattern(_TOO_LARGE)
         found[searched(f"^(?:{text})$")] = [each for expression in expressions for each in schemas[expression]]
@@ -76,10 +76,10 @@ def _sharing(patterns: list[str]) -> list[set[str]]:
     """Groups of ``patterns`` that overlap, directly or through others of the group."""
     groups = [{pattern} for pattern in patterns]
     for one, other in combinations(patterns, 2):
-        mine, theirs = (next(group for group in groups if each in group) for each in (one, other))
-        if mine is not theirs and _overlap(_bare(one), _bare(other)):
-            groups.remove(theirs)
-            mine |= theirs
+        first, second = (next(group for group in groups if each in group) for each in (one, other))
+        if first is not second and _overlap(_bare(one), _bare(other)):
+            groups.remove(second)
+            first |= second
     return [group for group in groups if len(group) > 1]
 
 
@@ -101,15 +101,19 @@ def _with_parts(schema: Any, parts: dict[str, list[str]]) -> Any:
     return made
 
 
-def minimal(ways: dict[tuple[int, int], Ranges], label: Callable[[int], Hashable]) -> dict[tuple[int, int], Ranges]:
+def minimal(
+    transitions: dict[tuple[int, int], Ranges], label: Callable[[int], Hashable]
+) -> dict[tuple[int, int], Ranges]:
     """The transitions of the minimal automaton with the same labels, by partition refinement (E. F. Moore,
     "Gedanken-experiments on sequential machines", 1956).
 
     Of equivalent states, 0 is kept, then ``DEAD``, then the one found first.
     """
-    states = sorted({0, DEAD, *(state for pair in ways for state in pair)}, key=lambda state: (state != 0, state))
+    states = sorted(
+        {0, DEAD, *(state for pair in transitions for state in pair)}, key=lambda state: (state != 0, state)
+    )
     leading = defaultdict[int, dict[int, Ranges]](dict)
-    for (source, target), ranges in ways.items():
+    for (source, target), ranges in transitions.items():
         leading[source][target] = ranges
     of: dict[int, Hashable] = {state: label(state) for state in states}
     while True:
@@ -121,7 +125,7 @@ def minimal(ways: dict[tuple[int, int], Ranges], label: Callable[[int], Hashable
             break
         of = {state: first[finer[state]] for state in states}
     found: dict[tuple[int, int], Ranges] = {}
-    for (source, target), ranges in ways.items():
+    for (source, target), ranges in transitions.items():
         if first[finer[source]] == source:
             pair = source, first[finer[target]]
             found[pair] = union(found.get(pair, ()), ranges)
@@ -143,7 +147,7 @@ def _overlap(one: str, other: str) -> bool:
     return False
 
 
-class _SideBySide:
+class _ProductAutomaton:
     """The product automaton of several expressions; 0 is the start state."""
 
     def __init__(self, expressions: list[str]) -> None:

@@ -22,7 +22,7 @@ from mmserve.constraint.compile.keywords import (
     Schema,
     dialect,
     finite,
-    misshapen,
+    malformed_keywords,
     modern,
     names_of,
     objects_within,
@@ -50,18 +50,18 @@ class Rewritten:
 
 
 def rewrite(
-    root: Any, *, strict: bool = True, exponents: bool = False, apart: bool = False, distinct: bool = False
+    root: Any, *, strict: bool = True, exponents: bool = False, unjoined: bool = False, distinct: bool = False
 ) -> Rewritten:
     """The schema that accepts what ``root`` (of ``read_schema``) does, or, with findings in ``loose``, a superset.
 
     Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value. If not
     ``strict``, a subschema that would be refused becomes its type, with the reason in ``loose``; ``root`` must be valid
     under its meta-schema. ``exponents``: whether numbers without bounds may have exponents, and so be of any size.
-    ``apart``: whether schemas should preferably not be joined with others. ``distinct``: whether arrays may have the
+    ``unjoined``: whether schemas should preferably not be joined with others. ``distinct``: whether arrays may have the
     keyword ``unordered.DISTINCT``, which is not a keyword of llguidance's schemas.
     """
     try:
-        writer = _Rewriter(root, strict=strict, exponents=exponents, apart=apart, distinct=distinct)
+        writer = _Rewriter(root, strict=strict, exponents=exponents, unjoined=unjoined, distinct=distinct)
     except Refused as refusal:
         if strict:
             raise
@@ -70,7 +70,8 @@ def rewrite(
 
 
 def _type_alone(node: Any) -> Any:
-    """The schema of the values of the type of ``node``; true if it has none. Beside ``$ref``, some drafts ignore it."""
+    """The schema of the values of the type of ``node``; true if it has none, or a ``$ref``, next to which some drafts
+    ignore it."""
     if not isinstance(node, dict) or "type" not in node or "$ref" in node:
         return True
     given = node["type"] if isinstance(node["type"], list) else [node["type"]]
@@ -78,10 +79,10 @@ def _type_alone(node: Any) -> Any:
 
 
 class _Rewriter:
-    def __init__(self, root: Any, *, strict: bool, exponents: bool, apart: bool, distinct: bool) -> None:
+    def __init__(self, root: Any, *, strict: bool, exponents: bool, unjoined: bool, distinct: bool) -> None:
         self._root, self._draft = located(root), dialect(root)
         self._references = References(self._root, obscure(root))
-        self._strict, self._exponents, self._apart, self._distinct = strict, exponents, apart, distinct
+        self._strict, self._exponents, self._unjoined, self._distinct = strict, exponents, unjoined, distinct
         self._notes = Notes()
         self._effort = Effort()
         self._count = 0
@@ -96,9 +97,9 @@ class _Rewriter:
             for target, name in missing:
                 definitions[name] = self._schema(self._references.at(target), target)
         schema = without_endless(schema, definitions)
-        apart = self._apart or (self._distinct and unordered.distinct_within(schema))
+        unjoined = self._unjoined or (self._distinct and unordered.distinct_within(schema))
         if not self._exponents:
-            schema = with_finite_numbers(schema, self._notes, apart=apart)
+            schema = with_finite_numbers(schema, self._notes, unjoined=unjoined)
         schema = with_short_decimals(schema)
         return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
 
@@ -121,7 +122,7 @@ class _Rewriter:
         if not isinstance(node, dict):
             raise Refused.at(pointer, "schema", "must be an object, true or false")
         node = modern(node, self._draft, pointer)
-        if wrong := list(misshapen(node, pointer)):
+        if wrong := list(malformed_keywords(node, pointer)):
             raise Refused(*wrong)
         self._warn_of_unknown(node, pointer)
         node, cases = without_unevaluated(node, pointer, self._notes, self._scope(pointer), self._effort)
@@ -283,15 +284,15 @@ class _Rewriter:
     def _one_of(self, node: Schema, at: str, pointer: str) -> Any:
         branches = node["oneOf"]
         schemas = [self._schema(branch, child(at, i)) for i, branch in enumerate(branches)]
-        found = one_of.apart(branches, self._scope(at), at, self._effort, types_of(node))
-        if isinstance(found, one_of.Together):
+        found = one_of.separate(branches, self._scope(at), at, self._effort, types_of(node))
+        if isinstance(found, one_of.Overlapping):
             i, j = found
             self._notes.cannot(pointer, "oneOf", f"branches {i} and {j} may both hold; give them different constants")
             return either(*schemas)
         if not found.exact:
             self._notes.warn(pointer, "oneOf", "has branches that overlap: of those, not every valid answer comes")
         pairs = zip(schemas, found.parts, strict=True)
-        return either(*(both(mine, *(self._schema(part, at) for part in parts)) for mine, parts in pairs))
+        return either(*(both(schema, *(self._schema(part, at) for part in parts)) for schema, parts in pairs))
 
     def _scope(self, pointer: str) -> Scope:
         return Scope(self._draft, lambda reference: self._references.schema(reference, pointer))

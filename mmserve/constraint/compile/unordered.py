@@ -12,7 +12,7 @@ from typing import Any
 
 from mmserve.constraint.compile.derivatives import all_but
 from mmserve.constraint.compile.expression import BadPattern
-from mmserve.constraint.compile.finite import grown_to_all
+from mmserve.constraint.compile.finite import least_fixpoint
 from mmserve.constraint.compile.keywords import Schema, children, names_of, nodes, target, types_of, writable
 from mmserve.constraint.compile.pattern import searched
 from mmserve.constraint.compile.scalars import anchored
@@ -23,7 +23,7 @@ MOST = 63
 DISTINCT = "distinct"
 
 
-class Unplaced(Exception):
+class Inexpressible(Exception):
     """An array of distinct items that cannot be expressed, for example because other schemas apply to it."""
 
 
@@ -35,7 +35,7 @@ def distinct_within(schema: Any) -> bool:
 def written(schema: Any, engine: Schema, *, any_order: bool) -> tuple[str, list[str]]:
     """A Lark grammar of the documents under ``schema``, and the reasons why some objects keep the schema's order.
 
-    ``engine``: the layout as ``x-guidance`` options. Raises ``Unplaced``.
+    ``engine``: the layout as ``x-guidance`` options. Raises ``Inexpressible``.
     """
     writer = _Writer(schema, engine, any_order=any_order)
     return writer.text(), list(writer.kept)
@@ -50,7 +50,7 @@ class _Writer:
         self._lines: list[str] = []
         self._rules: dict[str, str] = {}  # by the schema that they are for
         #: Definitions that need separate rules.
-        self._special = grown_to_all(self._definitions, self._becomes_special)
+        self._special = least_fixpoint(self._definitions, self._becomes_special)
 
     def text(self) -> str:
         """The text of the grammar."""
@@ -113,7 +113,7 @@ class _Writer:
     def _given_up(self, schema: Schema, why: str) -> str:
         """``schema`` without these features, as a schema."""
         if any(self._has_distinct(node) for node in nodes(schema)):
-            raise Unplaced
+            raise Inexpressible
         self.kept[why] = None
         return self._leaf(schema)
 
@@ -230,11 +230,11 @@ class _Writer:
         return name
 
     def _distinct(self, node: Schema) -> str:
-        """An array of distinct values. Raises ``Unplaced`` if its items are not a plain ``enum``."""
+        """An array of distinct values. Raises ``Inexpressible`` if its items are not a plain ``enum``."""
         items = node.get("items")
         values = items.get("enum", []) if isinstance(items, dict) and items.keys() <= {"enum", "type"} else []
         if not 0 < len(values) <= MOST:
-            raise Unplaced
+            raise Inexpressible
         low, high = node.get("minItems", 0), min(node.get("maxItems", MOST), len(values))
         bits = f"[0:{len(values)}]"
         name = self._rules[f"array {len(self._rules)}"] = self._new()

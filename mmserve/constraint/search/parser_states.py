@@ -258,7 +258,7 @@ class ParserStateCache:
                 break
             at = queue.popleft()
             forced = self.lexicon.cover(at.matcher.forced())
-            for step in [forced] if forced else self._apart(at):
+            for step in [forced] if forced else self._distinct_closers(at):
                 next_state = self.after_all(at, step) if forced else self.after(at, step[0])
                 if next_state is None or next_state in ways:
                     continue
@@ -268,7 +268,7 @@ class ParserStateCache:
                 queue.append(next_state)
         return None
 
-    def _apart(self, state: ParserState) -> list[list[int]]:
+    def _distinct_closers(self, state: ParserState) -> list[list[int]]:
         """Closers allowed at ``state``, one for each prefix class after them."""
         closers, spelled = self.lexicon.closers, self.lexicon.spelled
         alike = None if state.prefix_class is None else self._classes.alike(state.prefix_class)

@@ -154,7 +154,7 @@ class Documents(PrefixClasses):
         return self._places.of(state)
 
     def alike(self, prefix_class: int) -> Sequence[int] | None:
-        _representative_of, mode, scalar = self._places.keys[prefix_class]
+        _around, mode, scalar = self._places.keys[prefix_class]
         return self._strings.alike(scalar) if mode == _STRING else None
 
     def open(self, prefix_class: int) -> bool:

@@ -21,7 +21,7 @@ from mmserve.constraint.compile.keywords import is_number, objects_within, value
 OVER = -1
 
 _QUOTE = ord('"')
-_APART = frozenset(b'"\\')  # not literal in a JSON string
+_ESCAPED = frozenset(b'"\\')  # not literal in a JSON string
 _EACH = range(256)
 _NUMERIC = frozenset(b"0123456789+-.eE")
 _ESCAPES = {b"\\" + bytes([sign]): char for sign, char in zip(b'"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True)}
@@ -199,7 +199,7 @@ class Numbers:
 def _alike(bounds: set[int]) -> list[int]:
     """A number for each byte, equal for literal characters between the same two of ``bounds``."""
     ordered = sorted(bounds)
-    return [256 + bisect_right(ordered, i) if 0x20 <= i < 0x80 and i not in _APART else i for i in range(256)]
+    return [256 + bisect_right(ordered, i) if 0x20 <= i < 0x80 and i not in _ESCAPED else i for i in range(256)]
 
 
 def character(raw: bytes) -> str | None:

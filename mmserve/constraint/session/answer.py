@@ -84,7 +84,7 @@ class ConstrainedAnswer:
         """
         witness = self.witness.with_own_parser() if own_parsers else self.witness
         split = splitter(witness) if own_parsers else self.split
-        sampled = None if self.sampled is None else replace(self.sampled, met=[])
+        sampled = None if self.sampled is None else replace(self.sampled, visits=[])
         return replace(self, witness=witness, sampled=sampled, split=split, meter=Meter())
 
     @property

@@ -10,7 +10,7 @@ import atexit
 import threading
 from typing import Any
 
-from mmserve.constraint.compile.document import meant
+from mmserve.constraint.compile.document import effective_schema
 from mmserve.constraint.compile.wire import JsonChild, ReplyTooLong
 from mmserve.constraint.limits import ANSWER_SECONDS, CHECK_SECONDS
 from mmserve.core.child_process import ChildExited
@@ -115,7 +115,7 @@ def judge_of(spec: ConstraintSpec, *, exact: bool) -> Judge | None:
         return None
     match spec.kind:
         case JsonSchema():
-            return Judge(meant(spec.kind))
+            return Judge(effective_schema(spec.kind))
         case CallsOrJson():
-            return Judge(meant(spec.kind.document), spec.kind.openings)
+            return Judge(effective_schema(spec.kind.document), spec.kind.openings)
     return None

@@ -122,7 +122,7 @@ class PrefixNode:
 
 
 @dataclass(frozen=True)
-class Met:
+class Visit:
     """One prefix on a sample's path: the sample's token, and tokens that lead to no valid answer."""
 
     token: int | None  # None = there was none
@@ -131,17 +131,17 @@ class Met:
     rejected: tuple[tuple[int, float], ...]  # tokens and their probabilities
 
 
-def learn(root: PrefixNode, way: Sequence[Met]) -> None:
+def learn(root: PrefixNode, path: Sequence[Visit]) -> None:
     """Update the tree with a sample's path, from the first token of its answer to the last."""
     nodes = [root]
-    for visit in way:
+    for visit in path:
         node = nodes[-1]
         node.allowed = visit.allowed
         for token, probability in visit.rejected:
             node.next[token] = (probability, PrefixNode(future=0.0))
         if visit.token is not None:
             nodes.append(node.next.setdefault(visit.token, (visit.probability, PrefixNode()))[1])
-    for node in reversed(nodes[: len(way)]):
+    for node in reversed(nodes[: len(path)]):
         # known parts are summed separately: differences from 1 below 1e-16 would be lost
         known = math.fsum(probability * other.future for probability, other in node.next.values())
         rest = node.allowed - math.fsum(probability for probability, _other in node.next.values())
@@ -169,7 +169,7 @@ class SampleState:
     speculates: bool = True  # whether forced text is run as a draft: the model may be asked after tokens not final
     log_weight: float = 0.0
     here: PrefixNode | None = None  # the node after the final tokens
-    met: list[Met] = field(default_factory=list)
+    visits: list[Visit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.here = self.futures
@@ -178,12 +178,12 @@ class SampleState:
         """Record a run that has become final; ``ends``: the tokens that end an answer."""
         alive = self.log_weight > -math.inf
         self.log_weight += run.log_weight
-        self.met += run.met if self.futures is not None else ()
+        self.visits += run.visits if self.futures is not None else ()
         for token in run.tokens.tolist():
             self.here = child(self.here, token)
         over = run.tokens[-1] in ends or run.witness.known == len(run.witness.tokens)
         if self.futures is not None and alive and (over or self.log_weight == -math.inf):
-            learn(self.futures, self.met)
+            learn(self.futures, self.visits)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class SampledRun:
     log_probabilities: np.ndarray  # float32 [n], before temperature, filters and constraint
     witness: Witness  # after these tokens
     log_weight: float  # log-weight of these draws; -inf if every allowed token has probability 0
-    met: tuple[Met, ...] = ()  # observations for other samples (ASAp) in the same process
+    visits: tuple[Visit, ...] = ()  # observations for other samples (ASAp) in the same process
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class RejectionSampler:
         self._zero_weight = sampled.log_weight == -math.inf
         self._tokens: list[int] = []
         self._log_probabilities: list[float] = []
-        self._met: list[Met] = []
+        self._visits: list[Visit] = []
         self._open = True
 
     def restrict(self, logits: Tensor) -> None:
@@ -264,7 +264,7 @@ class RejectionSampler:
         """The tokens drawn so far."""
         tokens = np.array(self._tokens, np.int64)
         log_probabilities = np.array(self._log_probabilities, np.float32)
-        return SampledRun(tokens, log_probabilities, self._witness, self._log_weight, tuple(self._met))
+        return SampledRun(tokens, log_probabilities, self._witness, self._log_weight, tuple(self._visits))
 
     def _drawn(self, tempered: Tensor, noised: Tensor) -> int:
         """The next token; if none can be drawn, the witness's, with weight zero."""
@@ -295,10 +295,10 @@ class RejectionSampler:
         rejected = tuple((int(tokens[i]), float(probabilities[i])) for i in found.rejected)
         allowed, chosen = float(probabilities.sum()), found.chosen
         if chosen is None:
-            self._met.append(Met(None, 0.0, allowed, rejected))
+            self._visits.append(Visit(None, 0.0, allowed, rejected))
             return found
         self._log_weight += math.log(found.mass) - math.log(futures[chosen])
-        self._met.append(Met(int(tokens[chosen]), float(probabilities[chosen]), allowed, rejected))
+        self._visits.append(Visit(int(tokens[chosen]), float(probabilities[chosen]), allowed, rejected))
         return replace(found, chosen=int(tokens[chosen]))
 
 

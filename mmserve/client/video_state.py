@@ -13,17 +13,13 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from google.rpc import code_pb2
-
 from mmserve.client.decisions import Decisions, TypedQuestion, to_decisions
 from mmserve.client.video_requests import decide_message, push_bytes, question_message, watch_message
+from mmserve.client.video_responses import from_error, from_moments
 from mmserve.core.events import Event, Finished
 from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
 from mmserve.errors import (
-    BY_CODE,
     Cancelled,
-    FieldViolation,
-    Internal,
     InvalidArgument,
     MMServeError,
     ResourceExhausted,
@@ -386,23 +382,3 @@ def lost(state: SessionState, error: MMServeError, *, from_server: bool) -> MMSe
     if isinstance(error, ResourceExhausted) and error.retry_after is not None:
         return error
     raise error
-
-
-def from_error(error: pb.SessionError) -> MMServeError:
-    """The error that a push, question or standing question ended with."""
-    name = code_pb2.Code.Name(error.code) if error.code in code_pb2.Code.values() else ""
-    kind = BY_CODE.get(name, Internal)
-    if kind is InvalidArgument:
-        fields = [FieldViolation(each.field, each.description) for each in error.wrong_fields]
-        return InvalidArgument(*fields) if fields else InvalidArgument.of("request", error.message)
-    if kind is ResourceExhausted:
-        later = error.retry_after_seconds if error.HasField("retry_after_seconds") else None
-        return ResourceExhausted(error.message, retry_after=later)
-    if kind is Internal:
-        return Internal(error.message, error_id=error.error_id)
-    return kind(error.message)
-
-
-def from_moments(answer: pb.AnswerEvent) -> tuple[Moment, ...]:
-    """The moments of a finished answer."""
-    return tuple(Moment(each.begin, each.end, each.seconds, each.ambiguous) for each in answer.moments)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from mmserve.constraint.compile.expression import Chars, inverse, union
-from mmserve.constraint.compile.lark import Reader
+from mmserve.constraint.compile.reader import Reader
 from mmserve.constraint.compile.syntax import Literal, Matching, Node, Ref
 
 _CHAR = r"(?:\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|[^\\])"

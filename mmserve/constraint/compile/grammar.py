@@ -28,9 +28,10 @@ from mmserve.constraint.compile.expression import (
 )
 from mmserve.constraint.compile.finite import least_fixpoint
 from mmserve.constraint.compile.gbnf import GbnfReader
-from mmserve.constraint.compile.lark import LarkReader, Reader
+from mmserve.constraint.compile.lark import LarkReader
 from mmserve.constraint.compile.lengths import shortest_document
 from mmserve.constraint.compile.pattern import matched
+from mmserve.constraint.compile.reader import Reader
 from mmserve.constraint.compile.schema import rewrite
 from mmserve.constraint.compile.syntax import (
     Json,

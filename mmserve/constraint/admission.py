@@ -25,10 +25,10 @@ from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary, spell
 from mmserve.constraint.search.witness import Infeasible, Witness, fitting, start_witness
 from mmserve.constraint.session.answer import ConstrainedAnswer, splitter
-from mmserve.constraint.session.judge import Judge, Validator, judge_of
 from mmserve.constraint.session.sampling import PrefixNode, SampleState
 from mmserve.constraint.session.session import Session
 from mmserve.constraint.session.template import OpenedHole, TemplateAnswer, laid_out, one_by_one, opened, spelling
+from mmserve.constraint.session.validation import AnswerValidator, ValidatorProcess, validator_of
 from mmserve.core.constraint import (
     CheckedConstraint,
     ConstraintSampling,
@@ -79,13 +79,13 @@ class _Language:
         """
         grammar, found, seconds = self.grammars.first(spec, budget, self.cache)
         count(grammar.text, seconds)
-        judge = judge_of(spec, exact=grammar.exact)
+        validator = validator_of(spec, exact=grammar.exact)
         with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
             shortest = fitting(found, budget)
             with self.large if len(grammar.text) > LARGE_BYTES else contextlib.nullcontext():
                 compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
                 witness = start_witness(compiled, budget, shortest, self.states.of(compiled, self.cache))
-        return OpenedHole(compiled, witness, grammar.warnings, judge, grammar.longest)
+        return OpenedHole(compiled, witness, grammar.warnings, validator, grammar.longest)
 
     def holes(self, template: Template) -> list[str | OpenedHole]:
         """``template`` with the grammars and first witnesses of its holes. Raises ``InvalidArgument``."""
@@ -141,7 +141,7 @@ class Admission:
         self._language: _Language | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self._validator = Validator()  # for answers to be checked (``check``)
+        self._process = ValidatorProcess()  # for answers to be checked (``check``)
 
     def admit(
         self, spec: ConstraintSpec, budget: int, samples: int = 1, cache: str = "", *, speculates: bool = True
@@ -174,20 +174,22 @@ class Admission:
             sampled = SampleState(
                 PrefixNode() if spec.sampling is ConstraintSampling.ASAP else None, speculates=speculates
             )
-            return ConstrainedAnswer(whole.witness, language.lexicon, whole.warnings, whole.judge, sampled)
+            return ConstrainedAnswer(whole.witness, language.lexicon, whole.warnings, whole.validator, sampled)
         begins = whole.witness.resized(self._reach(whole, budget))
         given = laid_out([begins], budget, language.ends).fixed
-        return ConstrainedAnswer(whole.witness, language.lexicon, whole.warnings, whole.judge, given=given)
+        return ConstrainedAnswer(whole.witness, language.lexicon, whole.warnings, whole.validator, given=given)
 
     def _template(self, language: _Language, template: Template, budget: int) -> ConstrainedAnswer:
         found = language.holes(template)
         holes = [part for part in found if isinstance(part, OpenedHole)]
         warnings = tuple(dict.fromkeys(warning for hole in holes for warning in hole.warnings))
-        judges = tuple(hole.judge for hole in holes)
+        validators = tuple(hole.validator for hole in holes)
         if self._model.spec.causal:
             with failures(f"at least {{}} for the template, not {budget}", "sampling.max_new_tokens"):
                 witness = one_by_one(found, language.vocabulary, language.lexicon, budget)
-            return ConstrainedAnswer(witness, language.lexicon, warnings, judges=judges, split=splitter(witness))
+            return ConstrainedAnswer(
+                witness, language.lexicon, warnings, validators=validators, split=splitter(witness)
+            )
         parts = list[list[int] | Witness]()
         for part in found:
             if isinstance(part, str):
@@ -196,7 +198,7 @@ class Admission:
                 size = len(part.witness.tokens)
                 reach = self._reach(part, size)
                 parts += [part.witness.resized(reach), [language.ends[1]] * (size - reach)]
-        return TemplateAnswer.of(laid_out(parts, budget, language.ends), language.lexicon, warnings, judges)
+        return TemplateAnswer.of(laid_out(parts, budget, language.ends), language.lexicon, warnings, validators)
 
     def _reach(self, opened: OpenedHole, size: int) -> int:
         """How many of ``size`` positions of a canvas an answer can reach; the rest is padding from the first step on.
@@ -221,7 +223,7 @@ class Admission:
             if not isinstance(spec.kind, JsonSchema):
                 raise InvalidArgument.of("answer", "can be checked against a JSON schema only")
             try:
-                Judge(effective_schema(spec.kind), validator=self._validator).check(answer)
+                AnswerValidator(effective_schema(spec.kind), process=self._process).check(answer)
             except FailedPrecondition as error:
                 wrong = error.with_traceback(None)
         return CheckedConstraint(session.warnings, wrong)
@@ -237,7 +239,7 @@ class Admission:
             self._closed = True
             if self._language is not None:
                 self._language.grammars.close()
-        self._validator.close()
+        self._process.close()
 
     def _made(self) -> _Language:
         with self._lock:

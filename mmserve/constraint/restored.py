@@ -18,11 +18,11 @@ from mmserve.constraint.search.parser_states import SharedParserStates
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Outcome, Witness
 from mmserve.constraint.session.answer import ConstrainedAnswer, splitter
-from mmserve.constraint.session.judge import Judge, judge_of
 from mmserve.constraint.session.observer import Meter, Ranked
 from mmserve.constraint.session.sampling import SampledRun, SampleState
 from mmserve.constraint.session.session import Session
 from mmserve.constraint.session.template import HoleAnswer, TemplateAnswer
+from mmserve.constraint.session.validation import AnswerValidator, validator_of
 from mmserve.core.constraint import ConstraintSpec, Hole, Template
 from mmserve.core.constraint_state import (
     ConstraintState,
@@ -83,11 +83,13 @@ class _Restoring:
     ) -> ConstrainedAnswer:
         """``spec``: None for a hole, whose validator is that of the whole answer."""
         meter = meter or _meter(state.meter)
-        judges: Sequence[Judge | None] = ()
+        validators: Sequence[AnswerValidator | None] = ()
         if spec is not None and isinstance(spec.kind, Template) and state.judged_holes:
             holes = [part for part in spec.kind.parts if isinstance(part, Hole)]
             specs = [ConstraintSpec(hole.kind or ANYTHING, hole.mode) for hole in holes]
-            judges = [judge_of(each, exact=not has) for each, has in zip(specs, state.judged_holes, strict=True)]
+            validators = [
+                validator_of(each, exact=not has) for each, has in zip(specs, state.judged_holes, strict=True)
+            ]
         if state.gaps:
             gaps = tuple(HoleAnswer(gap.start, self.answer(gap.state, None, meter)) for gap in state.gaps)
             of = state.witness
@@ -100,7 +102,7 @@ class _Restoring:
             witness,
             self.lexicon,
             state.warnings,
-            None if spec is None else judge_of(spec, exact=not state.judged),
+            None if spec is None else validator_of(spec, exact=not state.judged),
             of_draws and SampleState(None, of_draws.speculates, of_draws.log_weight),
             state.drafted,
             state.forced,
@@ -109,7 +111,7 @@ class _Restoring:
             state.late,
             meter,
             splitter(witness),
-            tuple(judges),
+            tuple(validators),
             state.given,
         )
 
@@ -162,8 +164,8 @@ def _answer_state(answer: ConstrainedAnswer) -> ConstraintState:
     return ConstraintState(
         witness=_witness_state(answer.witness),
         warnings=answer.warnings,
-        judged=answer.judge is not None,
-        judged_holes=tuple(judge is not None for judge in answer.judges),
+        judged=answer.validator is not None,
+        judged_holes=tuple(validator is not None for validator in answer.validators),
         sampled=None if sampled is None else SampledState(sampled.speculates, sampled.log_weight),
         ranked=None,
         drafted=answer.drafted,
@@ -193,7 +195,7 @@ def _witness_state(witness: Witness) -> WitnessState:
 def _language_state(language: Constraint | None) -> LanguageState:
     if isinstance(language, Grammar):
         return LanguageState((language.source,))
-    assert isinstance(language, Concatenation), "every request's witness knows its language"
+    assert isinstance(language, Concatenation), "every request's witness has its language"
     grammars = [hole.constraint for hole in language.holes]
     texts = tuple(grammar.source for grammar in grammars if isinstance(grammar, Grammar))
     return LanguageState(texts, language.texts, tuple(hole.most for hole in language.holes))

@@ -33,7 +33,7 @@ class PromptScores:
         self._others = Alternatives.none(len(encoded.ids), count)
 
     def wanted(self, p: Pass) -> np.ndarray:
-        """The rows of ``p`` whose logits are needed, besides those that it wants itself (int64, ascending)."""
+        """The rows of ``p`` whose logits are needed, besides the pass's own (int64, ascending)."""
         return np.union1d(p.wanted, self._positions(p.rows) - self._shift)
 
     def add(self, p: Pass, logits: RowLogits) -> RowLogits:

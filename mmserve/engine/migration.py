@@ -169,8 +169,8 @@ class Migration:
     def decoding(self, states: list[RequestState]) -> Callable[[Callable[[], list[Any]]], list[Any]]:
         """A function that runs a decode batch on its worker's thread, and packs requests that leave or are saved
         afterwards."""
-        every, goes = self.save_every, "decode" not in self.roles
-        due = [goes or (every > 0 and state.steps % every == every - 1) for state in states]
+        every, leaves = self.save_every, "decode" not in self.roles
+        due = [leaves or (every > 0 and state.steps % every == every - 1) for state in states]
 
         def run(steps: Callable[[], list[Any]]) -> list[Any]:
             outcomes = steps()

@@ -17,7 +17,7 @@ from mmserve.constraint.compile.service import Grammars
 from mmserve.constraint.compile.wire import BYTES
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.session.judge import Judge, Validator
+from mmserve.constraint.session.validation import AnswerValidator, ValidatorProcess
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
 from mmserve.errors import FailedPrecondition, InvalidArgument
 
@@ -172,24 +172,24 @@ def test_distinct_items_at_the_depth_where_a_schema_is_cut_are_left_open() -> No
 
 def test_an_answer_that_is_nested_too_deep_is_no_valid_one() -> None:
     with pytest.raises(FailedPrecondition, match="nested too deep"):
-        Judge('{"type": "array"}').check("[" * 5000 + "]" * 5000)
+        AnswerValidator('{"type": "array"}').check("[" * 5000 + "]" * 5000)
 
 
 def test_a_check_that_takes_too_long_ends_and_the_next_one_is_answered() -> None:
     """A validator tries both branches of each definition: 2³⁰ times, which nothing could end in the server itself."""
     halves = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)}
-    judge = Judge(json.dumps({"$ref": "#/$defs/a0", "$defs": halves | {"a30": {"type": "integer"}}}))
+    judge = AnswerValidator(json.dumps({"$ref": "#/$defs/a0", "$defs": halves | {"a30": {"type": "integer"}}}))
     judge.check("1")
     with pytest.raises(FailedPrecondition, match="cannot be checked against its schema in 1 s"):
         judge.check('"x"')
     judge.check("1")
     with pytest.raises(InvalidArgument, match="cannot be checked against"):
-        Judge('{"type": "nothing"}')
+        AnswerValidator('{"type": "nothing"}')
 
 
 def test_a_process_that_is_killed_from_outside_is_replaced() -> None:
-    validator = Validator()
-    judge = Judge('{"type": "integer"}', validator=validator)
+    validator = ValidatorProcess()
+    judge = AnswerValidator('{"type": "integer"}', process=validator)
     assert validator._child is not None
     validator._child.kill()
     with pytest.raises(FailedPrecondition, match="does not satisfy its schema at the root: type"):

@@ -20,7 +20,7 @@ from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.compile.wire import from_spec, to_spec
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.session.judge import judge_of
+from mmserve.constraint.session.validation import validator_of
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, SchemaOption
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.rpc.constraint_messages import parse_constraint, wrong_constraint
@@ -62,7 +62,7 @@ def test_one_of_is_any_of_on_request_also_where_it_is_checked() -> None:
 
     schema = {**schema, "properties": {**schema["properties"], "u": {"uniqueItems": True}}}  # type: ignore[dict-item]
     judges = [
-        judge_of(spec(schema, *options, mode=ConstraintMode.VALIDATE), exact=False)
+        validator_of(spec(schema, *options, mode=ConstraintMode.VALIDATE), exact=False)
         for options in ((), ("one_of_as_any_of",))
     ]
     assert judges[0] is not None and judges[1] is not None

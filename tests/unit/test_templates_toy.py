@@ -17,8 +17,8 @@ from mmserve.constraint.search.matcher import BoundedHole, Concatenation, Gramma
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Infeasible, admit
 from mmserve.constraint.session.answer import ConstrainedAnswer, splitter
-from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.session import Session
+from mmserve.constraint.session.validation import AnswerValidator
 from mmserve.errors import FailedPrecondition
 
 END = 5
@@ -161,7 +161,7 @@ def test_how_a_text_is_split_into_tokens_decides_what_may_follow_it() -> None:
     assert answer.witness.length == 3
 
 
-class Listener(Judge):
+class Listener(AnswerValidator):
     """Keeps what it is asked to check."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ def test_holes_are_checked_also_where_the_parser_of_the_answer_has_failed() -> N
     witness, judge = admit(language, lexicon, 4), Listener()
     split = splitter(witness)
     assert split is not None
-    answer = ConstrainedAnswer(witness, lexicon, judges=(judge,), split=split, broken=True)
+    answer = ConstrainedAnswer(witness, lexicon, validators=(judge,), split=split, broken=True)
     answer.check("acb", np.array([0, 2, 1, END]))
     assert judge.asked == ["ac"]
     with pytest.raises(FailedPrecondition, match="cannot be checked"):

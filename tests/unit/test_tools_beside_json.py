@@ -11,7 +11,7 @@ from grammars import accepts, grammar, matcher
 
 from mmserve.constraint.compile import wire
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.session.judge import judge_of
+from mmserve.constraint.session.validation import validator_of
 from mmserve.core.constraint import CallsOrJson, ConstraintMode, ConstraintSpec, JsonSchema, Lark, SchemaOption
 from mmserve.core.events import Delta, Event, Finished, StageTimes, Usage
 from mmserve.core.tools import Tool, ToolChoice, ToolUse
@@ -113,7 +113,7 @@ def test_what_a_grammar_cannot_enforce_of_a_document_is_checked_unless_it_is_a_c
     loose = spec(HERMES, schema, mode=ConstraintMode.VALIDATE)
     made = grammar(loose.kind, ConstraintMode.VALIDATE)
     assert not made.exact and made.warnings
-    judge = judge_of(loose, exact=made.exact)
+    judge = validator_of(loose, exact=made.exact)
     assert judge is not None
     for text in ("[1, 2]", written(HERMES, CALLED)):
         judge.check(text)

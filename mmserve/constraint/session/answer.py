@@ -20,9 +20,9 @@ from mmserve.constraint.search.matcher import Concatenation, Matcher, after
 from mmserve.constraint.search.parser_states import ParserStateCache
 from mmserve.constraint.search.vocabulary import Lexicon, add_tokens
 from mmserve.constraint.search.witness import Outcome, Witness, advance, improve
-from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.observer import Meter, TopKObserver
 from mmserve.constraint.session.sampling import RejectionSampler, SampledRun, SampleState
+from mmserve.constraint.session.validation import AnswerValidator
 from mmserve.errors import FailedPrecondition
 
 logger = logging.getLogger("mmserve.decode")
@@ -52,7 +52,7 @@ class ConstrainedAnswer:
     witness: Witness
     lexicon: Lexicon
     warnings: tuple[str, ...] = ()  # for the client
-    judge: Judge | None = None  # validator of the finished answer
+    validator: AnswerValidator | None = None  # of the finished answer
     sampled: SampleState | None = None  # state of rejection sampling, if used
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the latest pass
     forced: bool = False  # whether the draft is forced by the constraint
@@ -62,7 +62,7 @@ class ConstrainedAnswer:
     parsers: int = field(default=0, kw_only=True)  # number of parsers created after the first
     meter: Meter = field(default_factory=Meter)
     split: Split | None = None  # splits a template's answer by hole
-    judges: tuple[Judge | None, ...] = ()  # validator of each hole's text
+    validators: tuple[AnswerValidator | None, ...] = ()  # of the text of each hole
     #: Int64 ``[N]``: tokens given from the start (padding after the longest possible answer), -1 elsewhere.
     given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     states: ParserStateCache = field(init=False)  # of its language
@@ -139,15 +139,15 @@ class ConstrainedAnswer:
     def check(self, text: str, known: np.ndarray) -> None:
         """Raises ``FailedPrecondition`` if the finished answer (``text``; its tokens ``known``, int64 ``[N]``) does not
         satisfy its schema."""
-        if self.judge is not None:
-            self.judge.check(text)
-        if any(self.judges):
+        if self.validator is not None:
+            self.validator.check(text)
+        if any(self.validators):
             holes = self.holes(known)
             if not holes:
                 raise FailedPrecondition("the answer cannot be checked: its parser failed; ask again with another seed")
-            for judge, filled in zip(self.judges, holes, strict=True):
-                if judge is not None:
-                    judge.check(filled)
+            for validator, filled in zip(self.validators, holes, strict=True):
+                if validator is not None:
+                    validator.check(filled)
 
     def read(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``."""

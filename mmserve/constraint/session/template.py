@@ -18,8 +18,8 @@ from mmserve.constraint.search.matcher import BoundedHole, Concatenation, Gramma
 from mmserve.constraint.search.vocabulary import Lexicon, Vocabulary
 from mmserve.constraint.search.witness import Witness, admit
 from mmserve.constraint.session.answer import ConstrainedAnswer
-from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.observer import Meter
+from mmserve.constraint.session.validation import AnswerValidator
 from mmserve.core.constraint import Hole, Template
 from mmserve.errors import FieldViolation, InvalidArgument
 
@@ -78,7 +78,11 @@ class TemplateAnswer(ConstrainedAnswer):
 
     @classmethod
     def of(
-        cls, layout: Layout, lexicon: Lexicon, warnings: tuple[str, ...], judges: tuple[Judge | None, ...] = ()
+        cls,
+        layout: Layout,
+        lexicon: Lexicon,
+        warnings: tuple[str, ...],
+        validators: tuple[AnswerValidator | None, ...] = (),
     ) -> TemplateAnswer:
         """The answer of a new request."""
         meter = Meter()
@@ -86,7 +90,7 @@ class TemplateAnswer(ConstrainedAnswer):
             HoleAnswer(start, ConstrainedAnswer(witness, lexicon, meter=meter)) for start, witness in layout.holes
         )
         whole = replace(layout.holes[0][1], tokens=layout.fixed, length=len(layout.fixed))
-        made = cls(whole, lexicon, warnings, judges=judges, meter=meter, gaps=gaps, given=layout.fixed)
+        made = cls(whole, lexicon, warnings, validators=validators, meter=meter, gaps=gaps, given=layout.fixed)
         made._gather()
         return made
 
@@ -96,7 +100,7 @@ class TemplateAnswer(ConstrainedAnswer):
 
     def another(self, *, own_parsers: bool) -> TemplateAnswer:
         holes = ((gap.start, gap.state.another(own_parsers=own_parsers).witness) for gap in self.gaps)
-        return TemplateAnswer.of(Layout(self.given, tuple(holes)), self.lexicon, self.warnings, self.judges)
+        return TemplateAnswer.of(Layout(self.given, tuple(holes)), self.lexicon, self.warnings, self.validators)
 
     @property
     def content(self) -> np.ndarray:
@@ -177,7 +181,7 @@ class OpenedHole:
     grammar: Grammar
     witness: Witness  # on ``max_tokens`` positions
     warnings: tuple[str, ...] = ()  # for the client
-    judge: Judge | None = None  # if the grammar is wider than the constraint
+    validator: AnswerValidator | None = None  # if the grammar is wider than the constraint
     longest: int | None = None  # bytes of the longest text; None = unknown
 
 

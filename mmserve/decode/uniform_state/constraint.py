@@ -30,7 +30,7 @@ class CanvasConstraint(Constraint):
 
 
 def projected(step: Step, found: Projected) -> Step:
-    """``step`` with the witness's tokens in place of drawn and predicted ones: a constrained canvas shows them at every
+    """``step`` with the witness's tokens in place of drawn and predicted ones: a constrained canvas has them at every
     accepted position, so that the model conditions on a possible answer."""
     inside, after = slice(0, len(found.tokens)), slice(len(found.tokens), None)
     witness = torch.from_numpy(found.tokens).to(step.noise_L.device)

@@ -1,6 +1,6 @@
 """The child process that validates answers; imports no torch.
 
-Run as ``python -m mmserve.constraint.session.judge_worker SECONDS PATIENCE``. It handles questions until its input
+Run as ``python -m mmserve.constraint.session.validation_worker SECONDS PATIENCE``. It handles questions until its input
 ends. A question that takes more than ``SECONDS`` of CPU time ends the process by SIGPROF, one that takes more than
 ``PATIENCE`` seconds of wall time by SIGALRM, and one that needs more than ``limits.CHILD_BYTES`` by an allocation
 failure.

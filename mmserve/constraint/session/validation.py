@@ -26,7 +26,7 @@ class TooMuch(Exception):
     """A question that exceeded its CPU time or memory."""
 
 
-class Validator:
+class ValidatorProcess:
     """A process that validates answers, one question at a time; thread-safe.
 
     It is started by the first question, and again after a question that ended it.
@@ -37,7 +37,7 @@ class Validator:
         self._child: JsonChild | None = None
 
     def ask(self, schema: str, answer: str | None) -> dict[str, str]:
-        """The reply of ``judge_worker``: empty, or the violation (``wrong``) of the answer, or of the schema
+        """The reply of ``validation_worker``: empty, or the violation (``wrong``) of the answer, or of the schema
         (``refused``).
 
         Raises ``TooMuch``, and ``Unavailable`` if no process replies.
@@ -46,7 +46,7 @@ class Validator:
             for _ in range(_ATTEMPTS):
                 if self._child is None:
                     self._child = JsonChild(
-                        "mmserve.constraint.session.judge_worker", str(CHECK_SECONDS), str(2 * ANSWER_SECONDS)
+                        "mmserve.constraint.session.validation_worker", str(CHECK_SECONDS), str(2 * ANSWER_SECONDS)
                     )
                 try:
                     found: dict[str, str] = self._child.ask({"schema": schema, "answer": answer}, ANSWER_SECONDS)
@@ -74,22 +74,22 @@ class Validator:
 
 
 #: For finished answers, on decode threads; answers that clients send for checking (``Admission.check``) use another.
-ANSWERS = Validator()
+ANSWERS = ValidatorProcess()
 atexit.register(ANSWERS.close)
 
 
-class Judge:
+class AnswerValidator:
     """Validates answers against a schema read by ``compile.document``, so that its size and depth are bounded.
 
-    ``besides``: prefixes of answers that are not documents and need no validation.
+    ``unchecked``: prefixes of answers that are not documents and need no validation.
 
     Raises ``InvalidArgument`` if the validator rejects the schema.
     """
 
-    def __init__(self, schema: str, besides: tuple[str, ...] = (), validator: Validator = ANSWERS) -> None:
-        self._schema, self._besides, self._validator = schema, besides, validator
+    def __init__(self, schema: str, unchecked: tuple[str, ...] = (), process: ValidatorProcess = ANSWERS) -> None:
+        self._schema, self._unchecked, self._process = schema, unchecked, process
         try:
-            found = validator.ask(schema, None)
+            found = process.ask(schema, None)
         except TooMuch as error:
             why = f"no answer can be checked against it in {CHECK_SECONDS:g} s; make it smaller or simpler"
             raise InvalidArgument.of(_SCHEMA, why) from error
@@ -98,10 +98,10 @@ class Judge:
 
     def check(self, answer: str) -> None:
         """Raises ``FailedPrecondition``, with pointer and keyword, unless ``answer`` is valid JSON under the schema."""
-        if answer.startswith(self._besides):
+        if answer.startswith(self._unchecked):
             return
         try:
-            found: dict[str, Any] = self._validator.ask(self._schema, answer)
+            found: dict[str, Any] = self._process.ask(self._schema, answer)
         except TooMuch as error:
             why = f"the answer cannot be checked against its schema in {CHECK_SECONDS:g} s; make the schema simpler"
             raise FailedPrecondition(why) from error
@@ -109,13 +109,13 @@ class Judge:
             raise FailedPrecondition(found["wrong"])
 
 
-def judge_of(spec: ConstraintSpec, *, exact: bool) -> Judge | None:
+def validator_of(spec: ConstraintSpec, *, exact: bool) -> AnswerValidator | None:
     """The validator of answers to ``spec``; None if the grammar is exact, or if the mode requires no validation."""
     if exact or spec.mode is not ConstraintMode.VALIDATE:
         return None
     match spec.kind:
         case JsonSchema():
-            return Judge(effective_schema(spec.kind))
+            return AnswerValidator(effective_schema(spec.kind))
         case CallsOrJson():
-            return Judge(effective_schema(spec.kind.document), spec.kind.openings)
+            return AnswerValidator(effective_schema(spec.kind.document), spec.kind.openings)
     return None

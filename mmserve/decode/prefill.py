@@ -13,6 +13,7 @@ from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Request
 from mmserve.decode.branched import not_run, question_canvas, repeat_embeddings, with_repeated_past
+from mmserve.decode.commit import Candidates
 from mmserve.decode.extensions.base import Opening, RequestExtension, watched
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.forward import Pass
@@ -117,33 +118,47 @@ class Prefill:
             extension.after_prefill(
                 [(begun, p.rows) for (_request, begun), p in zip(batch, passes, strict=True) if not begun.lacks_masks]
             )
-        results: list[Prefilled | None] = []
-        for (_request, begun), p, found in zip(batch, passes, proposed, strict=True):
-            lacked, begun.masks_run = begun.lacks_masks, p.visible
-            if lacked:
-                results.append(None)
-                continue
-            begun.run = p.visible
-            for each in begun.extensions:
-                each.after_forward(p, seconds)
-            if found is None:
-                self._final(begun, p)
-                results.append(None)
-                continue
-            p.canvas.count_forward()
-            reused = begun.reused + sum(each.reused for each in begun.extensions)
-            run = begun.run - reused + (p.visible if begun.guidance is not None else 0)
-            if p.canvas.branches is not None:
-                run -= not_run(p.canvas.branches, parts.model.spec)
-            rest = begun.extensions, begun.deep, begun.guidance, begun.adapter
-            scores, tokenizer = begun.prompt_scores, parts.model.tokenizer
-            tokens = () if scores is None else scores.tokens(tokenizer)
-            own = (p.canvas, p.pages, p.embeddings, found, run, p.visible)
-            results.append(Prefilled(*own, *rest, prompt_tokens=tokens))
+        results = [
+            self._after_pass(begun, p, found, seconds)
+            for (_request, begun), p, found in zip(batch, passes, proposed, strict=True)
+        ]
         for (_request, begun), result in zip(batch, results, strict=True):
             if result is not None and begun.outgoing is not None:
                 result.ahead = begun.outgoing.finish(result.held)
         return results
+
+    def _after_pass(
+        self, begun: Prefilling, p: Pass, candidates: Candidates | None, seconds: float
+    ) -> Prefilled | None:
+        """Record a pass, which took ``seconds``. Returns the request after prefill; None if part of it is left."""
+        lacked, begun.masks_run = begun.lacks_masks, p.visible
+        if lacked:
+            return None
+        begun.run = p.visible
+        for each in begun.extensions:
+            each.after_forward(p, seconds)
+        if candidates is None:
+            self._final(begun, p)
+            return None
+        p.canvas.count_forward()
+        reused = begun.reused + sum(each.reused for each in begun.extensions)
+        run = begun.run - reused + (p.visible if begun.guidance is not None else 0)
+        if p.canvas.branches is not None:
+            run -= not_run(p.canvas.branches, self._parts.model.spec)
+        scores = begun.prompt_scores
+        return Prefilled(
+            p.canvas,
+            p.pages,
+            p.embeddings,
+            candidates,
+            run,
+            p.visible,
+            begun.extensions,
+            begun.deep,
+            begun.guidance,
+            begun.adapter,
+            prompt_tokens=() if scores is None else scores.tokens(self._parts.model.tokenizer),
+        )
 
     def _prompt_scores(self, request: Request, encoded: Encoded) -> PromptScores | None:
         model = self._parts.model

@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from av.container import InputContainer
+from av.packet import Packet
 from av.video.stream import VideoStream
 
 from mmserve.config import MediaConfig
@@ -43,65 +44,32 @@ class Index:
     @classmethod
     def of(cls, container: InputContainer, stream: VideoStream, limits: MediaConfig, field: str) -> Index:
         """Read all packets of ``stream`` once."""
-        most = MAX_RATE * limits.max_video_seconds
-        avi, raw = container.format.name == "avi", container.format.name in RAW
-        shown_pts, shown_dts, keys, key_packets = array("q"), array("q"), array("q"), array("q")
-        packets = shown = 0
-        first: tuple[int | None, int] = (None, 0)
-        first_key = any_key = backwards = False
-        every_pts = every_key = True
-        last_pts, last_dts = _Last(), _Last()
-        before: int | None = None
+        most, packets = MAX_RATE * limits.max_video_seconds, _Packets(raw=container.format.name in RAW)
         for packet in container.demux(stream):
             if not packet.size:
                 continue  # end of the stream, or a repeated frame (AVI)
             if packet.is_corrupt:
                 raise InvalidArgument.of(field, "is a damaged video: a packet is marked as corrupt")
-            pts, dts, key = packet.pts, packet.dts, packet.is_keyframe
-            if not packets:
-                first, first_key = (pts, packet.size), key
-            any_key |= key
-            if key and pts is not None:
-                backwards |= bool(keys) and pts < keys[-1]
-                keys.append(pts)
-                key_packets.append(packets)
-            if dts is not None:
-                backwards |= before is not None and dts < before
-                before = dts
-            packets += 1
-            if packets > most:
+            packets.add(packet)
+            if packets.count > most:
                 raise InvalidArgument.of(field, f"has more than {most:g} frames ({MAX_RATE} a second)")
-            if packet.is_discard:
-                continue
-            shown += 1
-            every_key &= key
-            if pts is None:
-                every_pts = False
-            else:
-                shown_pts.append(pts)
-                last_pts.add(pts, packet.duration)
-            if raw:
-                dts = shown_dts[-1] + (packet.duration or 0) if shown_dts else 0
-            if dts is not None:
-                shown_dts.append(dts)
-                last_dts.add(dts, packet.duration)
-        if not shown:
+        if not packets.shown:
             raise InvalidArgument.of(field, NO_FRAMES)
-        if not any_key:  # some decoders generate pictures without any reference
+        if not packets.any_key:  # some decoders generate pictures without any reference
             raise InvalidArgument.of(
                 field, "is a damaged video: it has no keyframe, so no frame can be decoded completely"
             )
         # AVI has no presentation times, and FFmpeg's generated ones are wrong with forward references
-        ordered = every_pts and (not avi or every_key)
-        times = _ascending(shown_pts if ordered else shown_dts)
+        ordered = packets.every_pts and (container.format.name != "avi" or packets.every_key)
+        times = _ascending(packets.pts if ordered else packets.dts)
         if not times:
             raise InvalidArgument.of(field, "has no times for its frames")
-        duration = (last_pts if ordered else last_dts).duration or _usual_duration(stream, times)
-        if not ordered:
-            keys, key_packets = array("q"), array("q")
-        elif backwards:
+        duration = (packets.last_pts if ordered else packets.last_dts).duration or _usual_duration(stream, times)
+        keys, key_packets = (packets.keys, packets.key_packets) if ordered else (array("q"), array("q"))
+        if ordered and packets.backwards:
             keys, key_packets = _sorted_together(keys, key_packets)
-        return cls(times, times[-1] + duration, ordered, packets, first, first_key, backwards, keys, key_packets)
+        end, first_key = times[-1] + duration, packets.begins_with_key
+        return cls(times, end, ordered, packets.count, packets.first, first_key, packets.backwards, keys, key_packets)
 
     def runs(self, wanted: Sequence[int]) -> list[list[int]]:
         """The frames with these indices (ascending), split wherever decoding jumps to a keyframe."""
@@ -137,7 +105,7 @@ class Index:
         return self.keys[place] if place >= 0 else self.times[0]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Last:
     """The latest time of a packet, and the duration of its frame (0 = unknown)."""
 
@@ -148,6 +116,57 @@ class _Last:
         if self.time is None or time >= self.time:
             self.duration = max(duration or 0, self.duration if time == self.time else 0)
             self.time = time
+
+
+@dataclass(slots=True)
+class _Packets:
+    """The times and keyframes of the packets read so far; ``raw``: whether the stream is raw, without times."""
+
+    raw: bool
+    count: int = 0
+    shown: int = 0  # packets whose frame is presented
+    first: tuple[int | None, int] = (None, 0)  # see ``Index``
+    begins_with_key: bool = False
+    any_key: bool = False
+    every_key: bool = True  # of the presented ones
+    every_pts: bool = True  # of the presented ones
+    backwards: bool = False
+    pts: array[int] = field(default_factory=lambda: array("q"))  # of presented frames
+    dts: array[int] = field(default_factory=lambda: array("q"))  # of presented frames
+    last_pts: _Last = field(default_factory=_Last)
+    last_dts: _Last = field(default_factory=_Last)
+    keys: array[int] = field(default_factory=lambda: array("q"))
+    key_packets: array[int] = field(default_factory=lambda: array("q"))
+    _latest_dts: int | None = None
+
+    def add(self, packet: Packet) -> None:
+        """Add the next packet, which is not empty."""
+        pts, dts, key = packet.pts, packet.dts, packet.is_keyframe
+        if not self.count:
+            self.first, self.begins_with_key = (pts, packet.size), key
+        self.any_key |= key
+        if key and pts is not None:
+            self.backwards |= bool(self.keys) and pts < self.keys[-1]
+            self.keys.append(pts)
+            self.key_packets.append(self.count)
+        if dts is not None:
+            self.backwards |= self._latest_dts is not None and dts < self._latest_dts
+            self._latest_dts = dts
+        self.count += 1
+        if packet.is_discard:
+            return
+        self.shown += 1
+        self.every_key &= key
+        if pts is None:
+            self.every_pts = False
+        else:
+            self.pts.append(pts)
+            self.last_pts.add(pts, packet.duration)
+        if self.raw:
+            dts = self.dts[-1] + (packet.duration or 0) if self.dts else 0
+        if dts is not None:
+            self.dts.append(dts)
+            self.last_dts.add(dts, packet.duration)
 
 
 def _usual_duration(stream: VideoStream, times: Sequence[int]) -> int:

@@ -196,7 +196,7 @@ def test_the_best_path_is_found_where_the_beam_is_wide(name: str) -> None:
         scores = np.zeros((size, 6))
         np.put_along_axis(scores, top.tokens, top.log_probabilities.astype(float), 1)
         begun = admit(grammar, lexicon, size)
-        wide = Beam(width=1000, clear=100.0)
+        wide = Beam(width=1000, margin=100.0)
         witness, _outcome = improve(begun, np.full(size, -1), top, size, lexicon, beam=wide, seconds=60)
         best = scores[np.arange(size), valid_rows(name, size)].sum(-1).max()
         assert scores[np.arange(size), witness.tokens].sum() == pytest.approx(best, abs=1e-4)

@@ -28,11 +28,11 @@ class Beam:
     """Parameters of the search."""
 
     width: int = 4
-    ahead: int = 5  # most probable tokens that are tried after a token
-    broken: float = 4.0  # penalty in nats when none of them is allowed
+    lookahead_tokens: int = 5  # most probable tokens that are tried after a token
+    penalty: float = 4.0  # in nats, if none of them is allowed
     decay: float = 0.75  # factor of the penalty for each one that is
-    clear: float = 4.5  # nats below an option with all these tokens allowed, beyond which others are not tried
-    again: int = 60  # options tried again if no other path was found
+    margin: float = 4.5  # nats below an option with all these tokens allowed, beyond which others are not tried
+    retries: int = 60  # options tried again if no other path was found
     salvaged: int = 12  # dead forks for which a completion is searched
     spare: int = SPARE  # tokens left besides the old witness's up to which the lookahead bound is used
 
@@ -250,7 +250,7 @@ class _Search:
         """``forks`` extended by the options of a masked position, best first."""
         lattice, extensions = self.lattice, _Extensions(self.beam.width)
         committed = lattice.content(lattice.run[p + 1]) if p + 1 < lattice.size else []
-        count = max(self.beam.ahead, len(committed))
+        count = max(self.beam.lookahead_tokens, len(committed))
         expected = lattice.first[p + 1 : min(p + 1 + count, max(lattice.first_end, p + 1))] or committed
         for fork in forks:
             self._ended(fork, p)
@@ -296,10 +296,10 @@ class _Search:
                 continue
             if far <= reach:
                 if far > least:
-                    extensions.add(beam.broken * beam.decay ** (far - 1), score, fork, token, i)
+                    extensions.add(beam.penalty * beam.decay ** (far - 1), score, fork, token, i)
             else:
                 extensions.add(0.0, score, fork, token, i)
-                enough = max(enough, log_probability - beam.clear)
+                enough = max(enough, log_probability - beam.margin)
         return pruned
 
     def _extend_by_others(self, fork: _Fork, p: int, committed: list[int], extensions: _Extensions) -> None:
@@ -311,7 +311,7 @@ class _Search:
         ):
             if self.cache.reach(state, [token, *committed]) > len(committed):
                 score = fork.score + lattice.floor[p]
-                extensions.add(self.beam.broken, score, fork, token, len(lattice.options[p]))
+                extensions.add(self.beam.penalty, score, fork, token, len(lattice.options[p]))
 
     def _ends_in_time(self, state: ParserState, token: int, p: int) -> bool:
         """False only if no path by ``token`` at ``p`` ends within the budget, by the lookahead bound."""
@@ -346,7 +346,7 @@ class _Search:
         heap = [(-untried.upper_bound, i, untried) for i, untried in enumerate(self.untried)]
         heapq.heapify(heap)
         stuck: list[_Untried] = []  # options whose token is not allowed, or from which no end was found
-        for _ in range(self.beam.again):
+        for _ in range(self.beam.retries):
             if self.found_other or not heap or -heap[0][0] <= self.best.score:
                 break
             _bound, _serial, untried = heapq.heappop(heap)

@@ -219,7 +219,7 @@ class Completions:
     thorough: int = 1  # of these, with more effort: if the first closers lead to dead ends, as in `a+b`
     patient: bool = False  # whether another completion is searched if a known one is too long
     #: A longer search over cached states; None = search with the parser alone.
-    far: Callable[[ParserState], tuple[int, ...] | None] | None = None
+    far_completion: Callable[[ParserState], tuple[int, ...] | None] | None = None
     found: list[tuple[int, ...]] = field(default_factory=list)
     asked: set[ParserState] = field(default_factory=set)  # states from which new completions were searched
     too_long: bool = False  # a completion that is too long was found
@@ -247,11 +247,11 @@ class Completions:
         new = self.shortest(state)
         if (new is None or (self.patient and len(new) > room)) and self.thorough:
             self.thorough -= 1
-            if self.far is None:
+            if self.far_completion is None:
                 found = find_completion(matcher, self.lexicon, EFFORT_WITHOUT_CLASSES, within=room)
                 new = (found and found.tokens) or new
             else:
-                new = self.far(state) or new
+                new = self.far_completion(state) or new
         if new is None:
             return None
         self.found.append(new)
@@ -272,12 +272,12 @@ class Completions:
 
     def next_tokens(self, state: ParserState) -> list[int]:
         """One or two allowed tokens for a fork after which none of the model's candidates is allowed."""
-        if state.few is None:
+        if state.next_tokens is None:
             matcher = state.matcher
             forced = self.lexicon.cover(matcher.forced())
             closers = (token for token in self.lexicon.closers.tolist() if matcher.valid([token]))
-            state.few = forced[:1] if forced else list(islice(closers, 2))
-        return state.few
+            state.next_tokens = forced[:1] if forced else list(islice(closers, 2))
+        return state.next_tokens
 
     def _known(self, position: int) -> Iterator[tuple[int, ...]]:
         """The old witness's end from this position, then from a few positions to either side, then earlier

@@ -54,7 +54,17 @@ class Representative:
 class ParserState:
     """The parser state after the texts of one class. ``matcher`` is after one of these texts, and is never advanced."""
 
-    __slots__ = ("_completion", "accepting", "depth", "far", "few", "matcher", "next", "prefix_class", "representative")
+    __slots__ = (
+        "_completion",
+        "accepting",
+        "depth",
+        "far_completion",
+        "matcher",
+        "next",
+        "next_tokens",
+        "prefix_class",
+        "representative",
+    )
 
     def __init__(self, matcher: Matcher, prefix_class: Hashable | None, depth: int) -> None:
         self.matcher, self.prefix_class, self.depth = matcher, prefix_class, depth  # bytes before the matcher
@@ -63,8 +73,8 @@ class ParserState:
         #: but beyond the parser's limits.
         self.next: dict[int | tuple[int, ...], ParserState | bool | None] = {}
         self._completion: tuple[int, ...] | bool | None = False  # False: not searched yet
-        self.few: list[int] | None = None  # see ``Completions.next_tokens``
-        self.far: tuple[int, ...] | bool | None = False  # see ``ParserStateCache.far_completion``
+        self.next_tokens: list[int] | None = None  # see ``Completions.next_tokens``
+        self.far_completion: tuple[int, ...] | bool | None = False  # see ``ParserStateCache.far_completion``
         self.representative: Representative | None = None
 
     def completion(self, lexicon: Lexicon, states: int) -> tuple[int, ...] | None:
@@ -241,13 +251,13 @@ class ParserStateCache:
     def far_completion(self, state: ParserState) -> tuple[int, ...] | None:
         """A completion found with more effort than ``ParserState.completion``, for texts where the first allowed bytes
         lead to a dead end, as in `a+b`; None if none is found."""
-        if isinstance(state.far, bool):
+        if isinstance(state.far_completion, bool):
             if not self.known:
                 found = find_completion(state.matcher, self.lexicon, EFFORT_WITHOUT_CLASSES)
-                state.far = None if found is None else found.tokens
+                state.far_completion = None if found is None else found.tokens
             else:
-                state.far = self._nearest_end(state)
-        return state.far
+                state.far_completion = self._nearest_end(state)
+        return state.far_completion
 
     def _nearest_end(self, state: ParserState) -> tuple[int, ...] | None:
         """The fewest closers from ``state`` to the end, by breadth-first search over states."""

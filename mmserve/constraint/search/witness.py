@@ -219,7 +219,7 @@ def _search(
     """A beam search for an answer of ``size`` positions, with the parser states of ``cache``."""
     answer = witness.tokens[: witness.length].tolist()
     before, follows = answer[: witness.known], answer[witness.known :][:1]
-    completions = Completions(answer, size, lattice.lexicon, witness.completions, far=cache.far_completion)
+    completions = Completions(answer, size, lattice.lexicon, witness.completions, far_completion=cache.far_completion)
     root = cache.locate(before, lambda: cache.own_matcher(before) or witness.matcher.fork(), follows)
     return best_path(root, cache, lattice, completions, beam, in_time), completions
 

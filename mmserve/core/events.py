@@ -257,6 +257,7 @@ class Finished:
     cut_call: ToolCall | None = None  # one after them that the stop string or the length cut
     decisions: tuple[Decided, ...] = field(default=())  # of a request with typed questions, in their order
     stop: str = ""  # the stop string that ended it, if the reason is ``stop``
+    end_token: CommittedToken | None = None  # after ``tokens``, if the reason is ``end``; not in a template
 
     @property
     def tokens_per_forward(self) -> float:

@@ -284,6 +284,13 @@ class Request:
         return self.raw or self.continues or self.constraint is not None
 
     @property
+    def answer_positions(self) -> int:
+        """Positions of the answer that need room after the prompt: none if only log-probabilities of the prompt are
+        returned, because these are of next-token models, which do not run the last token."""
+        scored = self.prompt_only and self.streaming.prompt_tokens
+        return 0 if scored else self.sampling.max_new_tokens
+
+    @property
     def sequences(self) -> int:
         """Number of sequences that each pass of a sample runs: two with guidance."""
         return 2 if self.diffusion.cfg_scale else 1

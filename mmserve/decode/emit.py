@@ -8,7 +8,7 @@ from mmserve.core.canvas import Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.progress import TOKENS_TOGETHER, Step
 from mmserve.decode.state import Answer, DecodeState
-from mmserve.decode.text import canvas_text, committed_tokens
+from mmserve.decode.text import canvas_text, committed_tokens, end_token
 from mmserve.models.base import Model
 
 
@@ -58,6 +58,14 @@ def tokens_of(d: DecodeState, model: Model) -> tuple[CommittedToken, ...]:
     )
 
 
+def end_of(d: DecodeState, model: Model) -> CommittedToken | None:
+    """The end token after the answer's tokens, if one ended it."""
+    if d.text.stopped:
+        return None
+    others = None if d.record is None else d.record.alternatives
+    return end_token(d.canvas, d.text.tokens, d.log_probabilities, others, model.tokenizer, model.spec.end_ids)
+
+
 def answer_of(d: DecodeState, model: Model) -> Answer:
     """The answer of a request that ended in decode."""
     held = d.held
@@ -65,7 +73,9 @@ def answer_of(d: DecodeState, model: Model) -> Answer:
         evicted = sum(extension.evicted for extension in d.extensions)
         held = min(held, d.canvas.prompt_length + d.text.tokens - evicted)
     tokens = tokens_of(d, model) if d.request.streaming.tokens else ()
-    made = Answer(d.text.text, d.text.tokens, d.forwards, d.recomputed, d.edits, held, tokens, stop=d.text.stop)
+    end = end_of(d, model) if d.request.streaming.tokens else None
+    counts = d.text.tokens, d.forwards, d.recomputed, d.edits, held
+    made = Answer(d.text.text, *counts, tokens, stop=d.text.stop, end_token=end)
     for extension in d.extensions:
         made = extension.report(made, d)
     return made

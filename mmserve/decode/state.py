@@ -57,6 +57,7 @@ class Answer:
     holes: tuple[str, ...] = ()  # of a template
     decisions: tuple[Decided, ...] = ()  # of typed questions
     stop: str = ""  # the stop string that ended it
+    end_token: CommittedToken | None = None  # that ended it, as ``tokens``
 
 
 class DecodeState(Protocol):

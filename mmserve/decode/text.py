@@ -202,9 +202,38 @@ def committed_tokens(
     """The answer's first ``count`` tokens as committed, without end tokens. ``log_probabilities`` is fp32 ``[N]``;
     ``others``: alternatives of the answer's positions; ``within``: see ``TextStream``."""
     content = ~np.isin(canvas.tokens[canvas.prompt_length :], list(end_ids))
-    first = canvas.prompt_length
-    at = first + np.flatnonzero(content)[:count]
-    alternatives = listed(tokenizer, others.where(at - first), within=within) if others is not None else [()] * len(at)
+    at = canvas.prompt_length + np.flatnonzero(content)[:count]
+    return _tokens_at(canvas, at, log_probabilities, others, tokenizer, within=within)
+
+
+def end_token(
+    canvas: Canvas,
+    count: int,
+    log_probabilities: np.ndarray,
+    others: Alternatives | None,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: frozenset[int],
+) -> CommittedToken | None:
+    """The end token after the answer's ``count`` tokens; None if there is none. Arguments as of
+    ``committed_tokens``."""
+    at = canvas.prompt_length + count
+    if canvas.padded or at >= canvas.size or canvas.masked[at] or int(canvas.tokens[at]) not in end_ids:
+        return None
+    return _tokens_at(canvas, np.array([at]), log_probabilities, others, tokenizer, within=True)[0]
+
+
+def _tokens_at(
+    canvas: Canvas,
+    at: np.ndarray,
+    log_probabilities: np.ndarray,
+    others: Alternatives | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    within: bool,
+) -> tuple[CommittedToken, ...]:
+    """The tokens at the positions ``at`` (int64, ascending); other arguments as of ``committed_tokens``."""
+    own = at - canvas.prompt_length
+    alternatives = listed(tokenizer, others.where(own), within=within) if others is not None else [()] * len(at)
     ids, steps, log_probs = canvas.tokens[at].tolist(), canvas.committed_at[at].tolist(), log_probabilities[at].tolist()
     spelled = [data for [data] in token_bytes(tokenizer, canvas.tokens[at, None])]
     spelled[:1] = [data if within else beginning(tokenizer, ids[0], data) for data in spelled[:1]]

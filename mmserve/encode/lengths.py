@@ -14,7 +14,7 @@ def answer_length(request: Request, model: EncoderModel) -> int:
     if request.decisions:
         special = model.spec.special_tokens
         return max(questions_ids(model.tokenizer, request.decisions, special_tokens=special).lengths)
-    return request.sampling.max_new_tokens
+    return request.answer_positions
 
 
 def check_length(request: Request, prompt: int, new: int, limit: int, *, pruned: bool = False) -> None:
@@ -26,14 +26,14 @@ def check_length(request: Request, prompt: int, new: int, limit: int, *, pruned:
         field = "sampling.max_new_tokens" if prompt < limit else "messages"
         field = "questions" if request.decisions and prompt < limit else field
         before = " (before pruning)" if pruned else ""
-        shorter = "shorten the prompt or lower max_new_tokens"
+        shorter = "shorten the prompt" if request.prompt_only else "shorten the prompt or lower max_new_tokens"
         if request.decisions:
             shorter = "shorten the context or the questions"
+        both = f"{before} and {new} new ones exceed" if new else f"{before} exceeds"
         error = DoesNotFit.of(
             field,
-            f"a prompt of {prompt} tokens{before} and {new} new ones exceed the limit of {limit}; "
-            f"{shorter} (a server raises it by [engine] max_tokens, and past its "
-            "model's context by positions and rope_scaling under [[models]])",
+            f"a prompt of {prompt} tokens{both} the limit of {limit}; {shorter} (a server raises it by [engine] "
+            "max_tokens, and past its model's context by positions and rope_scaling under [[models]])",
         )
         error.room = max(0, limit - prompt)
         raise error

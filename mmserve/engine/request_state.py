@@ -119,7 +119,7 @@ class RequestState:
     @property
     def tokens(self) -> int:
         """Number of positions of prompt and answer; the prompt's are known once encoded."""
-        return self.usage.prompt_tokens + self.request.sampling.max_new_tokens
+        return self.usage.prompt_tokens + self.request.answer_positions
 
     def pages_wanted(self, page_size: int) -> int:
         """Number of pages for its K/V, including all sequences; 0 while the pruned length of its prompt is unknown."""

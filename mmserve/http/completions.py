@@ -236,8 +236,17 @@ class _Reply(Chunks):
         found = ended(one, _REASONS)
         if (stop := self._cut(one)[1]) is not None:
             return {"finish_reason": "stop", "stop_reason": stop}
-        full = self._suffix and one.reason == "end" and len(self._tokens(one)) >= self._gap
-        return {**found, "finish_reason": "length"} if full else found
+        return {"finish_reason": "length", "stop_reason": None} if self._is_full(one) else found
+
+    def _is_full(self, one: Finished) -> bool:
+        """Whether the suffix follows a gap that has as many tokens as are allowed; the suffix may begin with the stop
+        string that ended the decoding."""
+        if not self._suffix or not (
+            one.reason == "end" or (one.reason == "stop" and self._suffix.startswith(one.stop))
+        ):
+            return False
+        tokens, size = self._tokens(one), len(self._text(one).encode())
+        return len(tokens) >= self._gap and sum(len(token.text_bytes) for token in tokens) <= size
 
     def _text(self, one: Finished) -> str:
         """The text before the suffix, or before a stop string."""
@@ -280,7 +289,8 @@ class _Reply(Chunks):
         """The fields of a choice with the tokens of its text, if requested, after those ``before`` it; ``start``: the
         length of the text sent before."""
         tokens = self._tokens(one) if self._logprobs or self._ids else ()
-        given = content_logprobs(tokens) if self._fim else self._completion_logprobs([*before, *tokens], start)
+        end = [one.end_token] if self._echo_tokens and one.end_token is not None else []
+        given = content_logprobs(tokens) if self._fim else self._completion_logprobs([*before, *tokens, *end], start)
         return {"logprobs": given if self._logprobs else None, **self._token_ids(tokens)}
 
     def _choice(self, one: Finished, prompt: Prefilled | None) -> dict[str, Any]:

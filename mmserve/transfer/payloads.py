@@ -38,7 +38,7 @@ PAYLOADS = Kinds(
     {
         EncodedPayload: 1,
         PrefilledPayload: 7,
-        CanvasPayload: 7,
+        CanvasPayload: 8,
         VisualPayload: 1,
         KVChunk: 1,
         StreamPayload: 1,

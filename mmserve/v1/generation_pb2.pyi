@@ -887,7 +887,7 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "log_weight", "constraint", "companion_forwards", "holes", "tool_calls", "cut_call", "stop")
+    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "log_weight", "constraint", "companion_forwards", "holes", "tool_calls", "cut_call", "stop", "end_token")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -906,6 +906,7 @@ class Finished(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     CUT_CALL_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -924,7 +925,8 @@ class Finished(_message.Message):
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
     cut_call: ToolCall
     stop: str
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., log_weight: _Optional[float] = ..., constraint: _Optional[_Union[ConstraintStats, _Mapping]] = ..., companion_forwards: _Optional[int] = ..., holes: _Optional[_Iterable[str]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., cut_call: _Optional[_Union[ToolCall, _Mapping]] = ..., stop: _Optional[str] = ...) -> None: ...
+    end_token: CommittedToken
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., log_weight: _Optional[float] = ..., constraint: _Optional[_Union[ConstraintStats, _Mapping]] = ..., companion_forwards: _Optional[int] = ..., holes: _Optional[_Iterable[str]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., cut_call: _Optional[_Union[ToolCall, _Mapping]] = ..., stop: _Optional[str] = ..., end_token: _Optional[_Union[CommittedToken, _Mapping]] = ...) -> None: ...
 
 class ConstraintStats(_message.Message):
     __slots__ = ("steps", "fallbacks", "search_seconds", "late", "forward_seconds", "step_ms")

@@ -183,6 +183,78 @@ def test_a_prompt_is_scored_as_by_a_forward_pass(
         assert most or choice.finish_reason == own[-1].finish_reason == "length"
 
 
+def test_continuations_are_scored_as_the_harness_of_eleuther_ai_asks(
+    served: Running, client: openai.OpenAI, likely: Callable[[list[int]], torch.Tensor]
+) -> None:
+    """The body of its ``local-completions`` for multiple choice, read as it reads the response: without the last token,
+    which is the one generated, also if that is the end token."""
+    tokenizer = load_tokenizer(Path(model_folder("bundled-causal")))
+    context = prompt_ids(tokenizer, [{"role": "user", "content": "Start with 7. Add 5. Add 3. What is the result?"}])
+    choices = [text_ids(tokenizer, f"7+5=12\n12+3={x}\nAnswer: {x}")[1:] for x in (15, 16)]
+    choices.append(choices[0][:3])
+    body = {
+        "model": "bundled-causal",
+        "prompt": [context + choice for choice in choices],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    headers = {"content-type": "application/json", "authorization": "Bearer "}
+    asked = HttpRequest(f"{client.base_url}completions", json.dumps(body).encode(), headers)
+    with urlopen(asked, timeout=PATIENCE) as response:
+        found = json.load(response)["choices"]
+    sums, ends = [], set()
+    for ids, choice in zip(choices, found, strict=True):
+        scores = choice["logprobs"]
+        assert len({len(values) for values in scores.values()}) == 1
+        own, top = (scores[name][len(context) : -1] for name in ("token_logprobs", "top_logprobs"))
+        expected = likely(context + ids)[len(context) - 1 : -1]
+        rows = [float(row[token]) for row, token in zip(expected, ids, strict=True)]
+        assert own == pytest.approx(rows, abs=0.05) and len(own) == len(ids)
+        greedy = [row.argmax().item() == token for row, token in zip(expected, ids, strict=True)]
+        assert [mine == max(best.values()) for mine, best in zip(own, top, strict=True)] == greedy
+        whole = served.client.generate(
+            [Message("user", (TokensPart((*context, *ids)),))],
+            model="bundled-causal",
+            raw=True,
+            max_new_tokens=1,
+            prompt_tokens=True,
+            tokens=True,
+        )
+        assert whole.prompt is not None
+        assert own == [token.log_probability for token in whole.prompt.prompt_tokens[len(context) :]]
+        end = whole.end_token
+        last = [*whole.tokens, *([] if end is None else [end])]
+        assert [scores["token_logprobs"][-1]] == [token.log_probability for token in last]
+        assert end is None or (end.text == scores["tokens"][-1] and choice["text"] == tokenizer.decode(context + ids))
+        sums.append(sum(own))
+        ends.add(end is None)
+    assert sums[0] > sums[1] and ends == {True, False}
+
+
+def test_a_prompt_that_fills_the_context_is_scored(
+    served: Running, client: openai.OpenAI, likely: Callable[[list[int]], torch.Tensor]
+) -> None:
+    """No room is needed after it; an answer has none."""
+    most = {info.name: info.max_tokens for info in served.client.models()}["bundled-causal"]
+    tokenizer = load_tokenizer(Path(model_folder("bundled-causal")))
+    ids = (text_ids(tokenizer, TEXT) * most)[:most]
+    asked: dict[str, Any] = {"model": "bundled-causal", "prompt": ids, "max_tokens": 0, "logprobs": 0}
+    found = client.completions.create(**asked, echo=True)
+    scores = found.choices[0].logprobs
+    assert found.usage is not None and (found.usage.prompt_tokens, found.usage.completion_tokens) == (most, 0)
+    assert scores is not None and scores.token_logprobs is not None and scores.token_logprobs[0] is None
+    expected = likely(ids)[torch.arange(most - 1), torch.tensor(ids[1:])]
+    assert scores.token_logprobs[1:] == pytest.approx(expected.tolist(), abs=0.1)
+    with pytest.raises(openai.BadRequestError, match=f"a prompt of {most} tokens and 1 new ones exceed the limit"):
+        client.completions.create(**{**asked, "max_tokens": 1}, echo=True)
+    with pytest.raises(InvalidArgument, match=rf"{most + 8} tokens exceeds the limit of {most}; shorten the prompt \("):
+        text = tokenizer.decode(ids) + " a b c d e f"
+        served.client.generate(text, model="bundled-causal", raw=True, max_new_tokens=0, prompt_tokens=True)
+
+
 def test_a_prompt_is_scored_in_the_format_of_vllm(
     served: Running, client: openai.OpenAI, likely: Callable[[list[int]], torch.Tensor]
 ) -> None:

@@ -17,7 +17,7 @@ from qwen_checkpoints import KINDS, qwen
 
 from mmserve.core.encoded import Encoded
 from mmserve.core.events import Finished, Prefilled
-from mmserve.core.request import Diffusion, Policy, Request, Streaming
+from mmserve.core.request import Diffusion, Message, Policy, Request, Streaming, TokensPart
 from mmserve.encode.media import decode_image
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import LoadedModel
@@ -160,6 +160,26 @@ def test_log_probabilities_of_a_prompt_are_those_of_transformers(
                 np.sort(row)[:-4:-1].tolist(), abs=1e-4
             )
     b.await_nothing_left()
+
+
+def test_scores_of_a_prompt_need_pages_for_the_prompt_alone(bench: Make, causal: LoadedModel) -> None:
+    size = 16
+    ids = np.random.default_rng(0).integers(300, 400, 2 * size).tolist()
+    whole = dataclasses.replace(
+        say("whole", max_new_tokens=1),
+        streaming=Streaming(prompt_tokens=True),
+        messages=(Message("user", (TokensPart(tuple(ids)),)),),
+        raw=True,
+        prompt_only=True,
+    )
+    scores = []
+    for pages in (2, 4):
+        b = bench(causal, stages="inline", page_size=size, pages=pages, max_tokens=pages * size)
+        [call] = b.submit(dataclasses.replace(whole, id=f"{pages} pages"))
+        call.finished()
+        scores += [event.prompt_tokens for event in call.events if isinstance(event, Prefilled)]
+        b.await_nothing_left()
+    assert scores[0] == scores[1] and len(scores[0]) == len(ids)
 
 
 @pytest.mark.parametrize("spare", [True, False], ids=["an embedding for <image>", "none"])

@@ -62,6 +62,20 @@ def test_small_changes_of_a_probability_add_up_until_they_are_sent() -> None:
     assert record.confidence.tolist() == pytest.approx([0.518, 0.5]), "as last sent"
 
 
+def test_probabilities_of_alternatives_are_sent_as_often_as_those_of_tokens() -> None:
+    canvas, record, logs = blank(1, 2, 2), CanvasRecord.nothing(2, 2), np.zeros(3, np.float32)
+
+    def taken(second: float) -> list[int]:
+        canvas.count_forward()
+        found = Alternatives(np.array([[5, 8], [6, 9]]), np.log(np.array([[0.5, second], [0.5, 0.3]], np.float32)))
+        both = proposal(canvas, np.array([0.5, 0.5]), np.array([5, 6]), positions=np.array([1, 2]))
+        return record.take(canvas, replace(both, alternatives=found), logs, NONE).tolist()
+
+    assert [taken(0.3 + 0.002 * step) for step in range(7)] == [[0, 1], [], [], [0], [], [], [0]]
+    assert record.alternatives.log_probabilities[0, 1] == pytest.approx(np.log(0.312))
+    assert [taken(second) for second in (0.002, 0.003, 0.001)] == [[0], [], []], "too small to be sent"
+
+
 def test_given_text_is_pinned_and_padding_is_not() -> None:
     canvas, record = blank(2, 4, 4), CanvasRecord.nothing(4, 0)
     canvas.commit(np.array([2, 5]), np.array([7, 9]), hold=True)

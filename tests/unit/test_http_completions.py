@@ -88,6 +88,19 @@ def test_a_text_that_a_stop_string_ends_has_all_before_it() -> None:
     assert (whole["text"], whole["stop_reason"]) == ("ab", "x")
 
 
+@pytest.mark.parametrize(("most", "end"), [(2, ("length", None)), (3, ("stop", "x"))])
+def test_a_full_gap_before_a_suffix_that_begins_with_a_stop_string_ends_by_its_length(
+    most: int, end: tuple[str, str | None]
+) -> None:
+    reply = Completions().read({"model": "m", "prompt": "a", "suffix": "xb", "stop": "x", "max_tokens": most}).reply
+    one = replace(finished("ab"), reason="stop", stop="x")
+    [whole] = reply.whole([one])["choices"]
+    [last] = asyncio.run(choices_of(reply, one))
+    assert [(each["text"], each["finish_reason"], each["stop_reason"]) for each in (whole, last)] == [("ab", *end)] * 2
+    within = replace(one, tokens=(one.tokens[0], replace(one.tokens[1], text="bx", text_bytes=b"bx")))
+    assert reply.whole([within])["choices"][0]["stop_reason"] == "x", "in the last token of the gap"
+
+
 def test_an_answer_that_was_shortened_to_end_within_its_budget_is_reported() -> None:
     reply = Completions().read({"model": "m", "prompt": ["a", "b"], "guided_regex": "[ab]*"}).reply
     whole, cut = finished("ab"), replace(finished("ab"), sample=1, closed_by_budget=True)

@@ -20,7 +20,7 @@ from mmserve.decode.commit import Candidates
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.parts import Parts
 from mmserve.decode.sampler import candidates
-from mmserve.decode.scores import CountedNoise, Scores
+from mmserve.decode.scores import CounterNoise, Scores
 from mmserve.kv.store import KVStore
 
 VOCAB = 331
@@ -157,7 +157,7 @@ def test_no_two_rows_of_a_block_steps_and_seeds_share_their_noise() -> None:
             canvas = blank(3, 1, 1)
             canvas.step = step
             offsets = np.arange(100)
-            seeds |= set(CountedNoise(canvas, seed).draw(offsets, 1.0, DEVICE).seeds.tolist())
+            seeds |= set(CounterNoise(canvas, seed).draw(offsets, 1.0, DEVICE).seeds.tolist())
     assert len(seeds) == 5 * 20 * 100
 
 

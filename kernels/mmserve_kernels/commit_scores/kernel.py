@@ -230,6 +230,43 @@ def _chunk(
 
 
 @triton.jit
+def _joined_sums(sums, row, chunks, CHUNKS: tl.constexpr):
+    """The largest logit, the logsumexp and the entropy of a row, from the ``sums`` of its chunks."""
+    i = tl.arange(0, CHUNKS)
+    at = (row * chunks + i) * 3
+    largest = tl.load(sums + at, mask=i < chunks, other=float("-inf"))
+    best = tl.max(largest, 0)
+    nothing = best == float("-inf")
+    shift = largest - tl.where(nothing, 0.0, best)
+    weight = tl.exp(shift)
+    total = weight * tl.load(sums + at + 1, mask=i < chunks, other=0.0)
+    moment = weight * tl.load(sums + at + 2, mask=i < chunks, other=0.0)
+    moment = tl.sum(moment + total * tl.where(shift == float("-inf"), 0.0, shift), 0)
+    total = tl.where(nothing, 1.0, tl.sum(total, 0))
+    log_total = tl.log(total)
+    log_z = tl.where(nothing, 0.0, best) + log_total
+    return best, log_z, tl.where(nothing, 0.0, log_total - moment / total)
+
+
+@triton.jit
+def _store_best(keys, row, chunks, k, width, best, log_z, ids_out, log_probs_out, KEYS: tl.constexpr):
+    """Stores the ``k`` best tokens of a row, from the ``keys`` of its chunks; ``best`` is its largest logit. Returns
+    the key of the best token, and the logit of the second best (``best`` if ``width`` is 1)."""
+    j = tl.arange(0, KEYS)
+    left = tl.load(keys + row * chunks * width + j, mask=j < chunks * width, other=_LOWEST_KEY)
+    first = tl.max(left, 0)
+    second = best
+    for n in range(width):
+        key = tl.max(left, 0)
+        left = tl.where(left == key, _LOWEST_KEY, left)
+        value = _value(key)
+        tl.store(ids_out + row * k + n, _token(key), mask=n < k)
+        tl.store(log_probs_out + row * k + n, value - log_z, mask=n < k)
+        second = tl.where(n == 1, value, second)
+    return first, second
+
+
+@triton.jit
 def _join(
     sums,
     keys,
@@ -251,35 +288,13 @@ def _join(
     DRAW: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, CHUNKS)
-    at = (row * chunks + i) * 3
-    largest = tl.load(sums + at, mask=i < chunks, other=float("-inf"))
-    best = tl.max(largest, 0)
+    best, log_z, entropy = _joined_sums(sums, row, chunks, CHUNKS)
+    tl.store(entropy_out + row, entropy)
+    first, second = _store_best(keys, row, chunks, k, width, best, log_z, ids_out, log_probs_out, KEYS)
     nothing = best == float("-inf")
-    shift = largest - tl.where(nothing, 0.0, best)
-    weight = tl.exp(shift)
-    total = weight * tl.load(sums + at + 1, mask=i < chunks, other=0.0)
-    moment = weight * tl.load(sums + at + 2, mask=i < chunks, other=0.0)
-    moment = tl.sum(moment + total * tl.where(shift == float("-inf"), 0.0, shift), 0)
-    total = tl.where(nothing, 1.0, tl.sum(total, 0))
-    log_total = tl.log(total)
-    log_z = tl.where(nothing, 0.0, best) + log_total
-    tl.store(entropy_out + row, tl.where(nothing, 0.0, log_total - moment / total))
-
-    j = tl.arange(0, KEYS)
-    left = tl.load(keys + row * chunks * width + j, mask=j < chunks * width, other=_LOWEST_KEY)
-    first = tl.max(left, 0)
-    second = best
-    for n in range(width):
-        key = tl.max(left, 0)
-        left = tl.where(left == key, _LOWEST_KEY, left)
-        value = _value(key)
-        tl.store(ids_out + row * k + n, _token(key), mask=n < k)
-        tl.store(log_probs_out + row * k + n, value - log_z, mask=n < k)
-        second = tl.where(n == 1, value, second)
     tl.store(gap_out + row, tl.where(nothing, 0.0, best - tl.where(nothing, 0.0, second)))
-
     if DRAW:
+        i = tl.arange(0, CHUNKS)
         first = tl.max(tl.load(drawn + row * chunks + i, mask=i < chunks, other=_LOWEST_KEY), 0)
     token = _token(first)
     value = _value(first)

@@ -256,7 +256,7 @@ def test_branches_that_constants_tell_apart_are_not_told_apart_by_their_patterns
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared = list[str]()
-    monkeypatch.setattr(one_of, "_apart", lambda one, other: compared.extend([one, other]))
+    monkeypatch.setattr(one_of, "_disjoint", lambda one, other: compared.extend([one, other]))
     patterns = [f"^[a-z][a-z0-9_.-]{{0,20}}-{'xyz'[i % 3]}{i}[A-Z]{{1,10}}$" for i in range(40)]
     branches = [
         {"properties": {"name": {"type": "string", "pattern": patterns[i]}, "kind": {"const": f"k{i}"}}}
@@ -284,7 +284,7 @@ def test_nothing_is_remembered_of_a_schema_that_was_read() -> None:
     """Tenants share the process that compiles: what one asked for must not make another's schema faster."""
     branches = [{"type": "string", "pattern": pattern} for pattern in ("^a[0-9]+$", "^b[0-9]+$")]
     grammar(JsonSchema(json.dumps({"oneOf": branches})))
-    caches = (one_of._searched, one_of._apart, derivatives.automaton_of)
+    caches = (one_of._searched, one_of._disjoint, derivatives.automaton_of)
     assert [cache.cache_info().currsize for cache in caches] == [0, 0, 0]
-    assert one_of._apart("a[0-9]+", "b[0-9]+") and one_of._apart.cache_info().currsize
+    assert one_of._disjoint("a[0-9]+", "b[0-9]+") and one_of._disjoint.cache_info().currsize
     one_of.clear_caches()

@@ -22,6 +22,7 @@ from mmserve.errors import InvalidArgument
 from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
 from mmserve.schedule.deadlines import due, pace
+from mmserve.schedule.expected_wait import work_of
 from mmserve.schedule.fair import aged
 from mmserve.stages.prompt import EncodedPrompt
 
@@ -113,8 +114,8 @@ class RequestState:
 
     @property
     def work(self) -> int:
-        """Number of tokens requested, over all its samples."""
-        return self.samples * self.request.sampling.max_new_tokens
+        """Its work for the prediction of waits, over all its samples."""
+        return self.samples * work_of(self.request.sampling.max_new_tokens)
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from mmserve.config import EngineConfig
 from mmserve.core.request import Request
 from mmserve.core.tenant import Tenant
 from mmserve.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
-from mmserve.schedule.expected_wait import Measured, expected_wait, measured, retry_after
+from mmserve.schedule.expected_wait import Measured, expected_wait, measured, retry_after, work_of
 from mmserve.schedule.fair import guaranteed
 
 
@@ -34,7 +34,7 @@ class WaitingQueue:
         self.idle.set()
         self._tenants: Counter[Tenant] = Counter()  # number of queued samples of each tenant
         self._due: dict[str, list[float]] = {}  # due times of queued samples, ascending, by the names of tenants
-        self._work = 0  # total requested tokens of queued samples
+        self._work = 0  # total of queued samples (``expected_wait.work_of``)
         self._ended_work = 0  # the same for samples that ended since the last ``measure``
         self._measured = Measured()
         self._seconds = 0.5  # running mean of a request's service time
@@ -70,14 +70,14 @@ class WaitingQueue:
             insort(self._due.setdefault(request.tenant.name, []), due)
         self.queued += wanted
         self._tenants[request.tenant] += wanted
-        self._work += wanted * request.sampling.max_new_tokens
+        self._work += wanted * work_of(request.sampling.max_new_tokens)
         self.admitted += wanted
         self.idle.clear()
         return ahead
 
     def remove(self, tenant: Tenant, samples: int, work: int, due: float) -> None:
-        """Remove ``samples`` samples, which request ``work`` tokens and were ``due`` then, from the queue: they start,
-        or end."""
+        """Remove ``samples`` samples of together ``work``, which were ``due`` then, from the queue: they start, or
+        end."""
         with self.lock:
             self.queued -= samples
             own = self._due[tenant.name]
@@ -90,7 +90,7 @@ class WaitingQueue:
             self._work -= work
 
     def served(self, work: int, seconds: float) -> None:
-        """Record that a request of ``work`` tokens was answered after ``seconds``."""
+        """Record that a request of ``work`` was answered after ``seconds``."""
         self._seconds += 0.1 * (seconds - self._seconds)
         self._ended_work += work
 

@@ -1,6 +1,7 @@
 """Prediction of the time that a new request waits before it starts, from measurements of the engine.
 
-Work is measured in requested tokens: ``max_new_tokens`` of every sample. Only work that ended while other requests were
+Work is measured in tokens of every sample: ``max_new_tokens``, and ``PROMPT_WORK`` for its prompt, so that requests for
+one token, such as scores of a prompt, predict the wait for others. Only work that ended while other requests were
 queued for some time is counted: without a queue, throughput is that of the clients, not of the server. Until enough is
 measured, nothing is predicted and nothing is rejected. Measurements decay over ``FADE_SECONDS`` of counted time; the
 predicted wait is proportional to the queued work, so it is zero with an empty queue.
@@ -11,6 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+#: Work of the stages before decode, in tokens.
+PROMPT_WORK = 16
 #: Seconds for which requests must have been queued continuously before time is counted.
 SETTLED_SECONDS = 1.0
 #: Counted seconds required before anything is predicted.
@@ -19,6 +22,11 @@ LEAST_SECONDS = 2.0
 FADE_SECONDS = 30.0
 #: Minimum and maximum ``retry_after`` in seconds.
 _LEAST_RETRY, _MOST_RETRY = 0.5, 30.0
+
+
+def work_of(max_new_tokens: int) -> int:
+    """The work of a sample of at most ``max_new_tokens`` tokens."""
+    return PROMPT_WORK + max_new_tokens
 
 
 @dataclass(frozen=True)

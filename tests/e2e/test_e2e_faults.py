@@ -33,7 +33,7 @@ import mmserve.engine.engine
 from mmserve.client import AsyncClient, Client, Finished
 from mmserve.core.request import Request, Stage
 from mmserve.errors import Internal, MMServeError, ResourceExhausted
-from mmserve.schedule.expected_wait import Measured
+from mmserve.schedule.expected_wait import PROMPT_WORK, Measured
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
 from mmserve.wire.status import from_rpc_error
@@ -85,7 +85,7 @@ def test_a_full_queue_refuses_and_loses_nobody(small: Running, monkeypatch: pyte
 
 
 def test_who_would_wait_beyond_the_deadline_is_refused_at_once(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As measured, the engine ends a token a second; 24 are asked for by the one who waits already."""
+    """As measured, the engine ends a unit of work a second; 24 units wait already."""
     shed, due = small.engine.stats().shed, partial(once, small.address, timeout=20.0)
     monkeypatch.setattr(small.engine._queue, "_measured", Measured(work=10.0, seconds=10.0))
     monkeypatch.setattr("mmserve.engine.waiting.measured", lambda before, *_, **__: before)
@@ -94,7 +94,7 @@ def test_who_would_wait_beyond_the_deadline_is_refused_at_once(small: Running, m
         gates.encode.close()
         accepted = [small.start(due, "first")]
         small.reach("first", Stage.ENCODING)
-        accepted.append(small.start(due, "waits", max_new_tokens=24))
+        accepted.append(small.start(due, "waits", max_new_tokens=24 - PROMPT_WORK))
         wait_for("a queue", lambda: small.engine.stats().queued == 1)
         time.sleep(0.3)  # deadlines travel in steps of up to 0.1 s, and only what is due earlier counts
         error = failure(small.start(due, "late"))
@@ -102,7 +102,7 @@ def test_who_would_wait_beyond_the_deadline_is_refused_at_once(small: Running, m
         assert small.engine.stats().shed == shed + 1
         in_time = small.start(patient.generate, "in time", max_new_tokens=4)
         wait_for("a longer queue", lambda: small.engine.stats().queued == 2)
-        assert small.engine.stats().expected_wait == pytest.approx(28.0)
+        assert small.engine.stats().expected_wait == pytest.approx(24.0 + PROMPT_WORK + 4)
         gates.encode.open()
         assert in_time.result(PATIENCE).forwards
         assert [f.result(PATIENCE).WhichOneof("event") for f in accepted] == ["finished"] * 2

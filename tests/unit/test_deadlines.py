@@ -18,7 +18,7 @@ from mmserve.core.tenant import Tenant
 from mmserve.engine.waiting import WaitingQueue
 from mmserve.errors import ConfigError, ResourceExhausted
 from mmserve.schedule.deadlines import LATEST_SECONDS, USUAL_PER_TOKEN, due, pace
-from mmserve.schedule.expected_wait import Measured
+from mmserve.schedule.expected_wait import PROMPT_WORK, Measured, work_of
 from mmserve.schedule.scheduler import schedule
 
 ALL = frozenset({"constrain", "load", "tokenize", "encode", "prefill", "decode"})
@@ -151,11 +151,11 @@ def test_steps_are_shared_out_by_pace() -> None:
 
 def request(slo: SLO | None = None) -> Request:
     chat = (Message("user", (TextPart("?"),)),)
-    return Request(id="r", model="m", messages=chat, sampling=Sampling(max_new_tokens=100), slo=slo)
+    return Request(id="r", model="m", messages=chat, sampling=Sampling(max_new_tokens=100 - PROMPT_WORK), slo=slo)
 
 
 def busy_queue() -> WaitingQueue:
-    """A queue that is known to serve 100 tokens a second, with four requests of a minute's patience that wait."""
+    """A queue that is known to serve 100 units of work a second; four requests of a minute's patience wait."""
     queue = WaitingQueue(EngineConfig())
     queue.refusal = ""
     queue._measured = Measured(work=1000.0, seconds=10.0)
@@ -182,6 +182,16 @@ def test_what_is_due_later_does_not_count_against_it() -> None:
     for when in (1001.5, 1001.6, 1060.0, 1061.0, 1062.0, 1063.0):
         queue.remove(Tenant(), 1, 100, when)
     assert queue.queued == 0 and queue._due == {} and queue.expected_wait() == 0.0
+
+
+def test_requests_for_one_token_predict_the_wait_for_longer_ones() -> None:
+    """The rate of scores of prompts, twenty a second, is not a rate of twenty tokens a second."""
+    queue = WaitingQueue(EngineConfig())
+    queue.refusal = ""
+    queue._measured = Measured(work=20.0 * work_of(1), seconds=1.0)
+    for i in range(20):
+        queue.take(dataclasses.replace(request(), sampling=Sampling(max_new_tokens=64)), 1060.0 + i, of_session=False)
+    assert queue.expected_wait() < 5, "not the 64 seconds of 20 × 64 tokens"
 
 
 # --- configuration ---

@@ -178,31 +178,31 @@ class _Search:
                 raise SearchTimeout
             if lattice.fixed[p] is not None:
                 run = lattice.run[p]
-                forks = self._through(forks, p, run)
+                forks = self._after_committed(forks, p, run)
                 p += len(run)
                 continue
             trail.append((p, forks))
-            forks = self._kept(self._extended(forks, p), p)
+            forks = self._pruned(self._extended(forks, p), p)
             p += 1
-        self._close(forks)
-        if not self.found_other and self._open():
+        self._complete(forks)
+        if not self.found_other and self._may_improve():
             self._retry_untried()
         if self.best.score == lattice.old_score[0] and not (self.found_other and forks):
             self.completions.cut = self.completions.too_long  # later completions are shorter
             self._salvage(trail)
-        return self.best if self.found_other or not self._open() else None
+        return self.best if self.found_other or not self._may_improve() else None
 
-    def _open(self) -> bool:
+    def _may_improve(self) -> bool:
         """Whether an untried option might be better than the best path."""
         return any(option.upper_bound > self.best.score for option in self.untried)
 
-    def _found(self, fork: _Fork, tail: Sequence[int], score: float) -> None:
+    def _record(self, fork: _Fork, tail: Sequence[int], score: float) -> None:
         """Record a complete path."""
         self.found_other = True
         if score > self.best.score:
             self.best = Path([*fork.tokens(), *tail], score)
 
-    def _through(self, forks: list[_Fork], p: int, run: list[int]) -> list[_Fork]:
+    def _after_committed(self, forks: list[_Fork], p: int, run: list[int]) -> list[_Fork]:
         """The forks after a run of committed tokens from ``p`` on, without those that it ends or that do not allow
         it."""
         content, kept = self.lattice.content(run), dict[ParserState, _Fork]()
@@ -215,21 +215,21 @@ class _Search:
                 extended = _Fork(fork.score, next_state, extended, token, fork.on_witness)
             if len(content) < len(run):
                 if next_state.accepting and not fork.on_witness:
-                    self._found(extended, (), fork.score + self.lattice.end_score[p + len(content)])
+                    self._record(extended, (), fork.score + self.lattice.end_score[p + len(content)])
             elif next_state in kept:
                 kept[next_state].on_witness |= fork.on_witness
             else:
                 kept[next_state] = extended
         return list(kept.values())
 
-    def _ended(self, fork: _Fork, p: int) -> None:
+    def _record_end(self, fork: _Fork, p: int) -> None:
         """Record the path that ends with ``fork``, before position ``p``."""
         if fork.state.accepting and not (fork.on_witness and p == len(self.lattice.old_content)):
             score = fork.score + self.lattice.end_score[p]
             if score > -math.inf:
-                self._found(fork, (), score)
+                self._record(fork, (), score)
 
-    def _joined(self, fork: _Fork, p: int) -> bool:
+    def _rejoin(self, fork: _Fork, p: int) -> bool:
         """Record the paths that continue from ``fork``, before ``p``, as the old witness does.
 
         Returns whether the old witness continues with the same tokens at the same positions.
@@ -237,13 +237,13 @@ class _Search:
         lattice, old = self.lattice, self.lattice.old_content
         for q in self.old_states.get(fork.state, ()):
             if q == p:
-                self._found(fork, old[q:], fork.score + lattice.old_score[p])
+                self._record(fork, old[q:], fork.score + lattice.old_score[p])
                 return True
             if lattice.start + p + len(old) - q <= self.completions.size and lattice.agrees(p, old, q):
                 tail = old[q:]
-                self._found(fork, tail, fork.score + lattice.score(p, tail))
+                self._record(fork, tail, fork.score + lattice.score(p, tail))
         if fork.score + lattice.old_score[p] > self.best.score and fork.state.matcher.ends(lattice.old_content[p:]):
-            self._found(fork, lattice.old_content[p:], fork.score + lattice.old_score[p])
+            self._record(fork, lattice.old_content[p:], fork.score + lattice.old_score[p])
         return False
 
     def _extended(self, forks: list[_Fork], p: int) -> list[_Extension]:
@@ -253,7 +253,7 @@ class _Search:
         count = max(self.beam.lookahead_tokens, len(committed))
         expected = lattice.first[p + 1 : min(p + 1 + count, max(lattice.first_end, p + 1))] or committed
         for fork in forks:
-            self._ended(fork, p)
+            self._record_end(fork, p)
             before, bound = len(extensions.found), self.best.score - lattice.upper_bound[p + 1] - fork.score
             pruned = self._extend_by_options(fork, p, bound, expected, len(committed), extensions)
             if not pruned and len(extensions.found) == before and lattice.floor[p] > bound:
@@ -320,7 +320,7 @@ class _Search:
         next_state = self.cache.after(state, token)
         return next_state is not None and self.lookahead.fits(next_state, p + 1)
 
-    def _kept(self, extensions: list[_Extension], p: int) -> list[_Fork]:
+    def _pruned(self, extensions: list[_Extension], p: int) -> list[_Fork]:
         """The best of ``extensions`` for each state: of forks in equivalent states one is kept."""
         lattice, kept = self.lattice, dict[ParserState, _Fork]()
         rest, old = lattice.upper_bound[p + 1], lattice.old[p]
@@ -337,7 +337,7 @@ class _Search:
             other = kept.get(state)
             if other is None or other.score < score:
                 kept[state] = extended = _Fork(score, state, fork, token, on_witness)
-                extended.on_witness = on_witness or self._joined(extended, p + 1)
+                extended.on_witness = on_witness or self._rejoin(extended, p + 1)
         return sorted(kept.values(), key=lambda fork: -fork.score)
 
     def _retry_untried(self) -> None:
@@ -372,22 +372,22 @@ class _Search:
         if fork.on_witness and token == lattice.old[p]:
             return following
         extended, p = _Fork(fork.score + log_probability, state, fork, token), p + 1
-        if self._joined(extended, p):
+        if self._rejoin(extended, p):
             return following
         forks = [extended]
         if p < lattice.size and lattice.fixed[p] is not None:
-            forks, p = self._through(forks, p, lattice.run[p]), p + len(lattice.run[p])
+            forks, p = self._after_committed(forks, p, lattice.run[p]), p + len(lattice.run[p])
         if p == lattice.size:
-            self._close(forks)
+            self._complete(forks)
             return following
         for each in forks:
-            self._ended(each, p)
+            self._record_end(each, p)
             if lattice.options[p]:
                 bound = each.score + lattice.options[p][0][1] + lattice.upper_bound[p + 1]
                 following.append(_Untried(bound, p, each, 0))
         return following
 
-    def _close(self, forks: list[_Fork]) -> None:
+    def _complete(self, forks: list[_Fork]) -> None:
         """Complete the best fork at the horizon that can be completed, if it is better than the best path."""
         for fork in forks:
             if fork.on_witness:
@@ -396,7 +396,7 @@ class _Search:
                 break
             tail = self.completions.tail(fork.state, self.lattice.start + self.lattice.size)
             if tail is not None:
-                self._found(fork, tail, fork.score)
+                self._record(fork, tail, fork.score)
                 break
             self.untried.append(_Untried(fork.score, self.lattice.size - 1, fork, 1 << 30, alone=True))
 
@@ -413,7 +413,7 @@ class _Search:
                 tried += 1
                 tail = self.completions.tail(fork.state, lattice.start + p, partial(lattice.agrees, p))
                 if tail is not None:
-                    self._found(fork, tail, fork.score + lattice.score(p, tail))
+                    self._record(fork, tail, fork.score + lattice.score(p, tail))
                 elif (way := self.completions.shortest(fork.state)) is not None:
                     deepest = min(deepest, room - len(way))  # longer completions do not fit either
                 if tried == self.beam.salvaged:

@@ -292,7 +292,7 @@ class _Search:
             if known.get(token, True) is None:
                 continue
             far = cache.reach(fork.state, [token, *expected])
-            if far > least and not self._ends_in_time(fork.state, token, p):
+            if far > least and not self._fits_budget(fork.state, token, p):
                 continue
             if far <= reach:
                 if far > least:
@@ -313,7 +313,7 @@ class _Search:
                 score = fork.score + lattice.floor[p]
                 extensions.add(self.beam.penalty, score, fork, token, len(lattice.options[p]))
 
-    def _ends_in_time(self, state: ParserState, token: int, p: int) -> bool:
+    def _fits_budget(self, state: ParserState, token: int, p: int) -> bool:
         """False only if no path by ``token`` at ``p`` ends within the budget, by the lookahead bound."""
         if self.lookahead is None:
             return True

@@ -27,8 +27,8 @@ class Batch:
     (``change_labels``).
     ``visual``, where given, are the visual tokens themselves, in order, in place of pictures.
     ``sources [B, T]``: of answer tokens that are characters of the question, their column there; of the slot of a
-    choice, the column of the right option's label; else ``NO_COLUMN``. ``option_labels [B, T]``, of typed questions:
-    where the labels of options are.
+    choice, the column of the right option's label; else ``NO_COLUMN``. ``option_labels [B, T]`` and
+    ``option_ends [B, T]``, of typed questions: the labels of options, and the last token of each option.
     ``context_end [B, T]``, where given, limits what a position attends to of question 0: to the positions before it.
     """
 
@@ -47,6 +47,7 @@ class Batch:
     changes: Tensor | None
     sources: Tensor | None = None
     option_labels: Tensor | None = None
+    option_ends: Tensor | None = None
     context_end: Tensor | None = None
     visual: Tensor | None = None
 

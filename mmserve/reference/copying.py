@@ -60,6 +60,25 @@ class Guide:
             sources = torch.where(batch.sources != NO_COLUMN, batch.sources, sources)
         return cls(torch.where(batch.unpadded, columns, NO_COLUMN), sources)
 
+    @classmethod
+    def causal(cls, batch: Batch) -> Guide | None:
+        """The guide of typed questions for a causal model, None for other rows.
+
+        Of a choice, the last token of an option is guided to its label, and the token before the slot, which predicts
+        it, to the last token of the right option.
+        """
+        if batch.option_labels is None or batch.option_ends is None or batch.sources is None:
+            return None
+        rows, labels = batch.option_labels.nonzero(as_tuple=True)
+        _rows, ends = batch.option_ends.nonzero(as_tuple=True)
+        neighbour, source = torch.full_like(batch.sources, NO_COLUMN), torch.full_like(batch.sources, NO_COLUMN)
+        neighbour[rows, ends] = labels
+        end_of = torch.full_like(batch.sources, NO_COLUMN)
+        end_of[rows, labels] = ends
+        asked, slots = (batch.sources != NO_COLUMN).nonzero(as_tuple=True)
+        source[asked, slots - 1] = end_of[asked, batch.sources[asked, slots]]
+        return cls(neighbour, source)
+
     def add_scores(self, layer: int, scores: Tensor) -> None:
         """Add the loss of a layer; ``scores [B, H, T, T]`` of its heads are those before the softmax."""
         wanted = {NEIGHBOUR_LAYER: self.neighbour, SOURCE_LAYER: self.source}.get(layer)

@@ -21,7 +21,7 @@ from mmserve.reference.auxiliary import SceneLabels, change_labels, window_label
 from mmserve.reference.batch import NO_COLUMN, Batch
 from mmserve.reference.calls import CALLS, COPIES, DICTATED
 from mmserve.reference.clips import NARRATION, Clip, h264
-from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, label_offsets, prompt_question
+from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, option_offsets, prompt_question
 from mmserve.reference.images import LISTING, SHORT_TASKS, WATCH
 from mmserve.reference.items import TRAIN_SEEDS, Question, Subject
 from mmserve.reference.model import FRAME_TIME, FRAME_TOKENS, FRAMES, PIXELS, VISUAL_TOKENS
@@ -210,6 +210,7 @@ def collate(kind: str, samples: list[Sample], canvas: int, tokenizer: PreTrained
         torch.cat(changes) if changes else None,
         sources=padded([row.sources for row in rows], NO_COLUMN) if kind in (*CALLING, *DECISIONS) else None,
         option_labels=padded([row.option_labels for row in rows], False) if kind in DECISIONS else None,
+        option_ends=padded([row.option_ends for row in rows], False) if kind in DECISIONS else None,
     )
 
 
@@ -222,6 +223,7 @@ class _Row:
     block: list[int]
     sources: list[int] = field(default_factory=list)
     option_labels: list[bool] = field(default_factory=list)
+    option_ends: list[bool] = field(default_factory=list)
 
 
 def _media_ids(kind: str, thing: Any, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
@@ -273,20 +275,23 @@ def _row(
         if question.decision is None:
             row.sources += _sources(question, added, len(new), first, tokenizer)
             row.option_labels += [False] * len(added)
+            row.option_ends += [False] * len(added)
         else:
-            labels = _option_labels(question.decision, added, tokenizer)
+            options = _option_columns(question.decision, added, tokenizer)
+            labels, ends = [label for label, _end in options], [end for _label, end in options]
             right = labels[question.decision.answers.index(question.answer)] + first if labels else NO_COLUMN
             row.sources += [*[NO_COLUMN] * (len(added) - 1), right]
             row.option_labels += [column in labels for column in range(len(added))]
+            row.option_ends += [column in ends for column in range(len(added))]
     return row
 
 
-def _option_labels(decision: Decision, new: list[int], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The index, among the ``new`` tokens of a row, of the label of each option of ``decision``."""
+def _option_columns(decision: Decision, new: list[int], tokenizer: PreTrainedTokenizerFast) -> list[tuple[int, int]]:
+    """The indices, among the ``new`` tokens of a row, of the label and of the last token of each option."""
     texts = [tokenizer.decode([token]) for token in new]
     owner = [index for index, text in enumerate(texts) for _ in text]
     begin = "".join(texts).rindex(decision.asked)
-    return [owner[begin + at] for at in label_offsets(decision)]
+    return [(owner[begin + label], owner[begin + end]) for label, end in option_offsets(decision)]
 
 
 def _sources(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from PIL import Image
 
@@ -79,13 +80,13 @@ def prompt_question(thing: Thing, answered: Answered) -> Question:
     return Question("decisions", context + INSTRUCTION, decision.answers[answered.right], decision=decision)
 
 
-def label_offsets(decision: Decision) -> list[int]:
-    """Where the label of each option of a choice begins in ``decision.asked``, in characters; empty for other kinds."""
+def option_offsets(decision: Decision) -> list[tuple[int, int]]:
+    """The first character of each label, and the last of its option, in ``decision.asked``; only of a choice."""
     if decision.kind != CHOICE:
         return []
     labelled = [f" {answer} {option}" for answer, option in zip(decision.answers, decision.options, strict=True)]
-    at = len(decision.asked) - sum(map(len, labelled)) + 1
-    return [at, *(at := at + len(each) for each in labelled[:-1])]
+    ends = list(accumulate(map(len, labelled), initial=len(decision.asked) - sum(map(len, labelled))))
+    return [(begin + 1, end - 1) for begin, end in pairwise(ends)]
 
 
 def _yes_no(text: str, yes: bool) -> Answered:

@@ -163,12 +163,15 @@ def diffusion_loss(
     return (loss * weight[chosen]).sum() / batch.share.sum(), hidden
 
 
-def causal_loss(model: ReferenceModel, visual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each answer token given all before it, averaged over questions; and the hidden states
-    half-way."""
+def causal_loss(
+    model: ReferenceModel, visual: Tensor | None, batch: Batch, guide: Guide | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each answer token given all before it, averaged over questions; and the hidden states half-way.
+    ``guide`` has its own losses afterwards."""
     weight = batch.share[:, 1:]
     chosen = weight > 0
     mask = batch.attention_mask(causal=True)
-    logits, hidden = model(visual, batch.ids, batch.visual_at, batch.positions, mask)
+    added = guide.add_scores if guide else None
+    logits, hidden = model(visual, batch.ids, batch.visual_at, batch.positions, mask, added)
     loss = F.cross_entropy(logits[:, :-1][chosen].float(), batch.ids[:, 1:][chosen], reduction="none")
     return (loss * weight[chosen]).sum() / batch.share.sum(), hidden

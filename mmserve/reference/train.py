@@ -27,6 +27,7 @@ from mmserve.reference.auxiliary import AuxiliaryHeads
 from mmserve.reference.batch import Batch
 from mmserve.reference.copying import Guide
 from mmserve.reference.data import collate, draw
+from mmserve.reference.decisions import DECISIONS
 from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import quick_accuracy
 from mmserve.reference.losses import PADDING, PIECEWISE, causal_loss, diffusion_loss, mask_answers, piecewise
@@ -86,8 +87,8 @@ class Run:
             raise SystemExit(f"trained {recipe.trained!r} is not known; it is one of {TRAINED}")
         if (recipe.trained == "adapter") != (recipe.rank > 0):
             raise SystemExit("--rank is that of --trained adapter, at least 1")
-        if recipe.guide and recipe.objective == "causal":
-            raise SystemExit("--guide is of the objective diffusion: the causal model learns to copy without it")
+        if recipe.guide and recipe.objective == "causal" and not any(kind in DECISIONS for kind in MIXES[recipe.mix]):
+            raise SystemExit("--guide of the objective causal is for typed questions: that model copies without it")
         if "stream" in MIXES[recipe.mix] and recipe.trained == "all":
             raise SystemExit(
                 f"the mix {recipe.mix!r} has windows of streams, whose frames are encoded once: add --trained decoder"
@@ -163,7 +164,9 @@ class Run:
 
     def _main_loss(self, visual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         if self.model.causal:
-            return causal_loss(self.model, visual, batch)
+            guide = Guide.causal(batch) if self.recipe.guide else None
+            loss, hidden = causal_loss(self.model, visual, batch, guide)
+            return (loss if guide is None else loss + self.recipe.guide * guide.loss()), hidden
         generator = torch.Generator().manual_seed((self.recipe.seed * 1_000_003 + self.done) * 64 + self.processes.rank)
         share = 0.0 if batch.packed else PIECEWISE.get(batch.kind, 0.0)
         by_pieces = float(torch.rand((), generator=generator)) < share

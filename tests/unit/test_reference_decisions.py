@@ -152,3 +152,26 @@ def test_the_slot_of_a_choice_is_guided_to_the_right_label_and_labels_to_their_o
             for column, option in zip(labels, each.decision.options, strict=True):
                 assert option.startswith(texts[int(guide.neighbour[0, column])].strip())
     assert guided > 8
+
+
+def test_before_the_slot_a_causal_model_is_guided_to_the_right_option_and_from_it_to_its_label(tokenizer):
+    guided = 0
+    for kind in DECISIONS:
+        rng = random.Random(7)
+        thing = DECISIONS[kind](rng)
+        answered = draw_answered(thing, 8, rng)
+        batch = collate(kind, [(thing, [prompt_question(thing, each) for each in answered])], 0, tokenizer)
+        guide, texts = Guide.causal(batch), [tokenizer.decode([i]) for i in batch.ids[0].tolist()]
+        columns = torch.arange(batch.ids.shape[1])
+        assert ((guide.source[0] < columns) & (guide.neighbour[0] < columns)).all()
+        assert (batch.share[0, 1:] > 0)[guide.source[0, :-1] >= 0].all()
+        for number, each in enumerate(answered, start=1):
+            own = (batch.question[0] == number).nonzero().flatten()
+            ends = [int(c) for c in own if guide.neighbour[0, c] >= 0]
+            labels = [texts[int(guide.neighbour[0, c])] for c in ends]
+            assert labels == (list(each.decision.answers) if each.decision.kind == CHOICE else [])
+            assert int(guide.source[0, own[-1] - 1]) == (ends[each.right] if ends else NO_COLUMN)
+            for column, option in zip(ends, each.decision.options, strict=bool(ends)):
+                assert option.endswith(texts[column].strip())
+            guided += bool(ends)
+    assert guided > 8

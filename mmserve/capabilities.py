@@ -89,6 +89,7 @@ class Capabilities:
             kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self.reads_pages and self._even else (),
             tool_format=self._tool_format,
             end_ids=tuple(sorted(self.model.spec.end_ids)),
+            max_canvas=self.model.spec.max_canvas,
             decisions="together" if self.model.spec.decides else "",
             image_reuses=() if no_reuse(self.model, reads_pages=self.reads_pages) else tuple(REUSES),
         )

@@ -60,6 +60,7 @@ class ModelInfo:
     sessions: bool = False  # whether it supports sessions of streaming video
     tool_format: str = ""  # of tool calls, defined by the chat template; empty if it has no tools
     end_ids: tuple[int, ...] = ()  # ids of end tokens; only on the server
+    max_canvas: int = 0  # most new tokens on which it answers well, 0 = any; only on the server
     decisions: str = ""  # how typed questions are answered: ``together``; empty = not supported
     stored: str = ""  # the checkpoint's quantised format, if weights are dequantised to ``dtype``; else empty
     tuning: Tuning | None = None  # None if an older server sends only the two names

@@ -76,7 +76,7 @@ class ParsedRequest:
     names: Mapping[str, str] = field(default_factory=dict)
     #: The location of each message in the body, and of its parts that are elsewhere (``errors.renamed``).
     places: Mapping[str, str] = field(default_factory=dict)
-    #: Whether more new tokens than the model's maximum are reduced to it.
+    #: Whether more new tokens than the model's context or ``max_canvas`` are reduced to it.
     fits: bool = False
     #: Additional prompts, each a separate request that is otherwise equal to ``message``.
     prompts: Sequence[TextPart | TokensPart] = ()

@@ -263,7 +263,8 @@ class App:
                 if asked.prompts:
                     self._prompts.take(asked, tenant, held)
                 if asked.fits:
-                    most = self._server.engines.find(self._server.engines.split(asked.message.model)[0]).info.max_tokens
+                    info = self._server.engines.find(self._server.engines.split(asked.message.model)[0]).info
+                    most = min(info.max_tokens, info.max_canvas or info.max_tokens)
                     asked.message.sampling.max_new_tokens = min(asked.message.sampling.max_new_tokens, most)
                 places = fields_of(urls_in(asked.message.messages), body)
                 events = self._events(asked.message, tenant, held, places, asked.prompts)

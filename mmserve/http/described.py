@@ -178,7 +178,7 @@ _MESSAGE_FIELDS = {
     **numbers(messages.SAMPLING, EXAMPLES),
     "max_tokens": Field(
         {"type": "integer", "minimum": 1},
-        "largest number of tokens of the answer; reduced to what fits",
+        "largest number of tokens of the answer; reduced to what fits, and to the model's `max_canvas`",
         4,
         required=True,
     ),

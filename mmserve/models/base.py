@@ -64,6 +64,7 @@ class ModelSpec:
     image_id: int | None  # placeholder of an image, possibly beyond the embeddings; None = text only
     video_id: int | None = None  # placeholder of a video; None = no videos
     max_tokens: int  # maximum positions of the checkpoint
+    max_canvas: int = 0  # most new tokens on which the model answers well; 0 = any
     default_block_length: int = 32  # for masked diffusion; with block-causal attention, its block length
     sub_block: int = 0  # default number of positions filled together within a block; 0 = all
     renoising: Renoising | None = None  # set if open positions hold random tokens, in whole blocks, instead of masks

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import IMAGE, VIDEO, adapt_chat_template, load_tokenizer
-from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.checkpoint import GENERATION, Checkpoint, Target
 from mmserve.models.decoder import Decoder, RMSNorm
 from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.dimensions import decoder_config
@@ -122,6 +122,7 @@ def make_spec(
     if not checkpoint.stretch.positions:
         keys = Keys(checkpoint.config, sources.keys.path)
         trained = keys.integer("tokenizer_model_max_length", default=trained)
+    generation = Keys(checkpoint.generation, checkpoint.folder / GENERATION)
     return ModelSpec(
         name=sources.name,
         architecture=checkpoint.architecture,
@@ -133,6 +134,7 @@ def make_spec(
         image_id=sources.image_id,
         video_id=sources.video_id,
         max_tokens=min(config.max_positions, trained),
+        max_canvas=generation.integer("max_canvas", default=0),
         default_block_length=block_length,
         logit_shift=logit_shift,
     )

@@ -33,6 +33,8 @@ from mmserve.reference.train import VOCAB_MULTIPLE
 
 #: Reports in a run's folder that go into the card.
 QUALITY, STREAMS, DECISIONS, TOOLS = "quality.json", "streams.json", "decisions.json", "tools.json"
+#: ``max_canvas`` of the diffusion model: of 80 sums and counts 65 are right with 128 tokens, 63 with 256, 53 with 512.
+MAX_CANVAS = 256
 
 
 def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, block_length: int = 0) -> None:
@@ -71,7 +73,7 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, block_l
     write_checkpoint(
         out, _config(layout, model, tokenizer, dtype), {name: t.detach().to(dtype) for name, t in tensors.items()}
     )
-    write_json(out / GENERATION, _generation(tokenizer))
+    write_json(out / GENERATION, _generation(tokenizer, causal=model.causal))
     save_tokenizer(tokenizer, out)
     write_json(out / BESIDE / "config.json", {**model.tower.config.to_diff_dict(), "model_type": "clip_vision_model"})
     write_json(out / BESIDE / IMAGES, processor_settings())
@@ -121,7 +123,7 @@ def _config(
     }
 
 
-def _generation(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _generation(tokenizer: PreTrainedTokenizerFast, *, causal: bool) -> dict[str, Any]:
     """The model was trained to fill the canvas after an answer with the end of text, so that is not suppressed."""
     bos, eos, eot = tokenizer.convert_tokens_to_ids([BOS, EOS, EOT])
     suppressed = tokenizer.convert_tokens_to_ids([BOS, HEADER, HEADER_END, MASK, IMAGE, VIDEO])
@@ -130,6 +132,7 @@ def _generation(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
         "eos_token_id": [eos, eot],
         "pad_token_id": eos,
         "suppress_tokens": sorted(suppressed),
+        **({} if causal else {"max_canvas": MAX_CANVAS}),
     }
 
 

@@ -25,6 +25,7 @@ from mmserve.assembly import BackgroundServer
 from mmserve.errors import ConfigError
 from mmserve.http import connections, front
 from mmserve.http.front import HttpFront
+from mmserve.reference.evaluate import item
 from mmserve.reference.tasks import sample
 from mmserve.tenants import TenantConfig
 
@@ -501,6 +502,14 @@ ALIKE: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HELLO, "max_tokens": 12},
     "/v1/responses": {"input": HELLO[0]["content"], "max_output_tokens": 12},
 }
+
+
+def test_a_maximum_beyond_the_longest_canvas_of_the_model_is_reduced_to_it(port: int) -> None:
+    """Clients of Anthropic's API have to name a maximum, and some name thousands for all models."""
+    text = item("arithmetic", 1, 0)[1].text
+    body = {"model": "bundled", "messages": [{"role": "user", "content": text}]}
+    found = [ask(port, {**body, "max_tokens": most}, "/v1/messages")[1] for most in (256, 4096)]
+    assert found[0]["content"] == found[1]["content"] and found[0]["usage"] == found[1]["usage"]
 
 
 @pytest.mark.parametrize("path", ALIKE)

@@ -241,16 +241,25 @@ def _front(client: _Client, served: ServedProcess, arguments: argparse.Namespace
         found = [by.stream(text, _SHORT_TOKENS, kept=kept) for text in texts]
         return 1000 * (process.loop_seconds() - used) / len(found), found
 
+    def together() -> float:
+        """The HTTP thread's CPU time a request (ms), with ``CLIENTS`` clients at once."""
+        used = served.loop_seconds()
+        for _ in pool.map(lambda text: client.stream(text, _SHORT_TOKENS), texts):
+            pass
+        return 1000 * (served.loop_seconds() - used) / len(texts)
+
     with closing(client.connected()) as kept, ExitStack() as opened:
         usual = sorted(asked(client, served, kept)[1], key=lambda one: one.engine_ms)[_SHORT_REQUESTS // 2]
         bare = opened.enter_context(BareProcess(usual.events, usual.engine_ms / 1000))
         to_bare = client.to(bare.port)
         kept_bare = opened.enter_context(closing(to_bare.connected()))
-        rounds = []
+        pool = opened.enter_context(ThreadPoolExecutor(CLIENTS))
+        rounds, busy = [], []
         for repeat in range(arguments.repeats):
             progress(f"front: round {repeat + 1} of {arguments.repeats}, {_SHORT_REQUESTS} short requests each way")
             ways = (asked(client, served, kept), asked(client, served, None), asked(to_bare, bare, kept_bare))
             rounds.append(ways)
+            busy.append(together())
     own, each, least = (statistics.median(one[way][0] for one in rounds) for way in range(3))
     found = [one for over_one, _each, _bare in rounds for one in over_one[1]]
     whole = 1000 * statistics.median(one.seconds for one in found)
@@ -260,6 +269,7 @@ def _front(client: _Client, served: ServedProcess, arguments: argparse.Namespace
         stated("the same of a bare uvicorn application", least, "ms, mean"),
         at_most("the front, of a short request", own / whole, "of its time", MOST_OWN_SHARE),
         stated("the front, over a connection each", each, "ms, mean"),
+        stated(f"the same, {CLIENTS} clients at once", statistics.median(busy), "ms, mean"),
         stated("a short request", whole, "ms, p50"),
         stated("front, client and machine beside the engine", statistics.median(beside), "ms, p50"),
         stated("front, client and machine at their quickest", min(beside), "ms"),

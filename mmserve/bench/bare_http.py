@@ -78,7 +78,7 @@ def main() -> None:
 
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
-    config = uvicorn.Config(asgi, log_level="error", lifespan="off", access_log=False)
+    config = uvicorn.Config(asgi, log_level="error", lifespan="off", access_log=False, timeout_keep_alive=3600)
     uvicorn.Server(config).run([listener])
 
 

@@ -7,7 +7,7 @@ import asyncio
 import sys
 
 from mmserve.client import AsyncClient, ConfigError, MMServeError
-from mmserve.reference.evaluate import item, shown
+from mmserve.reference.evaluate import item, media_files
 from mmserve.reference.tasks import correct
 
 
@@ -17,7 +17,7 @@ async def main(target: str) -> None:
     asked = [item(tasks[i % len(tasks)], i, seed=11) for i in range(32)]
     async with AsyncClient(target, timeout=300) as client:
         results = await asyncio.gather(
-            *(client.generate(q.text, **shown(q.task, thing), max_new_tokens=16) for thing, q in asked)
+            *(client.generate(q.text, **media_files(q.task, thing), max_new_tokens=16) for thing, q in asked)
         )
     right = sum(correct(q, r.text) for (_thing, q), r in zip(asked, results, strict=True))
     print(f"{right} of {len(asked)} right")

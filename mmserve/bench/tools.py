@@ -23,7 +23,7 @@ from mmserve.tools.parse import CallPiece, CallReader
 
 #: Token limit of an answer with one call, and with two.
 ROOM = {"call": 128, "two_calls": 224}
-#: Goals: shares of valid and of correct requests.
+#: Goals: the share of valid calls, and of correct calls and requests.
 VALID, RIGHT = 1.0, 0.95
 
 
@@ -32,6 +32,8 @@ class _Outcome:
     task: str
     called: int  # number of calls made
     valid: int  # calls with valid arguments for their tool's schema
+    expected: int  # number of calls in the right answer
+    right: int  # those of them that were made, in their place
     tools: bool  # whether the called tools are correct, in order
     arguments: bool  # whether the arguments are correct, too
 
@@ -55,6 +57,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> Figures:
     total = _row("all", outcomes)
     measures = [
         at_least("calls with valid arguments", total["valid"], "share", VALID),
+        at_least("calls with the right tool and arguments", total["right_calls"], "share", RIGHT),
         at_least("requests with the right tools and arguments", total["right"], "share", RIGHT),
     ]
     return {"rows": [*rows, total], "measures": measures, "settings": {"model": model.name, "seed": arguments.seed}}
@@ -69,7 +72,8 @@ def _asked(client: Client, question: Question) -> _Outcome:
     expected = _expected(question.answer)
     valid = sum(jsonschema_rs.is_valid(schemas[name], values) for name, values in made)
     right = [name for name, _ in made] == [name for name, _ in expected]
-    return _Outcome(question.task, len(made), valid, right, made == expected)
+    right_calls = sum(one == other for one, other in zip(made, expected, strict=False))
+    return _Outcome(question.task, len(made), valid, len(expected), right_calls, right, made == expected)
 
 
 def _expected(answer: str) -> list[tuple[str, Any]]:
@@ -91,6 +95,7 @@ def _row(task: str, outcomes: list[_Outcome]) -> Figures:
         "n": len(outcomes),
         "calls": calls,
         "valid": round(sum(o.valid for o in outcomes) / max(1, calls), 4),
+        "right_calls": round(sum(o.right for o in outcomes) / max(1, sum(o.expected for o in outcomes)), 4),
         "right_tools": round(sum(o.tools for o in outcomes) / count, 4),
         "right": round(sum(o.arguments for o in outcomes) / count, 4),
     }

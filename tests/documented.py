@@ -35,6 +35,8 @@ APIS = {
     "/v1/decisions": "d",
     "/v1/systemone": "s",
     "/v1/constraints": "k",
+    "/tokenize": "o",
+    "/detokenize": "e",
 }
 _SIZES = {30: "GiB", 20: "MiB", 10: "KiB"}
 

@@ -48,8 +48,22 @@ def ask_all(workers: Sequence[Worker], model: str, question: str, *arguments: An
         with ThreadPoolExecutor(len(workers), "mmserve-ask") as threads:
             list(threads.map(ask, workers))
     if not returned and not raised:
-        raise Unavailable(f"no worker of {model!r} answers: they are being replaced, try again in a few seconds")
+        raise _none_replies(model)
     return Answers(dict(sorted(returned.items())), dict(sorted(raised.items())))
+
+
+def ask_any(workers: Sequence[Worker], model: str, question: str, *arguments: Any) -> Any:
+    """The result of the first of ``workers`` that replies; raises its errors, and ``Unavailable`` if none does."""
+    for worker in workers:
+        try:
+            return worker.ask(model, question, arguments)
+        except WorkerEnded:
+            continue
+    raise _none_replies(model)
+
+
+def _none_replies(model: str) -> Unavailable:
+    return Unavailable(f"no worker of {model!r} answers: they are being replaced, try again in a few seconds")
 
 
 def of_worker(name: str, error: MMServeError) -> MMServeError:

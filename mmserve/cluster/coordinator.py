@@ -11,8 +11,10 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 from mmserve.cluster.adapters import ClusterAdapters
+from mmserve.cluster.asking import ask_any
 from mmserve.cluster.caches import ClusterCaches
 from mmserve.cluster.config import ClusterSettings
 from mmserve.cluster.in_flight import InFlight
@@ -139,9 +141,17 @@ class Coordinator:
         """None: constraints are compiled by the workers, which check those of requests."""
         return None
 
-    def prompt_tokens(self, request: Request) -> int | None:
-        """None: tokenizers are on the workers."""
-        return None
+    def prompt_ids(self, request: Request, special_tokens: bool = True, generation_prompt: bool = True) -> list[int]:
+        """See ``Engine.prompt_ids``; tokenizers are on the workers."""
+        return cast("list[int]", self._ask_any("prompt_ids", request, special_tokens, generation_prompt))
+
+    def token_strs(self, ids: Sequence[int]) -> list[str]:
+        """See ``Engine.token_strs``."""
+        return cast("list[str]", self._ask_any("token_strs", list(ids)))
+
+    def detokenized(self, ids: Sequence[int]) -> str:
+        """See ``Engine.detokenized``."""
+        return str(self._ask_any("detokenized", list(ids)))
 
     def cancel(self, request_id: RequestId, error: MMServeError | None = None) -> None:
         """See ``Engine.cancel``."""
@@ -287,6 +297,9 @@ class Coordinator:
     def _serving(self) -> list[Worker]:
         with self._lock:
             return list(self._dispatch.workers.values())
+
+    def _ask_any(self, question: str, *arguments: object) -> object:
+        return ask_any(self._serving(), self.info.name, question, *arguments)
 
     def _adapters_in_use(self) -> set[str]:
         with self._lock:

@@ -271,7 +271,8 @@ class InFlight:
     def _finished(self, group: Group, part: Part, event: Finished) -> None:
         group.done.add(event.sample)
         for role, ms in zip(ROLES, (event.times.encode, event.times.prefill, event.times.decode), strict=True):
-            self.dispatch.record_service_time(role, ms / 1000)
+            if ms:  # a request for its prompt alone ends after encode
+                self.dispatch.record_service_time(role, ms / 1000)
         total = group.request.sampling.n
         if part.sample is not None or len(group.done) == total:
             self._discard_payloads(part)

@@ -20,6 +20,10 @@ class Subject:
 
 #: Functions of the subject and the caller's arguments; they return plain data, which Ray can send.
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
+    # tokens
+    "prompt_ids": lambda of, *given: of.engine.prompt_ids(*given),
+    "token_strs": lambda of, ids: of.engine.token_strs(ids),
+    "detokenized": lambda of, ids: of.engine.detokenized(ids),
     # adapters
     "hold": lambda of, name: of.engine.adapters.hold(name),
     "discard": lambda of, keys: of.engine.adapters.discard(keys),

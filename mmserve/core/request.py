@@ -260,7 +260,7 @@ class Request:
     diffusion: Diffusion = Diffusion()
     vision: Vision = Vision()
     streaming: Streaming = Streaming()
-    prompt_only: bool = False  # whether the client wants no answer: the engine makes one token, which is not sent
+    prompt_only: bool = False  # whether the client wants no answer
     raw: bool = False  # whether the answer continues the text of the only message, without the chat template
     continues: bool = False  # whether the answer continues the last message, which is the assistant's
     template_options: str = ""  # additional variables of the chat template: a JSON object as text; empty = none
@@ -284,11 +284,17 @@ class Request:
         return self.raw or self.continues or self.constraint is not None
 
     @property
+    def encodes_only(self) -> bool:
+        """Whether the request ends when its prompt is encoded: only the prompt's ids and text are returned, which a
+        pruner may determine later."""
+        return self.prompt_only and not self.streaming.prompt_tokens and self.vision.pruner == "none"
+
+    @property
     def answer_positions(self) -> int:
         """Positions of the answer that need room after the prompt: none if only log-probabilities of the prompt are
         returned, because these are of next-token models, which do not run the last token."""
         scored = self.prompt_only and self.streaming.prompt_tokens
-        return 0 if scored else self.sampling.max_new_tokens
+        return 0 if scored or self.encodes_only else self.sampling.max_new_tokens
 
     @property
     def sequences(self) -> int:
@@ -335,8 +341,8 @@ TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
     Stage.LOADED: frozenset({Stage.ENCODING, Stage.FAILED}),
     Stage.ENCODING: frozenset({Stage.ENCODED, Stage.FAILED}),
     Stage.ENCODED: frozenset(
-        {Stage.PREFILLING, Stage.LOADED, Stage.LEFT, Stage.FAILED}
-    ),  # LOADED: its clip differs from its metadata
+        {Stage.PREFILLING, Stage.LOADED, Stage.LEFT, Stage.FINISHED, Stage.FAILED}
+    ),  # LOADED: its clip differs from its metadata; FINISHED: only its prompt is returned
     Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.ENCODED, Stage.FAILED}),  # ENCODED: a chunk is done
     Stage.EXPECTED: frozenset({Stage.ARRIVED, Stage.FAILED}),
     Stage.ARRIVED: frozenset({Stage.PREFILLED, Stage.FAILED}),

@@ -17,7 +17,6 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.payloads import VisualPayload
 from mmserve.core.request import (
     ImagePart,
-    MediaPart,
     Part,
     PixelRange,
     Request,
@@ -287,12 +286,6 @@ class Encoder:
             spans_of(pieces, starts),
             grids_of(pieces) if unpruned else (),
         )
-
-    def prompt_tokens(self, request: Request) -> int | None:
-        """Tokens of the prompt of ``request``; None if it has images or videos, whose tokens are only known after
-        encoding."""
-        media = any(isinstance(part, MediaPart) for message in request.messages for part in message.parts)
-        return None if media else len(prompt_of(self.model, request))
 
     def _check_capacity(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:
         """Reject a prompt whose ids and ``media`` (rows of each item before pruning) are too many for any result of the

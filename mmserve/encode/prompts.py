@@ -10,18 +10,25 @@ import numpy as np
 from mmserve.core.request import ImagePart, Message, Part, Request, TextPart, TokensPart, VideoPart
 from mmserve.core.tools import Tool
 from mmserve.models.base import EncoderModel
-from mmserve.models.chat import call_arguments, prompt_ids, text_ids
+from mmserve.models.chat import call_arguments, plain_ids, prompt_ids, text_ids
 from mmserve.models.decisions import shared_prompt
 
 
-def prompt_of(model: EncoderModel, request: Request) -> np.ndarray:
+def prompt_of(
+    model: EncoderModel, request: Request, *, special_tokens: bool = True, generation_prompt: bool = True
+) -> np.ndarray:
     """The chat's ids (int64), with one placeholder for each image and video; for typed questions, their shared
-    prefix."""
+    prefix.
+
+    ``special_tokens``: whether a raw text has those of the tokenizer; ``generation_prompt``: whether a chat ends with
+    the beginning of an answer.
+    """
     if request.raw:
-        return _raw_prompt(model, request.messages[0])
+        return _raw_prompt(model, request.messages[0], special_tokens=special_tokens)
     chat = [_chat_message(message) for message in request.messages]
     tools = [_function(tool) for tool in request.tools.tools] if request.tools is not None else []
     options = json.loads(request.template_options or "{}")
+    options |= {} if generation_prompt else {"add_generation_prompt": False}
     special = model.spec.special_tokens
     ids = prompt_ids(model.tokenizer, chat, tools, options=options, special_tokens=special, continues=request.continues)
     if request.decisions:
@@ -29,12 +36,13 @@ def prompt_of(model: EncoderModel, request: Request) -> np.ndarray:
     return np.asarray(ids, dtype=np.int64)
 
 
-def _raw_prompt(model: EncoderModel, message: Message) -> np.ndarray:
+def _raw_prompt(model: EncoderModel, message: Message, *, special_tokens: bool) -> np.ndarray:
     """Ids (int64) of a message's token ids, or of its text."""
     match message.parts:
         case (TokensPart(ids),):
             return np.asarray(ids, dtype=np.int64)
-    return np.asarray(text_ids(model.tokenizer, _text_of(message)), dtype=np.int64)
+    tokenized = text_ids if special_tokens else plain_ids
+    return np.asarray(tokenized(model.tokenizer, _text_of(message)), dtype=np.int64)
 
 
 def _text_of(message: Message) -> str:

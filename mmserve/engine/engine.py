@@ -27,6 +27,7 @@ from mmserve.core.request import Request, RequestId, Stage
 from mmserve.core.stats import Pass, Stats
 from mmserve.decode.schedulers import Discrete
 from mmserve.encode.decoders import Decoders
+from mmserve.encode.prompts import prompt_of
 from mmserve.engine.arrivals import Arrivals
 from mmserve.engine.live import LiveRequests
 from mmserve.engine.migration import Migration
@@ -36,7 +37,7 @@ from mmserve.engine.request_state import ClientSink, RequestState, Sink, open_gr
 from mmserve.engine.shutdown import Shutdown
 from mmserve.engine.waiting import WaitingQueue
 from mmserve.engine.workers import Workers
-from mmserve.errors import Cancelled, ConfigError, Internal, MMServeError
+from mmserve.errors import Cancelled, ConfigError, Internal, InvalidArgument, MMServeError
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
 from mmserve.models.adapters import Adapters
@@ -216,14 +217,27 @@ class Engine:
         self.stages.capabilities.check(request)
         return self.stages.encoding.check_constraint(request, answer)
 
-    def prompt_tokens(self, request: Request) -> int | None:
-        """Number of prompt tokens of ``request``, which is not submitted; None if only running the request determines
-        it.
+    def prompt_ids(self, request: Request, special_tokens: bool = True, generation_prompt: bool = True) -> list[int]:
+        """Token ids of the prompt of ``request``, which is text and is not submitted; arguments as in ``prompt_of``.
 
-        Raises the errors that the request would fail with.
+        Raises the errors that the request would fail with, except for its length.
         """
         self.stages.capabilities.check(request)
-        return self.stages.encoding.prompt_tokens(request)
+        model = self.stages.model
+        ids = prompt_of(model, request, special_tokens=special_tokens, generation_prompt=generation_prompt)
+        return cast("list[int]", ids.tolist())
+
+    def token_strs(self, ids: Sequence[int]) -> list[str]:
+        """The names of tokens in the vocabulary; empty for placeholders of media that are not in it."""
+        return [name or "" for name in self.stages.model.tokenizer.convert_ids_to_tokens(list(ids))]
+
+    def detokenized(self, ids: Sequence[int]) -> str:
+        """The text of tokens, with special tokens; raises ``InvalidArgument`` for ids that are not in the
+        vocabulary."""
+        size = self.stages.model.vocab_size
+        if not all(0 <= each < size for each in ids):
+            raise InvalidArgument.of("tokens", f"must hold token ids from 0 to {size - 1}")
+        return str(self.stages.model.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def drain(self, timeout: float) -> bool:
         """See ``Shutdown.drain``."""

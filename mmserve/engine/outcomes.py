@@ -10,6 +10,7 @@ from mmserve.config import EngineConfig
 from mmserve.core.events import Delta, Prefilled, PromptText
 from mmserve.core.handover import Handover
 from mmserve.core.request import TERMINAL, Stage
+from mmserve.decode.state import Answer
 from mmserve.engine.live import LiveRequests, typed
 from mmserve.engine.migration import Migration
 from mmserve.engine.prefixes import Prefixes
@@ -18,6 +19,9 @@ from mmserve.engine.waiting import WaitingQueue
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
 from mmserve.stages import EncodedPrompt, Stages
+
+#: The answer of a request for its prompt alone.
+_NO_ANSWER = Answer("", completion_tokens=0, forwards=0, recomputed_tokens=0, edits=0, kv_positions=0, tokens=())
 
 
 class StageOutcomes:
@@ -72,9 +76,19 @@ class StageOutcomes:
         self._live.advance(state, Stage.ENCODED)
         if not prompt.unpruned:
             self._live.split(state)
+        if state.request.encodes_only:
+            for each in list(state.group.members):
+                self._finish_encoded(each)
+            return
         for each in list(state.group.members):
             self._leave_if_due(each)
         self._fetch(state.group)
+
+    def _finish_encoded(self, state: RequestState) -> None:
+        """End a request for its prompt alone, which is known."""
+        prompt = state.prompt or PromptText()
+        state.group.sink(Prefilled(state.usage, state.sample, prompt.ids, prompt.text))
+        self._finish(state, "length", _NO_ANSWER)
 
     def adopted(self, state: RequestState, handover: Handover) -> None:
         """A request from another engine was received."""
@@ -170,9 +184,12 @@ class StageOutcomes:
             self._live.advance(state, Stage.READY)
             self._migration.stepped(state)
             return
-        answer = self._stages.decoding.finished(state.request.id)
+        self._finish(state, outcome.reason, self._stages.decoding.finished(state.request.id))
+
+    def _finish(self, state: RequestState, reason: str, answer: Answer) -> None:
+        """End a request with its answer."""
         self._live.advance(state, Stage.FINISHED)
-        event = state.finished(outcome.reason, answer, time.monotonic())
+        event = state.finished(reason, answer, time.monotonic())
         self._queue.served(state.work, event.times.total / 1000)
         self._live.release(state)
         state.group.sink(event)

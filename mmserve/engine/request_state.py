@@ -124,7 +124,11 @@ class RequestState:
 
     def pages_wanted(self, page_size: int) -> int:
         """Number of pages for its K/V, including all sequences; 0 while the pruned length of its prompt is unknown."""
-        return 0 if self.unpruned else self.request.sequences * pages_for(self.tokens, page_size)
+        return (
+            0
+            if self.unpruned or self.request.encodes_only
+            else self.request.sequences * pages_for(self.tokens, page_size)
+        )
 
     def too_large(self, config: EngineConfig) -> InvalidArgument | None:
         """The error of a request that needs more pages than the pool has, and would wait forever; None if it fits."""

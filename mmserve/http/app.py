@@ -34,11 +34,12 @@ from mmserve.http.connections import FULL
 from mmserve.http.decisions import DECISION_APIS, DecisionApi
 from mmserve.http.errors import BadRequest, TooManyConnections, headers_of, renamed, status_of
 from mmserve.http.media import fields_of
-from mmserve.http.messages import Messages, read_counted
+from mmserve.http.messages import Messages
 from mmserve.http.pages import Pages
 from mmserve.http.presence import Present
 from mmserve.http.prompts import Prompts
 from mmserve.http.responses import Responses
+from mmserve.http.tokens import Tokens
 from mmserve.observe import calls
 from mmserve.rpc.auth import check_admin
 from mmserve.rpc.fetching import urls_in
@@ -58,6 +59,7 @@ _ID_HEADERS = (request_id.KEY, "request-id")
 #: Maximum length of a host with its port: a DNS name has at most 253 characters.
 _HOST_LETTERS = 300
 CONSTRAINTS, COUNTS = "/v1/constraints", "/v1/messages/count_tokens"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 _MODEL = "/v1/models/{name:path}"
 #: The creation time of models, which Anthropic's clients require.
 _UNKNOWN_DATE = "1970-01-01T00:00:00Z"
@@ -89,16 +91,19 @@ class App:
         self._checker = ThreadPoolExecutor(1, "mmserve-http-check")
         self._prompts = Prompts(server)
         self._bodies = Bodies(server.config.server, server.budget, self._parser)
+        tokens = Tokens(server, self._bodies, self._events)
         posts = {
             **{path: self._open(self._generates(api), api) for path, api in APIS.items()},
             CONSTRAINTS: self._open(self._checked),
-            COUNTS: self._open(self._counted, APIS["/v1/messages"]),
+            COUNTS: self._open(tokens.count, APIS["/v1/messages"]),
+            TOKENIZE: self._open(tokens.tokenize),
+            DETOKENIZE: self._open(tokens.detokenize),
             **{path: self._open(self._decides(api), api) for path, api in DECISION_APIS.items()},
         }
         others = Starlette(
             routes=[
                 *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
-                *Pages([*APIS, CONSTRAINTS, COUNTS, *DECISION_APIS], server.guard.auth).routes,
+                *Pages([*posts], server.guard.auth).routes,
                 Route("/v1/models", self._open(self._models), methods=["GET"]),
                 Route(_MODEL, self._open(self._model, route=_MODEL), methods=["GET"]),
                 Route("/openapi.json", self._open(self._description), methods=["GET"]),
@@ -229,27 +234,6 @@ class App:
             return JSONResponse(checks.UNCHECKED)
         judged = {} if answer is None else {"answer": checks.verdict(found.wrong, names)}
         return JSONResponse({**checks.verdict(None, names), "warnings": list(found.warnings), **judged})
-
-    async def _counted(self, request: Request) -> Response:
-        """The number of a prompt's tokens: from its text alone or, if that is not enough, by running a request."""
-        tenant: Tenant = request.state.tenant
-        with ExitStack() as held:
-            held.enter_context(self._server.quotas.taken(tenant))
-            body = await self._bodies.read(request)
-            message, places = read_counted(body)
-            count = None
-            held.enter_context(Present(request.receive))
-            with renamed(APIS["/v1/messages"].names, places):
-                if all(part.HasField("text") for chat in message.messages for part in chat.parts):
-                    engine = self._server.engines.find(self._server.engines.split(message.model)[0])
-                    asked = self._server.generations.read(uuid.uuid4().hex, message, tenant, engine)
-                    count = await asyncio.get_running_loop().run_in_executor(None, engine.prompt_tokens, asked)
-                if count is None:
-                    events = self._events(message, tenant, held, fields_of(urls_in(message.messages), body))
-                    async with aclosing(events):
-                        [finished], _prompts = await _ended(events)
-                        count = finished.usage.prompt_tokens
-            return JSONResponse({"input_tokens": count})
 
     def _generates(self, api: Api) -> Handler:
         """The handler of a generating API."""

@@ -79,7 +79,7 @@ class Chat(OpenAI):
     def read(self, body: dict[str, Any]) -> ParsedRequest:
         fields, found = Fields(body), pb.GenerateRequest()
         found.model = model_in(fields)
-        places = add_messages(found, (_message(each) for each in fields.each("messages")))
+        places = add_messages(found, (chat_message(each) for each in fields.each("messages")))
         take_continuation(fields, found)
         echoed = _last_text(found) if fields.take("echo", bool, False) else ""
         older, newer = body.get("max_tokens"), body.get("max_completion_tokens")
@@ -170,7 +170,8 @@ def take_bias(fields: Fields, found: pb.GenerateRequest) -> None:
         found.sampling.logit_bias[int(token)] = typed(bias, float, f"logit_bias.{token}")
 
 
-def _message(fields: Fields) -> Placed:
+def chat_message(fields: Fields) -> Placed:
+    """A message of a chat."""
     role = role_of(fields, ("system", "developer", "user", "assistant", "tool"))
     content, calls = fields.any("content"), list(fields.each("tool_calls"))
     call_id = fields.take("tool_call_id", str, "")

@@ -280,6 +280,41 @@ BODIES: dict[str, dict[str, Field]] = {
     "/v1/responses": _RESPONSE_FIELDS,
     "/v1/messages": _MESSAGE_FIELDS,
     "/v1/messages/count_tokens": {name: _MESSAGE_FIELDS[name] for name in _COUNTED},
+    "/tokenize": {
+        "model": COMMON["model"],
+        "prompt": Field(TEXT, "a text, which is tokenised as in completions: it has no control tokens", _QUESTION),
+        "messages": Field(
+            _CHAT_FIELDS["messages"].schema,
+            "a chat, as in chat completions; either this or `prompt` is required",
+            _CHAT_FIELDS["messages"].example,
+        ),
+        "add_special_tokens": Field(
+            {"type": "boolean"},
+            "whether a text has the tokenizer's special tokens, such as that of its beginning; default true. With "
+            "`messages` it must be false: the chat template has them",
+            False,
+        ),
+        "add_generation_prompt": Field(
+            {"type": "boolean"},
+            "whether a chat ends with the beginning of an answer; default true; it must be false with "
+            "`continue_final_message`, and true with images and videos",
+            False,
+        ),
+        "continue_final_message": Field(
+            {"type": "boolean"}, "whether a chat ends within its last message, an assistant's text", False
+        ),
+        "return_token_strs": Field(
+            {"type": "boolean"},
+            "whether the response has `token_strs`, the names of the tokens in the vocabulary",
+            True,
+        ),
+        "tools": Field(array(OBJECT), "functions that the chat template describes", [_NESTED]),
+        **TEMPLATE_KWARGS,
+    },
+    "/detokenize": {
+        "model": COMMON["model"],
+        "tokens": Field(array({"type": "integer", "minimum": 0}), "token ids", [1, 2], required=True),
+    },
     "/v1/constraints": {
         "model": COMMON["model"],
         **RESPONSE_FORMAT,

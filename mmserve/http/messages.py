@@ -89,15 +89,13 @@ class Messages:
 
 
 def read_counted(body: dict[str, Any]) -> tuple[pb.GenerateRequest, dict[str, str]]:
-    """The request whose prompt ``/v1/messages/count_tokens`` counts, with one new token, which is discarded, and the
-    locations of its messages."""
+    """The request whose prompt ``/v1/messages/count_tokens`` counts, and the locations of its messages."""
     fields, found, places = _prompt(body)
     _output_config(fields, pb.GenerateRequest())  # not part of the prompt
     fields.end()
     if found.tool_choice == pb.TOOL_CHOICE_NONE:
         del found.tools[:]
     found.ClearField("tool_use")
-    found.sampling.max_new_tokens = 1
     return found, places
 
 

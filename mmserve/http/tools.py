@@ -24,11 +24,16 @@ _TOOL_LABELS: dict[str, type] = {
 
 def take_chat_tools(fields: Fields, found: pb.GenerateRequest) -> None:
     """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of chat completions into ``found``."""
+    add_chat_tools(fields, found)
+    _choose(fields, found, nested=True)
+
+
+def add_chat_tools(fields: Fields, found: pb.GenerateRequest) -> None:
+    """Read ``tools`` of chat completions into ``found``."""
     for each in fields.each("tools"):
         with each, each.within("function") as function:
             _of_kind(each, "function")
             _add(function, found, "parameters")
-    _choose(fields, found, nested=True)
 
 
 def take_response_tools(fields: Fields, found: pb.GenerateRequest) -> None:

@@ -37,11 +37,21 @@ class EngineLike(Protocol):
         None if only running the request determines it. Raises the errors that the request would fail with.
         """
 
-    def prompt_tokens(self, request: Request) -> int | None:
-        """Number of prompt tokens of ``request``, from its text alone; None if only running the request determines it.
+    def prompt_ids(
+        self, request: Request, special_tokens: bool = True, generation_prompt: bool = True
+    ) -> Sequence[int]:
+        """Token ids of the prompt of ``request``, which is text, of any length.
 
-        Raises the errors that the request would fail with.
+        ``special_tokens``: whether a raw text has those of the tokenizer; ``generation_prompt``: whether a chat ends
+        with the beginning of an answer. Raises the errors that the request would fail with.
         """
+
+    def token_strs(self, ids: Sequence[int]) -> list[str]:
+        """The names of tokens in the vocabulary."""
+
+    def detokenized(self, ids: Sequence[int]) -> str:
+        """The text of tokens, with special tokens. Raises ``InvalidArgument`` for ids that are not in the
+        vocabulary."""
 
     def stats(self) -> Stats:
         """A snapshot of its counters."""

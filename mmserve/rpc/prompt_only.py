@@ -1,6 +1,7 @@
 """Requests for their prompt alone, for example for the log-probabilities of its tokens.
 
-The engine answers them with one token, which comes from the pass over the prompt. The client does not get it.
+If these need a pass over the prompt, the engine answers with the one token that follows from it, which the client does
+not get.
 """
 
 from __future__ import annotations

@@ -79,10 +79,6 @@ class EncodeStage:
         most = request.sampling.max_new_tokens
         return self.admission.check(request.constraint, most, request.tenant.cache, answer)
 
-    def prompt_tokens(self, request: Request) -> int | None:
-        """As in ``Encoder.prompt_tokens``."""
-        return self.encoder.prompt_tokens(request)
-
     def load(
         self, batch: list[Request], cancellation: Cancellation, report: Report | None = None
     ) -> list[EncodedPrompt | BaseException | None]:
@@ -213,7 +209,11 @@ class EncodeStage:
             return False
         media = [p for m in request.messages for p in m.parts if isinstance(p, MediaPart)]
         plain = request.kv_reduction is None and request.image_reuse is None and request.constraint is None
-        plain &= request.vision.pruner == "none" and request.diffusion.commit.name not in ACCOMPANIED
+        plain &= (
+            not request.encodes_only
+            and request.vision.pruner == "none"
+            and request.diffusion.commit.name not in ACCOMPANIED
+        )
         one = request.sampling.n == 1 and request.id not in self._prompts and self._prefill_rows > 0
         return plain and one and len(media) == 1 and isinstance(media[0], VideoPart) and model.position_axes == 1
 

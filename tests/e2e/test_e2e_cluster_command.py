@@ -47,14 +47,14 @@ def server(tmp_path: Path) -> Iterator[Process]:
 
 
 @pytest.mark.slow
-def test_tokens_of_messages_are_counted_by_a_request_to_the_workers(tmp_path: Path) -> None:
-    """The front has no tokenizer: of text, too, the count is that of a request of one token."""
+def test_tokens_of_prompts_are_those_of_the_workers(tmp_path: Path) -> None:
+    """The front has no tokenizer."""
     file, port = tmp_path / "cluster.toml", free_port()
     file.write_text('[[workers]]\nroles = "epd"\n')
     more = ("--cluster", str(file), "--http", str(port), "--set", "engine.torch_threads=1")
 
     def asked(path: str, **body: Any) -> dict[str, Any]:
-        data = json.dumps({"model": "bundled", "messages": chat, **body}).encode()
+        data = json.dumps({"model": "bundled", **body}).encode()
         request = Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
         with urlopen(request, timeout=PATIENCE) as answer:
             found: dict[str, Any] = json.load(answer)
@@ -65,9 +65,14 @@ def test_tokens_of_messages_are_counted_by_a_request_to_the_workers(tmp_path: Pa
     with serving(tmp_path, *more) as found:
         for parts in (texts, [{"type": "image", "source": image}, *texts]):
             chat = [{"role": "user", "content": parts}]
-            counted = asked("/v1/messages/count_tokens")["input_tokens"]
-            usage = asked("/v1/messages", max_tokens=8)["usage"]
+            counted = asked("/v1/messages/count_tokens", messages=chat)["input_tokens"]
+            usage = asked("/v1/messages", messages=chat, max_tokens=8)["usage"]
             assert counted == usage["input_tokens"] + (usage.get("cache_read_input_tokens") or 0) > 0
+        chat = [{"role": "user", "content": texts}]
+        tokens = asked("/tokenize", messages=chat, return_token_strs=True)
+        ids = asked("/v1/chat/completions", messages=chat, max_tokens=8, return_token_ids=True)["prompt_token_ids"]
+        assert tokens["tokens"] == ids and tokens["count"] == len(tokens["token_strs"]) == len(ids)
+        assert asked("/detokenize", tokens=ids)["prompt"].count(texts[0]["text"]) == 1
         found.process.terminate()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +17,9 @@ import openai
 import pytest
 import torch
 from e2e_helpers import PATIENCE, Running, running, settings
+from helpers import picture
 from safetensors.torch import load_file
+from test_e2e_http import ask
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmserve.client import Hole, InvalidArgument, Message, TextPart, TokensPart
@@ -255,6 +259,29 @@ def test_a_prompt_that_fills_the_context_is_scored(
         served.client.generate(text, model="bundled-causal", raw=True, max_new_tokens=0, prompt_tokens=True)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prompt_that_fills_the_context_is_echoed(served: Running, client: openai.OpenAI, model: str) -> None:
+    """Without a pass of the model, for any number of choices."""
+    most = {info.name: info.max_tokens for info in served.client.models()}[model]
+    tokenizer = load_tokenizer(Path(model_folder(model)))
+    ids = (text_ids(tokenizer, TEXT) * most)[:most]
+    asked: dict[str, Any] = {"model": model, "prompt": [ids, TEXT], "max_tokens": 0, "echo": True, "n": 2}
+    found = client.completions.create(**asked)
+    texts = [tokenizer.decode(ids)] * 2 + [TEXT] * 2
+    assert [(choice.text, choice.finish_reason) for choice in found.choices] == [(text, "length") for text in texts]
+    assert found.usage is not None and found.usage.completion_tokens == 0
+    assert found.usage.prompt_tokens == most + len(text_ids(tokenizer, TEXT))
+    assert found.to_dict()["mmserve"]["forwards"] == 0  # type: ignore[index]
+    streamed = [""] * 4
+    for chunk in client.completions.create(**asked, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts
+    with pytest.raises(openai.BadRequestError, match=f"must hold 1 to {most} ids"):
+        client.completions.create(**{**asked, "prompt": [*ids, 1]})
+    with pytest.raises(openai.BadRequestError, match=f"a prompt of {most} tokens and 1 new ones exceed the limit"):
+        client.completions.create(**{**asked, "max_tokens": 1})
+
+
 def test_a_prompt_is_scored_in_the_format_of_vllm(
     served: Running, client: openai.OpenAI, likely: Callable[[list[int]], torch.Tensor]
 ) -> None:
@@ -430,3 +457,71 @@ def test_every_field_is_in_the_documentation() -> None:
     table = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     for name in (*completions.SAMPLING, *completions.NEUTRAL, "prompt", "suffix", "random_seed"):
         assert f"`{name}`" in table, name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_are_those_of_the_prompts_of_requests(served: Running, client: openai.OpenAI, model: str) -> None:
+    """vLLM's ``/tokenize`` and ``/detokenize``: of texts, chats, tools, and chats with an image."""
+    port, tokenizer = served.background.config.server.http_port, load_tokenizer(Path(model_folder(model)))
+    most = {info.name: info.max_tokens for info in served.client.models()}[model]
+
+    def asked(path: str, **body: Any) -> Any:
+        status, answer, _headers = ask(port, {"model": model, **body}, path)
+        assert status == 200, answer
+        return answer
+
+    def tokens(**body: Any) -> list[int]:
+        found = asked("/tokenize", **body, return_token_strs=True)
+        ids: list[int] = found["tokens"]
+        assert (found["count"], found["max_model_len"]) == (len(ids), most)
+        assert found["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        assert asked("/detokenize", tokens=ids) == {"prompt": text}
+        return ids
+
+    text = f"{TEXT} <|eot_id|> é"
+    ids = tokens(prompt=text)
+    assert ids == text_ids(tokenizer, text) and tokenizer.decode(ids).endswith(text)
+    plain = tokens(prompt=text, add_special_tokens=False)
+    assert ids[len(ids) - len(plain) :] == plain and tokens(prompt="", add_special_tokens=False) == []
+    long = asked("/tokenize", prompt="a " * 2 * most)
+    assert long["count"] > most and long["token_strs"] is None
+    user, begun = {"role": "user", "content": TEXT}, {"role": "assistant", "content": "3+4="}
+    url = "data:image/png;base64," + base64.b64encode(picture(1)).decode()
+    sees = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+    function = {"name": "f", "description": "Adds", "parameters": {"type": "object", "properties": {"a": {}}}}
+    chats: list[dict[str, Any]] = [
+        {"messages": [user]},
+        {"messages": [user, begun], "continue_final_message": True, "add_generation_prompt": False},
+        {"messages": [user], "tools": [{"type": "function", "function": function}]},
+        {"messages": [sees, begun, user]},
+    ]
+    for chat in chats:
+        body = {"model": model, **chat, "max_tokens": 64, "return_token_ids": True}
+        status, answer, _headers = ask(port, body)
+        assert status == 200 and tokens(**chat) == answer["prompt_token_ids"], answer
+    closed = tokens(messages=[user], add_generation_prompt=False)
+    whole = tokens(messages=[user])
+    assert whole[: len(closed)] == closed and tokenizer.decode(whole[len(closed) :]).strip().endswith(
+        "<|end_header_id|>"
+    )
+    wrong: list[tuple[str, dict[str, Any], str, int]] = [
+        ("/tokenize", {}, "prompt: or messages must be set", 400),
+        ("/tokenize", {"prompt": "a", "messages": [user]}, "prompt: or messages must be set", 400),
+        ("/tokenize", {"prompt": ["a"]}, "prompt: must be a string", 400),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools: is only for messages", 400),
+        ("/tokenize", {"prompt": "a" * 100 * most}, "prompt: .* characters are more than", 400),
+        ("/tokenize", {"messages": []}, "messages: must hold at least one message", 400),
+        ("/tokenize", {"messages": [user], "add_special_tokens": True}, "the chat template has them", 400),
+        ("/tokenize", {"messages": [user], "continue_final_message": True}, "must be false unless the last", 400),
+        ("/tokenize", {"messages": [sees], "add_generation_prompt": False}, "true with images and videos", 400),
+        ("/tokenize", {"model": "gone", "prompt": "a"}, "no model 'gone'", 404),
+        ("/detokenize", {"tokens": "a"}, "tokens: must be an array", 400),
+        ("/detokenize", {"tokens": [1, True]}, r"tokens\[1\]: must be an integer", 400),
+        ("/detokenize", {"tokens": [1 << 20]}, "tokens: must hold token ids from 0 to", 400),
+        ("/detokenize", {"tokens": [-1]}, "tokens: must hold token ids from 0 to", 400),
+        ("/detokenize", {}, "tokens: is required", 400),
+    ]
+    for path, body, why, expected in wrong:
+        status, answer, _headers = ask(port, {"model": model, **body}, path)
+        assert status == expected and re.search(why, answer["error"]["message"]), answer

@@ -92,7 +92,7 @@ def test_a_client_that_leaves_in_the_middle_counts_as_over_grpc(served: Served, 
     ("path", "slow", "body"),
     [
         ("/v1/constraints", "check_constraint", {"guided_regex": "a"}),
-        ("/v1/messages/count_tokens", "prompt_tokens", {"messages": [{"role": "user", "content": "one"}]}),
+        ("/v1/messages/count_tokens", "prompt_ids", {"messages": [{"role": "user", "content": "one"}]}),
     ],
 )
 def test_a_client_that_leaves_while_a_thread_works_for_it_is_not_waited_for(

@@ -9,8 +9,8 @@ import jsonschema_rs
 import pytest
 from bodies import body_with
 
-from mmserve.http import checks
-from mmserve.http.app import APIS, COUNTS
+from mmserve.http import checks, tokens
+from mmserve.http.app import APIS, COUNTS, DETOKENIZE, TOKENIZE
 from mmserve.http.decisions import DECISION_APIS
 from mmserve.http.described import BODIES
 from mmserve.http.fields import Fields
@@ -22,6 +22,8 @@ READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     **{path: api.read for path, api in DECISION_APIS.items()},
     "/v1/constraints": checks.read,
     COUNTS: read_counted,
+    TOKENIZE: tokens.read,
+    DETOKENIZE: tokens.read_ids,
 }
 
 

@@ -52,7 +52,9 @@ def _push(kind: str, message: pb.PushImage | pb.PushSegment, file: bytes | str) 
     elif is_url(file):
         message.url = file
     else:
-        raise InvalidArgument.of(f"{kind}.url", f"must be an http or https URL, not {file[:100]!r}")
+        raise InvalidArgument.of(
+            f"{kind}.url", f"must be an http or https URL, not {file[:100]!r}: pass a file as a Path"
+        )
     return Push({kind: message}, push_bytes(pb.SessionRequest(**{kind: message})))
 
 

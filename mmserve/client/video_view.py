@@ -16,7 +16,7 @@ from mmserve.client.options import Chat
 from mmserve.client.result import Result, to_result
 from mmserve.client.retries import LONGEST, Retries, bounded
 from mmserve.client.video_state import Pending, SessionState, Turn, Watching
-from mmserve.core.events import Event, Finished
+from mmserve.core.events import Event, Finished, Prefilled
 from mmserve.core.session import Alert, Asked, Moment, PushFailed
 from mmserve.errors import MMServeError, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
@@ -239,7 +239,7 @@ class QuestionView:
     ) -> None:
         self._view, self._pending, self._read = session, pending, read
         self._deadline = time.monotonic() + timeout
-        self._finished: list[Finished] = []
+        self._results: list[Event] = []  # the events that its result is made of
 
     @property
     def asked(self) -> Asked | None:
@@ -267,8 +267,8 @@ class QuestionView:
         """The next event; None after the last one. Raises the question's error."""
         if self._pending.events:
             event = self._pending.events.popleft()
-            if isinstance(event, Finished):
-                self._finished.append(event)
+            if isinstance(event, Prefilled | Finished):
+                self._results.append(event)
             return event
         if self._pending.error is not None:
             raise self._pending.error
@@ -276,7 +276,7 @@ class QuestionView:
 
     def _result(self) -> Result[Any]:
         pending = self._pending
-        return to_result(self._finished, pending.samples, pending.question_id, moments=pending.moments, **self._read)
+        return to_result(self._results, pending.samples, pending.question_id, moments=pending.moments, **self._read)
 
 
 class AlertsView:

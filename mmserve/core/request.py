@@ -260,7 +260,9 @@ class Request:
     diffusion: Diffusion = Diffusion()
     vision: Vision = Vision()
     streaming: Streaming = Streaming()
-    prompt_only: bool = False  # whether the client wants no answer
+    #: Whether the client wants no answer, but, for example, log-probabilities of the prompt. If these need a pass over
+    #: the prompt, the one token that follows from it is not part of the events.
+    prompt_only: bool = False
     raw: bool = False  # whether the answer continues the text of the only message, without the chat template
     continues: bool = False  # whether the answer continues the last message, which is the assistant's
     template_options: str = ""  # additional variables of the chat template: a JSON object as text; empty = none

@@ -10,7 +10,7 @@ from mmserve.config import EngineConfig
 from mmserve.core.events import Delta, Prefilled, PromptText
 from mmserve.core.handover import Handover
 from mmserve.core.request import TERMINAL, Stage
-from mmserve.decode.state import Answer
+from mmserve.decode.state import Answer, Stepped
 from mmserve.engine.live import LiveRequests, typed
 from mmserve.engine.migration import Migration
 from mmserve.engine.prefixes import Prefixes
@@ -168,15 +168,10 @@ class StageOutcomes:
         if self._migration.must_hand_over(state):
             self._migration.hand_over(state)
 
-    def _stepped(self, state: RequestState, outcome: Any) -> None:
-        wanted = state.request.streaming
+    def _stepped(self, state: RequestState, outcome: Stepped) -> None:
         state.stepped(outcome)
-        if outcome.snapshot is not None:
-            state.group.sink(replace(outcome.snapshot, sample=state.sample))
-        if outcome.draft is not None:
-            state.group.sink(replace(outcome.draft, sample=state.sample))
-        if outcome.delta and wanted.deltas:
-            state.group.sink(Delta(outcome.delta, state.sample))
+        if not state.request.prompt_only:
+            self._report_step(state, outcome)
         state.rows = outcome.rows
         if outcome.reason is None:
             if outcome.pages is not None:
@@ -184,7 +179,21 @@ class StageOutcomes:
             self._live.advance(state, Stage.READY)
             self._migration.stepped(state)
             return
-        self._finish(state, outcome.reason, self._stages.decoding.finished(state.request.id))
+        reason, answer = outcome.reason, self._stages.decoding.finished(state.request.id)
+        if state.request.prompt_only:
+            counts = answer.forwards, answer.recomputed_tokens
+            reason, answer = "length", Answer("", 0, *counts, 0, 0, (), warnings=answer.warnings)
+        self._finish(state, reason, answer)
+
+    @staticmethod
+    def _report_step(state: RequestState, outcome: Stepped) -> None:
+        """Send what a step has changed to the client."""
+        if outcome.snapshot is not None:
+            state.group.sink(replace(outcome.snapshot, sample=state.sample))
+        if outcome.draft is not None:
+            state.group.sink(replace(outcome.draft, sample=state.sample))
+        if outcome.delta and state.request.streaming.deltas:
+            state.group.sink(Delta(outcome.delta, state.sample))
 
     def _finish(self, state: RequestState, reason: str, answer: Answer) -> None:
         """End a request with its answer."""

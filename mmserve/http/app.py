@@ -158,6 +158,8 @@ class App:
                 response = _refusal(api, Internal.logged(error, request.scope["path"], logger))
             for header in _ID_HEADERS:
                 response.headers[header] = call.request_id
+            if self._server.ending:  # so that a client's next request can reach another server
+                response.headers["connection"] = "close"
             return response
 
         return answer

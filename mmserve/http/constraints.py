@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from mmserve.errors import InvalidArgument
+from mmserve.http.api import Neutral, take_neutral
 from mmserve.http.fields import Fields, typed
 from mmserve.v1 import generation_pb2 as pb
 
 _FORMAT = "response_format"
+#: vLLM's options of ``structured_outputs`` with their default values.
+_NEUTRAL: Neutral = dict.fromkeys(
+    ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"), ((False,), "is not supported")
+)
 
 
 def constrain(fields: Fields, message: pb.GenerateRequest) -> dict[str, str]:
@@ -65,6 +70,7 @@ def _structured(fields: Fields) -> Iterator[tuple[str, pb.Constraint]]:
         value = given.any(name)
         if value is not None and not (name == "json_object" and value is False):
             yield f"structured_outputs.{name}", _vllm(name, value, f"structured_outputs.{name}")
+    take_neutral(given, _NEUTRAL, ())
     given.end("is not supported")
 
 

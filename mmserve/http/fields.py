@@ -34,8 +34,9 @@ WIDER: Mapping[str, tuple[int, Callable[[int], int]]] = {
     "sampling.seed": (-(1 << 63), lambda seed: seed % (1 << 64)),
     "sampling.top_k": (-1, lambda _: 0),
 }
-#: Fields of ``GenerateRequest`` that the ``mmserve`` object of a body may set, by protobuf's JSON names.
+#: Fields of ``GenerateRequest`` that the ``mmserve`` object of a body may set, also by their JSON names of protobuf.
 OWN = ("diffusion", "vision", "kv_reduction", "image_reuse", "constraint", "stream", "slo_class")
+JSON_NAMES = tuple(pb.GenerateRequest.DESCRIPTOR.fields_by_name[name].json_name for name in OWN)
 #: Maximum number of unknown fields in an error.
 _NAMED = 32
 #: Fields of its ``stream`` that have no other name in bodies.
@@ -151,7 +152,7 @@ def merge_own(fields: Fields, message: pb.GenerateRequest) -> dict[str, str]:
     if not own:
         return {}
     for name in own:
-        if name not in OWN:
+        if name not in (*OWN, *JSON_NAMES):
             raise InvalidArgument.of(f"mmserve.{name}"[:200], f"must be one of {', '.join(OWN)}")
     try:
         given = json_format.ParseDict(own, pb.GenerateRequest(), max_recursion_depth=30)

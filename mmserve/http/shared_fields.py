@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmserve.http.field_schemas import HINT, LABEL, OBJECT, TEXT, Field, any_of, array, object_of
-from mmserve.http.fields import OWN
+from mmserve.http.fields import JSON_NAMES, OWN
 from mmserve.rpc.violations import MAX_BIASES, MAX_STOP_STRINGS
 
 #: The effect of fields about reasoning.
@@ -58,7 +58,7 @@ COMMON = {
         True,
     ),
     "mmserve": Field(
-        {"type": "object", "properties": {name: {} for name in OWN}, "additionalProperties": False},
+        {"type": "object", "properties": {name: {} for name in (*OWN, *JSON_NAMES)}, "additionalProperties": False},
         "policies, pruner, K/V eviction, image reuse, constraint modes: fields of `GenerateRequest` as protobuf JSON, "
         'for example `{"diffusion": {"threshold": {"confidence": 0.8}}}`',
         {"diffusion": {"quality": "QUALITY_EXACT"}},

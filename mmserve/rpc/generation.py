@@ -27,7 +27,6 @@ from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines, info_with, own_adapter
 from mmserve.rpc.fetching import Fetcher, urls_in
 from mmserve.rpc.memory_budget import MemoryBudget, media_files, text_bytes
-from mmserve.rpc.prompt_only import without_answer
 from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.status import DEADLINE_SLACK, errors_to_status
 from mmserve.rpc.stream import Outbox
@@ -155,14 +154,11 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
     engine.submit(request, watch.sink(outbox.put))
     try:
         async for event in outbox:
-            shown = without_answer(event) if request.prompt_only else event
-            if shown is None:
-                continue
-            if not isinstance(shown, Failed):
-                watch.record(shown)
-            if isinstance(shown, Finished):
-                logger.info("request %s finished: %s", request.id, _summary(shown))
-            for sent in converted(shown):
+            if not isinstance(event, Failed):
+                watch.record(event)
+            if isinstance(event, Finished):
+                logger.info("request %s finished: %s", request.id, _summary(event))
+            for sent in converted(event):
                 if isinstance(sent, Failed):
                     raise sent.error
                 yield sent

@@ -9,7 +9,17 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from mmserve.core.decisions import Decision
-from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, Snapshot, ToolCallDelta
+from mmserve.core.events import (
+    CommittedToken,
+    Delta,
+    Draft,
+    Event,
+    Finished,
+    Prefilled,
+    PromptToken,
+    Snapshot,
+    ToolCallDelta,
+)
 from mmserve.core.request import Request
 from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
 from mmserve.errors import MMServeError
@@ -222,6 +232,9 @@ def response_bytes(response: Numbered) -> int:
         case Answer(_, Finished() as event, moments):
             texts = len(event.text) + sum(len(call.arguments) for call in event.tool_calls)
             return _OVERHEAD * (1 + len(moments)) + 4 * texts + sum(map(_token_bytes, event.tokens))
+        case Answer(_, Prefilled() as event):
+            ids = 4 * len(event.prompt_ids)
+            return _OVERHEAD + ids + 4 * len(event.prompt_text) + sum(map(_token_bytes, event.prompt_tokens))
         case Answer(_, ToolCallDelta() as event):
             return _OVERHEAD + 4 * len(event.arguments)
         case Decided(_, typed):
@@ -231,7 +244,7 @@ def response_bytes(response: Numbered) -> int:
     return _OVERHEAD
 
 
-def _token_bytes(token: CommittedToken) -> int:
+def _token_bytes(token: CommittedToken | PromptToken) -> int:
     return _OVERHEAD * (1 + len(token.alternatives)) + 4 * len(token.text) + len(token.text_bytes)
 
 

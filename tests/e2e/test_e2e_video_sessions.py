@@ -17,7 +17,19 @@ from cutting import Cutting
 sys.path.insert(0, str(Path(__file__).parents[1] / "rpc"))
 from video_client import PATIENCE, picture, registries, sdk, video_server, wait_for
 
-from mmserve.client import AsyncClient, Cancelled, Delta, FailedPrecondition, InvalidArgument, NotFound, VideoSession
+from mmserve.client import (
+    Admitted,
+    AsyncClient,
+    Cancelled,
+    Delta,
+    FailedPrecondition,
+    Finished,
+    InvalidArgument,
+    NotFound,
+    Options,
+    Prefilled,
+    VideoSession,
+)
 from mmserve.core.session import Alert
 from mmserve.engine.engine import Engine
 
@@ -62,6 +74,20 @@ def test_a_session_from_its_first_frame_to_its_end(address: str) -> None:
         assert isinstance(failed.error, InvalidArgument) and failed.index == wrong
     with pytest.raises(Cancelled, match="closed"):
         session.push(picture(1), 9.0)
+
+
+def test_the_prompt_of_a_question_is_returned_on_request(address: str) -> None:
+    """Also alone: then no answer."""
+    with sdk(address) as client, client.video_session(budget=64) as session:
+        session.push(picture(0), 0.0)
+        asked: Options = {"return_prompt": True, "prompt_tokens": True, "n": 2}
+        whole, alone = (session.ask("What is it?", max_new_tokens=room, **asked) for room in (2, 0))
+        for one, other in zip(whole.samples, alone.samples, strict=True):
+            assert one.prompt is not None and one.prompt == other.prompt and len(one.prompt.prompt_tokens) > 1
+            assert one.usage.completion_tokens > 0 and one.text
+            assert (other.text, other.finish_reason, other.usage.completion_tokens) == ("", "length", 0)
+        events = list(session.stream("What is it?", max_new_tokens=0, prompt_tokens=True, snapshots=True))
+        assert [type(event) for event in events] == [Admitted, Prefilled, Finished]
 
 
 def test_a_file_is_pushed_without_encoding_it_anew(address: str, tmp_path: Path) -> None:

@@ -76,7 +76,9 @@ def test_the_client_for_asyncio_pushes_urls_too(served: tuple[str, Host]) -> Non
         async with AsyncClient(address) as client, client.video_session(budget=64) as session:
             await session.push(host.url("/0.png"), 0.0)
             await session.push_segment(host.url("/film.mp4"), 2.0)
-            with pytest.raises(InvalidArgument, match=r"push_image\.url: must be an http or https URL"):
+            with pytest.raises(
+                InvalidArgument, match=r"push_image\.url: must be an http or https URL, .*: pass a file as a Path"
+            ):
                 await session.push("ftp://127.0.0.1/0.png", 9.0)
             return (await session.statistics()).frames_taken
 
@@ -97,7 +99,9 @@ def test_each_refusal_is_of_its_push_alone(served: tuple[str, Host]) -> None:
         host.url("/out.png"): "it redirects to a URL that must have a host",
     }
     with sdk(address) as client, client.video_session(budget=64) as session:
-        with pytest.raises(InvalidArgument, match=r"push_segment\.url: must be an http or https URL"):
+        with pytest.raises(
+            InvalidArgument, match=r"push_segment\.url: must be an http or https URL, .*: pass a file as a Path"
+        ):
             session.push_segment("/film.mp4", 0.0)
         for url in wrong:
             session.push(url, 0.0)

@@ -238,6 +238,24 @@ def test_a_trailer_names_nothing(served: Served) -> None:
     assert statuses(found) == [200] and b"forged" not in found
 
 
+@pytest.mark.parametrize("parser", PARSERS)
+def test_connections_are_closed_after_a_response_during_a_drain(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    using(parser, monkeypatch)
+    with Served() as found, found.connect() as running, found.connect() as waiting:
+        found.engine.go.clear()
+        running.sendall(ask("one", close=False))
+        assert found.engine.run_seen.wait(PATIENCE)
+        drained = asyncio.run_coroutine_threadsafe(found.server.drain(), found.loop)
+        wait_for("the drain", lambda: "drain 60" in found.engine.calls)
+        waiting.sendall(ask("two", close=False) * 2)
+        refused = rest(waiting)
+        assert statuses(refused) == [503] and b"\r\nconnection: close\r\n" in refused
+        found.engine.go.set()
+        answered = rest(running)
+        assert statuses(answered) == [200] and b"\r\nconnection: close\r\n" in answered
+        drained.result(PATIENCE)
+
+
 def test_a_pipeline_is_answered_in_order(served: Served) -> None:
     asked = [ask(f"number {i}", close=i == 19, stream=i % 2 == 1) for i in range(20)]
     found = served.send(b"".join(asked))

@@ -73,6 +73,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
     (CHAT, {"messages": [USER], "guided_choice": []}, "guided_choice"),
     (CHAT, {"messages": [USER], "mmserve": {"constraint": {"choice": {}}}}, "mmserve.constraint.choice.options"),
+    (CHAT, {"messages": [USER], "mmserve": {"kvReduction": {}}}, "mmserve.kv_reduction"),
     (
         CHAT,
         {"messages": [USER], "guided_regex": "a", "mmserve": {"constraint": {"regex": "b"}}},

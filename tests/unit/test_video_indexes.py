@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmserve.client.video_requests import configuration
 from mmserve.client.video_state import SessionState
-from mmserve.core.events import Delta, Finished, Snapshot, StageTimes, Usage
+from mmserve.core.events import Alternative, Delta, Finished, Prefilled, PromptToken, Snapshot, StageTimes, Usage
 from mmserve.core.session import Alert
 from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
@@ -134,6 +134,12 @@ def test_what_waits_is_not_counted_anew_with_each_response(monkeypatch: pytest.M
         responses.add(alert(number))
         assert responses.unsent_bytes == (number + 1) * response_bytes(alert(number))
     assert calls <= 3000
+
+
+def test_the_tokens_of_a_prompt_count() -> None:
+    tokens = tuple(PromptToken(i, "a", -0.5, 1, (Alternative(1, "b", -1.0),)) for i in range(10))
+    plain, scored = (Prefilled(Usage(10, 0, 0), prompt_tokens=each) for each in ((), tokens))
+    assert response_bytes(Answer("q", scored)) > response_bytes(Answer("q", plain)) + 20 * 200
 
 
 def test_what_is_not_confirmed_is_kept_within_bounds_and_a_resume_before_that_is_refused() -> None:

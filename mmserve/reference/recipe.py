@@ -123,6 +123,13 @@ MIXES: dict[str, dict[str, float]] = {
     # Those of adapters.
     "streams_alone": {"stream": 1.0},
     "decisions_alone": {"decisions": 0.5, "decisions_named": 0.3, "decisions_text": 0.08, "decisions_video": 0.12},
+    # With a larger share of what needs more steps: descriptions in words, and clips.
+    "decisions_balanced": {
+        "decisions": 0.4,
+        "decisions_named": 0.15,
+        "decisions_text": 0.22,
+        "decisions_video": 0.23,
+    },
     "calls_alone": {"calls": 1.0},
     "copies_alone": {"copies": 1.0},
     "dictated_and_copies": {"dictated": 0.35, "copies": 0.65},

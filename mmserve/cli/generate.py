@@ -36,6 +36,7 @@ def _run(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     options = request_options(arguments)
     options["model"] = requested_model(arguments) or None
+    _check_shown(arguments)
     schema = request_schema(arguments)
     messages = request_prompt(arguments, prompt)
     images = request_images(arguments)  # before a server is started
@@ -65,6 +66,15 @@ def _run(arguments: argparse.Namespace) -> int:
         used = f"all of --max-new-tokens {arguments.max_new_tokens} were used"
         print(f"mmserve generate: {used}, and the answer may be cut off", file=sys.stderr)
     return 0
+
+
+def _check_shown(arguments: argparse.Namespace) -> None:
+    """Raises ``InvalidArgument`` for options whose results only JSON has."""
+    if arguments.json:
+        return
+    for name in ("tokens", "return_prompt", "prompt_tokens"):
+        if getattr(arguments, name):
+            raise InvalidArgument.of(name, "is printed with --json only: add it")
 
 
 def _row(event: Finished, prompt: Prefilled | None) -> dict[str, Any]:

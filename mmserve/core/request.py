@@ -122,7 +122,9 @@ class Sampling:
     seed: int = value(0, _SEED, "seed for sampling; the same seed gives the same answer")
     max_new_tokens: int = value(64, at_least(1), "largest number of tokens of the answer", shown="the model's")
     stop: tuple[str, ...] = value(
-        (), meaning="up to 16 strings; the answer ends before the first one that occurs", shown="none"
+        (),
+        meaning="up to 16 strings of up to 1,024 characters; the answer ends before the first one that occurs",
+        shown="none",
     )
     n: int = value(1, at_least(1), "number of samples of the answer")
     ignore_end: bool = value(False, meaning="never choose an end token: the answer has max_new_tokens tokens")

@@ -182,7 +182,7 @@ class StageOutcomes:
         reason, answer = outcome.reason, self._stages.decoding.finished(state.request.id)
         if state.request.prompt_only:
             counts = answer.forwards, answer.recomputed_tokens
-            reason, answer = "length", Answer("", 0, *counts, 0, 0, (), warnings=answer.warnings)
+            reason, answer = "length", Answer("", 0, *counts, 0, answer.kv_positions, (), warnings=answer.warnings)
         self._finish(state, reason, answer)
 
     @staticmethod

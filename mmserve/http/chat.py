@@ -49,6 +49,7 @@ NAMES = api.names_in_errors(
 NEUTRAL: Neutral = {
     **api.VLLM,
     "add_special_tokens": ((False,), "must be false: the chat template has them"),
+    "include_reasoning": ((True, False), "must be true or false; no model here has a separate reasoning phase"),
     "functions": (([],), "is not supported; use tools"),
     "function_call": (("none", "auto"), "is not supported; use tool_choice"),
     "store": ((False, True), "must be true or false; nothing is stored either way"),
@@ -58,7 +59,7 @@ NEUTRAL: Neutral = {
     "verbosity": api.one_of(api.VERBOSITIES),
 }
 #: Strings that identify the caller or the request, without effect on the answer.
-LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id")
 #: Maximum number of digits of a token id.
 _DIGITS = 10
 _REASONS = {"end": "stop", "stop": "stop", "length": "length", "tool_calls": "tool_calls"}

@@ -31,7 +31,7 @@ from mmserve.http.constraints import constrain
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
 from mmserve.http.logprobs import completion_logprobs, content_logprobs
 from mmserve.http.vllm import take_xargs
-from mmserve.rpc.violations import MAX_STOP_STRINGS
+from mmserve.rpc.violations import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from mmserve.v1 import generation_pb2 as pb
 
 SAMPLING = {name: path for name, path in CHAT_SAMPLING.items() if name != "max_completion_tokens"}
@@ -44,6 +44,7 @@ NAMES = {
 }
 NEUTRAL: Neutral = {
     **api.VLLM,
+    "add_special_tokens": ((True,), "must be true"),
     "best_of": ((1,), "is not supported; use n"),
 }
 #: The same for fill-in-the-middle only.
@@ -51,7 +52,7 @@ FIM_NEUTRAL: Neutral = {
     **dict.fromkeys(("echo", "return_token_ids"), ((False,), "is not supported")),
     "prompt_logprobs": ((), "is not supported"),
 }
-LABELS = ("user",)
+LABELS = ("user", "request_id")
 #: OpenAI's default.
 DEFAULT_TOKENS = 16
 _UINT32_MAX = (1 << 32) - 1
@@ -168,8 +169,8 @@ def _stops_of_gap(found: pb.GenerateRequest, suffix: str) -> Sequence[str]:
     A stop string with which the suffix begins is left: the text before it is the gap.
     """
     stop = [*found.sampling.stop]
-    if len(stop) > MAX_STOP_STRINGS or not all(stop):
-        return ()  # the request is refused
+    if len(stop) > MAX_STOP_STRINGS or not all(0 < len(one) <= MAX_STOP_CHARACTERS for one in stop):
+        return ()  # the request is refused; comparing longer ones would block the event loop
     across = [one for one in stop if any(suffix.startswith(one[i:]) for i in range(1, len(one)))]
     held = [one for one in stop if one in across or suffix.find(one) > 0]
     found.sampling.stop[:] = [one for one in stop if one not in held]

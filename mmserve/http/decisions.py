@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mmserve.core.decisions import CHOICE, SCORE, YES_NO
+from mmserve.core.decisions import CHOICE, MOST_OPTIONS, SCORE, YES_NO
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http.api import model_in, required
 from mmserve.http.errors import openai_error
@@ -280,7 +280,9 @@ def _levels(levels: Sequence[Any], path: str, name: str, asked: pb.DecisionQuest
 
 def _described(names: Sequence[str], meanings: Sequence[str]) -> list[str]:
     """The text of each option: its name, and its meaning in parentheses. Texts of different options differ: more
-    parentheses are used if a name is the text of another option."""
+    parentheses are used if a name is the text of another option. Only names if there are too many, which is refused."""
+    if len(names) > MOST_OPTIONS:
+        return list(names)
     for depth in itertools.count(1):
         texts = [
             f"{name} {'(' * depth}{meaning}{')' * depth}" if meaning else name

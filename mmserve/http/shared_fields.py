@@ -6,7 +6,7 @@ from typing import Any
 
 from mmserve.http.field_schemas import HINT, LABEL, OBJECT, TEXT, Field, any_of, array, object_of
 from mmserve.http.fields import JSON_NAMES, OWN
-from mmserve.rpc.violations import MAX_BIASES, MAX_STOP_STRINGS
+from mmserve.rpc.violations import MAX_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 #: The effect of fields about reasoning.
 REASONING = f"{HINT}, as no model here has a separate reasoning phase"
@@ -85,9 +85,11 @@ TEMPLATE_KWARGS = {
         {},
     )
 }
+_STOP = {**TEXT, "maxLength": MAX_STOP_CHARACTERS}
 STOPS = Field(
-    any_of(TEXT, array(TEXT, maxItems=MAX_STOP_STRINGS)),
-    f"at most {MAX_STOP_STRINGS} strings; the answer ends before the first one that occurs",
+    any_of(_STOP, array(_STOP, maxItems=MAX_STOP_STRINGS)),
+    f"at most {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARACTERS:,} characters; the answer ends before the first "
+    "one that occurs",
     ["."],
 )
 BIAS = Field(

@@ -21,7 +21,8 @@ from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import ROLES
 from mmserve.wire.policies import options_of
 
-MAX_STOP_STRINGS = 16
+#: Maximum number of stop strings, and characters of each.
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 1024
 #: Maximum number of tokens with logit biases.
 MAX_BIASES = 1024
 #: Maximum characters of a chat template's options (JSON).
@@ -138,8 +139,9 @@ def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo, *, prompt_only
     if len(sampling.stop) > MAX_STOP_STRINGS:
         yield "sampling.stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(sampling.stop)}"
     for i, stop in enumerate(sampling.stop[: MAX_STOP_STRINGS + 1]):
-        if not stop:
-            yield f"sampling.stop[{i}]", "must not be empty"
+        if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
+            what = f"have at most {MAX_STOP_CHARACTERS} characters, not {len(stop)}" if stop else "not be empty"
+            yield f"sampling.stop[{i}]", f"must {what}"
 
 
 def _wrong_stream(stream: pb.StreamOptions, info: ModelInfo) -> Wrong:

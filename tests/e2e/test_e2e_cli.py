@@ -193,9 +193,11 @@ def test_generate_prints_the_tokens_of_the_prompt_and_the_answer(
     for token in found["tokens"]:
         assert bytes(token["text_bytes"]).decode(errors="replace") == token["text"]
     assert found["prompt"]["prompt_text"].endswith("Hi") and len(found["prompt"]["prompt_ids"]) > 0
-    assert main([*asked[:-2], "--raw", "--max-new-tokens", "0", "--return-prompt"]) == 0
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("\n", "")
+    assert main([*asked, "--max-new-tokens", "0", "--return-prompt"]) == 0
+    assert one_json(capsys.readouterr().out)["text"] == ""
+    for flag in ("--tokens", "--return-prompt", "--prompt-tokens"):
+        assert main([*asked[:-2], "--raw", flag]) == 1
+        assert f"{flag}: is printed with --json only" in capsys.readouterr().err
     assert main([*asked, "--prompt-tokens", "--prompt-alternatives", "1"]) == 1
     assert "--prompt-tokens" in capsys.readouterr().err
 

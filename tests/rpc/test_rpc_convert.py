@@ -166,12 +166,13 @@ def test_everything_set() -> None:
         ("sampling.repetition_penalty", [0.0, -1.0, math.nan, math.inf, -math.inf]),
         ("diffusion.cfg_scale", [-0.01, 100.01, math.nan, math.inf, -math.inf]),
         ("sampling.stop", [["x"] * 17]),
+        ("sampling.stop[0]", [["x" * 1025], [""]]),
     ],
 )
 def test_ranges(field: str, values: list[Any]) -> None:
     for value in values:
         nested: Any = value
-        for name in reversed(field.split(".")):
+        for name in reversed(field.partition("[")[0].split(".")):
             nested = {name: nested}
         assert wrong(**nested) == [field]
 

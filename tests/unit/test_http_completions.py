@@ -12,6 +12,7 @@ import pytest
 
 from mmserve.core.events import CommittedToken, Finished, StageTimes, Usage
 from mmserve.http.completions import Completions
+from mmserve.rpc.violations import MAX_STOP_CHARACTERS
 
 MOST = (1 << 32) - 1
 
@@ -79,6 +80,13 @@ def test_a_stop_string_ends_the_gap_and_not_the_suffix(
     assert [(each["text"], each["finish_reason"], each["stop_reason"]) for each in (whole, last)] == [
         (expected, "stop", by)
     ] * 2
+
+
+def test_stop_strings_that_are_too_long_are_not_compared_with_a_suffix() -> None:
+    """They are refused; comparing megabytes took minutes on the event loop."""
+    for stop in ("b" * MAX_STOP_CHARACTERS, "b" * (MAX_STOP_CHARACTERS + 1)):
+        asked = Completions().read({"model": "m", "prompt": "a", "suffix": "b" * 100, "stop": stop})
+        assert list(asked.message.sampling.stop) == ([] if len(stop) <= MAX_STOP_CHARACTERS else [stop])
 
 
 def test_a_text_that_a_stop_string_ends_has_all_before_it() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mmserve.core.decisions import MOST_OPTIONS
 from mmserve.errors import InvalidArgument
 from mmserve.http.decisions import DECISION_APIS
 
@@ -43,6 +44,15 @@ def test_options_with_other_names_have_other_texts(options: dict[str, str], text
     second = DECISION_APIS["/v1/systemone"].read({"model": "m", "state": "A circle.", "questions": named})
     for asked in (first, second):
         assert list(asked.message.questions[0].choice.options) == texts and asked.questions[0].names == tuple(options)
+
+
+def test_of_too_many_options_only_the_names_are_read() -> None:
+    """They are refused; telling the texts of thousands apart took minutes on the event loop."""
+    options = {"a": "b"} | {"a " + "(" * i + "b" + ")" * i: "" for i in range(1, MOST_OPTIONS + 1)}
+    for count, text in ((MOST_OPTIONS, "a " + "(" * MOST_OPTIONS), (MOST_OPTIONS + 1, "a")):
+        named = {"q": {"type": "choice", "criteria": dict([*options.items()][:count])}}
+        asked = DECISION_APIS["/v1/systemone"].read({"model": "m", "state": "A circle.", "questions": named})
+        assert asked.message.questions[0].choice.options[0].partition("b")[0] == text
 
 
 def test_questions_have_ids() -> None:

@@ -1,5 +1,6 @@
 """Guided attention: the column that a token is a copy of, and the loss on attention to other columns."""
 
+import helpers
 import pytest
 import torch
 
@@ -9,13 +10,14 @@ from mmserve.reference.data import collate, draw
 from mmserve.reference.items import Question
 from mmserve.reference.losses import mask_answers, piecewise
 from mmserve.reference.recipe import Recipe
-from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
+from mmserve.reference.tokenizer import MASK, token_id
 from mmserve.reference.train import Run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def tokenizer():
-    return train_tokenizer()
+    with helpers.one_tokenizer():
+        yield helpers.tokenizer()
 
 
 def batch_of(tokenizer, *pairs):

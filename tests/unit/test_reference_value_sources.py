@@ -3,6 +3,7 @@
 import json
 import random
 
+import helpers
 import pytest
 
 from mmserve.reference.batch import NO_COLUMN
@@ -10,7 +11,6 @@ from mmserve.reference.calls import CALLS
 from mmserve.reference.copying import Guide
 from mmserve.reference.data import collate
 from mmserve.reference.items import Question
-from mmserve.reference.tokenizer import train_tokenizer
 from mmserve.reference.value_sources import value_spans
 from mmserve.tools.formats import HERMES
 from mmserve.tools.parse import written
@@ -42,7 +42,7 @@ def test_values_are_found_in_the_question(text, calls, expected):
 
 @pytest.mark.parametrize("task", ["call", "two_calls", "no_call", "result"])
 def test_columns_of_a_batch_have_the_characters_of_the_answer(task):
-    tokenizer = train_tokenizer()
+    tokenizer = helpers.tokenizer()
     samples = []
     for seed in range(6):
         thing, question = CALLS.sample(task, random.Random(seed))

@@ -49,6 +49,7 @@ def setting(name: str) -> tuple[Concatenation, Lexicon]:
     return made, Lexicon.of(vocabulary.token_bytes)
 
 
+@cache
 def spelled(tokens: tuple[int, ...]) -> str:
     return "".join(PIECES[token] for token in tokens)
 
@@ -82,8 +83,10 @@ def read(name: str, tokens: tuple[int, ...]) -> list[tuple[int, ...]] | None:
 @cache
 def answers(name: str, size: int) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
     """All whole answers of at most ``size`` tokens, and what fills their holes."""
-    rows = (row for n in range(size + 1) for row in product(range(5), repeat=n))
-    return {row: filled for row in rows if (filled := read(name, row)) is not None}
+    if size < 0:
+        return {}
+    longest = {row: filled for row in product(range(5), repeat=size) if (filled := read(name, row)) is not None}
+    return answers(name, size - 1) | longest
 
 
 @pytest.mark.parametrize("name", TOYS)

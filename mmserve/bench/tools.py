@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import jsonschema_rs
 from mmserve.assembly import BackgroundServer
 from mmserve.bench.measures import Figures, Progress, at_least
 from mmserve.cli.options import any_port, read_config
-from mmserve.client import Client, Tool
+from mmserve.client import Client, Tool, ToolCall
 from mmserve.reference.calls import CALLS
 from mmserve.reference.items import TEST_SEEDS, Question
 from mmserve.tools.formats import HERMES
@@ -67,8 +68,13 @@ def _asked(client: Client, question: Question) -> _Outcome:
     offered = [tool["function"] for tool in question.tools]
     tools = [Tool(name=f["name"], description=f["description"], parameters=f["parameters"]) for f in offered]
     result = client.generate(question.text, tools=tools, tool_choice="required", max_new_tokens=ROOM[question.task])
-    schemas = {function["name"]: function["parameters"] for function in offered}
-    made = [(call.name, json.loads(call.arguments)) for call in result.tool_calls]
+    return _outcome(question, result.tool_calls)
+
+
+def _outcome(question: Question, calls: Sequence[ToolCall]) -> _Outcome:
+    """What of an answer's ``calls`` is valid, and what is right."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in question.tools}
+    made = [(call.name, json.loads(call.arguments)) for call in calls]
     expected = _expected(question.answer)
     valid = sum(jsonschema_rs.is_valid(schemas[name], values) for name, values in made)
     right = [name for name, _ in made] == [name for name, _ in expected]

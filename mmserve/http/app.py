@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import ExitStack, aclosing
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -17,24 +17,26 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mmserve.core.events import Admitted, Event, Finished, Prefilled
+from mmserve.core.events import Admitted, Event, Prefilled
 from mmserve.core.request import TextPart, TokensPart
 from mmserve.core.tenant import Tenant
-from mmserve.errors import Cancelled, Internal, MMServeError, UnknownModel
+from mmserve.errors import Internal, MMServeError
 from mmserve.http import checks, openapi
-from mmserve.http.api import Api, Reply
+from mmserve.http.api import Api
 from mmserve.http.body import Bodies
 from mmserve.http.chat import Chat
 from mmserve.http.completions import Completions
 from mmserve.http.connections import FULL
 from mmserve.http.decisions import DECISION_APIS, DecisionApi
 from mmserve.http.errors import BadRequest, TooManyConnections, headers_of, renamed, status_of
+from mmserve.http.event_stream import EventStream, ended
 from mmserve.http.media import fields_of
 from mmserve.http.messages import Messages
+from mmserve.http.models import Models
 from mmserve.http.pages import Pages
 from mmserve.http.presence import Present
 from mmserve.http.prompts import Prompts
@@ -61,13 +63,6 @@ _HOST_LETTERS = 300
 CONSTRAINTS, COUNTS = "/v1/constraints", "/v1/messages/count_tokens"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 _MODEL = "/v1/models/{name:path}"
-#: The creation time of models, which Anthropic's clients require.
-_UNKNOWN_DATE = "1970-01-01T00:00:00Z"
-#: The fields of ``ModelInfo`` in the list of models.
-_DESCRIBED = (
-    *("diffusion", "images", "videos", "recompute_policies", "commit_policies", "recompute_policy", "commit_policy"),
-    *("pruners", "max_tokens", "max_new_tokens", "block_length", "tool_format"),
-)
 CHAT = Chat()
 #: APIs that generate, by path.
 APIS: dict[str, Api] = {
@@ -90,6 +85,7 @@ class App:
         # One thread: a constraint that is slow to compile delays only other checks.
         self._checker = ThreadPoolExecutor(1, "mmserve-http-check")
         self._prompts = Prompts(server)
+        self._models = Models(server.engines)
         self._bodies = Bodies(server.config.server, server.budget, self._parser)
         tokens = Tokens(server, self._bodies, self._events)
         posts = {
@@ -104,8 +100,8 @@ class App:
             routes=[
                 *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
                 *Pages([*posts], server.guard.auth).routes,
-                Route("/v1/models", self._open(self._models), methods=["GET"]),
-                Route(_MODEL, self._open(self._model, route=_MODEL), methods=["GET"]),
+                Route("/v1/models", self._open(self._models.listed), methods=["GET"]),
+                Route(_MODEL, self._open(self._models.one, route=_MODEL), methods=["GET"]),
                 Route("/openapi.json", self._open(self._description), methods=["GET"]),
                 Route("/metrics", self._open(self._metrics, always=True), methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
@@ -191,32 +187,7 @@ class App:
         return Response(data, media_type=CONTENT_TYPE_LATEST)
 
     async def _description(self, _request: Request) -> Response:
-        return JSONResponse(openapi.document(self._names()))
-
-    async def _models(self, _request: Request) -> Response:
-        names = self._names()
-        pages = {"has_more": False, "first_id": names[0] if names else None, "last_id": names[-1] if names else None}
-        return JSONResponse({"object": "list", "data": [self._described(name) for name in names], **pages})
-
-    def _names(self) -> list[str]:
-        engines = self._server.engines
-        return [name for each in engines for name in engines.names_of(each)]
-
-    async def _model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if not name:  # the URL ends with a slash
-            return await self._models(request)
-        model, adapter = self._server.engines.split(name)
-        engine = self._server.engines.find(model)
-        if adapter and name not in self._server.engines.names_of(engine.info.name):
-            raise UnknownModel(f"model {model!r} has no adapter {adapter!r}")
-        return JSONResponse(self._described(name))
-
-    def _described(self, name: str) -> dict[str, Any]:
-        info = self._server.engines.find(self._server.engines.split(name)[0]).info
-        own = {field: getattr(info, field) for field in _DESCRIBED}
-        common = {"id": name, "object": "model", "created": 0, "owned_by": "mmserve", "max_model_len": info.max_tokens}
-        return {**common, "type": "model", "display_name": name, "created_at": _UNKNOWN_DATE, "mmserve": own}
+        return JSONResponse(openapi.document(self._models.names))
 
     async def _checked(self, request: Request) -> Response:
         """Whether a constraint can be enforced; always status 200, because an invalid constraint is an expected
@@ -259,13 +230,12 @@ class App:
                     held.enter_context(Present(request.receive))
                     if not asked.stream:
                         async with aclosing(events):
-                            finished, prompts = await _ended(events)
+                            finished, prompts = await ended(events)
                         return JSONResponse(asked.reply.whole(finished, prompts))
                     begun = [await anext(events)]  # refusals have their own status until the response begins
                     while isinstance(begun[-1], Prefilled):
                         begun.append(await anext(events))
-                lines = _lines(api, asked.reply, _after(begun, events))
-                return _Stream(lines, events, held.pop_all())
+                return EventStream(api, asked.reply, begun, events, held.pop_all())
 
         return answer
 
@@ -313,10 +283,6 @@ class App:
                         yield event
 
 
-#: Headers that prevent proxies from buffering events.
-_UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
 def _refusal(api: Api | DecisionApi, error: MMServeError) -> Response:
     return JSONResponse(api.error(error), status_of(error), headers_of(error))
 
@@ -348,50 +314,3 @@ def _token(request: Request) -> str | None:
     if given.lower().startswith(_BEARER):
         return given[len(_BEARER) :]
     return request.headers.get("x-api-key")
-
-
-async def _ended(events: AsyncIterator[Event]) -> tuple[list[Finished], list[Prefilled]]:
-    """The samples of an answer in order, and the prompts that were requested with them."""
-    finished: list[Finished] = []
-    prompts: list[Prefilled] = []
-    async for event in events:
-        if isinstance(event, Finished):
-            finished.append(event)
-        elif isinstance(event, Prefilled):
-            prompts.append(event)
-    return sorted(finished, key=lambda event: event.sample), prompts
-
-
-async def _after(begun: Sequence[Event], events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    for event in begun:
-        yield event
-    async for event in events:
-        yield event
-
-
-class _Stream(StreamingResponse):
-    """A response with server-sent ``lines``; closes ``events`` and ``held`` at its end, including errors."""
-
-    def __init__(self, lines: AsyncIterator[str], events: AsyncGenerator[Event], held: ExitStack) -> None:
-        super().__init__(lines, media_type="text/event-stream", headers=_UNBUFFERED)
-        self._events, self._held = events, held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the lines."""
-        with suppress(Cancelled), self._held:  # a client that disconnects cancels its answer
-            async with aclosing(self._events):
-                await self.stream_response(send)
-
-
-async def _lines(api: Api, reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    """The lines of ``events``; an error after the first event is the last line."""
-    try:
-        async for line in reply.lines(events):
-            yield line
-        return
-    except MMServeError as error:
-        ended = error
-    except Exception as error:  # noqa: BLE001 - a bug ends this request alone
-        ended = Internal.logged(error, "a stream", logger)
-    calls.current().failed = ended.code
-    yield reply.failed(api.error(ended))

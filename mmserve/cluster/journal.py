@@ -63,14 +63,16 @@ class Journal:
         return self._bytes > 2 * MOST_BYTES
 
     @property
-    def entries(self) -> tuple[GivenFrame | GivenQuestion, ...]:
-        """All entries."""
-        return tuple(self._entries)
-
-    @property
     def questions(self) -> list[GivenQuestion]:
         """Questions that may have to be asked again."""
         return [each for each in self._entries if isinstance(each, GivenQuestion)]
+
+    def next_after(self, frame: int) -> GivenFrame | GivenQuestion | None:
+        """The first entry that must be replayed after frame number ``frame``: a later frame, or a lost question.
+
+        By the frame's number, because entries that failed meanwhile are removed.
+        """
+        return next((e for e in self._entries if (e.number > frame if isinstance(e, GivenFrame) else e.lost)), None)
 
     def add(self, entry: GivenFrame | GivenQuestion) -> None:
         """Append an entry."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,8 @@ import torch
 
 from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.journal import GivenFrame, GivenQuestion, Journal
-from mmserve.cluster.messages import Appended, Order, StreamSaved
+from mmserve.cluster.messages import Appended, StreamSaved
+from mmserve.cluster.opened_stream import OpenedStream
 from mmserve.cluster.requests import admitted_once
 from mmserve.cluster.workers import Worker
 from mmserve.core.request import Request, Vision
@@ -48,7 +48,7 @@ class RemoteFrame(EncodedFrame):
 
 
 class ClusterStream:
-    """A ``Stream`` whose frames are kept by the worker ``owner``; call ``begin`` first.
+    """A ``Stream`` whose frames are kept by a worker; call ``begin`` first.
 
     ``given``: the arguments of ``Streams.open``. Has its own lock, which is never held while waiting for a worker; it
     may be acquired with the coordinator's lock held, never the other way round.
@@ -62,18 +62,15 @@ class ClusterStream:
         most_losses: int,
     ) -> None:
         self._streams, self._given, self._most_losses = streams, given, most_losses
-        self.owner: Worker | None = None
-        self.worker = ""  # the name of ``owner`` when the stream was opened there
-        self.name = ""  # the stream's name there, different each time it is opened
+        self._opened: OpenedStream | None = None
         self._held = 0  # bytes reserved for it there
         self._changed = threading.Condition()
         self._journal = Journal(save_frames)
-        self._ready = False  # frames are sent to ``owner`` immediately
+        self._ready = False  # frames are sent to the worker immediately
         self._wanted = False  # it must be opened again
         self._opening = False  # a thread is opening it
         self._losses = 0  # lost workers since all frames were last appended
         self._number, self._seconds = 0, 0.0  # of the newest frame
-        self._unreported: set[int] = set()  # frames sent to ``owner`` that it has not reported
         self._futures: dict[int, tuple[float, Future[EncodedFrame]]] = {}  # with the frames' times
         self._ended: MMServeError | None = None
 
@@ -100,8 +97,8 @@ class ClusterStream:
             given = GivenFrame(self._number, frame.seconds, pixels)
             self._futures[given.number] = frame.seconds, future
             self._journal.add(given)
-            if self._ready:
-                self._send(given)
+            if self._ready and self._opened is not None:
+                self._opened.append(given)
                 self._save_if_due()
         return future
 
@@ -109,17 +106,17 @@ class ClusterStream:
         """See ``Stream.ask``."""
         once = admitted_once(sink)
         for _ in range(self._most_losses + 1):
-            owner, worker, name = self._ready_owner()
+            opened = self._when_ready()
             with self._changed:
                 given = GivenQuestion(request.id, self._number, scope)
                 self._journal.add(given)
-            put = partial(self._send_question, owner, name, scope)
+            put, again = partial(opened.ask, scope), partial(self._again, given)
             try:
-                asked = self._streams.requests.submit_there(request, once, worker, put, partial(self._again, given))
+                asked = self._streams.requests.submit_there(request, once, opened.worker, put, again)
             except BaseException as error:
                 with self._changed:
                     self._journal.remove(given)
-                if not isinstance(error, MMServeError) or not self._is_gone(name, error):
+                if not isinstance(error, MMServeError) or not self._is_gone(opened, error):
                     raise
                 continue
             with self._changed:
@@ -141,15 +138,20 @@ class ClusterStream:
     def question(self, question: str, *arguments: Any, frame: int | None = None) -> Any:
         """The reply of the worker that has ``frame`` (None = all frames) to a question; raises ``StreamLost``."""
         for _ in range(self._most_losses + 1):
-            owner, _, name = self._ready_owner(frame)
+            opened = self._when_ready(frame)
             try:
-                return owner.ask(self._streams.model, question, (name, *arguments))
+                return opened.question(question, *arguments)
             except MMServeError as error:
-                if not self._is_gone(name, error):
+                if not self._is_gone(opened, error):
                     raise
         raise self._too_many_losses()
 
     # --- from its streams ---
+
+    @property
+    def worker(self) -> str:
+        """The name of the worker that keeps it; empty before there is one."""
+        return "" if self._opened is None else self._opened.worker
 
     @property
     def ended(self) -> MMServeError | None:
@@ -168,13 +170,13 @@ class ClusterStream:
     def on_item(self, item: Appended) -> None:
         """A frame was appended, or failed."""
         with self._changed:
-            if item.key != self.name:
+            if self._opened is None or item.key != self._opened.name:
                 return
-            self._unreported.discard(item.number)
+            self._opened.unreported.discard(item.number)
             seconds, future = self._futures.pop(item.number, (0.0, None))
             if item.error is not None:
                 self._journal.failed(item.number)
-            if not self._unreported and self._ready:
+            if not self._opened.unreported and self._ready:
                 self._losses = 0
             self._changed.notify_all()
         if future is None:
@@ -188,7 +190,8 @@ class ClusterStream:
         """A checkpoint was saved; called with the coordinator's lock."""
         with self._changed:
             unused = item.parcel
-            if item.key == self.name and self._ended is None and item.parcel is not None:
+            current = self._opened is not None and item.key == self._opened.name
+            if current and self._ended is None and item.parcel is not None:
                 unused = self._journal.saved(item.parcel, item.number, self._streams.requests.waits_for_stream)
             self._changed.notify_all()
         self._streams.drop(unused)
@@ -208,43 +211,33 @@ class ClusterStream:
 
     # --- to its worker ---
 
-    def _send(self, given: GivenFrame) -> None:
-        """Call with the lock."""
-        assert self.owner is not None
-        self._unreported.add(given.number)
-        self.owner.post(self._streams.model, "stream.append", (self.name, given.number, given.seconds, *given.pixels))
-
     def _save_if_due(self) -> None:
         """Request a checkpoint if one is due and all entries were sent. Call with the lock."""
-        if self._journal.due(self._number) and self.owner is not None:
-            self.owner.post(self._streams.model, "stream.save", (self.name,))
+        if self._journal.due(self._number) and self._opened is not None:
+            self._opened.save()
 
-    def _send_question(self, owner: Worker, name: str, scope: Scope | None, order: Order) -> Asked:
-        asked: Asked = owner.ask(self._streams.model, "stream.ask", (name, order, scope))
-        return asked
+    def _when_ready(self, frame: int | None = None) -> OpenedStream:
+        """The stream on its worker, once that has ``frame`` (None = all frames); raises ``StreamLost``."""
 
-    def _ready_owner(self, frame: int | None = None) -> tuple[Worker, str, str]:
-        """``owner``, ``worker`` and ``name``, once it has ``frame`` (None = all frames); raises ``StreamLost``."""
-
-        def has() -> bool:
-            return self._ready and (not self._unreported if frame is None else frame not in self._unreported)
+        def ready() -> bool:
+            return self._ready and self._opened is not None and self._opened.has(frame)
 
         with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None or has(), 2 * PATIENCE)
+            self._changed.wait_for(lambda: self._ended is not None or ready(), 2 * PATIENCE)
             if self._ended is not None:
                 raise self._ended
-            if not has() or self.owner is None:
+            if not ready() or self._opened is None:
                 raise Unavailable(_REPLACING)
-            return self.owner, self.worker, self.name
+            return self._opened
 
     # --- when its worker exits, or must give it up ---
 
-    def _is_gone(self, name: str, error: MMServeError) -> bool:
-        """Whether an error means that no stream of this name exists there any more."""
+    def _is_gone(self, opened: OpenedStream, error: MMServeError) -> bool:
+        """Whether an error means that the stream is not open there any more."""
         with self._changed:
-            if self.name == name and isinstance(error, WorkerEnded):
+            if self._opened is opened and isinstance(error, WorkerEnded):
                 self._reopen()
-            return self._ended is not None or self._wanted or self.name != name
+            return self._ended is not None or self._wanted or self._opened is not opened
 
     def _again(self, given: GivenQuestion) -> bool:
         """A question was lost before its prompt was handed over. Returns whether it will be asked again. Call with the
@@ -303,56 +296,52 @@ class ClusterStream:
                 self._end(self._lost())
 
     def _open_at(self, owner: Worker) -> None:
+        opened = OpenedStream(self._streams.model, owner)
         with self._changed:
-            old, former = self.owner, self.name
-            self.owner, self.worker, self.name = owner, owner.name, uuid.uuid4().hex
-            self._unreported.clear()
+            old, self._opened = self._opened, opened
             self._journal.resumed()
-            parcel, worker, name = self._journal.parcel, self.worker, self.name
-        if not self._streams.renamed(self, former):
+            parcel = self._journal.parcel
+        if not self._streams.renamed(self, opened.name, "" if old is None else old.name):
             raise Unavailable("the server is shutting down; open the stream at another one")
         if old is not None:
-            old.post(self._streams.model, "stream.close", (former,))
-        state = self._streams.sent(parcel, worker)
-        self._held = owner.ask(self._streams.model, "stream.open", (name, *self._given, state))
-        if former:
-            logger.info("worker %s goes on with a session's stream after frame %d", worker, self._journal.number)
+            old.close()
+        self._held = opened.open(*self._given, self._streams.sent(parcel, opened.worker))
+        if old is not None:
+            number = self._journal.number
+            logger.info("worker %s goes on with a session's stream after frame %d", opened.worker, number)
 
     def _replay(self) -> None:
         """Replay the journal in order; returns early if it must be opened once more."""
-        given = 0
+        opened, given = self._opened, 0
+        assert opened is not None
         while True:
             with self._changed:
-                entries = self._journal.entries
-                # Entries that failed meanwhile are removed from the journal, so frames are identified by their numbers.
-                left = [e for e in entries if (isinstance(e, GivenQuestion) and e.lost) or _number(e) > given]
                 if self._wanted or self._ended is not None:
                     return
-                if not left:
+                if (entry := self._journal.next_after(given)) is None:
                     self._ready = True
-                    self._losses = 0 if not self._unreported else self._losses
+                    self._losses = 0 if not opened.unreported else self._losses
                     self._save_if_due()
                     self._changed.notify_all()
                     return
-                if isinstance(entry := left[0], GivenFrame):
+                if isinstance(entry, GivenFrame):
                     given = entry.number
-                    self._send(entry)
+                    opened.append(entry)
                     continue
                 self._changed.wait_for(
-                    lambda: self._wanted or self._ended is not None or not self._unreported, PATIENCE
+                    lambda: self._wanted or self._ended is not None or not opened.unreported, PATIENCE
                 )
-                if self._wanted or self._unreported:
+                if self._wanted or opened.unreported:
                     self._wanted = True
                     return
                 entry.lost = False
-            self._ask_again(entry)
+            self._ask_again(opened, entry)
 
-    def _ask_again(self, given: GivenQuestion) -> None:
-        assert self.owner is not None
+    def _ask_again(self, opened: OpenedStream, given: GivenQuestion) -> None:
         try:
-            orders = self._streams.requests.orders_again(given.id, self.worker)
+            orders = self._streams.requests.orders_again(given.id, opened.worker)
             for order in orders:
-                self._send_question(self.owner, self.name, given.scope, order)
+                opened.ask(given.scope, order)
         except WorkerEnded:
             given.lost = True
             raise
@@ -385,10 +374,10 @@ class ClusterStream:
 
     def _close_there(self) -> None:
         with self._changed:
-            owner, name = self.owner, self.name
-        self._streams.discard(self)
-        if owner is not None:
-            owner.post(self._streams.model, "stream.close", (name,))
+            opened = self._opened
+        self._streams.discard(self, "" if opened is None else opened.name)
+        if opened is not None:
+            opened.close()
 
     def _lost(self, why: MMServeError | None = None) -> StreamLost:
         """The error for a lost stream."""
@@ -405,7 +394,3 @@ class ClusterStream:
             f"{many} workers ended one after another while they had the session, which may be the cause: "
             f"lost are its frames up to {self._seconds:g} s ({self._number} in all)"
         )
-
-
-def _number(entry: GivenFrame | GivenQuestion) -> int:
-    return entry.number if isinstance(entry, GivenFrame) else -1

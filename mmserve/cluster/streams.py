@@ -166,18 +166,18 @@ class ClusterStreams:
                 return None
             time.sleep(_POLL)
 
-    def renamed(self, stream: ClusterStream, former: str) -> bool:
+    def renamed(self, stream: ClusterStream, name: str, former: str) -> bool:
         """Register the stream's new name on its worker. Returns whether streams may still be opened."""
         with self._lock:
             self._streams.pop(former, None)
             if not self._stopped:
-                self._streams[stream.name] = stream
+                self._streams[name] = stream
             return not self._stopped
 
-    def discard(self, stream: ClusterStream) -> None:
+    def discard(self, stream: ClusterStream, name: str) -> None:
         """Remove a closed stream."""
         with self._lock:
-            self._streams.pop(stream.name, None)
+            self._streams.pop(name, None)
             self._open.pop(stream, None)
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:

@@ -285,7 +285,7 @@ def test_a_frame_that_no_worker_takes_in_and_nothing_keeps_is_refused(
 
 
 def test_a_question_is_of_the_worker_that_it_was_put_to_where_its_stream_moves_meanwhile(cluster: Cluster) -> None:
-    there = cluster.stream._ready_owner  # type: ignore[attr-defined]
+    there = cluster.stream._when_ready  # type: ignore[attr-defined]
 
     def moves(*given: Any) -> Any:
         found = there(*given)
@@ -293,7 +293,7 @@ def test_a_question_is_of_the_worker_that_it_was_put_to_where_its_stream_moves_m
         until(lambda: of(cluster.next, "stream.open") and cluster.stream._ready)  # type: ignore[attr-defined]
         return found
 
-    cluster.stream._ready_owner = moves  # type: ignore[attr-defined]
+    cluster.stream._when_ready = moves  # type: ignore[attr-defined]
     cluster.asked_once("q")
     [(_name, order, _scope)] = of(cluster.owner, "stream.ask")
     moved = Moved(MODEL, "q", None, replace(order.handover, stage=Stage.ENCODED), "state", stays=False)
@@ -417,9 +417,9 @@ def test_a_stream_that_is_closed_before_its_next_name_is_known_leaves_none(
 ) -> None:
     renamed = cluster.streams.renamed
 
-    def closes(stream_: Any, former: str) -> bool:
+    def closes(stream_: Any, *names: str) -> bool:
         stream_.close()
-        known: bool = renamed(stream_, former)
+        known: bool = renamed(stream_, *names)
         return known
 
     monkeypatch.setattr(cluster.streams, "renamed", closes)

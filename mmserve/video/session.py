@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mmserve.core.changes import Changes
@@ -28,32 +27,13 @@ from mmserve.video.indexes import Requests, Window
 from mmserve.video.overload import Origin, Overload, Waiting, WaitingFrame
 from mmserve.video.questions import Question, Questions
 from mmserve.video.reported import reported
+from mmserve.video.request_queue import QueuedPush, QueuedRequest, RequestQueue
 from mmserve.video.response_queue import ResponseQueue
 from mmserve.video.session_context import Reader, SessionContext
 from mmserve.video.stream_calls import StreamCalls
 from mmserve.video.watches import Watches, Watching
 
 logger = logging.getLogger("mmserve.video")
-
-#: Maximum waiting requests besides pushes; a client that sends more is disconnected.
-MOST_QUEUED = 1024
-#: Maximum total bytes of these: a question is at most 1 MiB, but a cancelled one stays in the queue.
-MOST_QUEUED_BYTES = 32 << 20
-
-
-@dataclass(eq=False)
-class _Pushed:
-    push: m.Push
-    origin: Origin
-    size: int
-
-
-@dataclass(eq=False)
-class _Queued:
-    """A queued request other than a push, and its size in bytes."""
-
-    item: object
-    size: int
 
 
 class _Closing:
@@ -97,8 +77,7 @@ class Session:
             self.detach,
             self.end,
         )
-        self._to_decode: deque[_Pushed | _Queued] = deque()
-        self._queued_bytes = 0  # of waiting requests besides pushes
+        self._to_decode = RequestQueue(config.credit_pushes)
         self._waiting = Waiting(overload, config.waiting_frames, config.waiting_bytes)
         self._taking = False  # whether the first waiting item is being processed
         self._appending = 0  # frames being appended to the stream
@@ -201,20 +180,20 @@ class Session:
                 self._push(index, request)
             case m.Ask() | m.Decide():
                 if (question := self._questions.begin(request)) is not None:
-                    self._queue(_Queued(question, size))
+                    self._queue(QueuedRequest(question, size))
             case m.CancelAsk(question_id):
                 self._questions.cancel(question_id)
             case m.Watch():
                 self._watches.name(request)
-                self._queue(_Queued(request, size))
+                self._queue(QueuedRequest(request, size))
             case m.Unwatch(watch_id):
                 self._watches.release_id(watch_id)
-                self._queue(_Queued(request, size))
+                self._queue(QueuedRequest(request, size))
             case m.GetStatistics():
-                self._queue(_Queued(request, size))
+                self._queue(QueuedRequest(request, size))
             case m.Close():
                 self._closing = True
-                self._queue(_Queued(_Closing(), size))
+                self._queue(QueuedRequest(_Closing(), size))
         self._changes.notify()
 
     def _push(self, index: int, push: m.Push) -> None:
@@ -223,35 +202,27 @@ class Session:
             limit = f"the limit is {self._config.credit_bytes} ([video] credit_bytes of the server)"
             self._fail_push(origin, InvalidArgument.of("data", f"has {size} bytes; {limit}"))
         elif self._window.push(size):
-            self._queue(_Pushed(push, origin, size))
+            self._queue(QueuedPush(push, origin, size))
         else:
             self._fail_push(origin, ResourceExhausted("the push was sent without credit; wait for `credit`"))
 
-    def _queue(self, item: _Pushed | _Queued) -> None:
-        others = len(self._waiting) - self._waiting.frames
-        if len(self._to_decode) + others >= MOST_QUEUED + self._config.credit_pushes:
-            raise ResourceExhausted(f"more than {MOST_QUEUED} requests wait; a session that sends on is ended")
-        if isinstance(item, _Queued):
-            self._queued_bytes += item.size
-            if self._queued_bytes > MOST_QUEUED_BYTES:
-                most = f"more than {MOST_QUEUED_BYTES} bytes of requests wait"
-                raise ResourceExhausted(f"{most}; a session that sends on is ended")
-        self._to_decode.append(item)
+    def _queue(self, item: QueuedPush | QueuedRequest) -> None:
+        self._to_decode.put(item, len(self._waiting) - self._waiting.frames)
 
     # --- decoding, one push after another ---
 
     async def _decode(self) -> None:
         while True:
-            await self._changes.until(lambda: bool(self._to_decode) and not self._waiting.full)
-            item = self._to_decode.popleft()
-            if isinstance(item, _Pushed):
+            await self._changes.until(lambda: len(self._to_decode) > 0 and not self._waiting.full)
+            item = self._to_decode.pop()
+            if isinstance(item, QueuedPush):
                 await self._read(item)
             else:
                 self._waiting.put(item)
             del item  # otherwise an idle session would keep its last push
             self._changes.notify()
 
-    async def _read(self, pushed: _Pushed) -> None:
+    async def _read(self, pushed: QueuedPush) -> None:
         def take(frame: Frame) -> None:
             self._loop.call_soon_threadsafe(self._frame, WaitingFrame(frame, pushed.origin))
 
@@ -297,8 +268,8 @@ class Session:
         if isinstance(first, WaitingFrame):
             await self._append(first)
             return
-        assert isinstance(first, _Queued)
-        self._queued_bytes -= first.size
+        assert isinstance(first, QueuedRequest)
+        self._to_decode.done(first)
         await self._changes.until(lambda: not self._appending)
         match item := first.item:
             case Question():

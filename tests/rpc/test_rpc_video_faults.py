@@ -28,6 +28,7 @@ from mmserve.rpc import status, video_questions
 from mmserve.rpc import video as rpc_video
 from mmserve.rpc.memory_budget import MemoryBudget
 from mmserve.v1 import video_pb2 as pb
+from mmserve.video import request_queue
 from mmserve.video import session as sessions
 from mmserve.video.connection import Connection
 from mmserve.video.messages import Numbered
@@ -161,7 +162,7 @@ def test_a_question_about_the_past_where_nothing_of_it_is_kept(address: str) -> 
 
 
 def test_frames_of_a_segment_are_no_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MOST_QUEUED", 4)
+    monkeypatch.setattr(request_queue, "MOST_QUEUED", 4)
     with video_server({"credit_pushes": 2, "frames_under_way": 1}) as (address, _):
         with held(monkeypatch, EngineStream, "append") as began:
             raw = Raw.opened(address, sampler=pb.FrameSampler(rate=30))

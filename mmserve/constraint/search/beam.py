@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mmserve.constraint.search.feasibility import SPARE, Completions, LookaheadBound, SearchTimeout
+from mmserve.constraint.search.forks import Extension, Extensions, Fork, Path, Untried
 from mmserve.constraint.search.lattice import TokenLattice
 from mmserve.constraint.search.parser_states import ParserState, ParserStateCache
 
@@ -35,69 +36,6 @@ class Beam:
     retries: int = 60  # options tried again if no other path was found
     salvaged: int = 12  # dead forks for which a completion is searched
     spare: int = SPARE  # tokens left besides the old witness's up to which the lookahead bound is used
-
-
-@dataclass(frozen=True)
-class Path:
-    """Tokens of the answer from the first masked position on, without end tokens, and their score."""
-
-    tokens: list[int]
-    score: float  # sum of log-probabilities up to the horizon
-
-
-@dataclass(slots=True)
-class _Fork:
-    score: float
-    state: ParserState
-    last: _Fork | None = field(default=None, repr=False)
-    token: int = -1
-    on_witness: bool = False  # whether this fork is a prefix of the old witness
-
-    def tokens(self) -> list[int]:
-        found: list[int] = []
-        fork: _Fork | None = self
-        while fork is not None:
-            if fork.token >= 0:
-                found.append(fork.token)
-            fork = fork.last
-        return found[::-1]
-
-
-#: A fork extended by one token: rank, score, the previous fork, the token, and its index among the options.
-_Extension = tuple[float, float, _Fork, int, int]
-
-
-class _Extensions:
-    """The extensions of all forks by one position."""
-
-    def __init__(self, width: int) -> None:
-        self.found: list[_Extension] = []
-        self.lowest = -math.inf  # rank below which a further one would not be kept
-        self._width = width
-        self._ranks: list[float] = []  # a heap of the best ranks so far, as many as forks are kept
-
-    def add(self, penalty: float, score: float, fork: _Fork, token: int, option: int) -> None:
-        """Add ``fork`` extended by ``token``; its rank is the score minus ``penalty``."""
-        rank, ranks = score - penalty, self._ranks
-        self.found.append((rank, score, fork, token, option))
-        if len(ranks) < self._width:
-            heapq.heappush(ranks, rank)
-        else:
-            heapq.heappushpop(ranks, rank)
-        if len(ranks) == self._width:
-            self.lowest = ranks[0]
-
-
-@dataclass(slots=True)
-class _Untried:
-    """An option not tried: from ``fork``, at position ``p``, by one option of that position or also by those after
-    it."""
-
-    upper_bound: float  # of the scores of its paths
-    p: int
-    fork: _Fork
-    option: int
-    alone: bool = False
 
 
 def best_path(
@@ -160,7 +98,7 @@ class _Search:
     best: Path
     found_other: bool = False  # whether a complete path besides the old witness was found
     old_states: dict[ParserState, list[int]] = field(default_factory=dict)  # of the old witness, and tokens before
-    untried: list[_Untried] = field(default_factory=list)
+    untried: list[Untried] = field(default_factory=list)
 
     def run(self, root: ParserState, in_time: Timer) -> Path | None:
         """As ``best_path``."""
@@ -172,7 +110,7 @@ class _Search:
                 break
             at = state
             self.old_states.setdefault(at, []).append(q)
-        forks, trail, p = [_Fork(0.0, root, on_witness=True)], list[tuple[int, list[_Fork]]](), 0
+        forks, trail, p = [Fork(0.0, root, on_witness=True)], list[tuple[int, list[Fork]]](), 0
         while p < lattice.size and forks:
             if not in_time():
                 raise SearchTimeout
@@ -196,23 +134,23 @@ class _Search:
         """Whether an untried option might be better than the best path."""
         return any(option.upper_bound > self.best.score for option in self.untried)
 
-    def _record(self, fork: _Fork, tail: Sequence[int], score: float) -> None:
+    def _record(self, fork: Fork, tail: Sequence[int], score: float) -> None:
         """Record a complete path."""
         self.found_other = True
         if score > self.best.score:
             self.best = Path([*fork.tokens(), *tail], score)
 
-    def _after_committed(self, forks: list[_Fork], p: int, run: list[int]) -> list[_Fork]:
+    def _after_committed(self, forks: list[Fork], p: int, run: list[int]) -> list[Fork]:
         """The forks after a run of committed tokens from ``p`` on, without those that it ends or that do not allow
         it."""
-        content, kept = self.lattice.content(run), dict[ParserState, _Fork]()
+        content, kept = self.lattice.content(run), dict[ParserState, Fork]()
         for fork in forks:  # the best first
             next_state = self.cache.after_all(fork.state, content) if content else fork.state
             if next_state is None:
                 continue
             extended = fork
             for token in content:
-                extended = _Fork(fork.score, next_state, extended, token, fork.on_witness)
+                extended = Fork(fork.score, next_state, extended, token, fork.on_witness)
             if len(content) < len(run):
                 if next_state.accepting and not fork.on_witness:
                     self._record(extended, (), fork.score + self.lattice.end_score[p + len(content)])
@@ -222,14 +160,14 @@ class _Search:
                 kept[next_state] = extended
         return list(kept.values())
 
-    def _record_end(self, fork: _Fork, p: int) -> None:
+    def _record_end(self, fork: Fork, p: int) -> None:
         """Record the path that ends with ``fork``, before position ``p``."""
         if fork.state.accepting and not (fork.on_witness and p == len(self.lattice.old_content)):
             score = fork.score + self.lattice.end_score[p]
             if score > -math.inf:
                 self._record(fork, (), score)
 
-    def _rejoin(self, fork: _Fork, p: int) -> bool:
+    def _rejoin(self, fork: Fork, p: int) -> bool:
         """Record the paths that continue from ``fork``, before ``p``, as the old witness does.
 
         Returns whether the old witness continues with the same tokens at the same positions.
@@ -246,9 +184,9 @@ class _Search:
             self._record(fork, lattice.old_content[p:], fork.score + lattice.old_score[p])
         return False
 
-    def _extended(self, forks: list[_Fork], p: int) -> list[_Extension]:
+    def _extended(self, forks: list[Fork], p: int) -> list[Extension]:
         """``forks`` extended by the options of a masked position, best first."""
-        lattice, extensions = self.lattice, _Extensions(self.beam.width)
+        lattice, extensions = self.lattice, Extensions(self.beam.width)
         committed = lattice.content(lattice.run[p + 1]) if p + 1 < lattice.size else []
         count = max(self.beam.lookahead_tokens, len(committed))
         expected = lattice.first[p + 1 : min(p + 1 + count, max(lattice.first_end, p + 1))] or committed
@@ -262,7 +200,7 @@ class _Search:
         return extensions.found
 
     def _extend_by_options(
-        self, fork: _Fork, p: int, bound: float, expected: list[int], least: int, extensions: _Extensions
+        self, fork: Fork, p: int, bound: float, expected: list[int], least: int, extensions: Extensions
     ) -> bool:
         """Extend ``fork`` by the options of position ``p`` after which ``least`` of ``expected`` tokens are allowed.
 
@@ -282,7 +220,7 @@ class _Search:
             if log_probability < enough or score < extensions.lowest:
                 pruned = True
                 if not recorded:
-                    self.untried.append(_Untried(score + lattice.upper_bound[p + 1], p, fork, i))
+                    self.untried.append(Untried(score + lattice.upper_bound[p + 1], p, fork, i))
                     recorded = True
                 if followed:
                     break
@@ -302,7 +240,7 @@ class _Search:
                 enough = max(enough, log_probability - beam.margin)
         return pruned
 
-    def _extend_by_others(self, fork: _Fork, p: int, committed: list[int], extensions: _Extensions) -> None:
+    def _extend_by_others(self, fork: Fork, p: int, committed: list[int], extensions: Extensions) -> None:
         """Extend ``fork`` by tokens that are not options of position ``p``, and after which the ``committed`` ones are
         allowed."""
         lattice, completions, state = self.lattice, self.completions, fork.state
@@ -320,23 +258,23 @@ class _Search:
         next_state = self.cache.after(state, token)
         return next_state is not None and self.lookahead.fits(next_state, p + 1)
 
-    def _pruned(self, extensions: list[_Extension], p: int) -> list[_Fork]:
+    def _pruned(self, extensions: list[Extension], p: int) -> list[Fork]:
         """The best of ``extensions`` for each state: of forks in equivalent states one is kept."""
-        lattice, kept = self.lattice, dict[ParserState, _Fork]()
+        lattice, kept = self.lattice, dict[ParserState, Fork]()
         rest, old = lattice.upper_bound[p + 1], lattice.old[p]
         for _rank, score, fork, token, option in extensions:
             if score + rest <= self.best.score:
                 continue
             on_witness = fork.on_witness and token == old
             if len(kept) >= self.beam.width and not on_witness:
-                self.untried.append(_Untried(score + rest, p, fork, option, alone=True))
+                self.untried.append(Untried(score + rest, p, fork, option, alone=True))
                 continue
             state = self.cache.after(fork.state, token)
             if state is None:
                 continue
             other = kept.get(state)
             if other is None or other.score < score:
-                kept[state] = extended = _Fork(score, state, fork, token, on_witness)
+                kept[state] = extended = Fork(score, state, fork, token, on_witness)
                 extended.on_witness = on_witness or self._rejoin(extended, p + 1)
         return sorted(kept.values(), key=lambda fork: -fork.score)
 
@@ -345,7 +283,7 @@ class _Search:
         serial = len(self.untried)
         heap = [(-untried.upper_bound, i, untried) for i, untried in enumerate(self.untried)]
         heapq.heapify(heap)
-        stuck: list[_Untried] = []  # options whose token is not allowed, or from which no end was found
+        stuck: list[Untried] = []  # options whose token is not allowed, or from which no end was found
         for _ in range(self.beam.retries):
             if self.found_other or not heap or -heap[0][0] <= self.best.score:
                 break
@@ -358,20 +296,20 @@ class _Search:
                 heapq.heappush(heap, (-following.upper_bound, serial, following))
         self.untried = [*stuck, *(untried for _bound, _serial, untried in heap)]
 
-    def _retry(self, untried: _Untried) -> list[_Untried]:
+    def _retry(self, untried: Untried) -> list[Untried]:
         """Try one option, and record the paths found. Returns the options that can be tried after it."""
         lattice, p, fork = self.lattice, untried.p, untried.fork
-        options, following = lattice.options[p], list[_Untried]()
+        options, following = lattice.options[p], list[Untried]()
         token, log_probability = options[untried.option]
         if not untried.alone and untried.option + 1 < len(options):
             score = fork.score + options[untried.option + 1][1]
-            following.append(_Untried(score + lattice.upper_bound[p + 1], p, fork, untried.option + 1))
+            following.append(Untried(score + lattice.upper_bound[p + 1], p, fork, untried.option + 1))
         state = self.cache.after(fork.state, token)
         if state is None or (self.lookahead is not None and not self.lookahead.fits(state, p + 1)):
             return following
         if fork.on_witness and token == lattice.old[p]:
             return following
-        extended, p = _Fork(fork.score + log_probability, state, fork, token), p + 1
+        extended, p = Fork(fork.score + log_probability, state, fork, token), p + 1
         if self._rejoin(extended, p):
             return following
         forks = [extended]
@@ -384,10 +322,10 @@ class _Search:
             self._record_end(each, p)
             if lattice.options[p]:
                 bound = each.score + lattice.options[p][0][1] + lattice.upper_bound[p + 1]
-                following.append(_Untried(bound, p, each, 0))
+                following.append(Untried(bound, p, each, 0))
         return following
 
-    def _complete(self, forks: list[_Fork]) -> None:
+    def _complete(self, forks: list[Fork]) -> None:
         """Complete the best fork at the horizon that can be completed, if it is better than the best path."""
         for fork in forks:
             if fork.on_witness:
@@ -398,9 +336,9 @@ class _Search:
             if tail is not None:
                 self._record(fork, tail, fork.score)
                 break
-            self.untried.append(_Untried(fork.score, self.lattice.size - 1, fork, 1 << 30, alone=True))
+            self.untried.append(Untried(fork.score, self.lattice.size - 1, fork, 1 << 30, alone=True))
 
-    def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
+    def _salvage(self, trail: list[tuple[int, list[Fork]]]) -> None:
         """Complete the deepest dead forks, by the old witness or a short completion."""
         lattice, tried, deepest = self.lattice, 0, self.lattice.size
         room = lattice.room(self.completions.size)

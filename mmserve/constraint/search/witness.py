@@ -21,9 +21,10 @@ import numpy as np
 
 from mmserve.constraint.compile.attempts import Sketch
 from mmserve.constraint.compile.wire import Completion, FirstAnswers
-from mmserve.constraint.search.beam import Beam, Path, best_path
+from mmserve.constraint.search.beam import Beam, best_path
 from mmserve.constraint.search.completion import FORK, MASK, Walk, Work, onward
 from mmserve.constraint.search.feasibility import SPARE, Completions, SearchTimeout, look_ahead
+from mmserve.constraint.search.forks import Path
 from mmserve.constraint.search.lattice import TokenLattice, TopK, build_lattice
 from mmserve.constraint.search.matcher import Constraint, Grammar, Matcher, completes
 from mmserve.constraint.search.parser_states import ParserBudgetExhausted, ParserStateCache

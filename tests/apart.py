@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -311,6 +312,26 @@ def serve(control: Connection, folder: str, ends: dict[str, Connection], environ
     end_traces()
 
 
+def serve_each(given: list[tuple[Connection, dict[str, Connection]]], folder: str, environment: dict[str, str]) -> None:
+    """The main function of a process that forks itself into one for each of ``given``, and waits for their ends.
+
+    So that this module, and what it imports, is imported once.
+    """
+    forks: list[int] = []
+    for control, ends in given:
+        if not (fork := os.fork()):
+            for other in {end for each in given for end in (each[0], *each[1].values())} - {control, *ends.values()}:
+                other.close()
+            serve(control, folder, ends, environment)
+            return
+        forks.append(fork)
+    for control, ends in given:
+        for end in (control, *ends.values()):
+            end.close()
+    statuses = [os.waitpid(fork, 0)[1] for fork in forks]
+    sys.exit(any(statuses))
+
+
 class Apart:
     """Three processes: encode, prefill and decode; the last two also take each other's canvases."""
 
@@ -323,15 +344,13 @@ class Apart:
             "decode": {"decode": first[0], "back": back[1]},
         }
         self._controls: dict[str, Connection] = {}
-        self._processes = []
+        given = []
         for role, own in ends.items():
-            mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, str(folder), own, environment), daemon=True)
-            process.start()
-            theirs.close()
-            self._controls[role] = mine
-            self._processes.append(process)
-        for end in (*prompts, *first, *back):
+            self._controls[role], theirs = context.Pipe()
+            given.append((theirs, own))
+        self._process = context.Process(target=serve_each, args=(given, str(folder), environment), daemon=True)
+        self._process.start()
+        for end in (*prompts, *first, *back, *(theirs for theirs, _ in given)):
             end.close()
 
     def ask(self, role: str, what: str, *given: Any) -> Any:
@@ -361,7 +380,7 @@ class Apart:
         return *ended, moves
 
     def close(self) -> None:
-        for control, process in zip(self._controls.values(), self._processes, strict=True):
+        for control in self._controls.values():
             control.send(None)
-            process.join(PATIENCE)
-            assert process.exitcode == 0
+        self._process.join(PATIENCE)
+        assert self._process.exitcode == 0

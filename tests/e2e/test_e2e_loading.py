@@ -21,6 +21,7 @@ import torch
 from e2e_helpers import PATIENCE, command_here, gated, serving, settings, wait_for
 from forked import forked
 from llama_checkpoints import llama, save
+from quick_collections import nothing_unfrozen
 
 from mmserve import cli
 from mmserve.assembly import BackgroundServer
@@ -43,6 +44,12 @@ from mmserve.rpc import reload
 from mmserve.tenants import TenantConfig
 
 TEXT = "what is left of the circle?"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    with nothing_unfrozen():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from test_e2e_http import free_port
 from mmserve.config import ModelConfig
 from mmserve.core.request import ImagePart, Request, VideoPart
 from mmserve.http import pages
-from mmserve.http.app import App
+from mmserve.http.models import Models
 from mmserve.reference.tasks import sample
 
 FILES = Path(pages.__file__).parent / "playground"
@@ -372,13 +372,13 @@ def test_keys_of_the_browser_pin_nothing(page: Page) -> None:
 
 
 def test_a_model_without_eyes_is_sent_no_pictures(served: Running, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    described = App._described
+    described = Models._described
 
-    def blind(app: App, name: str) -> dict[str, Any]:
-        found = described(app, name)
+    def blind(models: Models, name: str) -> dict[str, Any]:
+        found = described(models, name)
         return {**found, "mmserve": {**found["mmserve"], "images": False, "videos": False}}
 
-    monkeypatch.setattr(App, "_described", lambda app, name: (blind if "causal" in name else described)(app, name))
+    monkeypatch.setattr(Models, "_described", lambda self, name: (blind if "causal" in name else described)(self, name))
     page.open(url(served))
     page.wait("the models", page["run"].is_enabled)
     page.click("sample")

@@ -18,6 +18,7 @@ import pytest
 from certificates import self_signed
 from echo_server import PATIENCE, EchoEngine, config, model_info
 from harness import eventually
+from quick_collections import nothing_unfrozen
 
 from mmserve.client import TLS, Client
 from mmserve.config import SLO, Config, EngineConfig, KVCacheConfig, ModelConfig
@@ -26,6 +27,12 @@ from mmserve.rpc.engines import Engines
 from mmserve.rpc.reload import Replacement
 from mmserve.rpc.server import Server
 from mmserve.tenants import TenantConfig
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    with nothing_unfrozen():
+        yield
 
 
 def served_while(settings: Config, engine: EchoEngine, work: Callable[[str], None], **options: Any) -> None:
